@@ -10,9 +10,9 @@ class Application:
     """A program's application to a graph, up to the current directive.
 
     Attributes:
-        partial: The batch is smaller than the one the program was written for; a split may then give fewer
-            microbatches.
-        ops: Names of the program's directives by index, which messages show.
+        partial: Whether the batch is smaller than the batch for which the program was written. A split may
+            then make fewer microbatches.
+        ops: Names of the program's directives, by index. Messages show them.
         index: Index of the directive that is being applied; None between directives.
         absent: Tag -> indices that a partial batch does not have. A filter that names them may match nothing.
     """

@@ -44,8 +44,8 @@ class Bucket:
         dtype: Dtype of the flat tensor. It may differ from the dtype of the gradients that are summed in it.
         along: The other mesh axes along which the parameters are divided, so that the tensors are parts.
             Along the remaining axes, all group ranks have the same parts.
-        by_parameter: No shard ends within a tensor. Each member has whole tensors, balanced by their number
-            of elements.
+        by_parameter: Whether each member has whole tensors, so that no shard ends within a tensor. The
+            tensors are balanced by their number of elements.
     """
 
     names: tuple[str, ...]
@@ -153,23 +153,23 @@ class Bucket:
         return self.by_parameter and self.degree == 1
 
     def part_of(self, replica: int) -> int:
-        """Index of the part of the parameters that a replica has."""
+        """Return the index of the part of the parameters that a replica has."""
         return self.mesh.part(replica, self.along)
 
     def shard_group(self, replica: int) -> tuple[int, ...]:
-        """The replicas that divide the bucket with this one, in the order of their shards."""
+        """Return the replicas that divide the bucket with this one, in the order of their shards."""
         return self.mesh.line(DATA, replica)
 
     def member(self, replica: int) -> int:
-        """Index of the shard that a replica has."""
+        """Return the index of the shard that a replica has."""
         return self.shard_group(replica).index(replica)
 
     def own(self, name: str, whole: torch.Tensor, replica: int) -> torch.Tensor:
-        """The part of a parameter that a replica has (see `cut`)."""
+        """Return the part of a parameter that a replica has (see `cut`)."""
         return self.cut(name, whole, self.part_of(replica))
 
     def cut(self, name: str, whole: torch.Tensor, part: int) -> torch.Tensor:
-        """One part of a parameter: a copy if the parameter has `TensorSpec.runs`, otherwise a view."""
+        """Return one part of a parameter: a copy if the parameter has `TensorSpec.runs`, otherwise a view."""
         if self.degree == 1:
             return whole
         placement = self.placement_of(name)
@@ -178,12 +178,12 @@ class Bucket:
         return whole.chunk(self.degree, placement.dim)[part]
 
     def placement_of(self, name: str) -> Shard:
-        """How a parameter is divided: along its slowest dimension in memory, so that parts are contiguous."""
+        """Return how a parameter is divided: along its slowest dimension, so that parts are contiguous."""
         spec = self.tensors[self.names.index(name)]
         return Shard(spec.dim_order[0], 1 if spec.runs is None else spec.runs[0])
 
     def local_shards(self, replica: int) -> Iterator[tuple[str, int, int, int]]:
-        """The tensors in a replica's shard: name, `start`, `stop` and `offset` of each.
+        """Yield the tensors in a replica's shard: name, `start`, `stop` and `offset` of each.
 
         Elements `start:stop` of the parameter, counted in its memory order, begin at element `offset` of the
         shard.
@@ -197,7 +197,7 @@ class Bucket:
                 yield name, start + before, stop + before, start - first
 
     def empty(self, device: torch.device | str) -> torch.Tensor:
-        """An uninitialized flat tensor with zeros in the gaps."""
+        """Return an uninitialized flat tensor with zeros in the gaps."""
         return self.without_gaps(torch.empty(self.numel, dtype=self.dtype, device=device))
 
     def without_gaps(self, flat: torch.Tensor) -> torch.Tensor:
@@ -207,7 +207,7 @@ class Bucket:
         return flat
 
     def views(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Views of the tensors in `flat`, with the strides of their specs."""
+        """Return views of the tensors in `flat`, with the strides of their specs."""
         first = flat.storage_offset()
         return tuple(flat.as_strided(shape, stride, first + start) for shape, stride, start in self._layout)
 
@@ -221,7 +221,7 @@ class Bucket:
         )
 
     def in_dtype(self, dtype: torch.dtype) -> Bucket:
-        """A bucket of the same parameters, at the same offsets, with another dtype."""
+        """Return a bucket of the same parameters, at the same offsets, with another dtype."""
         return replace(self, dtype=dtype)
 
 
@@ -265,8 +265,8 @@ def buckets_of(
     A bucket is closed when it has `size` bytes.
 
     Args:
-        params: The parameters to assign; their parts, if the mesh divides them.
-        size: Bytes.
+        params: The parameters to assign, or their parts if the mesh divides them.
+        size: Number of bytes at which a bucket is closed.
         mesh, by_parameter, along: As in `Bucket`.
         dtype: Dtype of the flat tensors; None for the parameters' own dtype.
     """

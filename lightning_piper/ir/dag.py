@@ -42,17 +42,18 @@ class TrainingDAG:
         program: The application of a program to this graph, up to the current directive.
         overlaps: Groups of an order whose members may interleave; each lists the chunks of each of its
             filters.
-        meshes: Region -> the mesh along whose other axes its parameters are divided. Regions without divided
-            parameters are absent.
+        meshes: Region -> the mesh along whose axes (all but `DATA`) its parameters are divided. Regions
+            without divided parameters are absent.
         divided: Parameter -> the axes along which it is divided. Whole parameters are absent.
         member_axes: The axes along which chunks compute on parts of tensors (`Step.divisions`). If empty,
             chunks compute on whole tensors.
         param_meshes: Parameter -> its mesh, if its gradients are summed over other ranks than those along
             `DATA` of `mesh`.
-        arranged: (region, device group) -> the mesh that the `place` directive gave them, if it gave one.
+        arranged: (region, device group) -> the mesh that a `place` directive gave them. Absent if it did not
+            give one.
         hosted: Parameters whose optimizer states stay in host memory between steps.
-        mean_of_replicas: The loss is the mean of the replicas' losses, in which each ratio has the replica's
-            own denominator, instead of the loss of the whole batch.
+        mean_of_replicas: Whether the loss is the mean of the replicas' losses, in which each ratio has the
+            replica's own denominator, instead of the loss of the whole batch.
         policies: Region -> what its `replicate` directive shards, and how replicas communicate.
         earlier_buckets: Parameter -> device group -> the bucket that holds the group's shards between steps,
             because an earlier program of the training step (for another layout of the batch) put them there.
@@ -106,7 +107,7 @@ class TrainingDAG:
         return self.mesh.size(DATA)
 
     def replica_of(self, place: int) -> int:
-        """The replica of a group rank."""
+        """Return the replica of a group rank."""
         return self.mesh.line(DATA, place).index(place)
 
     @property
@@ -131,20 +132,20 @@ class TrainingDAG:
             self.divided |= dict.fromkeys(routed[region].params, self.routed_axes(mesh))
 
     def routed_axes(self, mesh: Mesh) -> tuple[str, ...]:
-        """The axes of a region's mesh along which rows are dispatched and its parameters are divided."""
+        """Return the axes of a region's mesh along which rows are dispatched and parameters are divided."""
         return tuple(axis for axis in mesh.axes if axis not in (DATA, *self.member_axes))
 
     def code_at(self, key: PassKey, samples: int) -> Code:
-        """The code of a pass for `samples` samples, as the DAG's devices run it."""
+        """Return the code of a pass for `samples` samples, as the DAG's devices run it."""
         step = self.step.member if self.member_axes else self.step
         return step.at(samples, self.degrees_of(key[0])).code_of(key)
 
     def degrees_of(self, region: int) -> tuple[int, ...]:
-        """The number of parts of a region for each call of `dispatch`; empty if the region is whole."""
+        """Return for each call of `dispatch` the number of parts of its region; empty for whole regions."""
         return self._degrees if region in self.meshes else ()
 
     def code_for(self, key: PassKey, part: Slice) -> Code:
-        """The code of a pass for a slice of the local batch.
+        """Return the code of a pass for a slice of the local batch.
 
         A region that computes from gathered samples gets code for the whole batch.
         """
@@ -154,14 +155,14 @@ class TrainingDAG:
         return self.code_for(chunk.key, chunk.slice)
 
     def mesh_of(self, name: str) -> Mesh:
-        """The mesh of a parameter.
+        """Return the mesh of a parameter.
 
         Its gradients are summed along `DATA`, and the parameter may be divided along the other axes.
         """
         return self.param_meshes.get(name, self.mesh)
 
     def spec_of(self, name: str) -> TensorSpec:
-        """The spec of a parameter on each device: the spec of a part if the parameter is divided."""
+        """Return the spec of a parameter on each device: the spec of a part if the parameter is divided."""
         spec = self.step.params[name].spec
         return (
             spec.part(math.prod(map(self.mesh_of(name).size, self.divided[name])))
@@ -173,7 +174,7 @@ class TrainingDAG:
         return self.nodes[ref[0]].outputs[ref[1]]
 
     def specs_of(self, ref: Ref, samples: int) -> tuple[TensorSpec, ...]:
-        """The specs of a value if its chunk made it from `samples` samples."""
+        """Return the specs of a value if its chunk made it from `samples` samples."""
         chunk, index = self._made_by(ref)
         return self.code_at(chunk.key, samples).outputs[index]
 
@@ -192,7 +193,7 @@ class TrainingDAG:
         return (node for node in self.nodes.values() if isinstance(node, kind))
 
     def users(self, node: Node) -> list[Node]:
-        """Nodes that read a value of `node`, by id."""
+        """Return the nodes that read a value of `node`, in the order of their ids."""
         return [
             self.nodes[i]
             for i in sorted(self.graph.successors(node.id))
@@ -209,7 +210,7 @@ class TrainingDAG:
         return [user for user in self.users(self.nodes[ref[0]]) if ref in user.reads]
 
     def ordered_by(self, node: Node) -> int | None:
-        """Index of a directive that ordered the node, or None."""
+        """Return the index of a directive that ordered the node, or None."""
         if (by := self.graph.nodes[node.id]["order"]) is not None:
             return int(by)
         edges = [*self.graph.in_edges(node.id), *self.graph.out_edges(node.id)]
@@ -220,7 +221,7 @@ class TrainingDAG:
         return tuple(sorted(set().union(*groups.values())))
 
     def slices(self) -> dict[PassKey, tuple[Slice, ...]]:
-        """The slices of the global batch of each pass, in order. A recomputed pass counts once."""
+        """Return the slices of the global batch of each pass, in order. A recomputed pass counts once."""
         found: dict[PassKey, set[Slice]] = {key: set() for key in self.code.interfaces}
         for chunk in self.of_type(Chunk):
             found[chunk.region, "B" if chunk.kind in SPLIT_BACKWARD else chunk.kind].add(chunk.slice)
@@ -233,7 +234,7 @@ class TrainingDAG:
         }
 
     def microbatches(self) -> tuple[Slice, ...] | None:
-        """The slices of the global batch that the step works on; None if regions are split differently."""
+        """Return the slices of the global batch that all passes work on; None if passes differ."""
         found = set(self.slices().values())
         return found.pop() if len(found) == 1 else None
 
@@ -276,7 +277,7 @@ class TrainingDAG:
         )
 
     def gathered_anew(self, params: Iterable[Ref | None]) -> tuple[Ref | None, ...]:
-        """`Chunk.params` for one more use of the same parameters.
+        """Return `Chunk.params` for another use of the same parameters.
 
         Parameters that are gathered for each use get a new gather.
         """
@@ -289,7 +290,7 @@ class TrainingDAG:
         return tuple(ref if ref is None else again.get(ref, ref) for ref in params)
 
     def remove(self, nodes: Iterable[Node]) -> None:
-        """Remove nodes. The caller has to rewire the nodes that read them.
+        """Remove nodes. The caller has to rewire the nodes that read the removed nodes.
 
         Raises:
             ValueError: A node is not in this DAG.
@@ -381,7 +382,7 @@ class TrainingDAG:
             self.graph.nodes[chunk.id]["order"] = by
 
     def named_by(self, chunk: Chunk) -> int | None:
-        """Index of the first order that named a chunk."""
+        """Return the index of the first order that named a chunk."""
         found: int | None = self.graph.nodes[chunk.id]["order"]
         return found
 
@@ -424,7 +425,7 @@ class TrainingDAG:
                 self.graph.add_edge(source, node.id, data=True, order=None)
 
     def copy(self) -> TrainingDAG:
-        """A copy of the DAG that can be rewritten independently."""
+        """Return a copy of the DAG that can be rewritten independently."""
         copy = TrainingDAG(self.step, self.size)
         copy.program = self.program.copy()
         copy.nodes = {i: dataclasses.replace(node) for i, node in self.nodes.items()}

@@ -19,11 +19,12 @@ AGAIN = "R"  # a recomputed forward pass
 STORE, FETCH = COPIES = (
     "STORE",
     "FETCH",
-)  # copies to the host and back: not chunks, so only orders name them
+)  # copies to the host and back, which are not chunks, so only orders can name copies
 PASSES = ("F", "B", *SPLIT_BACKWARD, AGAIN)
 
 
 def names_copies(condition: Filter) -> bool:
+    """Return whether a filter names copies to the host or back."""
     return condition.get("PASS") in COPIES
 
 
@@ -34,7 +35,7 @@ def names_again(condition: Filter) -> bool:
 
 
 def problem_with(condition: object, copies: bool = False) -> str | None:
-    """Return why something is not a filter, or None if it is. `copies` allows stores and fetches."""
+    """Return why something is not a filter; None if it is a filter. `copies` allows stores and fetches."""
     if not isinstance(condition, Mapping):
         return f'{shown(condition)} is not a filter; give an object such as {{"PP": 0}}'
     for tag, wanted in condition.items():
@@ -61,6 +62,7 @@ def problem_with(condition: object, copies: bool = False) -> str | None:
 
 
 def matches(condition: Filter, tags: Mapping[str, int | str]) -> bool:
+    """Return whether a filter selects a node with these tags."""
     for tag, wanted in condition.items():
         if wanted == "-":
             if tag in tags:
@@ -92,7 +94,7 @@ class Index:
                 self._by.setdefault(item, []).append(chunk)
 
     def select(self, condition: Filter) -> list[Chunk]:
-        """Chunks that match, in order of creation."""
+        """Return the chunks that a filter selects, in order of creation."""
         pools: list[Sequence[Chunk]] = [self.all]
         for tag, wanted in condition.items():
             if isinstance(wanted, int) or (tag == "PASS" and wanted in PASSES):
@@ -101,7 +103,7 @@ class Index:
 
 
 def copies(dag: TrainingDAG, condition: Filter) -> list[Node]:
-    """Stores or fetches that match, in order of creation."""
+    """Return the stores or fetches that a filter selects, in order of creation."""
     return [
         node
         for node in dag.nodes.values()
@@ -110,6 +112,6 @@ def copies(dag: TrainingDAG, condition: Filter) -> list[Node]:
 
 
 def describe(condition: Filter) -> str:
-    """A filter as text for a message, cut off at `SHOWN` characters."""
+    """Return a filter as text for a message, cut off at `SHOWN` characters."""
     text = "{" + ", ".join(f"{k}: {v}" for k, v in condition.items()) + "}"
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."

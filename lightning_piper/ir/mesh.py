@@ -40,17 +40,17 @@ class Mesh:
     @staticmethod
     @cache
     def flat(size: int) -> Mesh:
-        """A mesh with all group ranks along `DATA`."""
+        """Return a mesh with all group ranks along `DATA`."""
         return Mesh((DATA,), (size,), tuple(range(size)))
 
     def against(self, *axes: str) -> Mesh:
-        """The same group ranks along `DATA` and the given axes; the remaining axes are merged into `DATA`."""
+        """Return the mesh with only these axes and `DATA`. The other axes become part of `DATA`."""
         blocks = self.blocks(axes)
         shape = (len(blocks), *map(self.size, axes))
         return Mesh((DATA, *axes), shape, tuple(place for block in blocks for place in block))
 
     def blocks(self, axes: Sequence[str]) -> tuple[Line, ...]:
-        """Blocks of the group ranks that differ along `axes` only, in row-major order along `axes`."""
+        """Return the blocks of group ranks that differ along `axes` only, in row-major order along `axes`."""
         kept = [self.axes.index(axis) for axis in axes]
         grid = np.array(self.places).reshape(self.shape)
         order = [*(d for d in range(len(self.axes)) if d not in kept), *kept]
@@ -58,15 +58,15 @@ class Mesh:
         return tuple(map(tuple, rows.tolist()))
 
     def size(self, axis: str) -> int:
-        """The size of an axis; 1 for an axis that the mesh does not have."""
+        """Return the size of an axis; 1 for an axis that the mesh does not have."""
         return self.shape[self.axes.index(axis)] if axis in self.axes else 1
 
     def lines(self, axis: str) -> tuple[Line, ...]:
-        """The lines along an axis."""
+        """Return the lines along an axis."""
         return self._lines[axis]
 
     def line(self, axis: str, place: int) -> Line:
-        """The line along an axis that contains a group rank."""
+        """Return the line along an axis that contains a group rank."""
         return self._line_of[axis][place]
 
     @property
@@ -75,7 +75,7 @@ class Mesh:
         return len(self.places) // self.size(DATA)
 
     def part(self, place: int, axes: Sequence[str]) -> int:
-        """Index of a group rank's part of a tensor divided along `axes`: its row-major position there."""
+        """Return the row-major index of a group rank's part of a tensor that is divided along `axes`."""
         found = 0
         for axis in axes:
             found = found * self.size(axis) + self.line(axis, place).index(place)

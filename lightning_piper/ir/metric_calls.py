@@ -1,4 +1,4 @@
-"""The calls of metric objects in a step: not traced, but replayed after the step with its values."""
+"""The calls of metric objects in a step. Piper does not trace them, but replays them after the step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Later:
-    """A value that is known only after calls of metric objects.
+    """A value that is known only after some calls of metric objects.
 
     Attributes:
         calls: Numbers of these calls in the step.
@@ -17,7 +17,7 @@ class Later:
     calls: frozenset[int]
 
     def of(self, values: Sequence[Any]) -> Any:
-        """The value, given the results of all calls by number."""
+        """Return the value, given the results of all calls by number."""
         raise NotImplementedError
 
 
@@ -72,8 +72,8 @@ class MetricCall:
     Attributes:
         metric: Name of the object, a submodule.
         method: `forward`, `update`, `compute` or `reset`, and for a collection also `values`.
-        arguments: Rebuilds the positional and keyword arguments from their tensors. A function that it takes
-            supplies the items that are lists of the batch or results of other calls.
+        arguments: A function that rebuilds the positional and keyword arguments from their tensors. It also
+            takes a function, which supplies the items that are lists of the batch or results of other calls.
         tensors: Names of these tensors, among the outputs of kind `argument`.
         after: The number of `self.log` calls of the step that come before this call.
         where: The user's source line.
@@ -96,7 +96,7 @@ class MetricLog:
 
     Attributes:
         name: The key.
-        value: Name of the object, or the value that its calls give.
+        value: Name of the metric object, or a value that follows from calls.
         kwargs: The other arguments.
         after: As in `MetricCall`.
     """
@@ -117,8 +117,8 @@ class MetricCalls:
     Attributes:
         events: Calls and logs.
         terms: Name of each argument tensor -> how its values of several microbatches become one, as an index
-            into `StepCode.terms`. None: each microbatch gives the same value. A tensor with a dimension of
-            samples does not use it.
+            into `StepCode.terms`. None: each microbatch gives the same value. For a tensor with a dimension
+            of samples, Piper does not use the entry.
         whole: Name of each argument tensor that does not depend on the samples -> a function from the step's
             inputs to its value for the whole batch.
         used: Numbers of the calls whose results the step logs, returns, or passes to other calls.

@@ -48,23 +48,23 @@ class Node:
     references see the change.
 
     Attributes:
-        id: Unique in its DAG, in order of creation; -1 until the DAG has taken the node.
-        inputs: The values it reads.
-        outputs: The values it makes.
+        id: A number that is unique in the DAG, in order of creation; -1 before the node is in a DAG.
+        inputs: The values that the node reads.
+        outputs: The values that the node makes.
         tags: The tags that filters match.
-        devices: The logical devices it runs on; empty before a directive places it.
-        stream: The logical stream it runs on.
-        origin: Index of the directive that made it; None for a node of the capture.
-        placed_by: Index of the directive that gave it its devices.
-        turn: Its priority in the global order (a property of the node kind, like all attributes below).
-        ahead: For `IssuePriority.PREFETCH`, how many chunks before its first reader it is issued.
-        communicates: It moves data between devices.
-        moves: It outputs its inputs unchanged.
-        sums: It sums the members' values of a bucket over replicas.
-        reads_from: Where its inputs are: on its `own` devices, at the other end of a `channel`, or on some of
-            its `members`.
-        everywhere: It runs on all devices of the step, replicas or not.
-        shows_tags: Texts show its tags after its label.
+        devices: The logical devices that run the node; empty before a directive places it.
+        stream: The logical stream that runs the node.
+        origin: Index of the directive that made the node; None for a node of the capture.
+        placed_by: Index of the directive that gave the node its devices.
+        turn: The priority in the global order (a property of the node kind, like all attributes below).
+        ahead: For `IssuePriority.PREFETCH`, how many chunks before its first reader the node is issued.
+        communicates: Whether the node moves data between devices.
+        moves: Whether the node outputs its inputs unchanged.
+        sums: Whether the node sums the members' values of a bucket over replicas.
+        reads_from: Where the inputs are: on the node's `own` devices, at the other end of a `channel`, or on
+            some of its `members`.
+        everywhere: Whether the node runs on all devices of the step, replicas or not.
+        shows_tags: Whether texts show the tags after the label.
     """
 
     turn: ClassVar[IssuePriority] = IssuePriority.BOOKKEEPING

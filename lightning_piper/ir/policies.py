@@ -12,10 +12,11 @@ class ShardingPolicy:
     """A region's ZeRO stage, and how its replicas communicate.
 
     Attributes:
-        optimizer, gradients, parameters: Whether replicas shard these. Each one implies those before it.
+        optimizer, gradients, parameters: Whether replicas shard these tensors. Each field implies the fields
+            before it.
         reduce_stream, gather_stream: Logical streams.
         bucket_bytes: Size of a bucket.
-        by_parameter: Each replica has some whole parameters instead of a shard of every parameter.
+        by_parameter: Whether each replica has some whole parameters instead of a shard of every parameter.
         dtype: Dtype in which gradients are summed; None for their own dtype.
     """
 

@@ -39,7 +39,8 @@ class Region:
         index: Position in trace order.
         tags: The annotations that were open, e.g. `{"PP": 1}`; empty outside of any annotation.
         source: The user's source line at which the region starts; messages show it.
-        joined: The region computes from gathered samples, so each replica computes the whole batch.
+        joined: Whether the region computes from gathered samples, so that each replica computes the whole
+            batch.
     """
 
     index: int
@@ -61,7 +62,7 @@ class Output:
         names: Names of the bundle's contents: parameters or buffers, the log key, or the value in the graph.
             A `saved` bundle is private to the region; its names are the backward passes that read it.
         term: For a loss or a logged value, its index in `StepCode.terms`.
-        partial: The output is a term of a sum over the whole batch. Readers get the sum.
+        partial: Whether the output is a term of a sum over the whole batch. Readers get the sum.
         exchange: `gather` if readers compute the whole batch and get the rows of all its parts; `scatter` if
             readers compute a part and get their rows of the whole batch's gradients; otherwise "".
         held: For a step that is divided along axes (`Step.divisions`), the placement along each axis whose
@@ -94,7 +95,7 @@ class Interface:
             the previous forward.
         batch: Indices of the batch leaves that the pass reads.
         seeds: Indices in `StepCode.terms` of the loss terms whose gradients are the last arguments.
-        random: The pass draws random numbers and runs under its own seed.
+        random: Whether the pass draws random numbers. It then runs with a seed of its own.
         arrives, leaves: For a region that rows are dispatched to, the role of each input and output in that
             exchange: `counts`, `dispatch` (rows that arrived), `combine` (rows on their way back), or "".
             Empty for all other regions.
@@ -125,7 +126,8 @@ class Routed:
         sites: Numbers of the step's calls of `dispatch` that lead to the region.
         count: E.
         params: The region's parameters whose first dimension is E.
-        even: Every expert gets the same number of rows (its capacity). Otherwise counts give the numbers.
+        even: Whether every expert gets the same number of rows (its capacity). Otherwise counts give the
+            numbers.
     """
 
     sites: tuple[int, ...]
@@ -144,8 +146,8 @@ class Code:
         outputs: Specs of the tensors of each output bundle, in the order of `Interface.outputs`.
         graph: The functional graph. A graph for several shapes reads each size that varies from `sizes`, as
             in `sizes[3]`.
-        inputs: Specs of its arguments.
-        sizes: The values of these sizes.
+        inputs: Specs of the arguments of `run`.
+        sizes: The values of `sizes` in the graph.
     """
 
     run: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
@@ -160,8 +162,8 @@ class Computed:
     """A logged value that Piper computes from other outputs, on the whole batch.
 
     Attributes:
-        names: Names of the outputs of kind `log` that it is computed from.
-        of: Computes it from their values on the whole batch.
+        names: Names of the outputs of kind `log` from which Piper computes the value.
+        of: Computes the value from these outputs' values on the whole batch.
         text: The computation as text.
     """
 
@@ -207,7 +209,7 @@ class Rebuild(Protocol):
     def __call__(self, *given: Any) -> Any: ...
 
     def and_keep(self, *given: Any) -> Any:
-        """Like `__call__`, and replays the side effects of the step's Python code."""
+        """Rebuild the return value like `__call__`, and replay the side effects of the step's Python code."""
         ...
 
 
@@ -235,25 +237,25 @@ class StepCode:
         logs: The `self.log` calls.
         batch_specs: Specs of the leaves of the batch.
         split_passes: Interface and code of the passes BI and BW. A region without trained weights has only
-            BI, and a region that outputs no gradient has only BW; this one pass is then all of B. Inputs from
-            other regions enter at the first of the region's passes.
+            BI, and a region that does not output a gradient has only BW; this one pass is then all of B. The
+            first of the region's passes gets the inputs from other regions.
         routed: The regions that rows are dispatched to.
         terms: How Piper weights the terms of the loss and of logged values.
         rebuild: For a forward-only step, the function that rebuilds its return value from its tensors, which
-            are the outputs of kind `result` named "0", "1", .... A function that it takes supplies the
-            returned items of the batch that have no tensors. None for a training step.
+            are the outputs of kind `result` named "0", "1", .... It also takes a function, which supplies the
+            returned items of the batch without tensors. None for a training step.
         metrics: The step's calls of metric objects.
         undivided: Set if Piper must not cut the batch.
-        assumed: Piper assumes that the loss is a mean over samples, because it is not a sum of means, sums
-            and ratios.
-        unknown: Names of logged values other than the loss whose weights are an assumption of this kind.
+        assumed: Whether Piper assumes that the loss is a mean over samples, because the loss is not a sum of
+            means, sums and ratios.
+        unknown: Names of logged values other than the loss for which Piper makes the same assumption.
         meet: The operation, on the way to the loss or to a gradient, that mixes samples or indexes into the
             batch; None if Piper did not find such an operation.
         nonlinear: The backward operation that is not linear in the gradient of the loss, with the user's
             line; None if all are linear.
-        weighs_gradients: The backward pass of each part of the batch starts with a gradient of 1, and Piper
-            weighs the resulting gradients. Otherwise Piper weighs the gradient of the loss, which gives the
-            same gradients if the backward pass is linear.
+        weighs_gradients: Whether the backward pass of each part of the batch starts with a gradient of 1, and
+            Piper weights the resulting gradients. Otherwise Piper weights the gradient of the loss, which
+            gives the same gradients if the backward pass is linear.
         local: Buffers whose new values depend on the samples of the local batch, on their number, or on
             random numbers. All other buffers that the step changes get the same values on any part of the
             batch.
@@ -281,7 +283,7 @@ class StepCode:
     divided: Mapping[str, tuple[str, Shard]] = field(default_factory=dict)
 
     def samples(self, leaf: int, part: Slice) -> Slice | None:
-        """The samples of a batch tensor that the chunks of `part` get; None if they get the whole tensor."""
+        """Return the samples of a batch tensor that the chunks of `part` get; None: they get all samples."""
         return part if self.batch_specs[leaf].shape and self.undivided is None else None
 
     @property
@@ -290,17 +292,17 @@ class StepCode:
 
     @cached_property
     def sums_over_batch(self) -> bool:
-        """Does the step sum an intermediate value over the whole batch?"""
+        """Return whether the step sums an intermediate value over the whole batch."""
         return any(output.partial for interface in self.interfaces.values() for output in interface.outputs)
 
     @cached_property
     def gathers_samples(self) -> bool:
-        """Does the step compute from gathered samples of the whole batch?"""
+        """Return whether the step computes from gathered samples of the whole batch."""
         return any(region.joined for region in self.regions)
 
     @cached_property
     def makes_loss(self) -> bool:
-        """Does a pass output the loss? Not if the step is forward-only or runs uncaptured."""
+        """Return whether a pass outputs the loss. It is false for forward-only and for uncaptured steps."""
         return any(
             output.kind == Kind.LOSS for interface in self.interfaces.values() for output in interface.outputs
         )
@@ -315,11 +317,12 @@ class StepCode:
         return torch.float64
 
     def goes_on(self, buffer: str) -> bool:
-        """Does each microbatch start with the value of `buffer` that the previous microbatch left?
+        """Return whether each microbatch starts with the value of `buffer` that the previous microbatch left.
 
-        Not if the new value is the same for any part of the batch (a counter, a spectral norm, statistics of
-        the whole batch): such a buffer changes once a step, as on one device. Nor if the value comes from
-        gathered samples: it is made once, after all microbatches have read the value from before the step.
+        It is false if the new value is the same for any part of the batch (a counter, a spectral norm,
+        statistics of the whole batch). Such a buffer changes once a step, as on one device. It is also false
+        if the value comes from gathered samples. Such a buffer changes once, after all microbatches have read
+        the value from before the step.
         """
         return buffer in self.local and buffer not in self._joined_buffers
 
@@ -335,7 +338,7 @@ class StepCode:
         )
 
     def backward_passes_of(self, region: int) -> tuple[str, ...]:
-        """The passes of a region's split backward: `BI`, `BW` or both; empty without a backward."""
+        """Return the passes of a region's split backward: `BI`, `BW` or both; empty without a backward."""
         backward = self.interfaces.get((region, "B"))
         made = {out.kind for out in backward.outputs} if backward else set()
         return tuple(
@@ -343,11 +346,11 @@ class StepCode:
         )
 
     def interface_of(self, key: PassKey) -> Interface:
-        """The interface of any pass, including a pass of a split backward."""
+        """Return the interface of any pass, including a pass of a split backward."""
         return self._split_pass(key)[0] if key[1] in SPLIT_BACKWARD else self.interfaces[key]
 
     def code_of(self, key: PassKey) -> Code:
-        """The code of any pass, including a pass of a split backward."""
+        """Return the code of any pass, including a pass of a split backward."""
         return self._split_pass(key)[1] if key[1] in SPLIT_BACKWARD else self.code[key]
 
     def _split_pass(self, key: PassKey) -> tuple[Interface, Code]:
@@ -360,7 +363,7 @@ class StepCode:
         return self.split_passes[key]
 
     def whole(self, region: int, kind: str, index: int) -> tuple[int, str, int]:
-        """The output of B that an output of BI or BW corresponds to; any other output itself."""
+        """Return the output of B that an output of BI or BW corresponds to; other outputs unchanged."""
         if kind in SPLIT_BACKWARD:
             out = self.interface_of((region, kind)).outputs[index]
             if out.kind != Kind.SAVED:
@@ -387,7 +390,7 @@ class ParamInfo:
     strides: tuple[int, ...] | None = None
 
     def whole(self, flat: torch.Tensor) -> torch.Tensor:
-        """The parameter as the module has it, from a one-dimensional tensor of all its elements."""
+        """Return the parameter as the module has it, from a one-dimensional tensor of all its elements."""
         found = view_as(flat, self.spec)
         if self.strides is None:
             return found
@@ -419,15 +422,15 @@ class Step(Protocol):
         ...
 
     def divided(self, divisions: Sequence[Division]) -> Step:
-        """The same step, cut wherever members of axes change what they hold of a value."""
+        """Return the same step, cut wherever members of axes change what they hold of a value."""
         ...
 
     def recomputing(self, recomputation: Recomputation) -> Step:
-        """The same step with backward passes that recompute some of their inputs."""
+        """Return the same step with backward passes that recompute some of their inputs."""
         ...
 
     def at(self, size: int, degrees: tuple[int, ...] = ()) -> StepCode:
-        """The step's code for a batch of `size` samples. The first call traces it; later calls use a cache.
+        """Return the step's code for a batch of `size` samples. The first call for a size traces the step.
 
         Args:
             size: Samples.

@@ -13,7 +13,7 @@ def take_parts(dag: TrainingDAG, training: TrainingDAG | None = None) -> None:
     """Make a DAG's chunks compute on parts of tensors.
 
     Args:
-        training: For a step without a backward pass, the training DAG; it says which gradients are sums.
+        training: For a step without a backward pass, the training DAG, which knows which gradients are sums.
     """
     dag.member_axes = tuple(division.axis for division in dag.step.divisions)
     dag.divided |= {name: (axis,) for name, (axis, _) in dag.code.divided.items()}
@@ -27,13 +27,13 @@ def take_parts(dag: TrainingDAG, training: TrainingDAG | None = None) -> None:
 
 
 def is_summed(dag: TrainingDAG, output: Output) -> bool:
-    """Is an output a gradient that is summed over members of an axis together with replicas?"""
+    """Return whether an output is a gradient that is summed over members of an axis and over replicas."""
     terms = any(isinstance(placement, Partial) for _, placement in output.held)
     return bool(dag.member_axes) and output.kind == Kind.GRAD and terms
 
 
 def others_of(dag: TrainingDAG, key: PassKey, index: int) -> tuple[tuple[str, Placement], ...]:
-    """`Value.others` of an output of a pass.
+    """Return `Value.others` of an output of a pass.
 
     It lists the axes along which members have parts of the output. In a region of divided experts, these
     include the axes along which its rows and gradients are divided.

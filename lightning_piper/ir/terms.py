@@ -7,8 +7,9 @@ On the whole batch a term is T, and on part i it is T_i. T is the sum of w_i T_i
 - ratio: d(s_i) / d(sum of s). The term is a ratio whose denominator d is a function of sums s over the batch
   alone, such as a number of tokens that are not ignored.
 - max, min: no weight. The term is the largest, or smallest, value of the batch.
-- each: 1. The term is not a value, but the gradient with which the loss of each part enters a backward pass
-  that is not linear in it. Piper then weighs gradients instead of the loss.
+- each: 1. The term is not a value, but the gradient with which the backward pass of each part starts. It is
+  used if the backward pass is not linear in this gradient. Piper then weights the resulting gradients instead
+  of the loss.
 
 A device that has the sums s of the whole batch therefore knows the weight of every backward pass before it
 runs.
@@ -41,15 +42,15 @@ class Denominator:
     """A ratio's denominator as a function of the batch.
 
     Attributes:
-        batch: Indices of the batch leaves that it reads.
-        buffers: The module's buffers that it reads, by canonical name.
+        batch: Indices of the batch leaves that the denominator reads.
+        buffers: Canonical names of the module's buffers that the denominator reads.
         run: Takes a list of these tensors and returns the sums s, each a tensor without dimensions.
         width: The number of sums plus one. The last column is the number of samples.
-        of: Computes the denominator from a list of `width` float64 tensors of one shape. With `part=True`, it
-            is the divisor of the captured code on a part of the batch: in a guarded denominator, a sum that
-            is 0 counts as 1.
-        guarded: The captured code replaces such a sum by 1, because the denominator would be 0 or not finite
-            on a part of the batch in which nothing counts.
+        of: Computes the denominator from a list of `width` float64 tensors of one shape. With `part=True`,
+            the result is the divisor of the captured code on a part of the batch: in a guarded denominator, a
+            sum that is 0 counts as 1.
+        guarded: Whether the captured code replaces a sum of 0 by 1, because the denominator would be 0 or not
+            finite on a part of the batch in which nothing counts.
     """
 
     batch: tuple[int, ...]
@@ -62,7 +63,7 @@ class Denominator:
     def counted(
         self, leaves: Sequence[torch.Tensor], buffers: Mapping[str, torch.Tensor], part: Slice
     ) -> torch.Tensor:
-        """The sums of samples `part` of a batch, as float64 `[width]`.
+        """Return the sums of samples `part` of a batch, as float64 `[width]`.
 
         The code must be for `len(part)` samples.
         """
@@ -82,10 +83,10 @@ class Denominator:
 
 @dataclass(frozen=True)
 class Term:
-    """A term of the loss, or a logged value, and how it is weighed.
+    """A term of the loss, or a logged value, and its weights.
 
     Attributes:
-        weighing: How its parts are weighed.
+        weighing: How the values on parts of the batch are weighted.
         label: The weight in words.
         denominator: The denominator of a ratio.
     """

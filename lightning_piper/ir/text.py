@@ -11,7 +11,7 @@ from lightning_piper.ir.nodes import Node
 
 
 def text_of(dag: TrainingDAG) -> str:
-    """All nodes, in an order that respects all edges.
+    """Return all nodes, in an order that respects all edges.
 
     For example `%4 B[PP=1,MB=0] 0:2 @1 (%1.0) -> cotangent:mm_3 float32[2,8] #2 after %3`: id, pass and tags,
     samples, devices, inputs, outputs, directive that made it, temporal predecessors.
@@ -20,7 +20,7 @@ def text_of(dag: TrainingDAG) -> str:
 
 
 def listing(dag: TrainingDAG) -> str:
-    """All nodes by id, so that two listings differ only in lines of different nodes.
+    """Return all nodes by id, so that two listings differ only in lines of different nodes.
 
     It also works for a DAG with a cycle.
     """
@@ -33,7 +33,7 @@ def _text(dag: TrainingDAG, order: Iterable[int]) -> str:
 
 
 def line_of(dag: TrainingDAG, node: Node) -> str:
-    """The text line of one node."""
+    """Return the text line of one node."""
     words = [f"%{node.id}", node.label]
     if node.details:
         words.append(node.details)

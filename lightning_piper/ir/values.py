@@ -52,11 +52,11 @@ class TensorSpec:
         return tuple(sorted(range(len(self.shape)), key=lambda d: (-self.stride[d], d)))
 
     def part(self, parts: int) -> TensorSpec:
-        """Spec of one of `parts` equal parts along the slowest dimension: a contiguous range of elements."""
+        """Return the spec of one of `parts` equal parts along the slowest dimension, which are contiguous."""
         return self._scaled(lambda size: size // parts)
 
     def of_parts(self, parts: int) -> TensorSpec:
-        """Spec of the tensor that consists of `parts` parts like this one."""
+        """Return the spec of the tensor that consists of `parts` parts like this one."""
         return self._scaled(lambda size: size * parts)
 
     def _scaled(self, by: Callable[[int], int]) -> TensorSpec:
@@ -92,7 +92,10 @@ def view_as(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 
 def flattened(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """The reverse of `view_as`. Copies if the tensor's memory order differs from the spec's."""
+    """Undo `view_as`: return all elements in the order of the spec.
+
+    Returns a view if the elements have this order in memory, otherwise a copy.
+    """
     found = tensor.permute(spec.dim_order)
     if spec.runs is not None:
         runs, parts = spec.runs
@@ -128,7 +131,7 @@ class Shard:
         return (f"S({self.dim})" if self.blocks == 1 else f"S({self.dim},{self.blocks})") + turned
 
     def parts(self, whole: torch.Tensor, count: int) -> list[torch.Tensor]:
-        """The parts that `count` members hold, each contiguous."""
+        """Return the parts that `count` members hold, each contiguous."""
         if self.turn:
             own = replace(self, turn=0).parts(whole, count)
             return [own[(i - self.turn) % count] for i in range(count)]
@@ -140,7 +143,7 @@ class Shard:
         ]
 
     def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The whole value, from the parts of all members."""
+        """Return the whole value, from the parts of all members."""
         if self.turn:
             return replace(self, turn=0).joined(
                 [parts[(i + self.turn) % len(parts)] for i in range(len(parts))]
@@ -163,7 +166,7 @@ Placement = Replicate | Shard | Partial
 
 
 def is_shift(before: Placement, after: Placement) -> bool:
-    """Does a change of placement make each member send its part unchanged to one other member?"""
+    """Return whether a change of placement only makes each member send its part to another member."""
     if not isinstance(before, Shard) or not isinstance(after, Shard):
         return False
     return before != after and replace(before, turn=0) == replace(after, turn=0)

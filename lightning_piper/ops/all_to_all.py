@@ -37,13 +37,13 @@ class AllToAll(Node):
         dispatch   rows to the owners of their experts: sorted by expert, then by the device that sent them
         combine    rows back to their source, in the order in which they left
 
-    It reads the rows. Unless all experts have the same capacity, it also reads the counts at the source and
-    the counts that arrived.
+    The node reads the rows. If experts get different numbers of rows, it also reads the counts at the source
+    and the counts that arrived.
 
     Attributes:
         direction: `counts`, `dispatch` or `combine`.
         region: Index of the region that has the experts.
-        mesh, axis: Rows travel along this axis, along which the parameters of the experts are divided.
+        mesh, axis: The axis along which rows travel. The parameters of the experts are divided along it.
     """
 
     turn = IssuePriority.CRITICAL_COMM
@@ -64,7 +64,7 @@ class AllToAll(Node):
         return f"{self.axis}={' | '.join(lines)}"
 
     def members(self, replica: int) -> tuple[int, ...]:
-        """The devices along the axis, which together own all experts."""
+        """Return the devices along the axis, which together own all experts."""
         return tuple(self.devices[place] for place in self.mesh.line(self.axis, replica))
 
 
@@ -74,8 +74,8 @@ class AllToAllInstruction(Collective):
 
     Attributes:
         direction: `counts`, `dispatch` or `combine`.
-        tensor: Spec of the expected result. Its number of rows is open unless all experts have the same
-            capacity.
+        tensor: Spec of the expected result. The result may have a different number of rows if experts do not
+            all have the same capacity.
     """
 
     op: ClassVar[str] = "all_to_all"
@@ -179,7 +179,7 @@ def _told(facts: Facts, node: AllToAll, counts: Ref) -> Iterable[str]:
 def _shape(facts: Facts, node: AllToAll) -> Iterable[str]:
     """The result must have the shape that the number of owners implies.
 
-    Open numbers of rows are as at the source.
+    If the number of rows is not known before the run, the spec has the number of rows at the source.
     """
     dag, experts, degree = facts.dag, facts.dag.code.routed[node.region], node.mesh.size(node.axis)
     (spec,), (made,) = dag.value(node.inputs[0]).tensors, node.outputs[0].tensors
@@ -224,12 +224,12 @@ def interpret(run: Reference, node: AllToAll) -> Made:
 
 
 def _exchanged_rows(node: AllToAll, even: bool, held: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    """The rows of each replica after an exchange.
+    """Return the rows of each replica after an exchange.
 
     Args:
         node: The exchange.
-        even: Each expert has the same capacity.
-        held: By replica, its tensor of each input of the node.
+        even: Whether each expert has the same capacity.
+        held: `[replica][input]`, the tensors of the node's inputs.
     """
     made: dict[int, torch.Tensor] = {}
     for group in node.mesh.lines(node.axis):
@@ -245,6 +245,7 @@ def _exchanged_rows(node: AllToAll, even: bool, held: Sequence[Sequence[torch.Te
 
 
 def _even(out: bool, rows: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Exchange `[experts, capacity, ...]` tensors: to the owners of the experts if `out`, otherwise back."""
     split, join = (0, 1) if out else (1, 0)
     return [torch.cat([x.chunk(len(rows), split)[i] for x in rows], join) for i in range(len(rows))]
 

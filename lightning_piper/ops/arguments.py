@@ -101,7 +101,7 @@ def shares(
     leaves: Sequence[torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
 ) -> list[torch.Tensor]:
-    """The weight of each slice in a mean over the slices."""
+    """Return the weight of each slice in a mean over the slices."""
     if isinstance(way, Ratio):
         denominators = [step.at(len(part)).terms[way.term].denominator for part in slices]
         rows = [
@@ -128,7 +128,7 @@ def weighed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def in_order(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of the values, added from the first to the last."""
+    """Return the sum of the values, added from the first to the last."""
     first, *rest = values
     for x in rest:
         first = first + x

@@ -36,7 +36,7 @@ Bundle = tuple[torch.Tensor, ...]
 Slots = list[
     Any
 ]  # bundles by slot number; an empty slot is None, and a pending slot belongs to the transport
-Bound = Callable[[], object]  # an instruction with everything it needs
+Bound = Callable[[], object]  # runs an instruction, with everything that it needs
 
 
 class Exchange(ABC):
@@ -61,7 +61,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def parts(self, state: Any) -> Sequence[Any]:
-        """One part for each member, in the order of the members."""
+        """Return one part for each member, in the order of the members."""
 
     def room(self, state: Any, parts: Sequence[Any]) -> list[torch.Tensor]:
         """Return the buffers that receive the members' parts, one for each member.
@@ -79,7 +79,7 @@ class Exchange(ABC):
 
 
 def parts_of(exchange: Exchange, state: Any, members: int) -> Sequence[Any]:
-    """`Exchange.parts`, checked.
+    """Return `Exchange.parts`, after a check that there is one part for each member.
 
     Raises:
         ExecutionError: The exchange did not give one part for each member.
@@ -123,7 +123,7 @@ class Endpoint(Protocol):
 
 
 class Planning(Protocol):
-    """A device's plan while it is made.
+    """A device's plan during its construction.
 
     Attributes:
         dag: The finished DAG.
@@ -157,14 +157,16 @@ class Planning(Protocol):
         ...
 
     def new_slot(self, ref: Ref | None, source: str, stream: str) -> int:
-        """A new slot for a value that is made here; `source` as in `Deliver`."""
+        """Return a new slot for a value that this device makes. `Deliver` explains `source`."""
         ...
 
     def bind(self, ref: Ref, slot: int) -> None:
         """Bind a value to the slot that holds it."""
         ...
 
-    def source(self, slot: int) -> str: ...
+    def source(self, slot: int) -> str:
+        """Return the source of a slot's content; see `Deliver`."""
+        ...
 
     def emit(self, instruction: Instruction) -> None: ...
 
@@ -179,17 +181,17 @@ class Planning(Protocol):
         """Start a collective. Readers of its value wait for it.
 
         Args:
-            stream: The logical stream that issues it (default: the node's). The collective begins after the
-                earlier work of this stream, and uses memory of this stream.
+            stream: The logical stream that issues the collective (default: the node's). The collective begins
+                after the earlier work of this stream, and uses memory of this stream.
         """
         ...
 
     def stream_of(self, slot: int) -> str:
-        """The stream that makes the content of a slot."""
+        """Return the stream that makes the content of a slot."""
         ...
 
     def wait_for_earlier(self, node: Node) -> None:
-        """Wait for earlier sums like this one, except the latest few, because each holds a whole bucket."""
+        """Wait for earlier sums of this kind, except for the latest few. Each sum holds a whole bucket."""
         ...
 
     def add_up(self, node: Node) -> int:
@@ -217,7 +219,7 @@ class Planning(Protocol):
     def sent(self, node: Node, channel: Channel, source: Read) -> None:
         """Note that a message was sent on a channel.
 
-        The sender frees it when it knows that the message has arrived.
+        The sender frees the sent tensors when it knows that the message has arrived.
         """
         ...
 
@@ -260,19 +262,19 @@ class Operation:
     """A kind of node, with all functions that the system calls for it.
 
     Attributes:
-        node: Its type.
+        node: The type of the node.
         check: The static rule. It yields the problems of a node, and adds the node's values to the facts.
         interpret: The reference semantics: the values that a node makes, `[place][output]`.
         lower: Emits the instructions of a node at its position in the global order.
         produce: Emits the instructions that bring a node's value into a slot, at the first read on a device.
             None if `lower` makes the value or the node has no value.
-        bind: For each kind of its instructions, the function that binds one. It returns None if there is
-            nothing to do.
-        adds_up: The node sums its inputs over slices, and the plan adds each term as it becomes available
-            (`Planning.add_up`).
-        alike: On all ranks of a group, `lower` and `produce` emit the same instructions, apart from device
-            names and the indices of parts, shards and replicas. Plans of one rank are then checked for all;
-            otherwise plans of every rank are.
+        bind: Kind of instruction -> the function that binds an instruction of this kind. The function returns
+            None if there is nothing to do.
+        adds_up: Whether the node sums its inputs over slices. The plan then adds each term as it becomes
+            available (`Planning.add_up`).
+        alike: Whether, on all ranks of a group, `lower` and `produce` emit the same instructions, apart from
+            device names and the indices of parts, shards and replicas. Piper then checks the plans of one
+            rank for all ranks; otherwise it checks the plans of every rank.
     """
 
     node: type[Node]
@@ -322,7 +324,7 @@ def register_operation(operation: Operation) -> Operation:
 
 
 def operation_of(node: Node) -> Operation:
-    """The operation of a node. Unknown nodes are looked up in the entry points `lightning_piper.operations`.
+    """Return the operation of a node. If its kind is unknown, first load the entry points `ENTRY_POINTS`.
 
     Raises:
         VerificationError: No operation is registered for the node.
@@ -341,9 +343,7 @@ def operation_of(node: Node) -> Operation:
 
 @contextlib.contextmanager
 def asked(node: Node, part: str) -> Iterator[None]:
-    """A context for calls of an operation's functions. A note on each error names the function and the
-    node.
-    """
+    """Name the node and the operation's function in a note on each error, except for `PiperError`."""
     try:
         yield
     except PiperError:
@@ -354,7 +354,7 @@ def asked(node: Node, part: str) -> Iterator[None]:
 
 
 def problems_with(facts: Facts, node: Node) -> list[str]:
-    """The problems that the static rule of a node's operation finds.
+    """Return the problems that the static rule of a node's operation finds.
 
     Raises:
         VerificationError: The rule yields something other than sentences.
@@ -372,13 +372,13 @@ def problems_with(facts: Facts, node: Node) -> list[str]:
 
 
 def made_by(run: Reference, node: Node, outputs: Sequence[int]) -> list[list[Held]]:
-    """The values that the reference semantics of a node's operation make, `[place][output]`.
+    """Return the values that the reference semantics of a node's operation make, `[place][output]`.
 
     Args:
         outputs: The outputs that are read.
 
     Raises:
-        VerificationError: One of them is missing, or is not a list of tensors.
+        VerificationError: One of these outputs is missing, or is not a list of tensors.
     """
     with asked(node, "reference semantics"):
         made = operation_of(node).interpret(run, node)
@@ -401,7 +401,7 @@ def _kind(node: Node) -> str:
 
 
 def about(node: Node) -> dict[str, Any]:
-    """The fields that every instruction of `node` has."""
+    """Return the fields that every instruction of `node` has."""
     return {
         "node": node.id,
         "label": node.label,
@@ -412,7 +412,7 @@ def about(node: Node) -> dict[str, Any]:
 
 
 def bucket_of(node: Node) -> Bucket:
-    """The bucket of a node's output.
+    """Return the bucket of a node's output.
 
     Raises:
         VerificationError: The output is not in a bucket.

@@ -34,7 +34,7 @@ class PackInstruction(Instruction):
     """An instruction that copies tensors of a bundle into a new flat tensor.
 
     Attributes:
-        take: Their indices in the bundle, in the order of the bucket. None: the bundle does not have the
+        take: For each tensor of the bucket its index in the bundle. None: the bundle does not have the
             tensor, and the flat tensor has zeros in its place.
     """
 
@@ -68,7 +68,7 @@ def interpret(run: Reference, node: Pack, inputs: list[Bundle]) -> list[Bundle]:
 
 
 def taken(plan: Planning, node: Pack) -> tuple[int | None, ...]:
-    """Indices in the input bundle of the tensors that a pack copies: `PackInstruction.take`."""
+    """Return `PackInstruction.take`: the indices in the input bundle of the tensors that a pack copies."""
     names, packs = plan.dag.value(node.inputs[0]).names, frozenset(node.outputs[0].names)
     where = dict(zip(names, range(len(names)), strict=True))
     return tuple(where[name] if name in packs else None for name in bucket_of(node).names)
@@ -85,6 +85,7 @@ def produce(plan: Planning, node: Pack, ref: Ref) -> None:
 def bind_pack(instruction: PackInstruction, on: Binding) -> Bound:
     (source,), into, bucket, take = instruction.reads, instruction.into, instruction.bucket, instruction.take
     slots, new = on.slots, on.endpoint.flat
+    # Indices of the tensors that chunks write into the flat tensor themselves.
     there: frozenset[int] = on.chunks.inplace.get(instruction.node, frozenset())
     others = [(place, i) for place, i in enumerate(take) if i is not None and place not in there]
     absent = [place for place, i in enumerate(take) if i is None]

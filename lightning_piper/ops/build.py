@@ -17,7 +17,7 @@ from lightning_piper.ops.update import Accumulate, Update
 
 
 def build_dag(step: Step, size: int | None = None) -> TrainingDAG:
-    """The DAG of a batch of `size` samples (default: as captured). No node has a device yet.
+    """Return the DAG of a batch of `size` samples (default: the captured size). No node has a device yet.
 
     A batch smaller than the captured one counts as partial.
     """
@@ -27,7 +27,7 @@ def build_dag(step: Step, size: int | None = None) -> TrainingDAG:
 
 
 def empty_dag(step: Step, size: int | None = None) -> TrainingDAG:
-    """A DAG without nodes for a batch of `size` samples."""
+    """Return a DAG without nodes for a batch of `size` samples."""
     return TrainingDAG(
         step, step.size if size is None else size, partial=size is not None and size < step.size
     )
@@ -40,7 +40,7 @@ def fill(dag: TrainingDAG) -> None:
     chunks: dict[PassKey, Chunk] = {}
     totals: dict[
         tuple[int, str, int], Ref
-    ] = {}  # of values that are summed or exchanged over the whole batch
+    ] = {}  # output of a pass -> its sum or exchange over the whole batch
     forward = [(r.index, "F") for r in code.regions if (r.index, "F") in code.interfaces]
     backward = [(r.index, "B") for r in reversed(code.regions) if (r.index, "B") in code.interfaces]
     for key in forward + backward:
@@ -167,7 +167,7 @@ def _report(dag: TrainingDAG, chunks: dict[PassKey, Chunk]) -> None:
 
 
 def _terms(dag: TrainingDAG, chunk: Chunk) -> tuple[int, ...]:
-    """Indices of the terms of the loss and logged values that a chunk makes."""
+    """Return the indices of the terms of the loss and logged values that a chunk makes."""
     return tuple(out.term for out in dag.interface(chunk).outputs if out.term is not None)
 
 

@@ -38,7 +38,7 @@ def make_chunk(
     tags: dict[str, int | str],
     **more: object,
 ) -> Chunk:
-    """A chunk for `part` of the batch. Its outputs have the specs that its code has for that size."""
+    """Return a chunk for `part` of the batch. Its outputs have the specs of the code for this size."""
     interface = dag.code.interface_of(key)
     specs = dag.code_for(key, part).outputs
     outputs = tuple(
@@ -59,7 +59,7 @@ def make_chunk(
 
 
 def held(dag: TrainingDAG, output: Output) -> Placement:
-    """The placement of an output along `DATA`.
+    """Return the placement of an output along `DATA`.
 
     Each replica has its own term of gradients and of sums over the batch. All other outputs are replicated.
     """
@@ -83,8 +83,9 @@ class Run(Instruction):
         params: The same for each parameter in `Interface.params`, or None for the device's own copy. Empty:
             every parameter is the device's own copy.
         seeds: The same for the gradient of each term in `Interface.seeds`. A number is the term's weight.
-        degrees: The numbers of parts of parameters, as in `ir.regions.Step.at`, if this region's are divided.
-        member: The code is for one member of an axis (`ir.regions.Step.member`).
+        degrees: The numbers of parts of parameters, as in `ir.regions.Step.at`, if this region's parameters
+            are divided. Otherwise empty.
+        member: Whether the code is for one member of an axis (`ir.regions.Step.member`).
         whole: Number of samples in the whole batch, if the chunk computes from gathered samples; otherwise
             None.
     """
@@ -102,7 +103,7 @@ class Run(Instruction):
 
     @property
     def samples(self) -> int:
-        """The number of samples that its code is for."""
+        """The number of samples for which the chunk's code is made."""
         return len(self.slice) if self.whole is None else self.whole
 
     def details(self) -> list[str]:
@@ -252,7 +253,8 @@ def _run(run: Reference, chunk: Chunk, replica: int) -> list[Bundle]:
     for leaf in interface.batch:
         cut = dag.code.samples(leaf, samples)
         args.append(run.leaves[leaf] if cut is None else run.leaves[leaf][cut.start : cut.stop])
-    device = (args or run.leaves)[0].device  # the backward pass of only a mean does not have other inputs
+    # The backward pass of a mean alone has no argument but the gradient of the loss.
+    device = (args or run.leaves)[0].device
     for term, ref in zip(interface.seeds, chunk.weights or (None,) * len(interface.seeds), strict=True):
         args.append(
             _seed(run, chunk, term, replica).to(device) if ref is None else run.values[ref, replica][0]
@@ -274,7 +276,7 @@ def _read_params(run: Reference, chunk: Chunk, replica: int) -> Bundle:
         if ref is None:
             found.append(
                 run.tensors[name]
-            )  # a divided parameter is whole here, because only gathers output its parts
+            )  # the whole parameter, even if it is divided, because only gathers output parts
         else:
             bucket = run.dag.value(ref).bucket
             assert bucket is not None

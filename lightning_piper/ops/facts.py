@@ -49,7 +49,7 @@ class Facts:
 
         Args:
             whole: The samples to cover (default: the local batch).
-            some: The parts may leave samples out.
+            some: Whether the parts may leave samples out.
         """
         whole = whole or Slice(0, self.dag.local_batch_size)
         edge = whole.start
@@ -109,5 +109,5 @@ def slices_of(parts: Contributions) -> str:
 
 
 def carries(value: Value) -> tuple[object, ...]:
-    """A value's kind, names, bucket and `others`, which a new placement along `DATA` does not change."""
+    """Return what a new placement along `DATA` does not change: kind, names, bucket and `others`."""
     return value.kind, value.names, value.bucket, value.others

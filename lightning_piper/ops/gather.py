@@ -31,11 +31,11 @@ from lightning_piper.ops.reference import Made, Reference
 class Parameters(Node):
     """A node for the shards of a bucket of parameters after the optimizer's last update.
 
-    Reads nothing; its output is a `Shard`.
+    The node does not read values. Its output is a `Shard`.
 
     Attributes:
-        kept: Every member keeps the memory of the whole bucket between steps. Only its own shard is up to
-            date then.
+        kept: Whether every member keeps the memory of the whole bucket between steps. At the start of a step,
+            only its own shard is up to date.
     """
 
     turn = IssuePriority.FIRST
@@ -60,8 +60,8 @@ class AllGatherInstruction(Collective):
     """An instruction that gathers a bucket's shards from all members, and outputs views of the parameters.
 
     Attributes:
-        kept: Gather into the flat tensor that this device keeps between steps, which has its own shard in
-            place.
+        kept: Whether to gather into the flat tensor that this device keeps between steps, which already has
+            its own shard.
     """
 
     op: ClassVar[str] = "all_gather"
@@ -69,7 +69,7 @@ class AllGatherInstruction(Collective):
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """Specs of the memory that the gather allocates: none if the device keeps it between steps."""
+        """Specs of the memory that the gather allocates; empty if the device keeps it between steps."""
         assert self.bucket is not None
         return () if self.kept else (self.bucket.whole,)
 

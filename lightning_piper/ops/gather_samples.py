@@ -84,7 +84,7 @@ class ScatterSamplesInstruction(Collective):
 
 
 def exchanged(dag: TrainingDAG, node: GatherSamples | ScatterSamples) -> Value:
-    """The output of a node: its input, with the specs for the whole batch (gather) or the local batch."""
+    """Return a node's output: its input for the samples of the whole batch (gather) or the local batch."""
     samples = dag.size if isinstance(node, GatherSamples) else dag.local_batch_size
     return replace(
         dag.value(node.inputs[0]), tensors=dag.specs_of(node.inputs[0], samples), placement=Replicate()

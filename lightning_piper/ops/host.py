@@ -136,7 +136,7 @@ class _View(NamedTuple):
         return (last + 1) * self.dtype.itemsize
 
     def of(self, span: torch.Tensor, first: int) -> torch.Tensor:
-        """The tensor in a span that begins at byte `first` of the storage."""
+        """Return the tensor in a span that begins at byte `first` of the storage."""
         offset = self.offset - first // self.dtype.itemsize
         return torch.empty(0, dtype=self.dtype, device=span.device).set_(
             span.untyped_storage(), offset, self.size, self.stride
@@ -150,7 +150,7 @@ class Stored:
     and thereby bits.
 
     Attributes:
-        spans: Storage -> the bytes of it that the bundle uses, and the offset at which these begin.
+        spans: Storage -> the bytes that the bundle uses, and their offset in the storage.
         views: The tensors of the bundle. An entry is the tensor itself if it is empty or already on the host.
     """
 
@@ -178,6 +178,7 @@ class HostPool:
         self.nbytes = 0
 
     def store(self, bundle: Iterable[torch.Tensor]) -> Stored:
+        """Copy a bundle to host memory."""
         views: list[_View | torch.Tensor] = []
         spans: dict[int, tuple[torch.UntypedStorage, int, int]] = {}  # storage, first byte, end
         for x in bundle:
@@ -196,6 +197,7 @@ class HostPool:
         )
 
     def _kept(self, storage: torch.UntypedStorage, first: int, end: int) -> torch.Tensor:
+        """Copy the bytes `first:end` of a storage to free or new host memory."""
         span = torch.empty(0, dtype=torch.uint8, device=self._device).set_(
             storage, first, (end - first,), (1,)
         )
@@ -210,7 +212,7 @@ class HostPool:
         return room.copy_(span, non_blocking=self._api is not None)
 
     def fetch(self, stored: Stored, last: bool) -> tuple[torch.Tensor, ...]:
-        """The bundle on the device. The `last` fetch of a bundle frees its host memory."""
+        """Return the bundle on the device. The `last` fetch of a bundle frees its host memory."""
         spans: dict[int, tuple[torch.Tensor, int]] = {}
         for storage, (room, first) in stored.spans.items():
             spans[storage] = (

@@ -39,15 +39,16 @@ class Instruction:
 
     Attributes:
         op: The operation, as texts, figures and recordings name it.
-        colour: Its colour in figures of a device's work; None for bookkeeping.
-        paced: It begins only after the last chunk issued before it is done, even if its own stream could
-            begin earlier. The memory that it fills would otherwise be unused for longer.
-        node: Id of the DAG node it belongs to.
+        colour: The colour in figures of a device's work; None for bookkeeping.
+        paced: Whether the instruction begins only after the last chunk that was issued before it is done,
+            even if its own stream could begin earlier. Otherwise the memory that it fills would be unused for
+            longer.
+        node: Id of the DAG node to which the instruction belongs.
         label: The node's label, which messages show.
-        stream: The logical stream it runs on.
+        stream: The logical stream that runs the instruction.
         origin, placed_by: Indices of the directives that made and placed the node.
-        reads: The bundles it reads, in order.
-        writes: The slots it writes, in order; None for an output that is not read.
+        reads: The bundles that the instruction reads, in order.
+        writes: The slots that the instruction writes, in order; None for an output that is not read.
     """
 
     op: ClassVar[str]
@@ -71,12 +72,12 @@ class Instruction:
 
     @property
     def row(self) -> str:
-        """The row that figures show it in: the stream or communicator that does the work."""
+        """The row of figures that shows the instruction: the stream or communicator that does the work."""
         return self.stream
 
     @property
     def into(self) -> int:
-        """The slot that it writes, if it writes exactly one."""
+        """The slot that the instruction writes, which must be its only one."""
         (slot,) = self.writes
         assert slot is not None
         return slot
@@ -88,7 +89,7 @@ class Instruction:
         return " ".join(words)
 
     def details(self) -> list[str]:
-        """The words of the text form after the operation and the node."""
+        """Return the words of the text form after the operation and the node."""
         shown = ["(" + ", ".join(map(str, self.reads)) + ")"] if self.reads else []
         if self.writes:
             shown += ["->", ", ".join("_" if slot is None else f"s{slot}" for slot in self.writes)]
@@ -104,13 +105,13 @@ class Collective(Instruction):
     Attributes:
         rings: Number of passes around a ring of n members. A pass has n - 1 steps, and in each step every
             member sends 1/n of the bytes to the next (Patarasuk and Yuan 2009). The simulator derives the
-            cost from it.
-        direct: Every member sends all of the bytes to one other member, in one step.
-        sums: It sums a bucket of gradients over replicas, which only the last batch of a gradient
-            accumulation needs.
+            cost from this number.
+        direct: Whether every member sends all of the bytes to one other member, in one step.
+        sums: Whether the collective sums a bucket of gradients over replicas, which only the last batch of a
+            gradient accumulation needs.
         members: The devices, in the order of their parts.
         communicator: Name of the communicator, which has a stream of its own.
-        bucket: The bucket that it communicates, or None.
+        bucket: The bucket whose flat tensor the members communicate; None if they communicate other values.
     """
 
     rings: ClassVar[int] = 1
@@ -132,7 +133,7 @@ class Collective(Instruction):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor that is summed or gathered, in the dtype it is sent in."""
+        """Bytes of the whole tensor that is summed or gathered, in the dtype of the messages."""
         if self.bucket is None:
             raise AssertionError(f"{self.op} does not say its size")
         return self.bucket.whole.nbytes
@@ -154,7 +155,7 @@ class HostCopy(Instruction):
     """An instruction that copies a bundle between the device and its host, without waiting.
 
     Attributes:
-        to_host: Whether it copies to the host.
+        to_host: Whether the copy goes to the host, or back from the host.
         tensors: Specs of the tensors.
     """
 

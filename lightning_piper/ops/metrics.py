@@ -33,7 +33,7 @@ class Metrics(Node):
         terms: How each input is weighted, as an index into `StepCode.terms`.
         slices: The samples that each input comes from.
         weights: The source of each input's weight; None if the weight does not follow from the batch. Empty:
-            no weight does.
+            no weight follows from the batch.
     """
 
     turn = IssuePriority.LOCAL_BOOKKEEPING
@@ -83,7 +83,8 @@ class Merge(Instruction):
         widths: The number of elements of each metric.
         replica, replicas: The vector has elements for all metrics for each replica in turn. Only this
             replica's elements are not 0.
-        counts: If False, all elements are 0, because another device has the same samples.
+        counts: Whether the values count. If not, all elements are 0, because another device has the same
+            samples.
     """
 
     op: ClassVar[str] = "merge"
@@ -107,7 +108,7 @@ class ReportInstruction(Instruction):
 
 
 def metrics_value(dag: TrainingDAG) -> Value:
-    """The metrics vector: elements for each metric, repeated for each replica in turn.
+    """Return the metrics vector: elements for each metric, repeated for each replica in turn.
 
     All other elements are 0.
     """
@@ -116,12 +117,12 @@ def metrics_value(dag: TrainingDAG) -> Value:
 
 
 def metric_names(code: StepCode) -> tuple[str, ...]:
-    """Names of the metrics in the vector, in order: the loss if the step has one, then the logged tensors."""
+    """Return the metrics' names in the order of the vector: the loss, if any, then the logged tensors."""
     return (*[LOSS][: first_log(code)], *(name for log in code.logs for name in log.outputs))
 
 
 def first_log(code: StepCode) -> int:
-    """Index of the first logged tensor.
+    """Return the index of the first logged tensor.
 
     A lookup by name starts here, because users may log under the loss's name.
     """
@@ -129,7 +130,7 @@ def first_log(code: StepCode) -> int:
 
 
 def folds(code: StepCode) -> tuple[str, ...]:
-    """How the weighted values of each metric in the vector become one."""
+    """Return how the weighted values of each metric in the vector become one: `sum`, `max` or `min`."""
     outputs = [
         out for interface in code.interfaces.values() for out in interface.outputs if out.kind == Kind.LOG
     ]
@@ -138,7 +139,10 @@ def folds(code: StepCode) -> tuple[str, ...]:
 
 
 def widths(code: StepCode) -> tuple[int, ...]:
-    """The number of elements of each metric: 1, or more for tensors that a logged value is computed from."""
+    """Return the number of elements of each metric.
+
+    It is 1, or more for a tensor from which a logged value is computed.
+    """
     found = {}
     for key, interface in code.interfaces.items():
         for output, specs in zip(interface.outputs, code.code[key].outputs, strict=True):
@@ -148,7 +152,7 @@ def widths(code: StepCode) -> tuple[int, ...]:
 
 
 def named(code: StepCode, vector: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The metrics of the whole batch by name, from their vector.
+    """Return the metrics of the whole batch by name, from their vector.
 
     A logged value that is computed from several tensors takes their place.
     """
@@ -244,7 +248,7 @@ def _terms_of_metrics(dag: TrainingDAG) -> set[tuple[int, int]]:
 
 
 def counts(dag: TrainingDAG, place: int) -> bool:
-    """Return whether a member contributes its metrics. Of all members with the same samples, one does."""
+    """Return whether a member's metrics count. Of all members with the same samples, one member counts."""
     return place in dag.mesh.lines(DATA)[0]
 
 
@@ -400,7 +404,7 @@ def bind_merge(instruction: Merge, on: Binding) -> Bound:
 
 
 def _weights(instruction: Merge, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The weights of the numbers that a merge reads.
+    """Return the weights of the numbers that a merge reads.
 
     Returns:
         The weight of each number, and 0 for the zero that is appended to them. The positions of the numbers
@@ -421,11 +425,11 @@ def _weights(instruction: Merge, device: torch.device) -> tuple[torch.Tensor, to
 def _folded(
     instruction: Merge, device: torch.device
 ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor, Any]]]:
-    """How the numbers that a merge reads are combined into the vector.
+    """Return how a merge combines the numbers that it reads into the vector.
 
     Returns:
-        Rows with the index of one number for each element of the vector, to be added up; and for each `max`
-        or `min` metric its positions, such rows, and the function that reduces them.
+        Rows to be added up: each has the index of one number for each element of the vector. For each `max`
+        or `min` metric: its positions in the vector, rows of indices, and the function that reduces them.
     """
     widths = instruction.widths
     sizes = [widths[metric] for metric in instruction.metrics]

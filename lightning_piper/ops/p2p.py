@@ -82,8 +82,8 @@ class Irecv(Instruction):
     The slot is pending until `WaitWork`.
 
     Attributes:
-        channel: The channel it comes from.
-        message: Node id of the send that it must meet.
+        channel: The channel of the message.
+        message: Id of the send node that sends the message.
         tensors: Specs of the tensors.
     """
 

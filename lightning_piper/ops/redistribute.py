@@ -55,7 +55,7 @@ class Redistribute(Node):
 
     Attributes:
         before, after: The placements.
-        mesh, axis: The members are the lines along this axis.
+        mesh, axis: The axis whose lines are the groups of members.
     """
 
     turn = IssuePriority.CRITICAL_COMM
@@ -193,7 +193,10 @@ def check(facts: Facts, node: Redistribute) -> Iterable[str]:
 def changed_specs(
     specs: Sequence[TensorSpec], before: Placement, after: Placement, degree: int
 ) -> tuple[TensorSpec, ...]:
-    """Specs of the tensors after a change of placement; they are contiguous."""
+    """Return the specs of the tensors after a change of placement, which are contiguous.
+
+    Empty if a tensor does not have the dimension of a placement.
+    """
     made = []
     for spec in specs:
         shape = list(spec.shape)
@@ -211,7 +214,7 @@ def changed_specs(
 def held_after(
     others: tuple[tuple[str, Placement], ...], axis: str, placement: Placement
 ) -> tuple[tuple[str, Placement], ...]:
-    """`Value.others` after a change of placement along an axis."""
+    """Return `Value.others` after a change of placement along an axis."""
     found = {held_along: held for held_along, held in others if held_along != axis}
     return tuple(sorted((found if isinstance(placement, Replicate) else found | {axis: placement}).items()))
 
@@ -322,7 +325,7 @@ class _Redistribute(Exchange):
 
 
 class _Shift(_Redistribute):
-    """A shift, in which most members get empty tensors, which transports do not send."""
+    """A shift. A member sends empty tensors to all members but one, and transports do not send these."""
 
     def __init__(self, instruction: ShiftInstruction, on: Binding) -> None:
         super().__init__(instruction, on)

@@ -50,7 +50,7 @@ class AllReduceInstruction(Collective):
 
     Attributes:
         tensors: Specs of the summed tensors.
-        bucket: The bucket whose flat tensor is summed in place. Its maker made it for this sum alone.
+        bucket: The bucket whose flat tensor is summed in place. Only this sum uses the flat tensor.
     """
 
     op: ClassVar[str] = "reduce"
@@ -145,7 +145,7 @@ def lower_reduce_scatter(plan: Planning, node: ReduceScatter) -> None:
 
 
 def read_sum(instruction: AllReduceInstruction, on: Binding) -> Callable[[], Bundle]:
-    """A function that returns this device's term of a reduction, in tensors that no other value shares."""
+    """Return a function that returns this device's term of a sum, in tensors that no other value shares."""
     reads, specs, slots = instruction.reads, instruction.tensors, on.slots
     if instruction.bucket is not None and len(reads) == 1 and reads[0].last:
         return take(instruction, slots)  # made for this sum; no other instruction reads them
@@ -209,7 +209,7 @@ class _ReduceScatter(Exchange):
 
 
 def summed(parts: Sequence[Bundle], into: Sequence[torch.Tensor | None] | None = None) -> Bundle:
-    """The sum from the first member to the last, in new tensors.
+    """Return the sum from the first member to the last, in new tensors.
 
     Args:
         into: Tensors to write the sums to instead. They may be the tensors of one of the first two parts.

@@ -22,11 +22,11 @@ class Reference:
     """A run of the reference interpreter.
 
     Attributes:
-        dag: The training DAG that it runs.
+        dag: The training DAG.
         tensors: Parameters and buffers by canonical name. The run does not change them.
         leaves: The tensors of the global batch.
         seed: Seed of the step's random numbers.
-        values: Values that are still to be read.
+        values: The values that nodes will still read, by (ref, place).
         metrics, grads, buffers: Outputs of the step.
         results: Outputs of a forward-only step, by replica.
         kept: State of operations during the run, under keys of their own.
@@ -54,12 +54,12 @@ class Reference:
         return range(len(self.dag.mesh.places))
 
     def samples_of(self, place: int, part: Slice) -> Slice:
-        """The samples of the global batch that are slice `part` of a rank's local batch."""
+        """Return the samples of the global batch that are slice `part` of a rank's local batch."""
         first = self.dag.replica_of(place) * self.dag.local_batch_size
         return Slice(first + part.start, first + part.stop)
 
     def inputs(self, node: Node, place: int) -> list[Bundle]:
-        """The inputs of a node on a rank."""
+        """Return the inputs of a node on a rank."""
         return [self.values[ref, place] for ref in node.inputs]
 
     def loosen(self, node: Node, name: str, by: float) -> None:
@@ -68,12 +68,12 @@ class Reference:
         self.approximate[node.label] = None
 
     def sum_over(self, node: Node, places: Sequence[int]) -> Bundle:
-        """The sum of all inputs of a node over some ranks, from the first to the last."""
+        """Return the sum of all inputs of a node over some ranks, from the first to the last."""
         return sum_in_order([self.values[ref, place] for place in places for ref in node.inputs])
 
 
 def each(made: Callable[[Reference, Any, list[Bundle]], list[Bundle]]) -> Callable[[Reference, Any], Made]:
-    """Reference semantics of a node that does the same on every rank, with its inputs there."""
+    """Return the reference semantics of a node that does the same on every rank with that rank's inputs."""
 
     def interpret(run: Reference, node: Any) -> Made:
         return [made(run, node, run.inputs(node, replica)) for replica in run.places]
@@ -82,7 +82,7 @@ def each(made: Callable[[Reference, Any, list[Bundle]], list[Bundle]]) -> Callab
 
 
 def sum_in_order(bundles: Sequence[Bundle]) -> Bundle:
-    """The sum of bundles from the first to the last."""
+    """Return the sum of bundles from the first to the last."""
     total = bundles[0]
     for bundle in bundles[1:]:
         total = [a + b for a, b in zip(total, bundle, strict=True)]

@@ -199,7 +199,7 @@ def bind_concat(instruction: ConcatInstruction, on: Binding) -> Bound:
 
 
 def restrided(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """The same numbers with the strides of `spec`."""
+    """Return the same numbers with the strides of `spec`."""
     if x.stride() == spec.stride:
         return x
     return torch.empty_strided(spec.shape, spec.stride, dtype=x.dtype, device=x.device).copy_(x)

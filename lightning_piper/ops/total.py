@@ -54,7 +54,7 @@ class TotalInstruction(AllReduceInstruction):
 
 
 def placement_of_terms(dag: TrainingDAG) -> Placement:
-    """The placement of values that each replica makes from its own samples, as terms of a sum."""
+    """Return the placement of values that each replica makes from its own samples, as terms of a sum."""
     return Partial() if dag.replicas > 1 else Replicate()
 
 

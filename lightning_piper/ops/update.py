@@ -49,12 +49,12 @@ class Add(Instruction):
     """An instruction that makes one step of a sum.
 
     The first step adds two terms into new tensors, because the first term may be an alias of other tensors.
-    Later steps add to the sum in place, because it then shares memory with no other tensor. Its slot is the
-    only kind of slot that is written more than once.
+    Later steps add to the sum in place, because it then shares memory with no other tensor. The slot of a sum
+    is the only kind of slot that is written more than once.
 
     Attributes:
-        in_place: Add the one bundle read to the slot's content.
-        bucket, take: The sum is a flat tensor; the terms are bundles as `Pack` reads them.
+        in_place: Whether to add the only bundle that the instruction reads to the slot's content.
+        bucket, take: If the sum is a flat tensor, its bucket and the terms' tensors as in `PackInstruction`.
     """
 
     op: ClassVar[str] = "add"
@@ -77,8 +77,8 @@ class Deliver(Instruction):
         names: Names of the parameters, buffers or results, one for each tensor.
         source: `sum` if the tensors are sums made here, which no other value shares; `chunk` if a chunk made
             them, so that they may be aliases of each other or of its inputs; `peer` if they were received.
-        bucket: The bundle is a flat tensor of this bucket, or a shard of it.
-        shard: Index of the shard; None for the whole flat tensor.
+        bucket: The bucket if the bundle is a flat tensor or a shard of one; otherwise None.
+        shard: Index of the shard; None for a whole flat tensor.
     """
 
     op: ClassVar[str] = "deliver"
@@ -252,6 +252,7 @@ def lower_update(plan: Planning, node: Update) -> None:
 
 
 def bind_add(instruction: Add, on: Binding) -> Bound:
+    # Indices of the tensors that chunks add to the sum themselves.
     there: frozenset[int] = on.chunks.inplace.get(instruction.node, frozenset())
     if instruction.bucket is not None:
         return _bind_add_flat(instruction, instruction.bucket, on.slots, on.endpoint.flat, there)
@@ -298,7 +299,7 @@ def _bind_add_flat(
     new: Callable[[Bucket], torch.Tensor],
     there: frozenset[int],
 ) -> Bound:
-    """Bind a step of a sum in a flat tensor; its terms are bundles.
+    """Bind one step of a sum in a flat tensor. The terms are bundles.
 
     Args:
         there: Indices of the tensors that chunks add to the sum themselves.

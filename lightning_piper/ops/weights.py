@@ -1,4 +1,4 @@
-"""Weights of the loss's terms that follow from the batch, from counts made before the first backward pass::
+"""Compute the weights of the loss's terms from counts of the batch, before the first backward pass::
 
     counts 0:2, 2:4 -> own counts and their sum -> all-reduce of the sum -> weights d(own) / d(all)
 
@@ -69,8 +69,8 @@ class Weights(Node):
 
     Attributes:
         terms, slices: As in the `Counts` that it reads.
-        parts: The weights are divided by this number: the number of replicas if the loss is the mean of the
-            replicas' losses.
+        parts: The number by which the weights are divided: the number of replicas if the loss is the mean of
+            the replicas' losses, otherwise 1.
     """
 
     turn = IssuePriority.AFTER_FORWARD  # the counts of other replicas arrive meanwhile
@@ -80,7 +80,7 @@ class Weights(Node):
     parts: int = 1
 
     def place(self, term: int, part: Slice, seed: bool) -> int:
-        """Index of the output that is the weight (with `seed`, the gradient) of a slice in a term."""
+        """Return the index of the output with the weight (with `seed`, the gradient) of a slice in a term."""
         return 2 * (self.terms.index(term) * len(self.slices) + self.slices.index(part)) + seed
 
 
@@ -102,11 +102,11 @@ class WeighInstruction(Instruction):
     parts: int
 
 
-# Their outputs
+# Outputs of the nodes
 
 
 def counted(dag: TrainingDAG, terms: tuple[int, ...], slices: tuple[Slice, ...]) -> tuple[Value, Value]:
-    """The values of the counts of each slice and of the total counts."""
+    """Return the outputs of a `Counts`: the counts of each slice, and the total counts."""
     width = sum(_denominator(dag, term).width for term in terms)
     names = tuple(dag.code.terms[term].label for term in terms)
     shared = Partial() if dag.replicas > 1 else Replicate()
@@ -115,12 +115,12 @@ def counted(dag: TrainingDAG, terms: tuple[int, ...], slices: tuple[Slice, ...])
 
 
 def counted_buffers(dag: TrainingDAG, node: Counts) -> tuple[str, ...]:
-    """The module's buffers that a `Counts` reads."""
+    """Return the module's buffers that a `Counts` reads."""
     return tuple(name for term in node.terms for name in _denominator(dag, term).buffers)
 
 
 def weighed(dag: TrainingDAG, terms: tuple[int, ...], slices: tuple[Slice, ...]) -> tuple[Value, ...]:
-    """The outputs of a `Weights`."""
+    """Return the outputs of a `Weights`."""
     specs = {Kind.WEIGHT: torch.float64, Kind.SEED: dag.code.loss_dtype}
     return tuple(
         Value(kind, (dag.code.terms[term].label,), (TensorSpec((), dtype, ()),))
@@ -131,7 +131,7 @@ def weighed(dag: TrainingDAG, terms: tuple[int, ...], slices: tuple[Slice, ...])
 
 
 def share_of(dag: TrainingDAG, term: int, part: Slice) -> float | None:
-    """The weight in a term of a part of each local batch; None if it follows from the batch."""
+    """Return the weight of a part of each local batch in a term; None if nodes compute it from counts."""
     replicas = dag.replicas if dag.mean_of_replicas else 1
     known = dag.code.terms[term]
     if known.weighing == Weighing.SAMPLES:
@@ -153,11 +153,12 @@ def _denominator(dag: TrainingDAG, term: int) -> Denominator:
 def weights_of(
     denominators: Sequence[Denominator], own: torch.Tensor, total: torch.Tensor, parts: int
 ) -> list[torch.Tensor]:
-    """The weights of all slices, for each denominator.
+    """Return the weights of all slices, for each denominator.
 
     Args:
-        own: Counts `[slices, width]`.
-        total: Counts of all slices and replicas `[width]`.
+        own: Counts of each slice, `[slices, width]`.
+        total: Counts of all slices and replicas, `[width]`.
+        parts: The number by which the weights are divided.
     """
     found, start = [], 0
     for denominator in denominators:
@@ -261,7 +262,10 @@ def unweighed(facts: Facts) -> Iterable[str]:
 
 
 def wanted_by(dag: TrainingDAG, node: Node) -> list[tuple[tuple[int, Slice], Ref | None]]:
-    """The term and samples of each value that a node weighs, with the source of the weight."""
+    """Return the term and samples of each value that a node weights, and the source of the weight.
+
+    The source is None if no node makes the weight.
+    """
     weighs = getattr(node, "weights", None)
     if weighs is None:
         return []
@@ -314,7 +318,7 @@ def interpret_weights(run: Reference, node: Weights) -> Made:
 
 
 def implied(run: Reference, term: int, part: Slice, slices: Sequence[Slice], replica: int) -> torch.Tensor:
-    """The weight of a slice that no node makes, as the complete program will compute it.
+    """Return the weight of a slice that no node makes, as the complete program will compute it.
 
     Args:
         slices: The partition of the local batch that the slice belongs to.
@@ -367,6 +371,7 @@ def bind_count(instruction: CountInstruction, on: Binding) -> Bound:
 
 
 def bind_weigh(instruction: WeighInstruction, on: Binding) -> Bound:
+    """Return a function that computes weights, and the gradients with which backward passes start."""
     slots, (own, total), writes = on.slots, instruction.reads, instruction.writes
     denominators, dtype = on.chunks.denominators(instruction.terms), on.chunks.loss_dtype
 

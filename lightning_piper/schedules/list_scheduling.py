@@ -100,7 +100,7 @@ class PartialSchedule:
         return other
 
     def key(self) -> object:
-        """A value that is equal for states with the same possible continuations at the same times."""
+        """Return a value that is equal for states with the same possible continuations at the same times."""
         travelling = (*map(tuple, self._there), *map(tuple, self._queues.values()), *self._free.values())
         return (*self.forward, *self.backward, *self.weights, *self.clock, *self.taken, *travelling)
 
@@ -133,7 +133,7 @@ class PartialSchedule:
         return None
 
     def fits(self, stage: int) -> bool:
-        """Whether the memory allows the next F, and all microbatches can still finish after it.
+        """Return whether the memory allows the next F, and all microbatches can still finish after it.
 
         A microbatch frees memory only after it has passed all stages of the rank, and no later microbatch
         frees memory before. So for the first unfinished microbatch, the values that it and later microbatches

@@ -24,7 +24,7 @@ def rows_of(simulation: Simulation) -> dict[Row, list[Span]]:
 
 
 def is_chunk(span: Span) -> bool:
-    """Whether a span is a chunk. Passes are in capitals, operations are not."""
+    """Return whether a span is a chunk. Passes are in capitals, operations are not."""
     return span.kind.isupper()
 
 

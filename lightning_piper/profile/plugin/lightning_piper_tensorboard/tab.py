@@ -38,7 +38,7 @@ class PiperTab(TBPlugin):  # type: ignore[misc]  # TensorBoard has no annotation
         return FrontendMetadata(es_module_path="/index.js", tab_name="Piper")
 
     def is_active(self) -> bool:
-        """Whether there is a recording. TensorBoard asks often, so a thread scans the disk."""
+        """Return whether there is a recording. TensorBoard asks often, so a thread scans the disk."""
         if not self._runs and time.monotonic() - self._scanned > RESCAN:
             self._scanned = time.monotonic()
             threading.Thread(target=self._scan, daemon=True).start()
