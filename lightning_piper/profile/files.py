@@ -80,7 +80,8 @@ def plan_json(compiled: Compiled, step: Mapping[str, Any], verification: str | N
     }
 
 
-_WITHOUT_BOX = ("run", "send", "retire", "post", "wait")  # boxes of their own kinds, or no boxes
+# Operations that do not have boxes, or whose boxes have the colour of their node.
+_WITHOUT_BOX = ("run", "send", "retire", "post", "wait")
 
 
 def _colours(dag: TrainingDAG) -> dict[str, str]:

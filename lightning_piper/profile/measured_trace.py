@@ -30,7 +30,7 @@ from lightning_piper.profile.recorder import InstructionTimes
 from lightning_piper.simulate.engine import Interval, Lane, Span, StreamWait, Trace, lane_of
 
 SECOND = 1e-9  # in nanoseconds, the unit of recorded times
-AT_ONCE = 50e-6  # seconds; a shorter wait was for a message that had arrived already
+AT_ONCE = 50e-6  # in seconds; the message of a shorter wait had arrived before the wait
 
 
 @dataclass
@@ -47,7 +47,7 @@ class _RecordedExchange:
     parties: int
     joined: list[tuple[int, Instruction, float, float]] = field(default_factory=list)
     since: float = 0.0
-    done: dict[int, float] = field(default_factory=dict)  # -
+    done: dict[int, float] = field(default_factory=dict)
 
 
 class Measured:
@@ -81,6 +81,7 @@ class Measured:
         self._follow()
 
     def _seconds(self, times: InstructionTimes) -> list[Interval]:
+        """Return start and end of each instruction in seconds after `zero`; equal if it did not run."""
         found: list[Interval] = []
         before = 0.0
         for start, end in zip(times.start, times.end, strict=True):
@@ -90,6 +91,7 @@ class Measured:
         return found
 
     def _follow(self) -> None:
+        """Read all instructions. At a wait, first read the other devices until all parties have joined."""
         position = dict.fromkeys(self._plans, 0)
         ready = deque(self._plans)
         while ready:
@@ -118,6 +120,7 @@ class Measured:
         self._close()
 
     def _read(self, device: int, instruction: Instruction, start: float, end: float) -> None:
+        """Add one instruction to the trace."""
         clock = (device, "" if self._serial else instruction.stream)
         since = self._since.get(clock, 0.0)
         self.trace.end = max(self.trace.end, end)
@@ -148,6 +151,7 @@ class Measured:
     def _hold(
         self, device: int, instruction: Instruction, start: float, since: float, end: float, node: int
     ) -> None:
+        """Add a time in which a stream waited. From `since` on, only communication delayed the stream."""
         clock = (device, "" if self._serial else instruction.stream)
         since = min(max(since, start), end)
         self._since[clock] = max(self._since.get(clock, 0.0), since if since > start else 0.0)
@@ -218,6 +222,7 @@ class Measured:
         return table | {f"%{node}": duration for node, duration in self._transfers().items()}
 
     def _transfers(self) -> dict[int, float]:
+        """Return the duration of each transfer by node; see `durations`."""
         held = {(wait.device, wait.node): wait for wait in self.trace.held}
         waited: dict[Lane, list[float]] = {}
         found: list[tuple[Lane, int, float, bool]] = []

@@ -79,6 +79,12 @@ class StepRecorder:
         return lambda: times
 
     def _observe(self, code: Sequence[Bound], source: Sequence[int]) -> list[Bound]:
+        """Return an executor's code with a clock before and after each instruction.
+
+        Args:
+            code: The code, in which an instruction may have several parts.
+            source: The index of each part's instruction in the plan.
+        """
         if self._accelerator is not None:
             bind, self._take = _on_streams(self._plan, self._accelerator)
             return self._observed(code, source, bind)

@@ -39,8 +39,8 @@ class _Bound:
             self._turn[s] = 2 * self.hop[s] + self.forward[s + 1] + self._turn[s + 1] + self._through[s + 1]
 
     def of(self, world: PartialSchedule, now: Number) -> tuple[Number, Number]:
-        """Return the lower bound if no pass starts before `now`, and the sum over ranks of their earliest
-        end.
+        """Return a lower bound of the step's end if no pass starts before `now`, and the sum of all ranks'
+        earliest ends.
 
         Of two states with the same bound, the one with the smaller sum has less idle time.
         """
@@ -82,10 +82,10 @@ def shortest(chain: Chain) -> Number:
 
 
 def searched(chain: Chain, width: int, best: Number) -> list[Step] | None:
-    """Return steps that end before `best` in a feasible order, or None if the search finds none.
+    """Return steps in a feasible order that end before `best`; None if the search does not find such steps.
 
-    Among partial schedules with the same number of passes done, the search keeps the `width` most promising
-    ones. These are the ones with the smallest bound, and among equal bounds those with the least idle time.
+    Among partial schedules with the same number of passes done, the search keeps the `width` schedules with
+    the smallest bound. Among equal bounds it prefers the least idle time.
     Steps are chosen in the order of their start, so the search never visits an order twice.
     """
     bound = _Bound(chain)

@@ -124,7 +124,7 @@ def _check(rows: Sequence[Row]) -> int:
         raise DirectiveError(
             f"from_csv: {len(found)} stages and microbatches; a step has at most {PASSES} passes [PIPER-D021]"
         )
-    # Stops at the first missing one.
+    # Raise an error at the first stage and microbatch with missing or duplicate passes.
     for key in ((stage, mb) for stage in range(stages) for mb in range(microbatches)):
         kinds = sorted(kind for kind, _ in found.get(key, []))
         if kinds not in (["B", "F"], ["BI", "BW", "F"]) or len({rank for _, rank in found[key]}) > 1:

@@ -20,9 +20,9 @@ from lightning_piper.schedules.vshape import v_rows
 from lightning_piper.schedules.zbv import zbv_rows
 
 LISTED = 40_000  # maximum passes that list scheduling places, over all its rules
-TUNED = 40_000  # maximum passes that it places while it changes the rule of one rank at a time
-SEARCHED = 40_000  # maximum steps that the search tries
-WIDEST = 400  # maximum beam width of the search
+TUNED = 40_000  # maximum passes that list scheduling places while one rank's rule changes at a time
+SEARCHED = 40_000  # maximum steps that the beam search tries
+WIDEST = 400  # maximum width of the beam search
 MERGED = 40_000  # maximum passes that are timed to find where whole backward passes are faster
 
 
@@ -53,8 +53,8 @@ def fitted(
         tag, dim_name: The tags of stages and microbatches.
 
     Raises:
-        DirectiveError: Costs, counts or ranks are invalid, or no schedule fits into the memory. Then the
-            message says how much memory each such rank needs at least.
+        DirectiveError: Costs, counts or ranks are invalid, or no schedule fits into the memory. In the second
+            case the message says how much memory each rank with too little memory needs at least.
     """
     rows = fitted_rows(costs, microbatches, ranks, memory)
     return program_of(rows, counts_of(costs, microbatches), devices, tag, dim_name, "fitted")
@@ -190,7 +190,7 @@ def _builders(chain: Chain) -> Iterator[list[Row]]:
 
 
 def _rules(chain: Chain) -> Iterator[PassPreference]:
-    """Yield rules, the most useful ones first."""
+    """Yield rules for list scheduling, the most useful rules first."""
     stages = len(chain.ranks)
     kept = [None, stages, 2 * stages - 1, -(-stages // 2), -(-stages // 3), -(-3 * stages // 2)]
     first = [("IFW", False), ("FIW", False), ("IFW", True), ("IWF", False), ("FIW", True)]
@@ -199,8 +199,8 @@ def _rules(chain: Chain) -> Iterator[PassPreference]:
 
 
 def _list(chain: Chain, found: _Best) -> None:
-    """Try list scheduling with one rule for all ranks. Then improve the best one by changing one rank's rule
-    at a time.
+    """Try list scheduling with one rule for all ranks. Then start from the best rule, and change the rule of
+    one rank at a time.
     """
     ends: dict[PassPreference, Number] = {}
 
@@ -229,7 +229,7 @@ def _search(chain: Chain, found: _Best) -> None:
 
 
 def _changes(chain: Chain) -> Iterator[tuple[Callable[[PassPreference], PassPreference], int]]:
-    """Yield changes of one rank's rule, each for all ranks, in an endless cycle."""
+    """Yield (change of a rule, rank whose rule changes) in an endless cycle: each change for every rank."""
     ranks = range(len(chain.local))
     most = chain.microbatches * max(map(len, chain.local))
 

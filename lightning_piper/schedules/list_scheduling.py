@@ -26,11 +26,11 @@ class Chain:
 
     Attributes:
         costs: The costs of each stage.
-        times: Their scaled times.
+        times: The scaled times of the stages.
         microbatches: The number of microbatches.
         ranks: The rank of each stage.
         local: The stages of each rank, in order.
-        changes: By stage and pass, the change of its rank's memory.
+        changes: By stage and pass, the change of the memory of the stage's rank.
     """
 
     costs: Sequence[StageCosts]
@@ -80,6 +80,7 @@ class PartialSchedule:
         self._chain = chain
         # Counts of passes done. A B counts as BI and BW.
         self.forward, self.backward, self.weights = [0] * stages, [0] * stages, [0] * stages
+        # By rank: when it is free, the latest arrival of the messages that it has read, and saved memory.
         self.clock: list[Number] = [0] * ranks
         self.taken: list[Number] = [0] * ranks
         self.kept = [0] * ranks
@@ -119,6 +120,12 @@ class PartialSchedule:
         return self.clock[rank] if stage == len(chain.ranks) - 1 else self._arrival(rank, 2 * stage + 1)
 
     def _arrival(self, rank: int, slot: int) -> Number | None:
+        """Return when a pass can start with its message, or None if the message has not been sent.
+
+        Args:
+            rank: The rank of the pass.
+            slot: 2 s for the forward pass of stage s, and 2 s + 1 for its backward pass.
+        """
         clock = self.clock[rank]
         if there := self._there[slot]:
             return max(clock, there[0])
@@ -175,6 +182,7 @@ class PartialSchedule:
         return self._hand_on(rank, stage, stage - 1)
 
     def _read(self, rank: int, slot: int) -> None:
+        """Receive the message of a pass, and advance the rank's clock to its arrival."""
         neighbour = self._chain.ranks[slot // 2 + (1 if slot % 2 else -1)]
         if not self._there[slot]:
             channel = (neighbour, rank)
@@ -189,6 +197,7 @@ class PartialSchedule:
         self.clock[rank] = max(self.clock[rank], time)
 
     def _hand_on(self, rank: int, stage: int, reader: int) -> int:
+        """Send a pass's output to stage `reader`. Returns the reader's rank, or `rank` without a reader."""
         chain = self._chain
         if not 0 <= reader < len(chain.ranks):
             return rank

@@ -88,8 +88,9 @@ class Timed(NamedTuple):
 
 
 class Times(NamedTuple):
-    """By stage: the times of its passes and of a message to or from the next stage; integers if the costs are
-    exact.
+    """By stage: the times of its passes and of a message to or from the next stage, multiplied by `unit`.
+
+    They are integers if the costs are exact.
     """
 
     passes: list[dict[str, Number]]
@@ -130,7 +131,7 @@ def plain_time(time: Number, unit: int) -> Number:
 
 
 def timed(rows: Sequence[Row], costs: Sequence[StageCosts], times: Times | None = None) -> Timed:
-    """Run the rows in virtual time. Linear in the number of actions. Exact for int and Fraction.
+    """Run the rows in virtual time. This is exact for int and Fraction, and linear in the number of actions.
 
     A BI of the first stage is skipped, and its BW is the whole backward pass, as in the compiled program.
 

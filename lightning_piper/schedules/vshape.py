@@ -140,9 +140,7 @@ def _row(block: _FirstMicrobatch, ranks: int, rank: int, microbatches: int) -> l
 
 
 class _RemainingPasses:
-    """The remaining passes of a rank. After its last F, a BW runs only if no BI can run, so that nothing is
-    deferred any more.
-    """
+    """The remaining passes of a rank. After its last F, the rank runs a BW only if it cannot run a BI."""
 
     def __init__(self, row: list[Action]) -> None:
         last = max(i for i, action in enumerate(row) if action.kind == "F")

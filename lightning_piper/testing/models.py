@@ -177,8 +177,8 @@ class Model(L.LightningModule):
         return loss
 
     def _compared(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return a loss that compares each sample with all others. Samples of its kind, by target, should be
-        nearer.
+        """Return a loss that compares each sample with all other samples. It is lower if samples whose
+        targets have the same sign are near each other.
         """
         rows = F.normalize(gather_samples(x.flatten(1)))
         alike = (y[:, 0, 0] > 0) == (y[:, 0, 0] > 0)[:, None]

@@ -169,7 +169,7 @@ def first_difference(
     queues: int = QUEUES,
     expected: Sequence[Values] | None = None,
 ) -> str | None:
-    """Return the problem of the first order that has one, or None if all orders give the CPU's values.
+    """Return the problem of the first order with a problem, or None if all orders give the CPU's values.
 
     Args:
         batches, tensors, over, queues: See `run_steps`.

@@ -29,7 +29,7 @@ from lightning_piper.testing.models import Case, Spec
 from lightning_piper.testing.programs import cases, programs
 from lightning_piper.verify.static_check import check
 
-# Each kind of block, stages that return, exact and other models.
+# These models have each kind of block. Some return to an earlier stage, and some are exact.
 POOL = (
     Spec(("linear", "residual"), (0, 1), exact=True),
     Spec(("tied", "branch", "tied"), (0, 1, 2), exact=True),

@@ -43,7 +43,8 @@ def text_chart(simulation: Simulation, width: int = 120) -> str:
     if not rows:
         return "no chunk takes any time"
     shortest = min(span.end - span.start for spans in rows.values() for span in spans)
-    # If they fit, use a whole number of characters for the shortest chunk, so that equal work looks equal.
+    # If the width allows, use a whole number of characters for the shortest chunk, so that equal work looks
+    # equal.
     per_chunk = min(int(width * shortest / simulation.step_time), 6)
     scale = per_chunk / shortest if per_chunk else width / simulation.step_time
     columns = max(1, round(simulation.step_time * scale))

@@ -71,8 +71,8 @@ class PiperTab(TBPlugin):  # type: ignore[misc]  # TensorBoard has no annotation
         return _respond(request, json.dumps({"runs": runs}))
 
     def _serve_file(self, request: Request) -> Response:
-        """Serve a file of a run. Run and file must be among the scanned ones; request arguments are never
-        joined to a path.
+        """Serve a file of a run. The scan must have found the run and the file, because request arguments are
+        never joined to a path.
         """
         run, name = request.args.get("run", ""), request.args.get("name", "")
         with self._lock:
