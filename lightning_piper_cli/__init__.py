@@ -1,7 +1,7 @@
 """The console script `lightning-piper`.
 
-It is separate from `lightning_piper`, which imports torch and lightning. So `--version`, `--help` and errors of the
-command line do not wait for these imports. The commands are in `lightning_piper.cli`.
+It is separate from `lightning_piper`, which imports torch and lightning. So `--version`, `--help` and errors
+of the command line do not wait for these imports. The commands are in `lightning_piper.cli`.
 """
 
 from __future__ import annotations

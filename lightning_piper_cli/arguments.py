@@ -125,7 +125,7 @@ def _add_times(sub: argparse.ArgumentParser) -> None:
 
 
 class _Version(argparse.Action):
-    """Prints the version of the installed package, and ends."""
+    """An option that prints the version of the installed package and ends the process."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(nargs=0, default=argparse.SUPPRESS, **options)

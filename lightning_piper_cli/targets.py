@@ -26,7 +26,7 @@ def module_of(target: str) -> nn.Module:
     """Return the module that a target names or makes.
 
     Raises:
-        UsageError: It is not a module.
+        UsageError: The object is not a module.
     """
     from torch import nn
 
@@ -43,7 +43,7 @@ def program_of(target: str) -> Any:
     """Return the source of a program: the path of a JSON file, or the value that a function returns.
 
     Raises:
-        UsageError: It is neither.
+        UsageError: The target is neither of the two.
     """
     check_program(target)
     return target if target.endswith(".json") else made(target)
@@ -88,7 +88,7 @@ def check_target(target: str) -> None:
     """Raise an error if there is nothing to import under a target. Does not import the user's code.
 
     Raises:
-        UsageError: The target does not have the form of one, or its file or package does not exist.
+        UsageError: The target does not have the form of `TARGET`, or its file or package does not exist.
     """
     place, _ = _divided(target)
     if place.endswith(".py"):
@@ -111,6 +111,7 @@ def _divided(target: str) -> tuple[str, str]:
 
 
 def _is_found(package: str) -> bool:
+    """Return whether the current directory or Python's path has a package. The path does not change."""
     path = sys.path.copy()
     _importable(Path.cwd())
     try:
@@ -146,7 +147,8 @@ def _from_package(name: str) -> Any:
 
 
 def _from_file(path: Path) -> Any:
-    # Also its name as a module, because the module and the batch may come from the same file.
+    # The path is also the name in `sys.modules`, so that the module and the batch may come from the same
+    # file.
     name = str(path.resolve())
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)

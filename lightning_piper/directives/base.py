@@ -68,8 +68,9 @@ class Directive:
         """
 
     def prepare(self, step: Step, program: Sequence[Directive]) -> Step:
-        """Return the step as this directive needs it captured, before any directive of the program is
-        applied.
+        """Return the captured step in the form that this directive needs.
+
+        Piper calls this method before it applies any directive of the program.
         """
         return step
 
@@ -86,9 +87,7 @@ class Directive:
         """Check the values of fields. Raise an error for values that no DAG could accept."""
 
     def completed(self, program: Sequence[Directive]) -> Directive:
-        """Return this directive with fields filled in that were left out and follow from the program's other
-        directives.
-        """
+        """Return this directive with the omitted fields that follow from the program's other directives."""
         return self
 
     def replica_groups(self) -> Sequence[Sequence[int]]:
@@ -100,10 +99,9 @@ class Directive:
         return ()
 
     def member_lines(self, program: Sequence[Directive]) -> Sequence[Sequence[int]]:
-        """Return the groups of devices that work on the same samples because of this directive; empty if
-        there are none.
+        """Return the groups of devices that work on the same samples because of this directive.
 
-        Each group belongs to one replica.
+        Each group belongs to one replica. The result is empty if the directive does not make such groups.
         """
         return ()
 
@@ -276,7 +274,7 @@ _registry: dict[str, type[Directive]] = {}
 
 
 def register(cls: D) -> D:
-    """Class decorator that registers a directive under its `op`, so that JSON can name it.
+    """Register a directive class under its `op`, so that JSON can name it. This is a class decorator.
 
     Raises:
         DirectiveError: The op is missing, or another class has it.

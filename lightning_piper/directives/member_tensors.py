@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 
 def check_tensors(directive: Shard) -> None:
+    """Check the fields `params`, `values` and `attention`."""
     for field in ("params", "values"):
         given: Any = getattr(directive, field)
         if given is None:
@@ -81,7 +82,7 @@ def _part(said: int | Sequence[int]) -> Part:
 
 
 def divided_step(directive: Shard, step: Step, program: Sequence[Directive]) -> Step:
-    """Return the step. If this is the last directive that divides tensors, the step is cut for all of them."""
+    """Return the step. The last directive that divides tensors cuts the step for all such directives."""
     divisions = []
     _axes_of(directive, program)
     for other in _dividing(program):
@@ -168,7 +169,7 @@ def lines_of(
 
 
 def _params(directive: Shard, step: Step, degree: int) -> dict[str, Part]:
-    """Return the division of each parameter by its canonical name. Later patterns win."""
+    """Return the division of each parameter by its canonical name. The last pattern that matches counts."""
     found: dict[str, Part] = {}
     for pattern, said in (directive.params or {}).items():
         names = [

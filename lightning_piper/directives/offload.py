@@ -1,4 +1,4 @@
-"""`offload`: the host's memory holds what forward passes save for backward passes."""
+"""`offload`: keep in host memory what forward passes save for backward passes."""
 
 from __future__ import annotations
 

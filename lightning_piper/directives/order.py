@@ -259,7 +259,7 @@ def _around_joined(dag: TrainingDAG, groups: list[Lanes]) -> list[Lanes]:
 
 
 def _ancestors(dag: TrainingDAG, nodes: list[int]) -> set[int]:
-    """Return all nodes that come before these."""
+    """Return all nodes that must run before these nodes."""
     found, stack = set[int](), nodes
     while stack:
         new = [i for i in dag.graph.predecessors(stack.pop()) if i not in found]
@@ -269,7 +269,7 @@ def _ancestors(dag: TrainingDAG, nodes: list[int]) -> set[int]:
 
 
 def _summed(dag: TrainingDAG, cycle: Sequence[tuple[int, int]]) -> str:
-    """Return advice for a cycle through a sum over the whole batch, else an empty string.
+    """Return advice for a cycle through a sum over the whole batch; empty for other cycles.
 
     A reader of the sum cannot run for any microbatch before all microbatches have made their terms.
     """
@@ -284,7 +284,7 @@ def _summed(dag: TrainingDAG, cycle: Sequence[tuple[int, int]]) -> str:
 
 
 def _entered_again(dag: TrainingDAG) -> str:
-    """Return advice for a step that enters the same tags twice, else an empty string.
+    """Return advice for a step that enters the same tags twice; empty for other steps.
 
     An order by tags then orders both parts as one.
     """

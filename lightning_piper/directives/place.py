@@ -35,8 +35,8 @@ class Place(Directive):
     group holds the region's parameters and sums the gradients of its own microbatches. The sums of the groups
     are added in the order of microbatches, the same on all devices.
 
-    The bits do not change, because a transfer is the identity. But the gradients of a region with several
-    groups are reassociated, and `apply` returns that contract.
+    The bits do not change, because a transfer does not change values. But the gradients of a region with
+    several groups are reassociated, and `apply` then returns the contract `reassociated`.
     """
 
     op: ClassVar[str] = "place"
@@ -74,7 +74,7 @@ class Place(Directive):
 
     @property
     def group(self) -> tuple[int, ...]:
-        """All devices, in the order of their places."""
+        """All devices of the group, in the order of their group ranks."""
         group = tuple(self.devices)
         for _ in self.axes[1:]:
             group = tuple(device for row in group for device in row)
@@ -82,7 +82,7 @@ class Place(Directive):
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of the group's places along the axes."""
+        """The mesh of the group ranks along the axes."""
         return Mesh(tuple(self.axes), _shape(self.devices), tuple(range(len(self.group))))
 
     def apply(self, dag: TrainingDAG) -> Contract | None:

@@ -97,6 +97,7 @@ class Recompute(Directive):
             )
 
     def _recompute(self, dag: TrainingDAG, backward: Chunk, second: dict[int, Chunk]) -> None:
+        """Make a backward pass read saved values from a second forward pass, which is added to `second`."""
         served = [
             (ref, forward)
             for ref in dict.fromkeys(backward.inputs)

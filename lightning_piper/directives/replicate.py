@@ -30,7 +30,7 @@ from lightning_piper.limits import integer, is_number, shown
 
 MEBI = 2**20
 SHARDS = ("elements", "parameter")
-LEVELS = ("shard_optimizer", "shard_grads", "shard_params")  # of ZeRO: stages 1, 2 and 3
+LEVELS = ("shard_optimizer", "shard_grads", "shard_params")  # the fields of ZeRO stages 1, 2 and 3
 AVERAGES = ("batch", "replicas")
 REDUCE_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -254,6 +254,7 @@ class Replicate(Directive):
                 "average", shown(self.average), "give all replicate directives the same average [PIPER-D017]"
             )
         dag.mean_of_replicas = mean
+        # An earlier `shard` of tensors has already divided the batch over the replicas of its mesh.
         known = dag.mesh if dag.member_axes and len(dag.mesh.places) == len(groups[0]) else None
         shard_batch(dag, known or Mesh.flat(len(groups[0])), self)
         return regions

@@ -48,7 +48,7 @@ class Shard(Directive):
             device i of n has the i-th of n equal parts. A stage on `[0, 1, 2, 3]` may have its experts twice,
             on `[0, 1]` and on `[2, 3]`. Default: the lines along `axis` of the mesh on which chunks are
             placed. Without a mesh, the groups on which the program places chunks.
-        axis: The name of the axis along which they are divided.
+        axis: The name of the axis along which the experts or tensors are divided.
         stream: The logical stream of the exchanges.
         params: For tensors: maps parameter names, or patterns, to the dimension along which each parameter is
             divided. If one parameter holds several weights side by side, give (dimension, runs):
@@ -172,9 +172,7 @@ class Shard(Directive):
             )
 
     def _divide(self, dag: TrainingDAG, selected: set[int]) -> list[int]:
-        """Divide the experts and insert the exchanges of tokens. Return the regions whose experts this
-        divides.
-        """
+        """Divide the experts and insert the exchanges of tokens. Returns the regions of these experts."""
         if len(dag.member_axes) < len(dag.step.divisions):
             self.refuse(
                 "filter",
@@ -212,7 +210,7 @@ class Shard(Directive):
         return [tuple(group) for group in groups]
 
     def _mesh(self, dag: TrainingDAG, chunks: Sequence[Chunk]) -> Mesh:
-        """Return the mesh of the chunks' places, which must be the same on all of their device groups."""
+        """Return the mesh of the chunks' group ranks. It must be the same on all of their device groups."""
         found: dict[Mesh, Chunk] = {}
         places: dict[tuple[int, tuple[int, ...]], Mesh] = {}
         for chunk in chunks:
@@ -230,7 +228,7 @@ class Shard(Directive):
         return next(iter(found))
 
     def _at(self, dag: TrainingDAG, chunk: Chunk) -> Mesh:
-        """Return the mesh of one chunk's places."""
+        """Return the mesh of one chunk's group ranks."""
         where = f"placed on {list(chunk.devices)}" if chunk.devices else "not placed yet"
         if self.devices is None:
             arranged = dag.arranged.get((chunk.region, chunk.devices))

@@ -61,7 +61,7 @@ def _users_of(dag: TrainingDAG) -> Mapping[str, frozenset[int]]:
 
 
 def _hold(dag: TrainingDAG, family: Sequence[int], names: Sequence[str]) -> list[Node]:
-    """Rewrite the parameters `names`, which are those that the regions of `family` share."""
+    """Let devices hold, sum and update their parts of the parameters that the regions of `family` share."""
     mesh = dag.mesh_of(names[0])
     policy = _policy(dag, family, names, members=mesh.size(DATA))
     chunks = [chunk for chunk in dag.of_type(Chunk) if chunk.region in family]

@@ -264,8 +264,8 @@ def _shardable(dag: TrainingDAG, bucket: Bucket) -> bool:
 
 
 def _bucket(dag: TrainingDAG, regions: set[int], policy: ShardingPolicy) -> list[Node]:
-    """Replace the gradient sums of `regions` by sums of buckets. Other regions that use the same parameters
-    follow.
+    """Replace the gradient sums of `regions` by sums of buckets, also in other regions that use the same
+    parameters.
 
     Returns:
         The updates, now one for each bucket.

@@ -145,6 +145,7 @@ class Split(Directive):
         connect(dag, [node for node in touched if node.id in dag.nodes] + _buffer_readers(dag))
 
     def _microbatches(self, dag: TrainingDAG, part: Slice) -> list[Slice]:
+        """Return the parts of a slice, one for each microbatch."""
         count = self.num_microbatches
         if len(part) < count:
             if not dag.program.partial:
@@ -229,7 +230,13 @@ def _buffer_readers(dag: TrainingDAG) -> list[Node]:
 
 
 class _Rewrite:
-    """The state of one application of a split."""
+    """The state of one application of a split.
+
+    Attributes:
+        copies: Id of a repeated node -> its copies, one for each microbatch.
+        cuts: (value, microbatch, devices) -> the microbatch's part of a value that is not split.
+        joined: (value, devices) -> the value joined from all copies.
+    """
 
     def __init__(
         self, dag: TrainingDAG, chunks: list[Chunk], microbatches: dict[Slice, list[Slice]], directive: Split
@@ -305,6 +312,7 @@ class _Rewrite:
         return repeated
 
     def _copy(self, chunk: Chunk, i: int, part: Slice) -> Chunk:
+        """Add the copy of a chunk for microbatch i."""
         inputs = tuple(self._input(ref, i, chunk, part) for ref in chunk.inputs)
         tags = {**chunk.tags, self.directive.dim_name: i}
         params = tuple(
@@ -324,6 +332,11 @@ class _Rewrite:
         return self.dag.add(copy)
 
     def _input(self, ref: Ref, i: int, chunk: Chunk, part: Slice) -> Ref:
+        """Return the value that copy i of a chunk reads instead of `ref`.
+
+        It is the output of another copy, or a part cut out of `ref`, or `ref` itself if its shape does not
+        depend on the number of samples.
+        """
         if ref[0] in self.copies:
             return (self.copies[ref[0]][i].id, ref[1])
         key = (ref, i, chunk.devices)
@@ -347,6 +360,7 @@ class _Rewrite:
         return self.cuts[key]
 
     def _read_copies(self, user: Node) -> None:
+        """Make a node that is not split read the copies instead of the originals."""
         new: list[Ref] = []
         metrics: list[int] = []
         terms: list[int] = []
@@ -384,6 +398,7 @@ class _Rewrite:
             self.dag.rewire(user, inputs=tuple(new))
 
     def _join(self, ref: Ref, user: Chunk | Cut) -> Ref:
+        """Return the value that joins the copies of `ref`, on the devices of its reader."""
         key = (ref, user.devices)
         if key not in self.joined:
             source = self.dag.nodes[ref[0]]

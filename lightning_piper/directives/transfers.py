@@ -22,12 +22,12 @@ from lightning_piper.ops.total import Total
 from lightning_piper.ops.update import Accumulate, Update
 
 SEND_STREAM, RECV_STREAM = "send", "recv"
-# Nodes on the same devices as the values that they read.
+# Kinds of nodes that run on the devices of the values that they read.
 FOLLOW = (Accumulate, Metrics, Pack, Update, Result, Arguments, Total, ScatterSamples, Store, Fetch)
 
 
 def place_around(dag: TrainingDAG, chunks: list[Chunk]) -> bool:
-    """After `chunks` got their devices, place the nodes that depend on them, and connect nodes on different
+    """Place the nodes that depend on `chunks`, which have just got devices, and connect nodes on different
     devices.
 
     Returns:
@@ -52,8 +52,8 @@ def place_dependents(dag: TrainingDAG, chunks: Iterable[Chunk]) -> list[Node]:
         readers: list[Node] = [chunk]
         while readers:
             for source in [dag.nodes[ref[0]] for ref in readers.pop().inputs]:
-                # Nodes that a split put between this chunk and others, or that gather its samples. They go
-                # with the first reader.
+                # A split inserted these nodes before the chunk, or they gather samples for the chunk. They
+                # run on the devices of their first reader.
                 if isinstance(source, Cut | Concat | Accumulate | GatherSamples) and not source.devices:
                     dag.change(source, devices=chunk.devices, placed_by=chunk.placed_by)
                     placed.append(source)
@@ -88,6 +88,7 @@ def connect(dag: TrainingDAG, nodes: Iterable[Node]) -> None:
 
 
 def _existing(dag: TrainingDAG, ref: Ref, devices: tuple[int, ...]) -> Ref | None:
+    """Return the received value of an existing transfer to these devices; None if there is no transfer."""
     for send in dag.readers(ref):
         if isinstance(send, Send) and send.peers == devices:
             return (dag.users(send)[0].id, 0)
@@ -95,6 +96,7 @@ def _existing(dag: TrainingDAG, ref: Ref, devices: tuple[int, ...]) -> Ref | Non
 
 
 def _transfer(dag: TrainingDAG, ref: Ref, devices: tuple[int, ...], reader: Node) -> Ref:
+    """Add a send and a receive of a value. Returns the received value."""
     source, value = dag.nodes[ref[0]], dag.value(ref)
     by = max((i for i in (source.placed_by, reader.placed_by) if i is not None), default=None)
     shared: dict[str, Any] = {"outputs": (value,), "tags": source.tags, "placed_by": by, "origin": by}
