@@ -6,8 +6,8 @@ plans by Aceso's own cost model, which runs unchanged, and by this package's est
 
 A plan is written in the format of Aceso's cost model: the operations of each stage, and for each operation
 the tensor-parallel degree, the replicas, and whether it is recomputed. Aceso's values may differ among
-stages. Ours are uniform, and recompute by module: some operations of a stage's layers, more of its first
-layers.
+stages. The plans of this package are uniform, and recompute by module: some operations of a stage's layers,
+and more operations of its first layers.
 
 Aceso's cost model has no gradient sums over replicas and no optimizer step, so here they take no time. The
 replicas of a stage are on one node. The cost model adds messages to a stage's work, but in our estimate they
@@ -42,7 +42,7 @@ LAYER = 13  # operations of a layer; one comes before all layers, two after them
 # Operations of a layer at which a stage may begin: any; projections, attention, others; attention, others.
 BORDERS = (tuple(range(LAYER)), (0, 2, 8), (0, 8))
 MEGA = 2**20
-GAP, BUDGET = 0.002, 1000  # of each search
+GAP, BUDGET = 0.002, 1000  # arguments of `best_of` for each search
 
 Key = tuple[int, int]  # (samples of a microbatch, tensor-parallel degree)
 Config = dict[str, Any]  # a plan in the format of Aceso's cost model

@@ -19,7 +19,7 @@ from _memory import of_messages, peak_of
 
 Step = Callable[[int], torch.Tensor | None]  # step number -> loss of this rank's data, if the rank has it
 Build = Callable[[int, int], Step]  # (rank, number of ranks)
-Systems = Mapping[str, tuple[Build, str]]  # name -> function that builds it, name of its peer
+Systems = Mapping[str, tuple[Build, str]]  # name -> function that builds the system, name of its peer
 Groups = Mapping[str, tuple[int, Systems]]  # name -> number of processes, systems to compare on them
 WARM_UP = 3
 
@@ -36,7 +36,7 @@ def compare_time(systems: Systems, steps: int) -> None:
     losses: dict[str, list[float]] = {name: [] for name in systems}
     names = list(systems)
     for i in range(steps + WARM_UP):
-        # In random order, so that no system always follows the same one.
+        # The order is random, so that no system always runs after the same system.
         for name in random.Random(i).sample(names, len(names)):
             dist.barrier()
             start = time.perf_counter()

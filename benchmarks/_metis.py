@@ -22,7 +22,7 @@ from lightning_piper.simulate.hardware import Hardware
 
 GIGA = 2**20 * 1000  # Metis's unit of bandwidth: 2**20 bytes per millisecond.
 INSIDE, BETWEEN = 46, 10  # bandwidth inside a node of four devices, and between nodes
-SEQUENCE, WIDTH = 1024, 4096  # of the GPT
+SEQUENCE, WIDTH = 1024, 4096  # sequence length and features of the GPT
 MEMORY, SAMPLES, DEVICES = 80 * 2**30, 128, 8
 
 

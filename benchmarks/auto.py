@@ -45,7 +45,8 @@ from lightning_piper.search.workload import Workload
 from lightning_piper.session.concurrent_measurement import measured_together
 from lightning_piper.simulate.hardware import Hardware
 
-# Steps in a row. The first one does not count, because another system has used the caches and memory.
+# Number of consecutive steps of a system. The first step does not count, because another system has used the
+# caches and memory.
 TURN = 3
 
 

@@ -34,7 +34,7 @@ from lightning_piper.plan.instructions import (
 from lightning_piper.runtime import process, streams
 from lightning_piper.testing.simulated import Over, first_difference, run_steps
 
-ORDERS = [*range(12), 32, 33, 34, 35]  # each stream last in turn, and some random orders
+ORDERS = [*range(12), 32, 33, 34, 35]  # in some orders one stream runs last, and some orders are random
 Edit = Callable[[list[Instruction], int], None]
 
 

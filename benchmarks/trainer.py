@@ -6,7 +6,7 @@ Fits of both strategies take turns in the same processes.
 | kind | what it is | peer |
 |---|---|---|
 | tiny | two small layers, where a step is all overhead | DDP |
-| tiny_eager | the same, but it asks for a value, so it runs uncaptured | DDP |
+| tiny_eager | the same, but the step reads a tensor's value, so it runs uncaptured | DDP |
 | GAN | two optimizers, manual optimization | DDP that looks for unused parameters |
 | ResNet | batch norms, whose statistics no replicated graph can have | DDP |
 | GPT | the model of the other benchmarks | DDP |
