@@ -74,7 +74,7 @@ class Together:
         self._model, self.space = model, model.space
 
     def time(self, layout: Layout, options: Sequence[Sequence[Option]], enough: float) -> float:
-        """A lower bound of the seconds of a step.
+        """Return a lower bound of the seconds of a step.
 
         Args:
             layout: The layout of the stages.
@@ -112,13 +112,13 @@ class Together:
     def _blocks(
         self, costs: Costs, options: Sequence[Sequence[Option]]
     ) -> tuple[list[Option], NDArray[np.bool_], _Blocks]:
-        """The options that matter, which stages have them (stages, options), and the costs of blocks.
+        """Return the options that matter, which stages have them (stages, options), and the costs of blocks.
 
         The passes of a stage take at least the longest of three: its work, its transfer to the host, and the
         gather of its parameters. One of the three is chosen for the whole model.
 
-        A level is left out if the stage may also have a higher one that takes no more time, because the lower
-        level needs more memory.
+        A level does not matter if the stage may also have a higher level that takes no more time, because the
+        lower level needs more memory.
         """
         n = len(self.space.workload.blocks)
         f, bi, bw, saved, kept = (np.diff(np.array(column, dtype=np.float64)) for column in _sums(costs))
@@ -203,7 +203,7 @@ class _Charged(NamedTuple):
 
 
 def _charged(costs: Costs, rows: Rows, owned: Array, trained: Array) -> _Charged:
-    """The bytes that each block adds to a rank.
+    """Return the bytes that each block adds to a rank.
 
     A parameter that several blocks use, and the largest update, count with one block of each rank: with a
     block that must be on this rank, if there is one.
@@ -234,7 +234,7 @@ def _charged(costs: Costs, rows: Rows, owned: Array, trained: Array) -> _Charged
 
 
 def _collective(costs: Costs, nbytes: Array, kind: str, rings: int) -> Array:
-    """Seconds of a collective, without its constant part."""
+    """Return the seconds of a collective, without its constant part."""
     found: Array = nbytes @ np.array([float(slope) for slope in costs.slopes(kind, rings)])
     return found
 
@@ -247,7 +247,7 @@ def _sums(costs: Costs) -> tuple[Sequence[float], ...]:
 
 
 def _moved(link: Link, nbytes: Array) -> Array:
-    """Seconds of a message, without its constant part."""
+    """Return the seconds of a message, without its constant part."""
     return np.zeros_like(nbytes) if link.bandwidth is None else nbytes / float(link.bandwidth)
 
 
@@ -258,7 +258,10 @@ def _pass_kinds(rows: Rows) -> frozenset[int]:
 def _passes(
     kinds: frozenset[int], f: Array, bi: Array, bw: Array, way: Way, gather: Array, away: Array
 ) -> Array:
-    """Seconds of F, BI and BW of each block (blocks, 3). BI stands for B if all backward passes are whole."""
+    """Return the seconds of F, BI and BW of each block, as (blocks, 3).
+
+    If all backward passes are whole, the column of BI has the seconds of B.
+    """
     extra = f if way == AGAIN else np.zeros_like(f)
     moved = away if way == AWAY else np.zeros_like(f)
     forward = _longest(f, moved, gather)
@@ -309,7 +312,7 @@ def _alike(blocks: _Blocks, most: int) -> tuple[Array, _Blocks, Array]:
 
 
 def _columns(table: Table, kinds: _Blocks, inverse: Array) -> Array:
-    """The amount that a block of each kind adds to each inequality (inequalities, kinds, stages, options)."""
+    """Return what a block of each kind adds to each inequality, as (inequalities, kinds, stages, options)."""
     time = np.einsum("ics,kwc->iksw", table.passes, kinds.passes)
     time += np.einsum("is,kw->iksw", table.sums, kinds.sums)
     time[:, :, 0] += kinds.start
@@ -369,7 +372,7 @@ def _weights(
 
 
 def _maximized(gains: Array, a: Array, limits: Array, enough: float) -> Array:
-    """A vector y >= 0 with a y <= limits and a large `gains` y.
+    """Return a vector y >= 0 with a y <= limits and a large `gains` y.
 
     It takes steps of the simplex method (Dantzig 1951) from y = 0, and so needs limits >= 0.
     """

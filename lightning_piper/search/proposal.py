@@ -39,12 +39,12 @@ from lightning_piper.simulate.hardware import Hardware
 # rounds blocks above 1 MiB up to a multiple of 2 MiB, and cannot join blocks that are not adjacent.
 FRAGMENTATION = 0.05
 ROUNDS = 5  # searches, each with less memory than the one before, until the plan of the result fits
-LARGER = 4  # candidates of one search whose plans do not fit, before the next search
-TRIED = 20  # candidates of one search that are written and checked, at most
-# reason for a candidate that passes the checks, but whose plan does not fit
+LARGER = 4  # a new search begins after this many candidates of one search whose plans do not fit
+TRIED = 20  # largest number of candidates of one search whose programs are written and checked
+# The reason for a candidate that passes the checks, but whose plan does not fit.
 TOO_LARGE = "according to its plan it needs"
-CALLS = 3  # measured steps of each size
-OPTIONS = ("schedules", "levels", "ranks", "margin", "gap", "budget")  # of `best_of`
+CALLS = 3  # smallest number of measured steps for each size of a microbatch
+OPTIONS = ("schedules", "levels", "ranks", "margin", "gap", "budget")  # arguments that `best_of` takes
 Check = Literal["static", "run", "off"]
 
 
@@ -214,7 +214,7 @@ def _proposed(
     check: Check,
     say: Callable[[str], None],
 ) -> Proposal:
-    """The best program that passes the check and whose plan fits into `limit` bytes.
+    """Return the best program that passes the check and whose plan fits into `limit` bytes.
 
     Args:
         find: Returns the best candidates within this many bytes.
@@ -283,9 +283,9 @@ def _proposed(
 def work_of(
     module: nn.Module, batch: Any, on: Hardware | None, samples: Sequence[int], cut: BlockCut
 ) -> Workload:
-    """The costs of the step, with the optimizer that the module makes.
+    """Return the costs of the step, with the optimizer that the module makes.
 
-    If it makes none that can be tried, the optimizer is AdamW.
+    If `optimizer_of` does not find an optimizer, the costs are the costs of AdamW.
 
     Args:
         on: The hardware for which costs are calculated. None: costs are measured on this machine.
@@ -299,13 +299,13 @@ def work_of(
 
 
 def sizes_of(batch: Any) -> list[int]:
-    """Numbers of samples for which costs are found: the batch and fractions of it, as microbatches are."""
+    """Return the numbers of samples for which a search needs costs: the batch, and microbatches of it."""
     samples = flatten(batch)[1].size
     return sorted({max(1, samples // parts) for parts in (1, 2, 4, 8, 16)})
 
 
 def _in_turn(found: Found, refused: Sequence[tuple[Candidate, str]]) -> list[Candidate]:
-    """Candidates that fit and were not rejected before, the best first."""
+    """Return the candidates that fit and were not rejected before, the best first."""
     fitting = [row.candidate for row in found.table if max(row.estimate.memory) <= found.space.memory]
     before = {candidate for candidate, _ in refused}
     return [candidate for candidate in dict.fromkeys([found.best, *fitting]) if candidate not in before][
@@ -318,7 +318,7 @@ def _written(candidate: Candidate, cut: BlockCut) -> Written:
 
 
 def write_stages(candidate: Candidate, cut: BlockCut, params: Params | None) -> Written:
-    """The program of a candidate whose stages are blocks of `cut`.
+    """Return the program of a candidate whose stages are blocks of `cut`.
 
     Args:
         params: Parameters that are sharded along the tensor axis.
@@ -354,7 +354,9 @@ def _params(cut: BlockCut, degree: int) -> Params | None:
 
 
 def _checked(written: Written, module: nn.Module, batch: Any, check: Check, states: float) -> tuple[int, str]:
-    """Bytes that the program needs on its fullest device (0 if unchecked), and the verdict if not `verified`.
+    """Check a program. Returns the bytes that it needs on its fullest device, and the verdict.
+
+    The bytes are 0 if the program is not checked. The verdict is empty if it is `verified`.
 
     Raises:
         PiperError: A check fails: the program is not valid, or not equivalent to one device.
