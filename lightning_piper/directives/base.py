@@ -112,8 +112,8 @@ class Directive:
         raise DirectiveError(f"({self.op}): field {field!r}: {found}; {accepted}")
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON form. Fields with their default value are left out, unless the default comes from a
-        factory.
+        """Return the JSON form. It does not have fields with their default value, unless the default comes
+        from a factory.
         """
         out: dict[str, Any] = {"op": self.op}
         for field in dataclasses.fields(self):

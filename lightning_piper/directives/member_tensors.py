@@ -285,9 +285,7 @@ def _check_divided(directive: Shard, dag: TrainingDAG) -> None:
 
 
 def _check_selected(directive: Shard, dag: TrainingDAG) -> None:
-    """Raise an error if the filter leaves out a region that reads a divided parameter. All of its readers
-    must be selected.
-    """
+    """Raise an error if the filter does not select all regions that read a divided parameter."""
     selected = {chunk.region for chunk in directive.select(dag, "filter", directive.filter)}
     readers = readers_of(dag)
     for name in (name for name, (axis, _) in dag.code.divided.items() if axis == directive.axis):

@@ -111,8 +111,7 @@ class GradientInjection:
                 "accumulation, but its gradients are already in the sum. Call backward on every loss that "
                 "training_step returns [PIPER-X005]"
             )
-        # Parameters without a gradient are left out. Their hooks would be called with None, which torch never
-        # does.
+        # Skip parameters without a gradient. Their hooks would be called with None, which torch never does.
         found = [(x, grad) for name, x in self.trained.items() if (grad := grads.get(name)) is not None]
         waiting = self._last = _PendingGradients(
             value, [grad for _, grad in found], scale, self, closing, nonlinear

@@ -71,8 +71,8 @@ class HostStates:
         yield params, hosted
 
     def _states(self) -> Iterator[tuple[Tensor, str, Tensor]]:
-        """Iterate over parameter, key and state tensor of the current part. Numbers, such as step counts,
-        stay on the device, so they are left out."""
+        """Yield parameter, key and state tensor of the current part. Skip numbers, such as step counts,
+        because they stay on the device."""
         for p in self._part:
             for key, value in self._optimizer.optimizer.state.get(p, {}).items():
                 if isinstance(value, Tensor) and value.numel() > 1:

@@ -46,7 +46,7 @@ class ReduceScatter(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduceInstruction(Collective):
-    """An instruction that adds up bundles (zeros if there are none), and sums them over the members.
+    """An instruction that adds up bundles (zeros if it does not read any), and sums them over the members.
 
     Attributes:
         tensors: Specs of the summed tensors.

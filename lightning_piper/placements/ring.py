@@ -256,7 +256,7 @@ def _attend_part_backward(
 def _hidden(
     mask: Tensor | None, queries: Tensor, keys: Tensor, rows: slice, causal: bool, dtype: torch.dtype
 ) -> Tensor | None:
-    """Return the mask to add to the scores of these queries and keys, or None if there is none."""
+    """Return the mask to add to the scores of these queries and keys; None if they need no mask."""
     found = None
     if mask is not None:
         found = mask[..., rows, :] if mask.shape[-2] > 1 else mask

@@ -50,5 +50,5 @@ def along_of(shape: Sequence[int], d: int) -> Placement:
 
 
 def argument(node: Node, index: int, default: Any = None) -> Any:
-    """A positional argument of a node, or the default if it is left out."""
+    """Return a positional argument of a node, or `default` if the node does not have the argument."""
     return node.args[index] if len(node.args) > index else default

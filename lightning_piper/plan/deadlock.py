@@ -39,7 +39,7 @@ class _IssueState:
         self.met: set[Meeting] = set()
 
     def need(self, device: int, instruction: Instruction) -> Meeting | None:
-        """Return the exchange that all parties must join before the instruction, or None if there is none."""
+        """Return the exchange that all parties must join before the instruction; None for other work."""
         return (
             self._begun.get((device, instruction.node))
             if isinstance(instruction, WaitWork | WaitSend)

@@ -477,7 +477,7 @@ def _receive(line: Connection) -> Message | None:
 
 def _line_of(error: BaseException) -> str:
     """Return the line of the user's steps, hooks or callbacks in which an error was raised, because other
-    processes do not have its traceback. Empty if there is none."""
+    processes do not have its traceback. The result is empty if the user's code did not raise it."""
     line, called = "", False
     for frame, number in traceback.walk_tb(None if isinstance(error, PiperError) else error.__traceback__):
         if not is_users(frame.f_code):

@@ -56,7 +56,7 @@ def check_address(main: str) -> None:
     """Check that other machines can reach this process at the address that gloo reports to them.
 
     gloo (torch 2.13) uses the interface in GLOO_SOCKET_IFNAME. Without it, gloo uses the first address of
-    this host's name that belongs to this machine, and loopback if there is none.
+    this host's name that belongs to this machine, and loopback if there is no such address.
 
     Args:
         main: Address of rank 0.

@@ -51,8 +51,8 @@ def analytic(
         hardware: The hardware that the step is to run on.
         samples: Sizes of microbatches for which work is calculated.
         tensor: Sizes of a tensor axis, which shards the parameters that `tensor_parallel` proposes. Work is
-            counted per device. A size is left out if it cannot shard all parameters that the smallest size
-            can. Numbers of samples are left out if the sharded step cannot be traced for them.
+            counted per device. A size does not count if it cannot shard all parameters that the smallest
+            size can shard. A number of samples does not count if the sharded step cannot be traced for it.
         states: Bytes of optimizer state for each byte of parameters; 2 for Adam.
         cut: The blocks of the same module and batch, if they are known.
 
@@ -71,8 +71,8 @@ def analytic(
         divided = divided or params
         if params and params == divided:
             member = cut.step.divided([Division(AXIS, degree, params)]).member
-            # With few samples, the step may exchange other values, because dimensions have size 1. So leave
-            # out numbers for which the sharded step cannot be traced, and all smaller numbers.
+            # With few samples, the step may exchange other values, because dimensions have size 1. So skip
+            # numbers for which the sharded step cannot be traced, and all smaller numbers.
             few = max((n for n in {1, *numbers} if refusal(member, n) is not None), default=0)
             if kept := [n for n in numbers if n > few]:
                 works |= {(n, degree): _works(cut, member, n, hardware, degree) for n in kept}

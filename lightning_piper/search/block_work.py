@@ -71,7 +71,7 @@ def written_in_place_of(code: StepCode) -> frozenset[str]:
 def checked_samples(cut: BlockCut, samples: Iterable[int]) -> list[int]:
     """Return the requested numbers of samples for which the step can be traced, in rising order.
 
-    If the step cannot be traced for some number, the function leaves out all smaller numbers too. A batch
+    If the step cannot be traced for some number, the result does not have smaller numbers either. A batch
     that cannot be divided allows only its own number of samples.
 
     Raises:

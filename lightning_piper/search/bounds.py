@@ -1,4 +1,4 @@
-"""Lower bounds of time and memory. A search leaves out only the candidates that these bounds exclude.
+"""Lower bounds of time and memory. A search skips only the candidates that these bounds exclude.
 
 A rank cannot begin before its first pass has its inputs. It runs all of its passes one after the other, and
 after its last pass the earlier stages must still run theirs. The same holds from any of its passes to any

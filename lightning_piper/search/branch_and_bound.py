@@ -2,7 +2,7 @@
 
     layout  ->  levels of ZeRO, stages that recompute and offload  ->  cuts below a limit, which rises
 
-A branch is left out when its bound is not below the best candidate so far, or when none of its cuts can fit;
+The search skips a branch if its bound is not below the best candidate so far, or if none of its cuts can fit;
 see `bounds`. The branch with the lowest bound is expanded first, so this bound holds for everything still
 open.
 
@@ -69,7 +69,7 @@ class Search:
             tuple[Number, int, int, _Branch]
         ] = []  # (bound, kind of branch with `Cuts` first, serial number, branch)
         self._number = count()
-        self._lowest: Number = INFINITE  # lowest bound of all branches and candidates left out
+        self._lowest: Number = INFINITE  # lowest bound of all skipped branches and candidates
         self._size = 0
         # (bound, candidate) of candidates with even cuts that fit
         self._even_ones: list[tuple[Number, Candidate]] = []
@@ -231,7 +231,7 @@ class Search:
         return bound >= self._limit(branch) if self._proved else bound * (1 + self.gap) >= self.value
 
     def _leave(self, why: str, branch: _Branch) -> None:
-        """Count the candidates of a branch as left out for a reason."""
+        """Count the candidates of a branch that the search skips, by reason."""
         if isinstance(branch, Layout):
             self.cut[why] += self.space.candidates(branch)
         elif isinstance(branch, Choice):
@@ -244,7 +244,7 @@ class Search:
         heapq.heappush(self._heap, (bound, -depth, next(self._number), branch))
 
     def _layout(self, layout: Layout) -> None:
-        """Put a layout into the heap, or count it as left out if it cannot fit."""
+        """Put a layout into the heap, or skip and count it if it cannot fit."""
         self._size += self.space.candidates(layout)
         coarse = self.coarse.memory(layout)
         if coarse > self.space.memory:
@@ -269,7 +269,7 @@ class Search:
             self._choose(bound, branch)
 
     def _choose(self, bound: Number, choice: Choice) -> None:
-        """Put a choice or its halves into the heap, or count it as left out if no cut fits.
+        """Put a choice or its halves into the heap, or skip and count it if no cut fits.
 
         Try the first cut whose bound is low enough at once.
         """

@@ -41,7 +41,7 @@ class Found:
             Candidates that differ only in their cuts share a row. In a large space these are the best that
             the budget reached.
         size: Number of candidates of the space.
-        cut: Number of candidates left out, by reason.
+        cut: Number of candidates that were not estimated, by reason.
         evaluated: Number of candidates whose time was estimated before the best was known. With the
             candidates in `cut` they are the whole space.
         space: The space that was searched.

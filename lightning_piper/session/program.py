@@ -127,7 +127,7 @@ def told(program: Sequence[Directive], annotations: Annotations, searched: bool)
 
 
 def _own(module: nn.Module) -> Any:
-    """Return the module's own directives in the form that the module gives; None if it has none."""
+    """Return the module's own directives in the form that the module gives; None without directives."""
     found = getattr(module, ATTRIBUTE, None)
     return found() if callable(found) else found
 

@@ -47,8 +47,8 @@ class Variants:
         return [compiled for found in self._known.values() for _, compiled in found]
 
     def find(self, kind: Hashable) -> Compiled | None:
-        """Return the capture for this kind of batch whose guards hold; None if there is none. The capture
-        that was used last is checked first."""
+        """Return the capture for this kind of batch whose guards hold; None if there is no such capture. The
+        capture that was used last is checked first."""
         known = self._known.get(kind, [])
         for place, (number, compiled) in enumerate(known):
             if compiled.step.reads.hold():

@@ -223,9 +223,9 @@ def _uncapturable_callbacks(trainer: pl.Trainer) -> Iterator[str]:
 
 
 def needs_replicas(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
-    """Return why every process needs all parameters of the module, as under DDP; None if no reason is found.
+    """Return why every process needs all parameters of the module, as under DDP; None without such a reason.
 
-    The reason is a callback or a gradient hook. If there is one, Piper does not search for a program.
+    The reason is a callback or a gradient hook. If there is a reason, Piper does not search for a program.
     """
     found = next((x for x in trainer.callbacks if is_a(x, BaseFinetuning, ModelPruning)), None)  # type: ignore[attr-defined]
     if found is None:

@@ -116,8 +116,8 @@ class Starting:
         standalone: The owner of the module.
         names: Names of the optimizer's parameters.
         resumes: Whether the optimizer has its state from a checkpoint.
-        later: The state from a checkpoint that the optimizer receives at the first batch; None if there
-            is none.
+        later: The state from a checkpoint that the optimizer receives at the first batch; None without such
+            a state.
         eager: Why the training step runs uncaptured, if that is known already.
         searches: Whether to search for a program at the first batch.
         replicas_alone: The owner of the module under data parallelism, before a searched program replaced it;

@@ -82,7 +82,7 @@ class PiperStrategy(EvaluatingStrategy):
         directives: A list of directives or JSON objects, the path of a JSON file, or the result of a schedule
             builder. "ddp", "zero1", "zero2" and "zero3" mean replicas on all processes, with this ZeRO stage.
             By default, Piper uses the file that the environment variable PIPER_DIRECTIVES names. If the
-            variable is not set, it uses the module's `piper_directives`. If there are none, it uses data
+            variable is not set, it uses the module's `piper_directives`. Without these, it uses data
             parallelism over all processes. "auto" is like the default, but a search may replace data
             parallelism at the first batch. Each process then still draws its own data.
         pp, dp, tp, cp, ep, zero, schedule, microbatches, recompute: The program as parallel degrees

@@ -18,7 +18,7 @@ def text_chart(simulation: Simulation, width: int = 120) -> str:
     """Return a chart of the chunks by device, and by stream if a device has several compute streams.
 
     `F3` starts a forward pass of microbatch 3, `-` continues it, and `.` is idle. A box that is too narrow
-    shows the pass only. Tag indices that are the same in a whole row are left out.
+    shows the pass only. Names do not have tag indices that are the same in a whole row.
 
     Args:
         simulation: The simulation to show.

@@ -32,8 +32,8 @@ def direction_of(node: Node) -> str | None:
 
 
 def arrives(node: Node, p: RegionPass) -> str:
-    """Return the role of a pass's input in its exchanges (`Interface.arrives`). Return "" if the input has no
-    role, or if the pass also reads it otherwise."""
+    """Return the role of a pass's input in its exchanges (`Interface.arrives`). Return "" if the input does
+    not have a role, or if the pass also reads the input without an exchange."""
     own, directions = set(p.nodes), set()
     for user in node.users:
         if user in own:

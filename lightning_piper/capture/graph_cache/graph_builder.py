@@ -218,7 +218,7 @@ def _layout(x: torch.Tensor) -> tuple[Any, ...]:
 def _without_defaults(
     function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments as torch passes them to a tracer: arguments with default values are left out
+    """Return the arguments as torch passes them to a tracer: without arguments that equal their defaults,
     wherever possible."""
     arguments = function._schema.arguments
     placed, named = list(args), dict(kwargs)

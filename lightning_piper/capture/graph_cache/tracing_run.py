@@ -63,7 +63,7 @@ def log_operations(
         step: a module that returns the step's results. If the step has a backward pass, the first result is
             the loss.
         inputs: the step's inputs other than its parameters and buffers.
-        own: the device of the trace. Its index is left out of the digest.
+        own: the device of the trace. The digest does not depend on the index of this device.
 
     Raises:
         NotLoggable: the log cannot record the step. Errors of the step itself are passed on unchanged.

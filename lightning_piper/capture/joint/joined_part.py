@@ -36,9 +36,9 @@ def after_gathers(graph: torch.fx.Graph, apart: bool = False) -> set[Node]:
     """Return the forward nodes that depend on a gathered value.
 
     Args:
-        apart: if True, leave out sums of gathered values and of numbers that each part of the batch computes,
-            and the nodes that depend on such sums. An example is a loss with a term for each sample and a
-            term for the whole batch, which have separate weights.
+        apart: if True, the result does not have sums of gathered values and of numbers that each part of the
+            batch computes, and the nodes that depend on such sums. An example is a loss with a term for each
+            sample and a term for the whole batch, which have separate weights.
     """
     found: set[Node] = set()
     if not any(node.target is GATHER for node in graph.nodes):
@@ -144,7 +144,7 @@ def differentiates_joined(
 def _first_of_number(graph: torch.fx.Graph) -> dict[Any, Node]:
     """Return the forward operations by sequence number.
 
-    An operation without a gradient has the previous operation's number. It is left out.
+    An operation without a gradient has the previous operation's number, so the result does not have it.
     """
     first: dict[Any, Node] = {}
     for node in graph.nodes:

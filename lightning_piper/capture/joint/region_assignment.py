@@ -233,8 +233,8 @@ def _places(
     after: Mapping[Node, set[Node]],
     depths: Mapping[Node, int],
 ) -> dict[Node, tuple[Spot, bool]]:
-    """Return the spot of each node, and whether the node may begin a region. Untagged work before the first
-    region is left out.
+    """Return the spot of each node, and whether the node may begin a region. The result does not have
+    untagged work before the first region.
 
     Args:
         after, depths: the results of `backward_cuts`.

@@ -280,7 +280,7 @@ def _is_element_by_element(node: Node) -> bool:
 
 
 def results_of(graph: torch.fx.Graph) -> list[Node]:
-    """Return the step's results in order, followed by new values of buffers. Gradients are left out."""
+    """Return the step's results in order, followed by new values of buffers, without gradients."""
     output = graph.output_node()
     described = zip(output.args[0], output.meta["desc"], strict=True)  # type: ignore[arg-type]
     kinds = (_torch.PlainAOTOutput, _torch.InputMutationAOTOutput)

@@ -71,7 +71,7 @@ class Reduction(StrEnum):
         LINEAR: the whole batch's value is the weighted sum of the parts' values.
         MIXED: the value is a sum of linear and whole values with different denominators.
         MAX, MIN: the maximum or minimum of the parts' values.
-        OTHER: none of these, or not known.
+        OTHER: Piper does not know how, or in none of the ways above.
     """
 
     WHOLE = "whole"

@@ -40,8 +40,8 @@ class LossSum:
     Attributes:
         base: Returns the term of a value, or None if the value is itself a sum of several terms.
         summands: Returns the summands of such a sum.
-        part: Returns a copy of such a sum with the summands of one term only, or None if it has no such
-            summand.
+        part: Returns a copy of such a sum with the summands of one term only, or None if the sum does not
+            have a summand of this term.
         found: Says how values combine from parts of the batch.
         alone: Inputs of the step that are the same on every part of the batch, such as parameters.
     """

@@ -19,7 +19,7 @@ Pair = tuple[str, str]
 def sharing_memory(tensors: Mapping[str, torch.Tensor]) -> list[Pair]:
     """Return the pairs of names whose tensors have elements in common, in the order of `tensors`.
 
-    Tensors without data are left out.
+    Tensors without data are in no pair.
     """
     spans = sorted(
         (str(x.device), start, start + _extent(x) * x.element_size(), place, name)

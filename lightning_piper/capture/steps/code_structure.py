@@ -142,8 +142,8 @@ def _at(code: StepCode, key: PassKey) -> Any:
 def public(interface: Interface) -> Any:
     """Return the parts of an interface that must be the same at all sizes.
 
-    The names of values in the graph are left out, and so is the number of blocks of a shard. Changes of
-    placement are included, because one node of the training DAG makes them at all sizes.
+    The result does not have the names of values in the graph, or the number of blocks of a shard. It has
+    changes of placement, because one node of the training DAG makes a change at all sizes.
     """
 
     def kind(output: Output) -> tuple[Any, ...]:

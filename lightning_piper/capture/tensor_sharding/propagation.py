@@ -303,7 +303,7 @@ class Propagation:
         return y in self.sought or (y in self.names and self._along(y) == (0 if turned else 1))
 
     def _settle(self, x: Node, wanted: Placement) -> None:
-        """Set the placement of a parameter that has none yet, and of all views of this parameter."""
+        """Set the placement of a parameter that does not have a placement yet, and of all of its views."""
         if x in self.views:
             turned = next(
                 rule for rule in rules_for(x, self.degree, _blocks(wanted)) if rule.outputs == (wanted,)
