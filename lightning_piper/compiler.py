@@ -69,7 +69,7 @@ class Compiled:
         return f"<Compiled {self._head}>"
 
     def summary(self) -> str:
-        """Up to four lines: how the devices share the work, the parameters, and the checks.
+        """Return up to four lines: how the devices share the work, the parameters, and the checks.
 
         `PiperStrategy` logs them at the first batch of a fit.
         """
@@ -119,15 +119,15 @@ class Compiled:
         return compile_step(step, self.program, size, verify, training or self.training, self.device)
 
     def params_on(self, device: int) -> frozenset[str]:
-        """Canonical names of the parameters that a device uses and therefore holds."""
+        """Return the canonical names of the parameters that a device uses and therefore holds."""
         return self._used[0].get(device, frozenset())
 
     def buffers_on(self, device: int) -> frozenset[str]:
-        """Canonical names of the buffers that a device uses and therefore holds."""
+        """Return the canonical names of the buffers that a device uses and therefore holds."""
         return self._used[1].get(device, frozenset())
 
     def written_on(self, device: int) -> frozenset[str]:
-        """Canonical names of the buffers that a device changes."""
+        """Return the canonical names of the buffers that a device changes."""
         return self._used[2].get(device, frozenset())
 
     @cached_property

@@ -20,13 +20,13 @@ class Pass:
 
     Attributes:
         name: Name in reports. A directive's name is its op.
-        contract: The contract that it keeps, as in `Directive.contract`.
+        contract: The contract that the pass keeps, as in `Directive.contract`.
         run: Rewrites the DAG in place. Returns the contract that it kept on this DAG, or None for `contract`.
-        directive: The directive that it applies, or None for a pass of Piper's own.
-        index: Index of the directive that it applies, which its nodes and errors carry. None for a pass of
-            Piper's own.
-        apart: Verification checks the DAG after this pass. If False, it checks only after a later pass.
-        finished: The program is complete after this pass, and no node may wait for another directive.
+        directive: The directive that the pass applies, or None for a pass of Piper's own.
+        index: Index of this directive, which new nodes and errors carry. None for a pass of Piper's own.
+        apart: Whether verification checks the DAG after this pass, or only after a later pass.
+        finished: Whether the program is complete after this pass, so that no node may wait for another
+            directive.
     """
 
     name: str
@@ -47,8 +47,9 @@ class Done:
     """A pass that has run.
 
     Attributes:
-        contract: The contract that it kept on this DAG.
-        seconds: Its duration.
+        by: The pass.
+        contract: The contract that the pass kept on this DAG.
+        seconds: The duration of the pass.
     """
 
     by: Pass
@@ -63,8 +64,8 @@ def run_passes(dag: TrainingDAG, passes: Iterable[Pass], after: After | None = N
     """Run passes on `dag` in place, call `after` after each pass, and return `dag`.
 
     Raises:
-        DirectiveError: A directive does not fit; names its index.
-        VerificationError: `after` raised it; names the directive that was applied last.
+        DirectiveError: A directive does not fit. The message names its index.
+        VerificationError: `after` raised it. The message names the directive that was applied last.
     """
     for each in passes:
         start = (

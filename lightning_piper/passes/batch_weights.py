@@ -47,7 +47,7 @@ def _region(dag: TrainingDAG, node: Node) -> int:
 
 
 def _slices(dag: TrainingDAG) -> dict[tuple[int, str], tuple[Slice, ...]]:
-    """The slices into which each pass of a region divides the local batch."""
+    """Return the slices into which each pass of a region divides the local batch."""
     found: dict[tuple[int, str], set[Slice]] = {}
     for chunk in dag.of_type(Chunk):
         found.setdefault((chunk.region, chunk.kind[0]), set()).add(chunk.slice)

@@ -16,7 +16,8 @@ def complete(dag: TrainingDAG) -> None:
     """Complete a DAG after its last directive. If the program places nothing, all nodes run on device 0.
 
     Raises:
-        DirectiveError: The program places (or replicates) some regions and not others; names these.
+        DirectiveError: The program places (or replicates) only some regions. The message names the remaining
+            regions.
     """
     unplaced = [chunk for chunk in dag.of_type(Chunk) if not chunk.devices]
     if len(unplaced) == len(list(dag.of_type(Chunk))):

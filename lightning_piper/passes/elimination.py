@@ -20,13 +20,14 @@ Group = tuple[int, ...]
 def eliminate(dag: TrainingDAG) -> Contract | None:
     """Remove communication from a finished DAG that its global order makes redundant.
 
-    - A gather of a bucket is redundant if no chunk of these devices has used another bucket since the last
-      gather of it. The parameters are still there, as between a last layer's forward and backward pass.
+    - A gather of a bucket is redundant if no chunk of these devices has used another bucket since the
+      previous gather of the bucket. The parameters are still in memory, as between a last layer's forward and
+      backward pass.
     - A sum of a bucket's gradients over replicas is redundant if the next chunk of these devices makes
       gradients of the same bucket. The gradients are added up first, as between the backward passes of a
       stage that does nothing in between.
 
-    Neither needs more memory than the communication would need meanwhile.
+    Neither of the two needs more memory than the communication would need.
 
     Returns:
         `reassociated` if sums over replicas were joined, because this changes the order of the terms;
@@ -121,7 +122,7 @@ def _together(dag: TrainingDAG, scatters: list[Node]) -> list[Ref]:
 
 
 def _scatters(dag: TrainingDAG, chunk: Chunk) -> list[Node]:
-    """The sums over replicas of gradients that this chunk alone makes and exactly one node reads."""
+    """Return the sums over replicas of gradients that this chunk alone makes and exactly one node reads."""
     packs = (pack for pack in dag.users(chunk) if isinstance(pack, Pack))
     found = [
         user

@@ -37,7 +37,7 @@ Group = tuple[int, ...]
 
 
 def forward_passes(program: Program, training: TrainingDAG | None = None) -> list[Pass]:
-    """The passes that apply a training program to the DAG of a forward-only step.
+    """Return the passes that apply a training program to the DAG of a forward-only step.
 
     Args:
         training: The training step's finished DAG, if there is one. It says where parameters are.
@@ -70,7 +70,7 @@ def forward_passes(program: Program, training: TrainingDAG | None = None) -> lis
 
 
 def _groups(program: Program, training: TrainingDAG | None) -> list[Group]:
-    """The device groups of the program's `place` directives and of the training step's regions."""
+    """Return the device groups of the program's `place` directives and of the training step's regions."""
     found = [directive.group for directive in program if isinstance(directive, Place)]
     found += [chunk.devices for chunk in training.of_type(Chunk)] if training is not None else []
     return list(dict.fromkeys(found))
@@ -106,7 +106,7 @@ def _place_rest(dag: TrainingDAG, groups: list[Group], training: TrainingDAG | N
 
 
 def _groups_of_params(dag: TrainingDAG, training: TrainingDAG | None) -> dict[str, list[Group]]:
-    """The device groups that have each parameter."""
+    """Return the device groups that have each parameter."""
     found: dict[str, list[Group]] = {}
     for source in [dag] if training is None else [training, dag]:
         for chunk in source.of_type(Chunk):
@@ -116,7 +116,7 @@ def _groups_of_params(dag: TrainingDAG, training: TrainingDAG | None) -> dict[st
 
 
 def _having(dag: TrainingDAG, chunk: Chunk, groups_of: dict[str, list[Group]]) -> list[Group]:
-    """The device groups that have all parameters that a chunk reads.
+    """Return the device groups that have all parameters that a chunk reads.
 
     Parameters without a device are ignored.
     """

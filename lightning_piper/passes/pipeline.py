@@ -24,15 +24,15 @@ S = TypeVar("S", bound=Step)
 def passes_of(
     program: Program, forward_only: bool = False, training: TrainingDAG | None = None, divided: bool = False
 ) -> list[Pass]:
-    """The passes that make the DAG for plans, starting with an empty DAG.
+    """Return the passes that make the DAG for plans, starting with an empty DAG.
 
     Args:
-        forward_only: The step does not have a backward pass.
+        forward_only: Whether the step lacks a backward pass.
         training: For a forward-only step, the training step's finished DAG, if there is one.
-        divided: Tensors of the step are divided along axes (`Step.divisions`).
+        divided: Whether tensors of the step are divided along axes (`Step.divisions`).
 
     Raises:
-        DirectiveError: Two directives contradict each other; names an index.
+        DirectiveError: Two directives contradict each other. The message names the index of one of them.
     """
     replicas_of(program)
     return [
@@ -53,7 +53,7 @@ def run_pipeline(
     training: TrainingDAG | None = None,
     after: After | None = None,
 ) -> TrainingDAG:
-    """The DAG that plans are made of, with `size` samples (default: as captured).
+    """Return the DAG from which plans are compiled, with `size` samples (default: the captured size).
 
     Args:
         training: The training step's first finished DAG, if there is one. It determines where forward-only
@@ -61,7 +61,8 @@ def run_pipeline(
         after: Called after each pass.
 
     Raises:
-        DirectiveError: A directive does not fit or contradicts an earlier directive; names its index.
+        DirectiveError: A directive does not fit or contradicts an earlier directive. The message names its
+            index.
         VerificationError: `after` raised it.
     """
     step = prepared(step, program)
@@ -81,10 +82,10 @@ def run_pipeline(
 
 
 def prepared(step: S, program: Program) -> S:
-    """The step, captured as the directives of a program need it.
+    """Return the step in the form that the directives of a program need.
 
     Raises:
-        DirectiveError: A directive does not fit; names its index.
+        DirectiveError: A directive does not fit. The message names its index.
     """
     for index, directive in enumerate(program):
         try:
@@ -98,7 +99,8 @@ def apply_program(dag: TrainingDAG, program: Program) -> TrainingDAG:
     """Apply only the directives to the DAG of a training step, in place, and return the DAG.
 
     Raises:
-        DirectiveError: A directive does not fit or contradicts an earlier directive; names its index.
+        DirectiveError: A directive does not fit or contradicts an earlier directive. The message names its
+            index.
     """
     replicas_of(program)
     dag.program.ops = tuple(directive.op for directive in program)

@@ -40,7 +40,7 @@ class PassTrace:
     """A hook of `run_passes` that counts the changes of each pass, and writes the DAG after it.
 
     Attributes:
-        changes: One for each pass so far.
+        changes: The changes of each pass so far.
     """
 
     def __init__(self, folder: Path | None = None) -> None:

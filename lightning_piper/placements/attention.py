@@ -20,13 +20,13 @@ ATTENTION = {
 
 
 def attended(node: Node) -> list[Node]:
-    """Queries, keys and values of an attention, or of its backward."""
+    """Return queries, keys and values of an attention, or of its backward."""
     inputs = tensors_of(node)
     return inputs[:3] if len(inputs) < 5 else inputs[1:4]
 
 
 def attention_rules(node: Node) -> Iterator[Rule]:
-    """Rules for samples, heads and queries, which are independent of each other.
+    """Yield rules for samples, heads and queries, which are independent of each other.
 
     Each query needs all keys and values. A mask has the same sharding unless it is broadcast. There are no
     rules with dropout, because it draws one mask for the whole attention.

@@ -1,9 +1,9 @@
 """Choice of the rule that an operation follows: the rule with the least cost for changes of placement.
 
 The cost is the number of elements moved, relative to a whole value: an all-reduce moves each element twice, a
-reduce-scatter or all-gather once, an all-to-all or a shift only part of them. A cut moves none, but has a
-small cost, so that no value is cut without need. If all inputs are whole, no rule divides them on its own,
-because sharding is the user's decision.
+reduce-scatter or all-gather once, an all-to-all or a shift only part of them. A cut does not move elements,
+but has a small cost, so that Piper does not cut values without need. If all inputs are whole, no rule divides
+them, because sharding is the user's decision.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_piper.placements.rule import Rule, shape_of, tensors_of
 from lightning_piper.placements.rules import rules_for
 
 CUT = 0.01
-SOUGHT = 1e-3  # a cost in elements, below the cost of any change
+SOUGHT = 1e-3  # discount for a preferred division, in elements: less than the cost of any change
 
 
 def choose(
@@ -34,18 +34,18 @@ def choose(
     sought: Mapping[Node, int] | None = None,
     attention: str | None = None,
 ) -> Rule | None:
-    """The rule for an operation, or None if every rule needs another placement of a fixed input.
+    """Return the rule for an operation, or None if every rule needs another placement of a fixed input.
 
     Args:
-        held: The placements of its inputs.
-        elsewhere: The dimensions of a value that other axes divide, which this axis therefore must not
-            divide.
+        held: The placements of the operation's inputs.
+        elsewhere: Returns the dimensions of a value that other axes divide, which this axis therefore must
+            not divide.
         fixed: Nodes whose placement does not change (parameters).
         free: Parameters without a given placement that no node has read yet. They take any placement.
         along: Number of dimensions of a value -> how the user divides it. Sums are scattered in this way
             instead of all-reduced.
-        sought: The nodes of `free` that are preferably divided, if nothing else has to change -> their number
-            of runs.
+        sought: The nodes of `free` that Piper prefers to divide, if nothing else has to change -> their
+            number of runs.
         attention: See `by_keys`.
     """
     inputs = tensors_of(node)
@@ -139,6 +139,7 @@ def _meets(
 
 
 def _cost(have: Placement, want: Placement, elements: int, degree: int, fixed: bool, free: bool) -> float:
+    """Return the elements that a change of placement moves; infinite if the change is not possible."""
     if have == want:
         return 0.0
     if isinstance(want, Partial) or (fixed and not free):

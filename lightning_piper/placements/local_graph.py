@@ -25,10 +25,11 @@ SHAPED = {
     aten.select_backward.default: 1,
 }
 
+# If a member has a part of each run of the input, `_localize` divides the sizes by the number of members.
 SPLIT = {
     aten.split.Tensor,
     aten.split_with_sizes.default,
-}  # a split into runs gets the sizes of the members' parts of them
+}
 VIEWS = {aten.view.default, aten._unsafe_view.default}
 
 
@@ -49,6 +50,7 @@ def localize(graph: Graph, held: Mapping[Node, Any], degree: int) -> None:
 
 
 def _localize(node: Node, held: Mapping[Node, Any], degree: int) -> None:
+    """Change one node's arguments and its `val` to the arguments and the value of a member."""
     value: Any = node.meta.get("val")
     placement: Any = held.get(node)
     if node.op == "placeholder" and isinstance(value, torch.Tensor) and placement is not None:

@@ -22,7 +22,7 @@ PLACEMENTS = "piper_placements"  # metadata key of a node that is one tensor: `O
 
 @torch.library.custom_op("lightning_piper::change", mutates_args=())
 def _change(x: torch.Tensor, axis: str, before: str, after: str) -> torch.Tensor:
-    """An identity when run outside of a plan."""
+    """Return a copy of `x`. Plans never run this operation, because Piper cuts the graph at it."""
     return x.clone()
 
 
@@ -35,7 +35,7 @@ CHANGE = torch.ops.lightning_piper.change.default
 
 
 def change_of(node: Node) -> Change | None:
-    """The change that a node makes, or None if it is not a change."""
+    """Return the change that a node makes, or None if it is not a change."""
     if node.target is not CHANGE:
         return None
     _, axis, before, after = node.args
@@ -43,7 +43,7 @@ def change_of(node: Node) -> Change | None:
 
 
 def changes_of(node: Node) -> tuple[Change, ...]:
-    """The consecutive changes that end with this node."""
+    """Return the consecutive changes that end with this node."""
     found: list[Change] = []
     while (change := change_of(node)) is not None:
         found.append(change)
@@ -52,7 +52,7 @@ def changes_of(node: Node) -> tuple[Change, ...]:
 
 
 def unchanged(node: Node) -> Node:
-    """The value before consecutive changes."""
+    """Return the value before consecutive changes."""
     while node.target is CHANGE:
         node = node.all_input_nodes[0]
     return node
@@ -77,7 +77,7 @@ class PlacementMap(dict[Node, Any]):
 
 
 def part_shape(shape: tuple[int, ...], placement: Placement, degree: int) -> tuple[int, ...]:
-    """The shape of the part that one of `degree` members holds."""
+    """Return the shape of the part that one of `degree` members holds."""
     if not isinstance(placement, Shard):
         return shape
     return tuple(size // degree if d == placement.dim else size for d, size in enumerate(shape))

@@ -25,7 +25,7 @@ from lightning_piper.placements.views import regrouped
 from lightning_piper.placements.vocabulary import LOOKUPS, SIZES
 
 ROUNDING = 1e-12
-RUNS = 3
+RUNS = 3  # number of runs in the small shapes
 SMALL = 1 << 12  # number of elements up to which shapes are used unchanged
 
 aten = torch.ops.aten
@@ -154,7 +154,7 @@ def _pieces(node: Node) -> int:
 
 
 def _sizes(node: Node, rule: Rule, degree: int) -> dict[tuple[Node, int], int]:
-    """Smaller sizes for the dimensions of large shapes.
+    """Return smaller sizes for the dimensions of large shapes.
 
     Equal sizes stay equal, and the sizes are multiples of the number of members. Empty for small shapes.
     """
@@ -179,7 +179,7 @@ def _sizes(node: Node, rule: Rule, degree: int) -> dict[tuple[Node, int], int]:
 
 
 def _fixed_sizes(node: Node) -> set[int]:
-    """Sizes that must not change, because other arguments of the operation depend on them."""
+    """Return the sizes that must not change, because other arguments of the operation depend on them."""
     target: Any = node.target
     if target in SIZES:
         return {int(node.args[SIZES[target]])}  # type: ignore[arg-type]
@@ -198,7 +198,7 @@ def _fixed_sizes(node: Node) -> set[int]:
     return {*sizes, *(int(x.shape[int(dim)]) for x in made_by(node) if x is not None and x.dim() == rank)}  # type: ignore[arg-type]
 
 
-# The position of such an argument.
+# Operation -> the position of the argument with the normalized sizes (NORMS), or with the dimension (ALONG).
 NORMS = {
     aten.native_layer_norm.default: 1,
     aten.native_layer_norm_backward.default: 2,
@@ -230,7 +230,7 @@ def _sizes_of_view(node: Node, rule: Rule) -> dict[tuple[Node, int], int]:
 
 
 def _bound(x: Node) -> int:
-    """The upper bound (exclusive) of random indices for an input."""
+    """Return the upper bound (exclusive) of random indices for an input."""
     target, _ = x.meta["reads"]
     if target in LOOKUPS:
         return int(next(y for y in x.graph.nodes if y.meta.get("reads") == (target, 2)).meta["val"].shape[0])
@@ -260,7 +260,7 @@ _FORWARD: dict[Any, Any] = {
 def _attend(call: Node, inputs: Sequence[Node], values: list[torch.Tensor]) -> None:
     """Replace inputs of an attention's backward by the outputs of its forward.
 
-    With other numbers its weights, which are exponentials, could have any size.
+    With random numbers the attention's weights, which are exponentials, could have any size.
     """
     forward: Any = _FORWARD.get(call.target)
     if forward is None:

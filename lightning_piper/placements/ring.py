@@ -100,7 +100,7 @@ def _attend_backward(
     runs: int,
     turn: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The terms of gradients from these keys. `out` and `lse` are the results for all keys.
+    """Compute the terms of gradients from these keys. `out` and `lse` are the results for all keys.
 
     Returns:
         The gradient of the queries, in float32 or a wider dtype, and the gradients of these keys and values.
@@ -164,16 +164,17 @@ NUMBERS = {ATTEND: (3, 4), ATTEND_BACKWARD: (6, 7)}
 
 
 def work(query_ids: Sequence[int], key_ids: Sequence[int], causal: bool) -> int:
-    """The number of pairs of a query and a key that are computed."""
+    """Return the number of pairs of a query and a key for which `attend` computes a score."""
     return sum(
         (stop - start) * seen for start, stop, seen, _ in _runs(list(query_ids), list(key_ids), causal)
     )
 
 
 def _runs(queries: list[int], keys: list[int], causal: bool) -> Iterator[tuple[int, int, int, bool]]:
-    """Runs of consecutive queries; the keys must be in ascending order.
+    """Yield runs of consecutive queries. The keys must be in ascending order.
 
-    Yields start, stop, the number of keys that any query of the run sees, and whether some of them see fewer.
+    A run is start, stop, the number of keys that any query of the run sees, and whether some of its queries
+    see fewer keys.
     """
     if not causal:
         yield 0, len(queries), len(keys), False
@@ -186,7 +187,7 @@ def _runs(queries: list[int], keys: list[int], causal: bool) -> Iterator[tuple[i
 
 
 def _shares(lse: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The share of each of two sums of exponentials in their total, and the logarithm of the total.
+    """Return the share of each of two sums of exponentials in their total, and the logarithm of the total.
 
     If both sums are empty, both shares are 0.
     """

@@ -28,7 +28,7 @@ class Rule:
 
 
 def tensors_of(node: Node) -> list[Node]:
-    """A node's tensor inputs in the order of its arguments, with repetitions."""
+    """Return a node's tensor inputs in the order of its arguments, with repetitions."""
     found: list[Node] = []
     torch.fx.node.map_arg((node.args, node.kwargs), lambda x: found.append(x))
     return [x for x in found if isinstance(x.meta.get("val"), torch.Tensor)]
@@ -39,13 +39,13 @@ def shape_of(node: Node) -> tuple[int, ...]:
 
 
 def made_by(node: Node) -> list[torch.Tensor | None]:
-    """The output tensors of a node."""
+    """Return the output tensors of a node."""
     value = node.meta.get("val")
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def along_of(shape: Sequence[int], d: int) -> Placement:
-    """The placement of an operand for sharding along `d`: whole if it is broadcast along `d`."""
+    """Return the placement of an operand for sharding along `d`: whole if it is broadcast along `d`."""
     return Shard(d) if d >= 0 and shape[d] > 1 else R
 
 

@@ -27,10 +27,10 @@ aten = torch.ops.aten
 
 
 def rules_for(node: Node, degree: int, blocks: Collection[int] = ()) -> list[Rule]:
-    """The sharding rules of an operation; first the rule for whole tensors.
+    """Return the sharding rules of an operation; first the rule for whole tensors.
 
     Args:
-        blocks: The numbers of runs in the placements of its inputs (`Shard.blocks`).
+        blocks: The numbers of runs in the placements of the operation's inputs (`Shard.blocks`).
     """
     inputs, outputs = tensors_of(node), made_by(node)
     whole = Rule((R,) * len(inputs), tuple(R if isinstance(x, torch.Tensor) else None for x in outputs))
@@ -156,11 +156,11 @@ def _view(node: Node) -> Iterator[Rule]:
 def _moves(
     order: Callable[[Node, int], Sequence[int | None]], sums: bool = True
 ) -> Callable[[Node], Iterator[Rule]]:
-    """Rules for operations that keep or reorder dimensions.
+    """Return a function that yields the rules of an operation that keeps or reorders dimensions.
 
     Args:
-        order: The position of each input dimension in the output, or None if it must not be divided.
-        sums: Terms of a sum stay terms of a sum.
+        order: Returns the position of each input dimension in the output; None if it must not be divided.
+        sums: Whether terms of a sum stay terms of a sum.
     """
 
     def rules(node: Node) -> Iterator[Rule]:
@@ -187,7 +187,7 @@ def _permuted(node: Node, rank: int) -> list[int | None]:
 
 
 def _but(index: int, default: Any = 0) -> Callable[[Node, int], list[int | None]]:
-    """Return rules for an operation along a dimension that must not be divided. Dimensions stay in place."""
+    """Return an `order` for `_moves`: dimensions stay in place, and the operation's own is not divided."""
 
     def order(node: Node, rank: int) -> list[int | None]:
         along = argument(node, index, default)
@@ -202,7 +202,7 @@ def _but(index: int, default: Any = 0) -> Callable[[Node, int], list[int | None]
 
 
 def _split(node: Node) -> Iterator[Rule]:
-    """If the outputs are equal runs of the input, shards of each run become shards of each output."""
+    """Yield the rules of a split. If outputs are equal runs, shards of runs become shards of the outputs."""
     yield from _moves(_but(2))(node)
     outputs = made_by(node)
     along = int(argument(node, 2, 0)) % len(shape_of(tensors_of(node)[0]))
@@ -211,7 +211,7 @@ def _split(node: Node) -> Iterator[Rule]:
 
 
 def _slice(node: Node) -> Iterator[Rule]:
-    """A slice that takes all of a dimension leaves every dimension in place."""
+    """Yield the rules of a slice. A slice that takes all of a dimension allows to divide every dimension."""
     x = tensors_of(node)[0]
     start, stop, step = (argument(node, i, default) for i, default in ((2, None), (3, None), (4, 1)))
     size = shape_of(x)[int(argument(node, 1, 0))]
@@ -222,7 +222,7 @@ def _slice(node: Node) -> Iterator[Rule]:
 
 
 def _without(node: Node, rank: int) -> list[int | None]:
-    """The order of dimensions when one is removed (`select`, `unbind`)."""
+    """Return the positions of the dimensions after an operation that removes one (`select`, `unbind`)."""
     gone = int(argument(node, 1, 0)) % rank
     return [None if d == gone else d - (d > gone) for d in range(rank)]
 
@@ -274,7 +274,7 @@ def _cat(node: Node) -> Iterator[Rule]:
 
 
 def _stack(node: Node) -> Iterator[Rule]:
-    """A new dimension, which no member divides."""
+    """Yield the rules of `stack`. Members do not divide the new dimension."""
     count = len(tensors_of(node))
     rank = len(made_by(node)[0].shape)  # type: ignore[union-attr]
     along = int(argument(node, 1, 0)) % rank
@@ -337,9 +337,9 @@ def _rms_norm_backward(node: Node) -> Iterator[Rule]:
 
 
 def _dropped(node: Node) -> Iterator[Rule]:
-    """Divide dropout along any dimension.
+    """Yield the rules of dropout, along any dimension.
 
-    Its mask is drawn for the whole value and then cut (`capture.tensor_sharding.decompositions`).
+    The mask is drawn for the whole value and then cut (`capture.tensor_sharding.decompositions`).
     """
     (x,) = tensors_of(node)
     for d in range(len(shape_of(x))):
@@ -360,7 +360,7 @@ def _argmax(node: Node) -> Iterator[Rule]:
 
 
 def _nll(node: Node) -> Iterator[Rule]:
-    """Divide the rows, if the losses are not reduced over rows."""
+    """Yield the rules of the NLL loss. Rows are divided only if the losses are not reduced over rows."""
     x, _, *weight = tensors_of(node)
     if node.args[3] == 0:
         for d in range(len(shape_of(x))):

@@ -10,7 +10,7 @@ from lightning_piper.ir.values import Shard
 
 
 def regrouped(before: Sequence[int], after: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Groups of dimensions before and after a view that have the same elements between them.
+    """Return groups of dimensions before and after a view. The groups of a pair have the same elements.
 
     Dimensions of one element are in no group.
     """
@@ -43,7 +43,7 @@ def regrouped(before: Sequence[int], after: Sequence[int]) -> list[tuple[tuple[i
 def regrouping(
     before: Sequence[int], after: Sequence[int], degree: int, blocks: Collection[int]
 ) -> Iterator[tuple[Shard, Shard]]:
-    """Pairs of equal shardings before and after a view.
+    """Yield pairs of equal shardings before and after a view.
 
     A shard of a dimension may become a shard of runs: heads in [samples, heads] become heads of each sample
     in [samples * heads].

@@ -22,7 +22,7 @@ IGNORED = -100  # an index that picks no element
 
 @torch.library.custom_op("lightning_piper::rows", mutates_args=())
 def _rows(table: Tensor, index: Tensor, ids: Tensor, size: int) -> Tensor:
-    """Rows of a table (`embedding`). `size` is the number of rows of the whole table."""
+    """Return rows of a table (`embedding`). `size` is the number of rows of the whole table."""
     own = _own(index, ids)
     found = torch.nn.functional.embedding(_local(index, ids, own, size), table)
     return found.masked_fill_(~own.unsqueeze(-1), 0)
@@ -35,7 +35,7 @@ def _(table: Tensor, index: Tensor, ids: Tensor, size: int) -> Tensor:
 
 @torch.library.custom_op("lightning_piper::rows_backward", mutates_args=())
 def _rows_backward(grad: Tensor, index: Tensor, ids: Tensor, padding: int) -> Tensor:
-    """The gradient of the table. Indices equal to `padding` do not contribute."""
+    """Return the gradient of the table. Indices equal to `padding` do not contribute."""
     own = _own(index, ids) & (index != padding)
     nowhere = torch.where(own, index - ids[0], -1)
     made: Tensor = torch.ops.aten.embedding_dense_backward(grad, nowhere, ids.shape[0], -1, False)
@@ -49,7 +49,7 @@ def _(grad: Tensor, index: Tensor, ids: Tensor, padding: int) -> Tensor:
 
 @torch.library.custom_op("lightning_piper::picked", mutates_args=())
 def _picked(x: Tensor, index: Tensor, ids: Tensor, dim: int, size: int) -> Tensor:
-    """Elements along a dimension (`gather`), one for each index; zero for `IGNORED`.
+    """Return elements along a dimension (`gather`), one for each index; zero for `IGNORED`.
 
     `size` is the size of the whole dimension.
     """
@@ -65,7 +65,7 @@ def _(x: Tensor, index: Tensor, ids: Tensor, dim: int, size: int) -> Tensor:
 
 @torch.library.custom_op("lightning_piper::spread", mutates_args=())
 def _spread(grad: Tensor, index: Tensor, ids: Tensor, dim: int) -> Tensor:
-    """The gradient of `picked`: zero except for the elements that were picked."""
+    """Return the gradient of `picked`: zero except for the elements that were picked."""
     own = _own(index, ids)
     shape = list(grad.shape)
     shape[dim] = ids.shape[0]
@@ -120,7 +120,7 @@ def _own(index: Tensor, ids: Tensor) -> Tensor:
 
 
 def _local(index: Tensor, ids: Tensor, own: Tensor, size: int) -> Tensor:
-    """Positions of indices in the member's shard.
+    """Return the positions of indices in the member's shard.
 
     An index of another member becomes 0. An index that no member owns becomes an index outside of the shard,
     so that torch raises an error.

@@ -1,6 +1,6 @@
 """Checks on finished plans that do not depend on how the plans were made.
 
-Linear in the number of instructions.
+They take time linear in the number of instructions.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def check_plans(plans: Mapping[int, Plan], image: Image = lambda device: device)
         image: Device -> the device whose plan represents it (`Plans.image`).
 
     Raises:
-        VerificationError: Names the device, the instruction and the problem.
+        VerificationError: A check fails. The message names the device, the instruction and the problem.
     """
     _check(plans, image)
     if any(plan.sync_only for plan in plans.values()):

@@ -55,6 +55,7 @@ class StreamClocks:
         self._passing: set[int] = set()  # slots of gathered buckets that are freed after use
 
     def problems(self, i: int, instruction: Instruction) -> Iterator[str]:
+        """Issue instruction i on its stream, and yield its problems."""
         stream = instruction.stream
         clock = self._clocks.setdefault(stream, {})
         match instruction:
@@ -137,11 +138,13 @@ class StreamClocks:
             self._made[slot] = (stream, i)
 
     def _is_made(self, slot: int, stream: str, clock: Clock) -> Iterator[str]:
+        """Yield a problem if the stream does not wait for the last write of the slot."""
         source, index = self._made[slot]
         if source != stream and clock.get(source, -1) < index:
             yield f"slot s{slot} was written on stream {source}, and no event orders the two"
 
     def _is_read(self, slot: int, stream: str, clock: Clock) -> Iterator[str]:
+        """Yield a problem for each other stream for whose read of the slot the stream does not wait."""
         for reader, index in self._readers.get(slot, {}).items():
             if reader != stream and clock.get(reader, -1) < index:
                 yield f"slot s{slot} is changed here, and stream {reader} may not have read it yet"

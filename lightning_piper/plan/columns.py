@@ -31,9 +31,10 @@ class Columns:
     """A partition of the devices into columns whose plans are compiled together.
 
     Attributes:
-        columns: Every device is in one of them. They are one column of all devices if a device has several
-            ranks.
-        alike: Renaming devices turns any column into any other: their i-th devices do the same work.
+        columns: The columns. Every device is in one of them. If a device has several ranks, there is one
+            column of all devices.
+        alike: Whether renaming devices turns any column into any other column: their i-th devices do the same
+            work.
         place: The rank of each device in its groups.
     """
 
@@ -50,12 +51,12 @@ class Columns:
         return self.columns[self.index[device][0]]
 
     def together(self) -> Columns:
-        """The same devices in one column."""
+        """Return the same devices in one column."""
         return Columns((tuple(sorted(self.index)),), True, self.place)
 
 
 def columns_of(dag: TrainingDAG) -> Columns:
-    """The columns of a finished DAG. Takes time linear in its nodes and in the sizes of its groups."""
+    """Return the columns of a finished DAG, in time linear in its nodes and in the sizes of its groups."""
     everybody = dag.devices()
     place: dict[int, int] = {}
     # A device without chunks of a forward-only step still receives the return values, if there are any.
@@ -89,6 +90,6 @@ def _joins_rows(node: Node) -> bool:
 
 
 def _distinct(nodes: Iterable[Node]) -> list[tuple[int, ...]]:
-    """The distinct groups of some nodes, in order of appearance."""
+    """Return the distinct groups of some nodes, in order of appearance."""
     by_identity = {id(node.devices): node.devices for node in nodes}  # most nodes share group objects
     return list(dict.fromkeys(by_identity.values()))

@@ -20,7 +20,7 @@ from lightning_piper.plan.streams import add_events
 def compile_plans(dag: TrainingDAG, device: int | None = None) -> Plans:
     """Compile one plan for each logical device of the DAG. The same DAG always gives the same plans.
 
-    Takes about n log n time in the nodes, for each column of devices whose plans are requested.
+    Compilation takes about n log n time in the nodes, for each column of devices whose plans are requested.
 
     Args:
         device: The device whose column represents all columns (default: the first device).
@@ -77,7 +77,7 @@ class Plans(Mapping[int, Plan]):
         return self._columns.place[device]
 
     def image(self, device: int) -> int:
-        """The device whose plan represents the plan of `device`."""
+        """Return the device whose plan represents the plan of `device`."""
         if device in self.representatives:
             return device
         return tuple(self.representatives)[self._columns.index[device][1]]

@@ -67,10 +67,11 @@ class _IssueState:
 
 
 def run_symbolically(plans: Mapping[int, Plan], image: Callable[[int], int] = lambda device: device) -> None:
-    """Run all plans until each device ends or must wait. Takes time linear in the number of instructions.
+    """Run all plans until each device ends or must wait, in time linear in the number of instructions.
 
     Raises:
-        VerificationError: Devices wait for each other; names the instruction in which each device waits.
+        VerificationError: Devices wait for each other. The message names the instruction in which each device
+            waits.
     """
     world = _IssueState(image)
     position = dict.fromkeys(plans, 0)

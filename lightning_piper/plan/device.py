@@ -1,4 +1,4 @@
-"""The plan of one device while it is made: its instructions, and the slots of its values."""
+"""The plan of one device during its construction: its instructions, and the slots of its values."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class DevicePlan:
         instructions: Instructions without irecvs, events and lifetimes, which later passes add.
         irecvs: Id of a receiving node -> the irecv that it needs.
         place: Rank of this device in its groups.
-        replica: The replica that it belongs to, which selects its local batch.
+        replica: The replica to which the device belongs, which selects its local batch.
         slots: Number of slots.
-        shards: The buckets of parameters of which it has a shard -> whether it keeps the whole bucket's
-            memory.
+        shards: The buckets of parameters of which the device has a shard -> whether it keeps the whole
+            bucket's memory.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class DevicePlan:
         self._in_flight: deque[Node] = deque()  # sums of whole buckets
         self._read: set[Ref] = set()
         self._accumulations: dict[int, Accumulation] = {}  # node -> its sum
-        self._terms: dict[Ref, list[tuple[Accumulation, int]]] = {}  # value -> sums it is a term of
+        self._terms: dict[Ref, list[tuple[Accumulation, int]]] = {}  # value -> the sums of which it is a term
         self._made: list[Ref] = []  # outputs of the previous chunk, and terms that arrived before it ran
         self._arriving: list[Ref] = []  # terms from other devices since the previous chunk
 
@@ -143,7 +143,7 @@ class DevicePlan:
                 accumulation.offer(index)
 
     def chunk_made(self, refs: Sequence[Ref]) -> None:
-        # Values in `_arriving` were sent before this chunk ran, so they had its time to arrive.
+        # Values in `_arriving` were sent before this chunk ran, so they could arrive while it ran.
         self._made = [*refs, *self._arriving]
         self._arriving = []
 

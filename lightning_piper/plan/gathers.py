@@ -18,11 +18,10 @@ Group = tuple[int, ...]
 
 
 def with_gathers(dag: TrainingDAG, order: Sequence[Node]) -> list[Node]:
-    """Insert the nodes with turn `AHEAD` into `order`.
+    """Insert the nodes with turn `PREFETCH` into `order`, in n log n time in the edges.
 
-    Each is inserted `Node.ahead` chunks of its devices before its first reader, or directly before a node
-    that an order puts after it. It is not inserted before its inputs are there. Takes n log n time in the
-    edges.
+    The function inserts each of these nodes `Node.ahead` chunks of its devices before its first reader, or
+    directly before a node that an order puts after it, but never before its inputs are made.
     """
     index: dict[int, int] = {}
     chunks: dict[Group, list[int]] = {}  # group -> positions of its chunks in the order
@@ -46,7 +45,7 @@ def with_gathers(dag: TrainingDAG, order: Sequence[Node]) -> list[Node]:
 
 
 def _brought(dag: TrainingDAG, node: Node) -> Iterator[tuple[Node, int]]:
-    """Return the nodes to issue before a node, and how many chunks before it each of them is issued."""
+    """Yield the nodes to issue before a node, each with the number of chunks between the two."""
     read = dict.fromkeys(ref[0] for ref in node.reads)
     for source in (*read, *sorted(set(dag.graph.predecessors(node.id)) - read.keys())):
         found = dag.nodes[source]

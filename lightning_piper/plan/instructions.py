@@ -73,7 +73,7 @@ class Keep(Instruction):
 class WaitEvent(Instruction):
     """An instruction that makes its stream wait for an event.
 
-    `shared` are the slots of another stream that this one reads next.
+    `shared` are the slots of another stream that this stream reads next.
     """
 
     op: ClassVar[str] = "await"

@@ -12,8 +12,8 @@ def place_irecvs(
 ) -> list[Instruction]:
     """Insert the `Irecv`s into the instructions.
 
-    An irecv is placed before the chunk that precedes its wait. The transfer has this chunk's time, and its
-    buffer is not held for longer. The messages of a channel must be received in order, because NCCL matches
+    An irecv is placed before the chunk that precedes its wait. The transfer can take as long as this chunk,
+    and its buffer is not held for longer. The messages of a channel must be received in order, because NCCL matches
     them by order. An irecv therefore moves up if a later message of its channel is received before it.
 
     Args:

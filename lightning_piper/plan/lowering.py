@@ -14,7 +14,7 @@ from lightning_piper.plan.send_completion import SendCompletion
 
 
 def lower(dag: TrainingDAG, order: Sequence[Node], columns: Columns, column: Column) -> dict[int, DevicePlan]:
-    """The instructions of each device of a column.
+    """Return the instructions of each device of a column.
 
     Raises:
         VerificationError: A node does not have a device, or reads a value that is not there.

@@ -33,5 +33,5 @@ class Matching:
 
 
 def parties(instruction: SendInstruction | Irecv | Collective) -> int:
-    """The number of devices that join the exchange."""
+    """Return the number of devices that join the exchange."""
     return len(instruction.members) if isinstance(instruction, Collective) else 2

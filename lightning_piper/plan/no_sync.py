@@ -12,14 +12,14 @@ from lightning_piper.ops.update import Accumulate, Update
 
 
 def sync_only(dag: TrainingDAG) -> frozenset[int]:
-    """The nodes that only the last batch of a gradient accumulation runs.
+    """Return the nodes that only the last batch of a gradient accumulation runs.
 
     They are the sums of gradients over replicas, and all nodes that read these sums. The batches before add
     their terms to the gradient accumulation buffer instead.
 
     Sharded gradients are summed in every batch, because keeping whole gradients would need the memory that
-    sharding saves. If gradients of a parameter from several regions are added up, all of their sums wait or
-    none does.
+    sharding saves. If gradients of a parameter from several regions are added up, either all of their sums
+    wait for the last batch, or none of them.
     """
     totals = [node for node in dag.nodes.values() if node.sums]
     waiting = {node.id: _followers(dag, node) for node in totals if _may_wait(dag, node)}

@@ -38,7 +38,7 @@ def keys_of(plan: Plan) -> dict[int, BufferKey]:
 
 
 def no_sync_instructions(plan: Plan) -> Iterator[tuple[int, Instruction]]:
-    """The instructions of such a batch, each with its index in the plan.
+    """Yield the instructions of a batch before the last one, each with its index in the plan.
 
     Events stay, because they also order work that runs in every batch.
     """
@@ -62,7 +62,7 @@ def no_sync_instructions(plan: Plan) -> Iterator[tuple[int, Instruction]]:
 
 
 def _made_by_last(plan: Plan) -> set[int]:
-    """Slots that only the last batch writes."""
+    """Return the slots that only the last batch writes."""
     found = [instruction for instruction in plan.instructions if _last_only(plan, instruction)]
     return {slot for instruction in found for slot in instruction.writes if slot is not None}
 

@@ -23,7 +23,7 @@ _RANK = {"F": 0, "B": 1, "BI": 1, "BW": 2}
 
 
 def priority(dag: TrainingDAG, node: Node, height: int) -> Priority:
-    """The sort key of a node among the nodes that could come next. The smallest key comes first:
+    """Return the sort key of a node among the nodes that could come next. The smallest key comes first:
 
     1. Communication as soon as it can be issued; first the communication that most chunks wait for (`height`,
        see `overlap.heights`).
@@ -31,8 +31,8 @@ def priority(dag: TrainingDAG, node: Node, height: int) -> Priority:
     3. Chunks: forward before backward, then by slice, then by id. A recomputed forward pass comes with the
        backward pass that it serves, because its outputs stay in memory until then. Only an optimizer waits
        for gradients of weights (BW), so these chunks run when no other chunk can. Without an order, that is
-       at the end, while devices later in the backward direction are still busy. Weights come after the
-       forward passes, which do not need them.
+       at the end, while devices later in the backward direction are still busy. The nodes `Weights` (weights
+       of the loss's terms) come after the forward passes, which do not need them.
     4. Updates and results, because no node needs them and they may have to wait for another device.
        Bookkeeping that has to wait for another device comes here too.
     5. The report.
@@ -96,7 +96,7 @@ class _Ready:
 
 
 def global_order(dag: TrainingDAG) -> list[Node]:
-    """A topological order of the DAG by `priority` (Kahn 1962, with a heap), in n log n time in its nodes.
+    """Return a topological order of the DAG by `priority` (Kahn 1962, with a heap), in n log n time.
 
     Chunks of overlap groups take turns (see `overlap`). `with_gathers` inserts the nodes that are issued
     ahead of their readers.

@@ -21,7 +21,7 @@ from lightning_piper.ir.nodes import Chunk
 
 
 def heights(dag: TrainingDAG) -> dict[int, int]:
-    """For each node, the number of chunks on the longest path after it. Takes time linear in the edges.
+    """Return for each node the number of chunks on the longest path after it, in time linear in the edges.
 
     Nodes of a cycle, and all nodes before it, do not have a valid height.
     """
@@ -79,7 +79,7 @@ class Turns:
 
 
 def _interleaved(lanes: list[list[Chunk]], height: Mapping[int, int]) -> list[int]:
-    """The chunks of all lanes, round by round."""
+    """Return the chunks of all lanes, round by round."""
 
     def first(chunk: Chunk) -> tuple[int, int, int, int]:
         return (-height.get(chunk.id, 0), chunk.kind != "F", chunk.slice.start, chunk.id)

@@ -17,15 +17,15 @@ class Plan:
         device: The logical device.
         devices: All logical devices of the step.
         size: Samples in the global batch of one step.
-        place: Rank of the device in its groups. It selects its shards and communication partners.
-        replica, replicas: Index of the replica whose local batch this device has (0 if it works on none), and
-            the number of replicas.
+        place: Rank of the device in its groups. It selects the device's shards and communication partners.
+        replica, replicas: Index of the replica whose local batch this device has (0 if it has none), and the
+            number of replicas.
         slots: Number of value slots.
         events: Number of events between streams.
-        channels: The directed channels that it sends or receives on, sorted.
-        groups: The device groups that it communicates in, each with its communicator, sorted.
-        shards: The buckets of parameters of which it has a shard -> whether it keeps the whole bucket's
-            memory.
+        channels: The directed channels on which the device sends or receives, sorted.
+        groups: The device groups in which the device communicates, each with its communicator, sorted.
+        shards: The buckets of parameters of which the device has a shard -> whether it keeps the whole
+            bucket's memory.
         instructions: The instructions in the order of issue.
         sync_only: Nodes whose instructions only the last batch of a gradient accumulation runs: sums of
             gradients over replicas, and their readers.
@@ -64,7 +64,7 @@ class Plan:
         return tuple(sorted({i.row for i in self.instructions} | set(self.streams)))
 
     def __str__(self) -> str:
-        """One line for each instruction: operation, node, slots read (`!`: the last time), slots written."""
+        """Return a line for each instruction: operation, node, slots read (`!`: last read), slots written."""
         head = (
             f"device {self.device} of {','.join(map(str, self.devices))}, {self.size} samples, {self.slots} "
             "slots"

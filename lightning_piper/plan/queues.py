@@ -61,7 +61,7 @@ class _Graph:
         self._missing.setdefault(first, 0)
 
     def circle(self) -> str:
-        """The instructions that can never run, as text; empty if all can."""
+        """Return the instructions that can never run, as text; empty if all instructions can run."""
         ready = [node for node, count in self._missing.items() if not count]
         while ready:
             node = ready.pop()

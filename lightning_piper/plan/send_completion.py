@@ -16,7 +16,7 @@ from lightning_piper.plan.instructions import Channel
 
 
 class LeavesColumnError(Exception):
-    """An error for a message whose peer is not among the devices with plans compiled together."""
+    """An error for a message whose peer is not among the devices whose plans are compiled together."""
 
 
 class SendCompletion:
@@ -48,7 +48,7 @@ class SendCompletion:
     def receive(self, channel: Channel, message: int) -> list[int]:
         """Note that the receiver has the message.
 
-        Returns the messages it has sent that it now knows to have arrived.
+        Returns the messages that the receiver has sent and that it now knows to have arrived.
         """
         device = channel[1]
         if channel[0] not in self._index:
@@ -68,5 +68,5 @@ class SendCompletion:
         return arrived
 
     def unknown(self, device: int) -> list[int]:
-        """Messages of a device whose arrival it never learns, in the order of the sends."""
+        """Return the messages of a device whose arrival it never learns, in the order of the sends."""
         return sorted(m for (sender, _), queue in self._pending.items() if sender == device for m in queue)

@@ -14,7 +14,7 @@ from lightning_piper.plan.instructions import Instruction, Record, Run, WaitEven
 
 
 def add_events(instructions: Sequence[Instruction]) -> tuple[list[Instruction], int]:
-    """Insert `Record` and `WaitEvent` into the instructions. Returns these and the number of events."""
+    """Insert `Record` and `WaitEvent`. Returns the instructions and the number of events."""
     made: dict[int, int] = {}  # slot -> index of the instruction that wrote it last
     waited: dict[tuple[str, str], int] = {}  # (reading stream, making stream) -> last index it has waited for
     records: dict[int, int] = {}  # index -> event

@@ -97,7 +97,7 @@ def check_names(name: str, tag: object, dim_name: object) -> None:
     """Raise an error if the tags of stages and microbatches are not usable.
 
     Raises:
-        DirectiveError: Names the builder and the argument.
+        DirectiveError: A tag is not usable. The message names the builder and the argument.
     """
     for what, value in (("tag", tag), ("dim_name", dim_name)):
         if not is_name(value) or value == "PASS":

@@ -64,7 +64,7 @@ def counts_of(costs: Sequence[StageCosts], microbatches: int) -> int:
     """Return the number of microbatches, after a check of both arguments.
 
     Raises:
-        DirectiveError: Names the invalid argument.
+        DirectiveError: An argument is invalid. The message names it.
     """
     if (
         not isinstance(costs, list | tuple)

@@ -40,7 +40,7 @@ def assert_same(expected: Outcome, found: Outcome, mode: Mode, terms: int = 1) -
         terms: An upper bound of the number of summed terms.
 
     Raises:
-        AssertionError: Names the first value that differs.
+        AssertionError: A value differs. The message names the first one.
     """
     for kind, a, b in (
         ("metric", expected.metrics, found.metrics),
