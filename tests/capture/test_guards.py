@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_piper.capture import CapturedStep, History, capture
+from lightning_piper.capture.python_state import state_recorder
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.errors import CaptureError
 
@@ -285,6 +286,17 @@ def test_a_step_may_set_a_variable_of_the_environment_once(monkeypatch: pytest.M
         return x * float(os.environ.setdefault("PIPER_TEST", "2"))
 
     assert captured(Module(body)).reads.hold() and os.environ["PIPER_TEST"] == "2"
+
+
+def test_variables_are_seen_however_often_steps_were_captured() -> None:
+    """Python 3.13 loses track of a class's `__getitem__` that was replaced a thousand times."""
+    seen: list[str] = []
+    for _ in range(1100):
+        with state_recorder._reading_variables(lambda owner, name: seen.append(name)):
+            for _ in range(3):
+                os.environ.get("PIPER_TEST")
+        os.environ.get("PIPER_TEST")
+    assert seen == ["PIPER_TEST"] * 3300
 
 
 def steps(module: Module, values: list[Any], put: Any) -> list[CapturedStep]:

@@ -158,7 +158,7 @@ class StateRecorder:
             patched: list[type] = [nn.Module, *classes]
             for cls in patched:
                 stack.enter_context(_reading(cls, self._seen))
-            stack.enter_context(_reading(ENVIRONMENT, self._seen_variable, "__getitem__"))
+            stack.enter_context(_reading_variables(self._seen_variable))
             self._active = True
             try:
                 yield
@@ -264,18 +264,18 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
 
 
 @contextlib.contextmanager
-def _reading(cls: type, seen: Callable[[Any, str], None], method: str = "__getattribute__") -> Iterator[None]:
-    """Within this context, call `seen` with the object and the name of each read through `method` of the
-    class."""
-    own = vars(cls).get(method)
-    inherited = getattr(cls, method)
+def _reading(cls: Any, seen: Callable[[Any, str], None]) -> Iterator[None]:
+    """Within this context, call `seen` with the object and the name of each attribute that is read from an
+    object of the class."""
+    own = vars(cls).get("__getattribute__")
+    inherited = cls.__getattribute__
 
     def read(self: Any, name: str) -> Any:
         seen(self, name)
         return inherited(self, name)
 
     try:
-        setattr(cls, method, read)
+        cls.__getattribute__ = read
     except (TypeError, AttributeError):
         yield
         return
@@ -283,6 +283,31 @@ def _reading(cls: type, seen: Callable[[Any, str], None], method: str = "__getat
         yield
     finally:
         if own is None:
-            delattr(cls, method)
+            del cls.__getattribute__
         else:
-            setattr(cls, method, own)
+            cls.__getattribute__ = own
+
+
+@contextlib.contextmanager
+def _reading_variables(seen: Callable[[Any, str], None]) -> Iterator[None]:
+    """Within this context, call `seen` with `os.environ` and the name of each variable that is looked up.
+
+    The class's `__getitem__` is not replaced: when a class has been changed a thousand times, Python 3.13 goes
+    on calling an earlier `__getitem__`.
+    """
+    variables: Any = os.environ
+    if type(variables) is not ENVIRONMENT:
+        yield
+        return
+    inherited = variables.encodekey
+
+    def encodekey(name: str) -> Any:
+        if sys._getframe(1).f_code is ENVIRONMENT.__getitem__.__code__:
+            seen(variables, name)
+        return inherited(name)
+
+    variables.encodekey = encodekey
+    try:
+        yield
+    finally:
+        variables.encodekey = inherited

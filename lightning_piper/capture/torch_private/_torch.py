@@ -144,7 +144,7 @@ __all__ = [
 # The attributes that torch gives tensors without data.
 FAKE_ATTRIBUTES = frozenset({*FakeTensor.__annotations__, "elem"})
 
-NEWEST_TRIED = (2, 13)
+NEWEST_TRIED = (2, 15)
 RUNS_BACKWARD = "_engine_run_backward"
 # the product of two sizes up to `LARGEST` is still a valid size; ranges from `NO_BOUND` on have no upper
 # bound
