@@ -29,7 +29,7 @@ def everywhere(count: int, **levels: Any) -> Replicate:
 
 
 class Sparse(nn.Module):
-    """Each token's two experts of four."""
+    """A mixture of experts that sends each token to two of four experts."""
 
     def __init__(self) -> None:
         super().__init__()

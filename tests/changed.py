@@ -24,7 +24,7 @@ CHANGED = "PIPER_CHANGED"  # the commit to compare with; 1: where this branch le
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leave out the test files that no change reaches."""
+    """Ignore the test files that no change reaches."""
     path = collection_path
     if not os.environ.get(CHANGED) or not path.is_file() or not is_test(path) or path.parent.name == "tests":
         return None
@@ -32,7 +32,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """A run without tests succeeds, if no change reaches one."""
+    """Let a run without tests succeed if no change reaches a test."""
     if os.environ.get(CHANGED) and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
         session.exitstatus = pytest.ExitCode.OK
 
@@ -50,7 +50,7 @@ def _reached(since: str) -> frozenset[Path]:
 
 
 def changed(since: str) -> set[Path]:
-    """The Python files that differ from a commit, committed or not."""
+    """Return the Python files that differ from a commit, committed or not."""
     if since == "1":
         since = git("merge-base", "HEAD", _main())[0]
     names = git("diff", "--name-only", since) + git("ls-files", "--others", "--exclude-standard")
@@ -68,7 +68,7 @@ def git(*arguments: str) -> list[str]:
 
 
 def reached(files: Iterable[Path]) -> set[Path]:
-    """These files, and all files that import them."""
+    """Return these files, and all files that import them directly or through other files."""
     importers, found, waiting = _importers(), set[Path](), list(files)
     while waiting:
         path = waiting.pop()
@@ -89,7 +89,7 @@ def _importers() -> dict[Path, set[Path]]:
 
 
 def imported(path: Path) -> set[Path]:
-    """The files of this project that a file depends on."""
+    """Return the files of this project that a file depends on."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     found = {file for name in _names(tree, path) if (file := file_of(name)) is not None}
     if "tests" in path.parts or "property_tests" in path.parts:
@@ -100,7 +100,9 @@ def imported(path: Path) -> set[Path]:
 
 
 def _names(tree: ast.Module, path: Path) -> Iterator[str]:
-    """The dotted names that a file imports, and the names of the package that it takes from a short name."""
+    """Yield the dotted names that a file imports, and the names of the package that it takes from a short
+    name.
+    """
     short = set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -116,12 +118,12 @@ def _names(tree: ast.Module, path: Path) -> Iterator[str]:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in short:
             yield f"{PACKAGE}.{node.attr}"
         elif isinstance(node, ast.Constant) and not inside and f"import {PACKAGE}" in str(node.value):
-            yield PACKAGE  # a script in a text
+            yield PACKAGE  # a script in a text also imports the package
 
 
 @cache
 def file_of(name: str) -> Path | None:
-    """The file that defines a dotted name. None if it is not in this project."""
+    """Return the file that defines a dotted name; None if the name is not in this project."""
     parts = name.split(".")
     if parts[0] not in FOLDERS:
         return None
@@ -137,7 +139,7 @@ def file_of(name: str) -> Path | None:
 
 @cache
 def _given_by(init: Path, name: str) -> Path | None:
-    """The file from which a package's `__init__` takes a name."""
+    """Return the file from which a package's `__init__` takes a name."""
     for node in ast.parse(init.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:

@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Fixtures and settings of all tests."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from lightning_piper.cache import CACHE
 from tests import changed, durations, profiles
 
 profiles.load()
-os.environ[CACHE] = tempfile.mkdtemp()  # what tests keep is not the user's
+os.environ[CACHE] = tempfile.mkdtemp()  # tests do not write into the user's cache
 atexit.register(shutil.rmtree, os.environ[CACHE], ignore_errors=True)
-torch.set_num_threads(1)  # as in all processes that tests start: another number adds up in another order
+# As in all processes that tests start, because another number of threads adds up in another order.
+torch.set_num_threads(1)
 
 pytest_configure = durations.register
 pytest_ignore_collect, pytest_sessionfinish = changed.pytest_ignore_collect, changed.pytest_sessionfinish
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: no collection of garbage needs to go through it. Captures make many small
-    objects that stay for a while, too: collections are rarer.
+    """Freeze what was imported, so that garbage collections need not visit it. Captures make many small
+    objects that live for a while, so collections are also rarer.
     """
     gc.collect()
     gc.freeze()
@@ -35,9 +36,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def one_seed() -> Iterator[None]:
-    """Every test draws the same random numbers, alone or with others, and leaves the generator as it found
-    it.
-    """
+    """Give every test the same random numbers, alone or with other tests, and restore the generator's state."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
         yield

@@ -1,4 +1,4 @@
-"""Short ways to make training DAGs of the tests' models and to look at them."""
+"""Helpers that make training DAGs of the tests' models and inspect them."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from tests.models import captured
 
 
 def build(name: str, *program: Any, size: int | None = None) -> TrainingDAG:
-    """The DAG of a model's step after a program (directives or JSON objects), for `size` samples."""
+    """Return the DAG of a model's step of `size` samples after a program (directives or JSON objects)."""
     return apply_program(build_dag(captured(name).step, size), parse(program))
 
 
 def run(name: str, dag: TrainingDAG, seed: int = 0) -> Outcome:
-    """What the DAG computes on the model's batch."""
+    """Return the outcome of the DAG on the model's batch."""
     c = captured(name)
     return interpret(dag, c.tensors, [x[: dag.size] if x.ndim else x for x in c.leaves], seed)
 
 
 def chunk(dag: TrainingDAG, label: str) -> Chunk:
-    """The chunk with this label, for example `F[PP=0,MB=1]`."""
+    """Return the chunk with this label, for example `F[PP=0,MB=1]`."""
     (found,) = (c for c in dag.of_type(Chunk) if c.label == label)
     return found
 
 
 def shape(dag: TrainingDAG) -> Counter[tuple[Any, ...]]:
-    """The nodes without their ids: what runs where, and how often."""
+    """Count the nodes without their ids: the work of each kind on each device."""
     return Counter(
         (
             type(n).__name__,
@@ -48,7 +48,7 @@ def shape(dag: TrainingDAG) -> Counter[tuple[Any, ...]]:
 
 
 def place(*stages: int, tag: str = "PP") -> list[dict[str, Any]]:
-    """Stage i on device `stages[i]`."""
+    """Return places of stage i on device `stages[i]`."""
     return [{"op": "place", "filter": {tag: i}, "devices": [device]} for i, device in enumerate(stages)]
 
 
@@ -61,28 +61,28 @@ def order(*groups: Any) -> dict[str, Any]:
 
 
 def f(stage: int, mb: int | None = None, **more: Any) -> dict[str, Any]:
-    """The filter of a stage's forward pass for a microbatch."""
+    """Return the filter of a stage's forward pass for a microbatch."""
     return {"PP": stage, **({} if mb is None else {"MB": mb}), "PASS": "F", **more}
 
 
 def b(stage: int, mb: int | None = None, **more: Any) -> dict[str, Any]:
-    """The filter of a stage's backward pass for a microbatch."""
+    """Return the filter of a stage's backward pass for a microbatch."""
     return {**f(stage, mb), "PASS": "B", **more}
 
 
 def bi(stage: int, mb: int | None = None, **more: Any) -> dict[str, Any]:
-    """The filter of the gradients of inputs of a stage."""
+    """Return the filter of a stage's input-gradient backward pass."""
     return {**f(stage, mb), "PASS": "BI", **more}
 
 
 def bw(stage: int, mb: int | None = None, **more: Any) -> dict[str, Any]:
-    """The filter of the gradients of weights of a stage."""
+    """Return the filter of a stage's weight-gradient backward pass."""
     return {**f(stage, mb), "PASS": "BW", **more}
 
 
 def zero_bubble(stages: int, microbatches: int) -> list[dict[str, Any]]:
-    """For each stage the order of ZB-H1 (Qi et al., 2023), written as a builder would: every stage has every
-    pass.
+    """Return the order of ZB-H1 (Qi et al., 2023) for each stage as a builder writes it: every stage has
+    every pass.
     """
     program = []
     for stage in range(stages):

@@ -1,12 +1,12 @@
-"""How long each test takes, as it was recorded, and which tests are `long` because of that: `make test` is to
-end within minutes.
+"""The recorded duration of each test, and the tests that are `long` because of it, so that `make test` ends
+within minutes.
 
-With PIPER_ONE_OF_EACH, as in continuous integration, each test of which all cases are long runs with one case: the
-one that takes least, if that is at most 6 s.
+With PIPER_ONE_OF_EACH, as in continuous integration, each test of which all cases are long runs with its
+shortest case, if this case takes at most 6 s.
 
 `make durations` records all tests into durations.json: the seconds of a test, and of a fixture that several
-tests share. They are seconds of processors, of this process and those that it has started, because other work
-on the machine changes all others.
+tests share. They are processor seconds of this process and of the processes that it has started, because
+other work on the machine changes wall-clock seconds.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import pytest
 from tests.seconds import seconds
 
 FILE = Path(__file__).with_name("durations.json")
-LIMIT = 0.5  # a test that takes longer is long, or one with a shared fixture that does
-LIMIT_OF_ONE = 6.0  # a case that takes longer is not run then
-KEPT = 0.3  # what takes less is not written
+LIMIT = 0.5  # a test is long if it takes longer than this, or if its shared fixture does
+LIMIT_OF_ONE = 6.0  # with PIPER_ONE_OF_EACH, a case that takes longer than this does not run
+KEPT = 0.3  # seconds below which a test is not recorded
 RECORD = "PIPER_RECORD_DURATIONS"
 ONE_OF_EACH = "PIPER_ONE_OF_EACH"
 
@@ -34,7 +34,7 @@ _found: dict[str, float] = {}
 
 
 def register(config: pytest.Config) -> None:
-    """Once, by each conftest."""
+    """Register the plugin once, although each conftest calls this function."""
     if not config.pluginmanager.is_registered(sys.modules[__name__]):
         config.pluginmanager.register(sys.modules[__name__])
 
@@ -42,8 +42,8 @@ def register(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     recorded: dict[str, float] = json.loads(FILE.read_text())
-    # A launch counts for the first test that asks for it. Which tests of a launch are long is said by
-    # `groups.marked`: if the first of the others were also long, their launch would run twice.
+    # A launch counts for the first test that needs it. `groups.marked` decides which tests of a launch are
+    # long. If the first quick test of a launch were also long, the quick launch would run twice.
     launched = {
         item.nodeid.partition("[")[0]
         for item in items
@@ -81,7 +81,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_sessionfinish() -> None:
-    """Several sessions run at once, and write one after another."""
+    """Write the durations. Several sessions run at once, and write one after another."""
     if RECORD not in os.environ:
         return
     with FILE.open("r+") as file:
@@ -95,7 +95,7 @@ def pytest_sessionfinish() -> None:
 
 
 def _taken(item: pytest.Item, recorded: dict[str, float]) -> float:
-    """The seconds that were recorded of a test, or of a shared fixture of it that took longer."""
+    """Return the recorded seconds of a test, or of a shared fixture of the test that took longer."""
     names = [item.nodeid, *(_shared(item, name) for name in getattr(item, "fixturenames", ()))]
     return max(recorded.get(name, 0.0) for name in names)
 
@@ -103,8 +103,8 @@ def _taken(item: pytest.Item, recorded: dict[str, float]) -> float:
 def _one_of_each(
     items: list[pytest.Item], recorded: dict[str, float], launched: set[str]
 ) -> set[pytest.Item]:
-    """The case that takes least of each test of which all cases are long. One of a launch takes what the launch
-    takes.
+    """Return the shortest case of each test of which all cases are long. A case of a launch takes as long as
+    the launch.
     """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:

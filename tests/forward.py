@@ -1,4 +1,4 @@
-"""A module with steps of every kind, and what it takes to run one as a forward-only plan in one process."""
+"""A module with steps of every kind, and helpers that run one as a forward-only plan in one process."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Steps(L.LightningModule):
         """Neither of the stages, and nothing is returned or logged."""
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Without annotations: the parameters are on the first stage."""
+        """Predict without annotations. The parameters are on the first stage."""
         return torch.tanh(self.first(batch[0]))
 
 
@@ -69,7 +69,7 @@ def examples(n: int = 8) -> tuple[Tensor, Tensor]:
 
 
 def replicated(**shards: Any) -> Program:
-    """Two stages on two devices each."""
+    """Return a program of two stages on two devices each."""
     places: Program = [piper.Place(filter={"PP": stage}, devices=group) for stage, group in enumerate(GROUPS)]
     return [*places, *piper.schedules.one_f_one_b(2, 2)[2:], Replicate(filter={}, devices=GROUPS, **shards)]
 
@@ -77,7 +77,7 @@ def replicated(**shards: Any) -> Program:
 def forward_of(
     program: Program, step: str, module: L.LightningModule | None = None, fit: bool = False
 ) -> Compiled:
-    """A step compiled by itself, or in a fit, where the training step is compiled first."""
+    """Compile a step alone, or as in a fit, where the training step is compiled first."""
     module = Steps() if module is None else module
     if not fit:
         return piper.compile(module, examples(), program, step=step)
@@ -88,7 +88,7 @@ def forward_of(
 
 
 def run(compiled: Compiled, module: L.LightningModule, leaves: list[Tensor]) -> list[StepResult]:
-    """The plans' results by device."""
+    """Return the results of the plans, by device."""
     params = {n: x.detach() for n, x in module.named_parameters()}
     transport = LocalTransport(compiled.plans)
     executors = []
@@ -103,7 +103,7 @@ def run(compiled: Compiled, module: L.LightningModule, leaves: list[Tensor]) -> 
 
 
 def eager(module: L.LightningModule, step: str, batch: Any) -> tuple[Any, dict[str, Tensor]]:
-    """What the step returns and logs in plain Python."""
+    """Return what the step returns and logs in plain Python."""
     logged: dict[str, Tensor] = {}
     module.log = lambda name, value, **kwargs: logged.__setitem__(name, value)  # type: ignore[method-assign,assignment]
     try:

@@ -1,5 +1,5 @@
-"""A decoder whose queries, keys and values lie beside each other in one weight, and so do both products of
-its gated network.
+"""A decoder whose queries, keys and values are one weight, and whose gated network has one weight for both
+products.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def fusing(*kinds: str, bias: bool = True) -> Fusing:
 
 
 def params(module: nn.Module) -> dict[str, Any]:
-    """Of these, those that it has."""
+    """Return the placements of the parameters that the module has."""
     names = [name for name, _ in module.named_parameters()]
     return {
         pattern: said

@@ -1,5 +1,5 @@
-"""Some jobs of a kind are in `make test`, all others, marked as `long`, in `make test-long`: a launch for
-each of the two.
+"""Groups of jobs for launches: some jobs of a kind run in `make test`, and all other jobs, marked as `long`,
+in `make test-long`. Each of the two has its own launch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ K = TypeVar("K")
 
 
 def marked(every: Iterable[T], quick: Iterable[T]) -> list[Any]:
-    """Parameters of a test: those that are not `quick` are marked as long."""
+    """Return the parameters of a test. Parameters that are not `quick` are marked as long."""
     quick = list(quick)
     return [
         x if x in quick else pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=pytest.mark.long)
@@ -23,8 +23,8 @@ def marked(every: Iterable[T], quick: Iterable[T]) -> list[Any]:
 
 
 def grouped(every: Iterable[K], quick: Iterable[K], size: int) -> list[list[K]]:
-    """Groups for `on_demand`: the quick ones, then the others, so many at once: a launch must be done before
-    a test's timeout.
+    """Return groups for `on_demand`: first the quick keys, then the other keys, at most `size` in a group, so
+    that a launch ends before a test's timeout.
     """
     quick = list(quick)
     rest = [key for key in every if key not in quick]
@@ -32,7 +32,7 @@ def grouped(every: Iterable[K], quick: Iterable[K], size: int) -> list[list[K]]:
 
 
 def on_demand(groups: Iterable[Iterable[K]], run: Callable[[list[K]], Mapping[K, T]]) -> Callable[[K], T]:
-    """What `run` makes of a key, together with all keys of its group, when the first of them is asked for."""
+    """Return a function of a key. Its first call for a key of a group calls `run` for the whole group."""
     lists, found = [list(group) for group in groups], dict[K, T]()
 
     def get(key: K) -> T:

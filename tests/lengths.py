@@ -46,8 +46,8 @@ class Causal(L.LightningModule):
 
 
 class Sound(L.LightningModule):
-    """Convolutions over [n, 2, t], with a mask for each sample; scales by numbers that Python makes of the
-    length.
+    """Convolutions over [n, 2, t], with a mask for each sample. Python numbers that depend on the length
+    scale the result.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Sound(L.LightningModule):
 
 
 class Branching(Causal):
-    """Another loss for long batches."""
+    """A model that has a different loss for long batches."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -73,14 +73,14 @@ class Branching(Causal):
 
 
 class Counting(Causal):
-    """Its Python code counts to the length."""
+    """A model whose Python code counts to the length."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step(batch, batch_idx) * sum(1 / (i + 1) for i in range(batch[0].shape[1]))
 
 
 class Ignoring(Causal):
-    """Some targets do not count, so a microbatch weighs as many targets as it has that do."""
+    """A model that ignores some targets, so a microbatch has a weight for each target that counts."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         tokens, targets = batch
@@ -88,14 +88,14 @@ class Ignoring(Causal):
 
 
 class Paced(Causal):
-    """Calculates with a number that differs from step to step, and with the length."""
+    """A model that computes with a number that differs from step to step and depends on the length."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step(batch, batch_idx) * (1 + batch_idx / batch[0].shape[1])
 
 
 class Deeper(Causal):
-    """Has one more region for long batches."""
+    """A model that has one more region for long batches."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)

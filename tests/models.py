@@ -66,8 +66,8 @@ class Layer(nn.Module):
 
 
 class GPT(L.LightningModule):
-    """Three stages: embeddings, a layer, a layer with the head. The mask is made outside of them. Batch:
-    tokens [n, 6].
+    """Three stages: embeddings, a layer, and a layer with the head. The mask is made outside of the stages.
+    Batch: tokens [n, 6].
     """
 
     def __init__(self, dim: int = 8, vocabulary: int = 11) -> None:
@@ -93,7 +93,9 @@ class GPT(L.LightningModule):
 
 
 class TiedGPT(GPT):
-    """The embedding is the head: one parameter with gradients from the first and the last stage."""
+    """A model whose embedding is also the head: one parameter with gradients from the first and the last
+    stage.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,8 +103,8 @@ class TiedGPT(GPT):
 
 
 class ConvNet(L.LightningModule):
-    """BatchNorm in both stages: buffers that every microbatch changes. Batch: {image [n, 2, 4, 4], label
-    [n]}.
+    """A network with batch norm in both stages: every microbatch changes buffers. Batch: {image [n, 2, 4, 4],
+    label [n]}.
     """
 
     def __init__(self) -> None:
@@ -122,7 +124,9 @@ class ConvNet(L.LightningModule):
 
 
 class Frozen(MLP):
-    """A frozen weight in the first stage, a frozen first layer's bias, and a parameter that nothing uses."""
+    """A frozen weight in the first stage, a frozen bias of the first layer, and a parameter that nothing
+    uses.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +143,7 @@ class Frozen(MLP):
 
 
 class UsedTwice(L.LightningModule):
-    """One parameter, used by the same name in both stages, and the second time transposed."""
+    """One parameter that both stages use by the same name. The second stage transposes it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +159,9 @@ class UsedTwice(L.LightningModule):
 
 
 class UsedThrice(L.LightningModule):
-    """Three stages share a weight, under two names: the order of its three terms is that of autograd."""
+    """Three stages that share a weight under two names. Autograd determines the order of the three gradient
+    terms.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +179,9 @@ class UsedThrice(L.LightningModule):
 
 
 class Residual(L.LightningModule):
-    """Values skip a stage: the input's features reach the last stage, past a stage without parameters."""
+    """Values skip a stage: the input's features reach the last stage without going through a stage without
+    parameters.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +198,7 @@ class Residual(L.LightningModule):
 
 
 class Losses(MLP):
-    """A loss term from every stage, added outside of them."""
+    """A loss term from every stage. The terms are added outside of the stages."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -205,8 +213,8 @@ class Losses(MLP):
 
 
 class Terms(MLP):
-    """A loss of three terms with weights of their own, from two stages: what counts of the targets, samples,
-    and a sum.
+    """A loss of three terms with weights of their own, from two stages: over the targets that count, over
+    samples, and a sum.
     """
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -223,7 +231,7 @@ class Terms(MLP):
 
 
 class Logs(MLP):
-    """Every way to log: tensors, numbers, every reduction, several stages."""
+    """A model that logs in every way: tensors, numbers, every reduction, several stages."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -240,7 +248,7 @@ class Logs(MLP):
 
 
 class Glue(L.LightningModule):
-    """Everything that can stand outside of the regions: a mask, slices of the batch, a cast, the loss and a
+    """Everything that can be outside of the regions: a mask, slices of the batch, a cast, the loss and a
     metric.
     """
 
@@ -286,7 +294,7 @@ class Experts(L.LightningModule):
 
 
 class Reentered(L.LightningModule):
-    """Stage 0 is entered a second time after stage 1, and uses its parameter again: a U-shaped pipeline."""
+    """The step enters stage 0 a second time after stage 1, and uses its parameter again: a U-shaped pipeline."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -303,7 +311,7 @@ class Reentered(L.LightningModule):
 
 
 class Extractor(MLP):
-    """The first stage only extracts features: it has no backward pass."""
+    """The first stage only extracts features, so it does not have a backward pass."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -330,8 +338,8 @@ class Flat(L.LightningModule):
 
 
 class PositionsFirst(Flat):
-    """As `Flat`, with all samples' first positions first: a piece of the shared dimension is no
-    microbatch.
+    """Like `Flat`, but the first positions of all samples come first. So a part of the shared dimension is
+    not a microbatch.
     """
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -344,7 +352,9 @@ class PositionsFirst(Flat):
 
 
 class Similar(L.LightningModule):
-    """Compares every sample with every other between the stages: a value with two batch dimensions."""
+    """A model that compares every sample with every other sample between the stages: a value with two batch
+    dimensions.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -371,7 +381,7 @@ class Dropout(MLP):
 
 
 class OneDropout(MLP):
-    """Random numbers in one region only, so that eager execution can repeat them."""
+    """Random numbers in one region only, so that the eager reference can draw the same numbers."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -382,7 +392,7 @@ class OneDropout(MLP):
 
 
 class Exporting(MLP):
-    """Like Hugging Face's mask code: it asks for tensor values, but not while torch exports."""
+    """A model like Hugging Face's mask code: it reads tensor values, but not while torch exports."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -397,7 +407,7 @@ class Exporting(MLP):
 
 
 class Constants(MLP):
-    """Tensors made from Python numbers, in a region and outside of them; and the step writes into its own
+    """Tensors made from Python numbers, inside and outside of a region. The step also writes into its own
     batch.
     """
 
@@ -413,7 +423,7 @@ class Constants(MLP):
 
 
 class Recurrent(L.LightningModule):
-    """An RNN keeps a list of its weights; sequences come first in its inside. Batch: tokens [n, 5]."""
+    """An RNN, which has a list of its weights and puts sequences first. Batch: tokens [n, 5]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -427,8 +437,8 @@ class Recurrent(L.LightningModule):
 
 
 class Counting(MLP):
-    """Buffers that the step changes without any layer: a counter outside of the regions, an average
-    inside.
+    """Buffers that the step changes without any layer: a counter outside of the regions, and an average
+    inside of a region.
     """
 
     def __init__(self) -> None:
@@ -448,7 +458,7 @@ class Counting(MLP):
 
 
 class Untagged(MLP):
-    """No annotation at all: one region."""
+    """A model without annotations: one region."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -456,7 +466,7 @@ class Untagged(MLP):
 
 
 class ByKey(MLP):
-    """Takes mappings and objects with `x`, `y` and options that are not tensors."""
+    """A model that takes mappings and objects with `x`, `y` and options that are not tensors."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         get = batch.__getitem__ if hasattr(batch, "keys") else functools.partial(getattr, batch)
@@ -486,8 +496,8 @@ class Record:
 
 
 class Exact(L.LightningModule):
-    """All arithmetic is exact in float64 (integers, loss a mean over 4 samples), so re-association keeps
-    every bit. Tied.
+    """A model with exact arithmetic in float64 (integers, and a mean over 4 samples), so that reassociation
+    does not change bits. It has tied weights.
     """
 
     def __init__(self) -> None:
@@ -502,7 +512,7 @@ class Exact(L.LightningModule):
             return ((h @ self.b) * (batch @ self.a)).sum() / batch.shape[0]
 
 
-# Batches of n samples
+# Return batches of n samples.
 
 
 def regression(n: int) -> tuple[Tensor, Tensor]:
@@ -562,7 +572,7 @@ CASES: dict[str, Case] = {
     "named_tuple": Case(ByKey, keyed(Point)),
     "dataclass": Case(ByKey, keyed(Record)),
     "autocast": Case(MLP, context=lambda: torch.autocast("cpu", torch.bfloat16)),
-    # Eager autocast keeps the cast of a weight and adds the gradients of its uses in bfloat16; a captured
+    # Eager autocast keeps the cast of a weight and adds the gradients of its uses in bfloat16. A captured
     # step casts at each use.
     "autocast_twice": Case(
         UsedTwice,
@@ -574,8 +584,8 @@ CASES: dict[str, Case] = {
     "one_dropout": Case(OneDropout, random=True),
 }
 DETERMINISTIC = [name for name, case in CASES.items() if not case.random]
-# torch traces a recurrent layer as its decomposition. On some processors that rounds otherwise than the
-# layer's own kernels.
+# torch traces a recurrent layer as its decomposition. On some processors the decomposition rounds differently
+# from the layer's own kernels.
 DECOMPOSED = {"recurrent"}
 
 
@@ -594,7 +604,9 @@ class Captured:
 
 
 def fresh(name: str, size: int | None = None, double: bool = False) -> tuple[L.LightningModule, Any]:
-    """A new module of a case, always with the same values, and a batch; both in float64 if wanted."""
+    """Return a new module of a case, always with the same values, and a batch. With `double`, both are in
+    float64.
+    """
     case = CASES[name]
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -614,7 +626,7 @@ def captured(name: str, size: int | None = None, double: bool = False) -> Captur
 
 
 def leaves_of(batch: Any) -> list[Tensor]:
-    """The tensors of a batch, in order; written apart from the package's own function."""
+    """Return the tensors of a batch, in order. This does not use the package's own function."""
     if isinstance(batch, Tensor):
         return [batch]
     items = (

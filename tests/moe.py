@@ -14,7 +14,7 @@ WIDTH, EXPERTS, TOP, LENGTH = 8, 4, 2, 5
 
 
 class Layer(nn.Module):
-    """Router, experts, and the weighted sum of each token's experts beside the token itself."""
+    """A router, experts, and the weighted sum of each token's experts plus the token itself."""
 
     def __init__(self) -> None:
         super().__init__()

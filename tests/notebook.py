@@ -19,7 +19,7 @@ from nbclient import NotebookClient
 from tests.tutorial import LIMIT, ROOT, alike
 
 PAGE = ROOT / "examples" / "notebook.ipynb"
-LARGEST = 100_000  # bytes of the file
+LARGEST = 100_000  # largest size of the file, in bytes
 
 
 def printed(cell: Any) -> str:
@@ -36,7 +36,7 @@ def main() -> int:
     shown, found = (nbformat.read(PAGE, as_version=4) for _ in range(2))
     NotebookClient(found, timeout=int(LIMIT), record_timing=False).execute(cwd=str(PAGE.parent))
     if "--write" in sys.argv:
-        found.metadata = shown.metadata  # without the release of Python
+        found.metadata = shown.metadata  # without the version of Python
         nbformat.write(found, PAGE)
     if PAGE.stat().st_size > LARGEST:
         print(

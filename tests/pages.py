@@ -1,5 +1,5 @@
-"""What the blocks of the pages take for granted: modules, a batch, a Trainer that rehearses. test_pages.py
-runs them.
+"""Names that the blocks of the pages use without definition: modules, a batch, and a Trainer for dry runs.
+test_pages.py runs the blocks.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Layer(nn.Module):
 
 
 class Layers(L.LightningModule):
-    """As many layers as are asked for, between modules of the names that models have; `tag` annotates each
-    layer.
+    """A module with any number of layers, between modules with the names of common models. `tag` annotates
+    each layer.
     """
 
     def __init__(self, layers: int, tag: str | None = None) -> None:
@@ -79,14 +79,16 @@ def samples(count: int = 32) -> tuple[Tensor, Tensor]:
 
 
 class Rehearsed(piper.PiperStrategy):
-    """All devices of the program in this process."""
+    """A strategy that runs all devices of the program in this process."""
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **{"transport": "local", **options})
 
 
 def rehearsal(trainer: type[L.Trainer]) -> Any:
-    """In the place of `L.Trainer`: one process, on a CPU, for the steps that a page's test can wait for."""
+    """Return a replacement of `L.Trainer`: one process on a CPU, and only as many steps as a test can wait
+    for.
+    """
 
     def make(*, devices: int = 1, num_nodes: int = 1, strategy: Any = "auto", **options: Any) -> L.Trainer:
         options = {**QUIET, "max_epochs": 1, **options, "accelerator": "cpu"}

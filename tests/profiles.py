@@ -1,5 +1,5 @@
-"""Hypothesis profiles: `ci` (default: the same examples each time, inside `make test`) and `deep` (`make
-property-tests`). Both conftest.py load them, so that a test draws as many examples whatever else is run.
+"""Hypothesis profiles: `ci` (default: the same examples each time, in `make test`) and `deep` (`make
+property-tests`). Both conftest.py files load them, so that a test draws equally many examples in any run.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Programs for models that many tests share: a step is captured once, and cut once for each program that
-needs it cut.
+"""Programs for models that many tests share. A step is captured once, and cut once for each program that
+needs a cut.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ CUT: dict[tuple[CapturedStep, str], CapturedStep] = {}
 
 
 def compiled(step: CapturedStep, program: Any) -> Compiled:
-    """As `piper.compile` says of the module. What is compiled may be changed; the step may not."""
+    """Compile a program like `piper.compile` with the module. The result may be changed, but not the step."""
     directives = tuple(parse(program))
     return compile_step(_cut(step, directives), directives)
 
 
 def report(step: CapturedStep, batch: Any, program: Any) -> Report:
-    """As `piper.verify` says of the module."""
+    """Verify a program like `piper.verify` with the module."""
     directives = tuple(parse(program))
     return verify_step(_cut(step, directives), step.module, batch, directives)
 

@@ -1,5 +1,5 @@
-"""What a training step is, in plain PyTorch: nothing of the package runs here except the user-facing
-annotations (no-ops).
+"""A training step in plain PyTorch. Of the package, only the user-facing annotations run, which do nothing
+here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.models import Captured
 
 
 def cut(batch: Any, start: int, stop: int) -> Any:
-    """Samples `start:stop` of a batch."""
+    """Return samples `start:stop` of a batch."""
     if isinstance(batch, Tensor):
         return batch[start:stop].clone() if batch.ndim else batch
     if isinstance(batch, Mapping):
@@ -32,10 +32,10 @@ def cut(batch: Any, start: int, stop: int) -> Any:
 
 
 def plain(captured: Captured, sizes: list[int], weights: list[float] | None = None) -> Outcome:
-    """Loss, logged values, gradients and buffers of one device that accumulates over microbatches of the
-    given sizes.
+    """Return loss, logged values, gradients and buffers of one device that accumulates over microbatches of
+    the given sizes.
 
-    `weights` of the microbatches other than their shares of the samples are for negative controls.
+    Negative controls give `weights` of the microbatches that are not their shares of the samples.
     """
     module = copy.deepcopy(captured.module)
     weights, start = weights or [size / sum(sizes) for size in sizes], 0
@@ -57,7 +57,7 @@ def plain(captured: Captured, sizes: list[int], weights: list[float] | None = No
     for size, weight in zip(sizes, weights, strict=True):
         for name, x in module.named_buffers():
             if not code.goes_on(captured.step.canonical[name]):
-                x.copy_(before[name])  # it moves once a step
+                x.copy_(before[name])  # the step changes the buffer once
         with captured.case.context():
             args = [cut(captured.batch, start, start + size), 0]
             result = module.training_step(*args[: module.training_step.__code__.co_argcount - 1])
@@ -79,7 +79,7 @@ def plain(captured: Captured, sizes: list[int], weights: list[float] | None = No
 
 
 def differences(a: Outcome, b: Outcome) -> list[str]:
-    """Names of the results that are not bitwise equal, or that only one outcome has."""
+    """Return the names of the results that are not bitwise equal, or that only one outcome has."""
     found = []
     for left, right in ((a.metrics, b.metrics), (a.grads, b.grads), (a.buffers, b.buffers)):
         for name in sorted({*left, *right}):
@@ -89,7 +89,7 @@ def differences(a: Outcome, b: Outcome) -> list[str]:
 
 
 def distance(a: Outcome, b: Outcome) -> float:
-    """The largest difference, relative to the largest entry of the result in question."""
+    """Return the largest difference, relative to the largest element of the same result."""
     worst = 0.0
     for left, right in ((a.metrics, b.metrics), (a.grads, b.grads), (a.buffers, b.buffers)):
         assert set(left) == set(right)

@@ -1,4 +1,4 @@
-"""A decoder with few keys and rotary positions, whose sequences members of an axis divide."""
+"""A decoder with few heads of keys and rotary positions, whose sequences are sharded over members of an axis."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Block(nn.Module):
         q, k, v = (part(inner).unflatten(-1, (-1, 2)).transpose(1, 2) for part in (self.q, self.k, self.v))
         q, k = (self._turned(part, angles) for part in (q, k))
         mask = None
-        if self.mask:  # how far away keys are lowers their scores
+        if self.mask:  # the distance of a key lowers its score
             at = torch.arange(x.shape[1], dtype=x.dtype)
             mask = -(at[:, None] - at[None, :]).abs() / 4
         found = F.scaled_dot_product_attention(q, k, v, mask, is_causal=self.causal, enable_gqa=True)
@@ -53,7 +53,7 @@ class Block(nn.Module):
 
 
 class Long(L.LightningModule):
-    """Batch: tokens [n, length] and the next ones, of which some are padding (-100)."""
+    """Batch: tokens [n, length] and the next tokens, some of which are padding (-100)."""
 
     def __init__(self, keys: int = 2, causal: bool = True, dropout: float = 0.0, mask: bool = False) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def sequences(devices: Any, attention: str | None = "ring", runs: int = 1) -> Sh
 
 
 def around(degree: int = 2, **about: Any) -> list[Any]:
-    """All on a line of so many members."""
+    """Return a program with all chunks on one line of `degree` members."""
     devices = list(range(degree))
     return [Place(filter={}, devices=devices), sequences(devices, **about)]
 
@@ -124,7 +124,7 @@ def stages(groups: Sequence[Sequence[int]]) -> list[Any]:
 def fit(
     module: L.LightningModule, strategy: Any, devices: int = 1, replica: int | None = None, **options: Any
 ) -> L.Trainer:
-    """`replica`: of two, which draws every other sample."""
+    """Fit the module. `replica` is one of two replicas, which draws every other sample."""
     trainer = L.Trainer(
         accelerator="cpu", devices=devices, strategy=strategy, precision="64-true", **(QUIET | options)
     )

@@ -1,10 +1,10 @@
-"""Seconds of processors that this process and those that it has started took."""
+"""Processor seconds of this process and of the processes that it has started."""
 
 from __future__ import annotations
 
 import os
 
-elsewhere = 0.0  # of processes that a server has started
+elsewhere = 0.0  # seconds of processes that a server has started
 
 
 def seconds() -> float:

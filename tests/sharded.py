@@ -1,4 +1,4 @@
-"""Programs that shard, and training with shards: what tests of several rooms share."""
+"""Programs that shard, and trainings with shards, which tests of several packages share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def replicate(devices: Any, filter: Any = None, **fields: Any) -> dict[str, Any]
 
 
 def stages(step: Step, groups: list[list[int]]) -> list[dict[str, Any]]:
-    """Stage i on group i, modulo their number; what has no stage on the first."""
+    """Return places of stage i on group i, modulo the number of groups. Work without a stage is on the first
+    group.
+    """
     found = sorted({region.tags.get("PP", -1) for region in step.at(step.size).regions})
     return [
         {"op": "place", "filter": {"PP": s if s >= 0 else "-"}, "devices": groups[max(s, 0) % len(groups)]}
@@ -42,7 +44,9 @@ NAMES = ("optimizer", "grads", "params")
 
 
 def program(step: Step, shape: str, level: dict[str, Any], **more: Any) -> Program:
-    """Two replicas: of the whole step, with microbatches or without, or of a pipeline of two stages."""
+    """Return a program with two replicas: of the whole step, with or without microbatches, or of a pipeline
+    of two stages.
+    """
     whole, both = {"op": "place", "filter": {}, "devices": [0, 1]}, replicate([0, 1], **level, **more)
     match shape:
         case "DP2":
@@ -59,7 +63,7 @@ def program(step: Step, shape: str, level: dict[str, Any], **more: Any) -> Progr
 
 
 def finished(model: Captured, directives: Program) -> TrainingDAG:
-    """Checked before and after redundant communication is dropped."""
+    """Return the finished DAG, which is checked before and after the elimination of communication."""
     dag = dag_of(model.step, directives)
     check(dag, final=True)
     eliminate(dag)
@@ -72,12 +76,12 @@ def run(model: Captured, dag: TrainingDAG) -> Outcome:
 
 
 def distance(a: Outcome, b: Outcome) -> float:
-    """The largest difference of a gradient or the loss, relative to the tensor's largest element."""
+    """Return the largest difference of a gradient or the loss, relative to the tensor's largest element."""
     assert a.grads.keys() == b.grads.keys() and a.metrics.keys() == b.metrics.keys()
     pairs = [(a.grads[n].double(), b.grads[n].double()) for n in a.grads] + [
         (a.metrics[LOSS], b.metrics[LOSS])
     ]
-    for name, value in a.metrics.items():  # what a model logs may be float32
+    for name, value in a.metrics.items():  # values that a model logs may be float32
         torch.testing.assert_close(value, b.metrics[name], rtol=1e-6, atol=1e-6)
     return max(float((x - y).abs().max() / x.abs().max().clamp(min=1e-3)) for x, y in pairs)
 
@@ -87,7 +91,7 @@ def optimizer(params: Any) -> torch.optim.Optimizer:
 
 
 def trained_alone(model: Captured, dag: TrainingDAG) -> dict[str, torch.Tensor]:
-    """All parameters after some steps by the interpreter, with an optimizer of whole tensors."""
+    """Return all parameters after some steps of the interpreter, with an optimizer of whole tensors."""
     tensors = {name: x.clone(memory_format=torch.preserve_format) for name, x in model.tensors.items()}
     trained: dict[str, torch.Tensor] = {}
     adam = None
@@ -104,11 +108,11 @@ def trained_alone(model: Captured, dag: TrainingDAG) -> dict[str, torch.Tensor]:
 
 
 def trained_in_shards(model: Captured, dag: TrainingDAG) -> dict[str, torch.Tensor]:
-    """The same by the plans, each device with an optimizer of what it has: shards of some parameters, all of
-    others.
+    """Return all parameters after the same steps of the plans. Each device has an optimizer for the tensors
+    that it holds: shards of some parameters, and all of the other parameters.
 
-    What a device should not need is not a number: whole copies of what is sharded, and in what it keeps the
-    others' shards.
+    Values that a device must not need are NaN: whole copies of sharded parameters, and the other devices'
+    shards in the memory that it keeps.
     """
     complete(dag)
     plans = compile_plans(dag)

@@ -22,7 +22,7 @@ from tests import programs
 from tests.strategy.fitting import QUIET, traced_once
 
 WORDS, LENGTH, DIM = 12, 6, 8
-COLUMNS, ROWS = ("q", "k", "v", "up"), ("out", "down")  # by which the weights are divided
+COLUMNS, ROWS = ("q", "k", "v", "up"), ("out", "down")  # parameters whose columns or rows are sharded
 PARAMS = {f"*.{name}.weight": 0 for name in COLUMNS} | {f"*.{name}.weight": 1 for name in ROWS}
 
 VOCABULARY = {"embed.weight": 0, "head.weight": 0}
@@ -32,7 +32,8 @@ class Attention(nn.Module):
     def __init__(self, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        # A bias of keys changes no score: its gradient is nothing but rounding, of which Adam makes steps.
+        # A bias of keys does not change any score. Its gradient consists of rounding errors only, which Adam
+        # turns into steps.
         self.q, self.k, self.v, self.out = (nn.Linear(DIM, DIM, bias=name != "k") for name in "qkvo")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -59,7 +60,7 @@ class Block(nn.Module):
 
 
 class Decoder(L.LightningModule):
-    """Batch: tokens [n, 6] and the next ones, of which some are padding (-100)."""
+    """A decoder. Batch: tokens [n, 6] and the next tokens, some of which are padding (-100)."""
 
     def __init__(self, heads: int = 4, dropout: float = 0.0) -> None:
         super().__init__()
@@ -104,7 +105,7 @@ def tensors(count: int) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def captured(make: Callable[[], L.LightningModule] = decoder) -> CapturedStep:
-    """A model's step for eight samples."""
+    """Capture a model's step for eight samples."""
     return capture(make(), tensors(8))
 
 
@@ -134,7 +135,7 @@ def divided(devices: Any, sequence: bool = False, **fields: Any) -> Shard:
 
 
 def stages(groups: Sequence[Sequence[int]]) -> list[Directive]:
-    """The four layers over groups of devices, in two microbatches."""
+    """Return a program of the four layers on groups of devices, in two microbatches."""
     size = 4 // len(groups)
     layers = [list(range(i * size, i * size + size)) for i in range(len(groups))]
     places = [
@@ -145,13 +146,13 @@ def stages(groups: Sequence[Sequence[int]]) -> list[Directive]:
 
 
 def replicas(levels: Mapping[str, Any]) -> list[Directive]:
-    """Two lines of two members."""
+    """Return a program of two lines of two members."""
     place = Place(filter={}, devices=[[0, 1], [2, 3]], axes=["data", "tp"])
     return [place, divided(None), Replicate(filter={}, devices=[0, 1, 2, 3], **levels)]
 
 
 def grid(chosen: Mapping[str, Any] | None = None, start: int = 0, **axes: int) -> Place:
-    """Devices from `start` on, along axes of these sizes."""
+    """Return a place of devices from `start` on, along axes of these sizes."""
     devices: Any = list(range(start, start + math.prod(axes.values())))
     for size in reversed(list(axes.values())[1:]):
         devices = [devices[i : i + size] for i in range(0, len(devices), size)]
@@ -163,7 +164,7 @@ def fit(
     module: L.LightningModule, strategy: Any, devices: int = 1, batch: int = 8, ckpt_path: str | None = None,
     replica: int | None = None, **options: Any,
 ) -> L.Trainer:  # fmt: skip
-    """`replica`: of two, which draws every other sample."""
+    """Fit the module. `replica` is one of two replicas, which draws every other sample."""
     about: dict[str, Any] = QUIET | {"precision": "64-true"} | options
     trainer = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **about)
     data = TensorDataset(*(x if replica is None else x[replica::2] for x in tensors(40)))

@@ -20,7 +20,7 @@ from lightning_piper.errors import CaptureError
 
 
 class Net(nn.Module):
-    """Four layers in a row; what a test does around them is a function of (self, input)."""
+    """Four layers in a row. A test gives a function of (self, input) that runs around them."""
 
     def __init__(self, run: Callable[[Net, Tensor], Tensor] | None = None) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 
 def tags(module: nn.Module) -> list[dict[str, int]]:
-    """The tags of the regions, in trace order."""
+    """Return the tags of the regions, in trace order."""
     return [dict(region.tags) for region in capture(module, torch.ones(2, 3)).at(2).regions]
 
 

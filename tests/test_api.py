@@ -25,7 +25,7 @@ SHOWN = set(
 
 
 def documented() -> set[str]:
-    """The packages that the reference shows something of."""
+    """Return the packages of which the reference shows names."""
     packages = {"lightning_piper"}
     for name in SHOWN:
         parts = name.split(".")
@@ -34,7 +34,7 @@ def documented() -> set[str]:
 
 
 def imported() -> set[tuple[str, str]]:
-    """The packages and names that the pages import, except errors."""
+    """Return the packages and names that the pages import, except errors."""
     pages = [DOCS.parent / "README.md", *DOCS.rglob("*.md")]
     pattern = re.compile(r"^\s*(?:>>> )?from (lightning_piper[.\w]*) import (\([^)]*\)|.*)", re.MULTILINE)
     found = {
@@ -47,7 +47,9 @@ def imported() -> set[tuple[str, str]]:
 
 
 def is_shown(package: ModuleType, name: str) -> bool:
-    """By itself, under another name, or as a part of a module that is shown as a whole."""
+    """Return whether the reference shows a name itself, under another name, or as a part of a module that it
+    shows as a whole.
+    """
     wanted = getattr(package, name)
     for entry in SHOWN:
         above, _, attribute = entry.rpartition(".")

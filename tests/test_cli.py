@@ -71,7 +71,7 @@ SOURCE = """
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with `stages.py`, `package/inner.py` and JSON files, which is the current one."""
+    """Make a folder with `stages.py`, `package/inner.py` and JSON files the current folder."""
     (tmp_path / "package").mkdir()
     for file in ("stages.py", "package/inner.py"):
         (tmp_path / file).write_text(dedent(SOURCE))
@@ -160,7 +160,7 @@ def untimed(text: str) -> str:
 
 
 def table(lines: Sequence[str]) -> list[list[str]]:
-    """The lines of a table from its head on, without the times."""
+    """Return the lines of a table from its head on, without the times."""
     head = next(i for i, line in enumerate(lines) if line.startswith("pass "))
     return [re.split("  +", line)[:-1] for line in lines[head:] if "  " in line]
 

@@ -47,7 +47,7 @@ LINK = {
     "latency": 1e-7,
     "bandwidth": 3e7,
     "devices": 64,
-}  # sums over replicas are slow; messages between stages are shorter
+}  # sums over replicas are slow, and messages between stages are shorter
 SLOW = {"name": "some", "source": "made up", "memory": 2**30, "flops": {"float32": 1e9}, "bandwidth": 1e10,
     "links": [LINK],
         "host": {"latency": 0, "bandwidth": 1e9}, "host_memory": 2**30}  # fmt: skip
@@ -60,8 +60,8 @@ def two_stages() -> dict[str, Any]:
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The current folder, with a module that says nothing of stages, and a program that says how it is
-    tagged.
+    """Make a folder with a module without annotations, and with a program that annotates it, the current
+    folder.
     """
     (tmp_path / "net.py").write_text(dedent(SOURCE))
     (tmp_path / "two.json").write_text(json.dumps(two_stages()))
@@ -297,7 +297,7 @@ def test_a_recorded_run_beside_its_prediction(project: Path, capsys: pytest.Capt
 
 
 def write_recording(folder: Path, program: dict[str, Any], slower: float) -> None:
-    """As predicted on slow.json, but that stage 1 takes longer."""
+    """Write a recording as predicted on slow.json, but with a slower stage 1."""
     module, batch = Module(GPT(4)), tokens(4)
     annotate_as(module, annotations_of(program))
     compiled = piper.compile(module, batch, program)

@@ -51,7 +51,7 @@ print(json.dumps([printed, list(sys.modules)]))
 
 
 def slow(modules: Iterable[str]) -> set[str]:
-    """The packages among `modules` that take seconds to import."""
+    """Return the packages among `modules` that take seconds to import."""
     return {name.partition(".")[0] for name in modules} & SLOW
 
 

@@ -42,7 +42,7 @@ def test_a_module_a_batch_and_a_program() -> None:
 
 
 def by_stage(zero: Any) -> list[Any]:
-    """Two stages of two replicas, each stage at its own ZeRO stage."""
+    """Return two stages of two replicas, each stage at its own ZeRO stage."""
     groups = [[0, 1], [2, 3]]
     return [
         *(Place(devices, filter={"PP": stage}) for stage, devices in enumerate(groups)),
@@ -194,7 +194,7 @@ def test_parameters_and_buffers_lie_where_they_are_used() -> None:
 
 
 def explanation(compiled: Compiled, text: str) -> list[str]:
-    """The explanation of the node whose line in the DAG contains a text."""
+    """Return the explanation of the node whose line in the DAG contains a text."""
     (node,) = (node for node, line in lines(compiled).items() if text in line)
     return compiled.explain(node).splitlines()
 

@@ -14,7 +14,7 @@ from tests.test_warnings import literal, pattern, texts, trees
 ROOT = Path(__file__).parents[1]
 CLASSES = {name for name, cls in vars(errors).items() if isinstance(cls, type)} | {"NoRoom"}
 CODE = re.compile(r"\[PIPER-([A-Z](?:\d{3}|\0))\]")
-# calls whose message is that of another error or function, which has the code
+# Calls whose message comes from another error or function, which has the code.
 WRAPPERS = {
     "CaptureError(SKIPPED)",
     "PiperError(SKIPPED)",
@@ -40,7 +40,7 @@ WRAPPERS = {
 
 
 def calls(modules: Iterable[ast.Module]) -> Iterator[ast.Call]:
-    """The calls that make an error or that warn, without deprecations."""
+    """Yield the calls that make an error or that warn, without deprecations."""
     for module in modules:
         for node in ast.walk(module):
             if not isinstance(node, ast.Call) or not node.args:
@@ -57,13 +57,13 @@ def said(call: ast.Call) -> str:
 
 
 def codes(modules: Iterable[ast.Module]) -> set[str]:
-    """All codes in texts of these modules."""
+    """Return all codes in texts of these modules."""
     nodes = (node for module in modules for node in ast.walk(module) if isinstance(node, ast.expr))
     return {code for node in nodes for code in CODE.findall(literal(node))}
 
 
 def without_one_code(modules: Iterable[ast.Module]) -> list[str]:
-    """The calls whose message does not have exactly one code, apart from those that pass a message on."""
+    """Return the calls whose message does not have exactly one code, except for calls that pass a message on."""
     return [
         shown
         for call in calls(modules)
@@ -78,13 +78,13 @@ def sections() -> list[str]:
 
 
 def rows() -> list[tuple[str, str]]:
-    """The words and the code of each warning on its page."""
+    """Return the words and the code of each warning on its page."""
     page = (ROOT / "docs/warnings.md").read_text(encoding="utf-8")
     return re.findall(r'^\| `([^`]+)` \| <span id="piper-w\d+">PIPER-(W\d+)</span> \|', page, re.MULTILINE)
 
 
 def without_code(rows: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The rows whose words and code are not together in a text of the package."""
+    """Return the rows whose words and code are not together in a text of the package."""
     return [
         (words, code)
         for words, code in rows

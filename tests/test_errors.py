@@ -39,7 +39,7 @@ def test_what_needs_processes_is_made_by_another_test(case: Elsewhere) -> None:
 
 @functools.cache
 def texts_of(file: Path) -> list[str]:
-    """The strings in a file. Parts of an f-string that are computed are left out."""
+    """Return the strings in a file. Computed parts of an f-string are skipped."""
     return [
         node.value
         for node in ast.walk(ast.parse(file.read_text()))

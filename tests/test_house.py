@@ -88,13 +88,13 @@ SHARED_NAMES = {
     "Replicate",
     "Report",
     "Shard",
-}  # directives that share names with placements; a node and a report of checks
+}  # directives that share names with placements, and a node and a report of checks
 TOO_LONG: set[str] = set()
 
 
 class Arrow(NamedTuple):
-    """One module imports another. `late` arrows are not followed while modules are imported: they are inside
-    of a function, or for type annotations alone.
+    """An import of one module by another module. `late` arrows are not followed while modules are imported:
+    they are inside of a function, or only for type annotations.
     """
 
     source: str
@@ -104,7 +104,7 @@ class Arrow(NamedTuple):
 
 
 def modules(root: Path) -> dict[str, Path]:
-    """The modules of a package by their names."""
+    """Return the modules of a package by their names."""
     found = {}
     for path in sorted(root.rglob("*.py")):
         parts = (root.name, *path.relative_to(root).with_suffix("").parts)
@@ -122,7 +122,7 @@ def imports(node: ast.AST, late: bool = False) -> Iterator[tuple[ast.Import | as
 
 
 def arrows(root: Path) -> list[Arrow]:
-    """All imports of modules of a package by modules of it."""
+    """Return all imports of modules of a package by modules of the same package."""
     there = modules(root)
     found = []
     for source, path in there.items():
@@ -131,7 +131,7 @@ def arrows(root: Path) -> list[Arrow]:
             for name in _names(statement, package):
                 target = (
                     name if name in there else name.rpartition(".")[0]
-                )  # what is imported from a module is not a module
+                )  # other imports from a module are not modules
                 if target in there and target != source:
                     found.append(Arrow(source, target, late, statement.lineno))
     return found
@@ -145,21 +145,21 @@ def _names(statement: ast.Import | ast.ImportFrom, package: str) -> list[str]:
 
 
 def within(found: list[Arrow], parent: str) -> list[Arrow]:
-    """The arrows between modules of the package `parent`."""
+    """Return the arrows between modules of the package `parent`."""
     return [arrow for arrow in found if all(f"{module}.".startswith(f"{parent}.") for module in arrow[:2])]
 
 
 def package(module: str, parent: str) -> str:
-    """The sub-package of `parent` that a module of `parent` belongs to. The module `parent` is a sub-package
-    of its own.
+    """Return the sub-package of `parent` that a module of `parent` belongs to. The module `parent` is a
+    sub-package of its own.
     """
     names, depth = module.split("."), len(parent.split("."))
     return names[depth] if len(names) > depth else names[-1]
 
 
 def against(order: list[str], found: list[Arrow], parent: str) -> list[str]:
-    """Arrows to a sub-package of `parent` that does not come before. Late arrows count: they are
-    dependencies, too.
+    """Return the arrows to a sub-package of `parent` that does not come before. Late arrows count, because
+    they are dependencies, too.
     """
     places = {name: place for place, name in enumerate(order)}
     pairs = [
@@ -201,8 +201,8 @@ def circle(found: list[Arrow]) -> list[str]:
 
 
 def too_long(root: Path, file: int = FILE, function: int = FUNCTION) -> dict[str, int]:
-    """Lines of files and functions that have too many: `path`, `path:function`. Of a function, the body without
-    its docstring counts.
+    """Return the lines of files and functions that have too many lines: `path`, `path:function`. For a
+    function, its body without the docstring counts.
     """
     found = {}
     for path in sorted(root.rglob("*.py")):
@@ -226,8 +226,8 @@ def docstring_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def shared_class_names(root: Path) -> set[str]:
-    """Names of classes that several modules define. A class inside of another class or a function does not
-    count.
+    """Return the names of classes that several modules define. A class inside of another class or of a
+    function does not count.
     """
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted(root.rglob("*.py"))]
     names = [
@@ -275,8 +275,8 @@ def test_no_two_public_classes_have_one_name() -> None:
 
 @pytest.fixture
 def house(tmp_path: Path) -> Path:
-    """A package of three sub-packages, `low`, `middle` and `high`, in this order. `high` has modules of its
-    own.
+    """Make a package of three sub-packages, `low`, `middle` and `high`, in this order. `high` has modules of
+    its own.
     """
     root = tmp_path / "house"
     for path, text in {

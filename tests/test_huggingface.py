@@ -34,7 +34,7 @@ def qwen() -> Any:
 
 
 def gpt_oss() -> Any:
-    """Its experts have biases, transposed weights and a gate of their own."""
+    """A model whose experts have biases, transposed weights and a gate of their own."""
     from transformers import GptOssConfig, GptOssForCausalLM
 
     torch.manual_seed(0)
@@ -57,11 +57,12 @@ class Wrapped(L.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1.0)  # a step is the gradient
+        # With this learning rate, a step changes a parameter by its gradient.
+        return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
 def fit(model: Any, strategy: Any) -> tuple[float, dict[str, torch.Tensor]]:
-    """The loss of one step, and what it adds to each parameter."""
+    """Return the loss of one step, and the change of each parameter."""
     module = Wrapped(model)
     piper.annotate_modules(
         module,

@@ -15,7 +15,9 @@ KINDS = re.compile(r"cuda|nccl|xccl|rocm|\b[xh]pu|\bmps", re.IGNORECASE)
 
 
 def named(tree: ast.AST) -> Iterator[str]:
-    """Names and strings of code; not what stands alone, as docstrings do, and not what errors say."""
+    """Yield names and strings of code, except for strings that stand alone, as docstrings do, and texts of
+    errors.
+    """
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Raise) or (
             isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)

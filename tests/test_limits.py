@@ -20,7 +20,8 @@ from lightning_piper.simulate import Link, read_durations
 
 PLACE = '{"op": "place", "filter": {"PP": 0}, "devices": [0]'
 
-# of processor time, also of a slow one; most need milliseconds, and what is refused would need far more
+# Limit in processor seconds, also for a slow processor. Most cases need milliseconds. Without the checks they
+# would need far more.
 SECONDS = 10.0
 
 
@@ -29,7 +30,7 @@ def soon(call: Callable[[], object], says: str) -> None:
     with pytest.raises(piper.PiperError, match=says) as raised:
         call()
     assert time.process_time() - start < SECONDS
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500 * 2**10  # KiB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500 * 2**10  # in KiB
     assert len(str(raised.value)) < 1000
 
 

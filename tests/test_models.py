@@ -35,8 +35,8 @@ Case = tuple[L.LightningModule, Any]
 
 
 def demo() -> Case:
-    """Lightning's own Transformer. It makes its position table and a mask when it is first called; a captured
-    step cannot.
+    """Return Lightning's own Transformer. Its first call makes a position table and a mask, which a captured
+    step cannot do.
     """
     module = LightningTransformer(vocab_size=11)
     module.model = model = Transformer(11, ninp=8, nhead=2, nhid=16, nlayers=1, dropout=0.0)
@@ -53,7 +53,9 @@ def demo() -> Case:
 
 
 class Language(L.LightningModule):
-    """Predicts tokens; `labelled` lets the model compute the loss, in float32 whatever it is in itself."""
+    """A model that predicts tokens. With `labelled`, the model computes the loss, in float32 regardless of
+    its dtype.
+    """
 
     def __init__(self, model: nn.Module, labelled: bool = False) -> None:
         super().__init__()
@@ -124,7 +126,7 @@ def vit() -> Case:
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
         qkv_bias=False,
-    )  # the gradient of a key's bias is zero but for rounding
+    )  # the gradient of a key's bias is zero except for rounding
     module = Vision(transformers.ViTForImageClassification(config))
     stages = [["*.embeddings", "*.layers.0"], ["*.layers.1", "model.vit.layernorm", "model.classifier"]]
     piper.annotate_modules(module, "PP", stages)
@@ -132,7 +134,7 @@ def vit() -> Case:
 
 
 class ConvNet(L.LightningModule):
-    """Convolutions and batch norms."""
+    """A network of convolutions and batch norms."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +151,7 @@ class ConvNet(L.LightningModule):
 
 
 class Towers(L.LightningModule):
-    """Contrastive: the other samples of the batch are each sample's negatives."""
+    """A contrastive model: the other samples of the batch are each sample's negatives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +177,7 @@ def towers() -> Case:
 
 
 class Captured:
-    """A model in float64, captured once for all programs."""
+    """A model in float64, which is captured once for all programs."""
 
     def __init__(self, make: Callable[[], Case]) -> None:
         with torch.random.fork_rng():

@@ -52,8 +52,8 @@ NO_NOUNS = PREPOSITIONS | ADVERBS | PARTICIPLES
 
 
 def classes(root: Path) -> dict[str, list[str]]:
-    """The files that define each class name of a package at the top level of a module, private names
-    included.
+    """Return the files that define each class name of a package at the top level of a module, including
+    private names.
     """
     found = defaultdict(list)
     for path in sorted(root.rglob("*.py")):
@@ -64,12 +64,12 @@ def classes(root: Path) -> dict[str, list[str]]:
 
 
 def several_definitions(root: Path) -> dict[str, list[str]]:
-    """The class names that a package defines more than once."""
+    """Return the class names that a package defines more than once."""
     return {name: files for name, files in classes(root).items() if len(files) > 1}
 
 
 def no_nouns(root: Path) -> list[str]:
-    """Files and folders whose names begin with a preposition, or end in a word that is not a noun."""
+    """Return the files and folders whose names begin with a preposition, or end in a word that is not a noun."""
     found = []
     for path in sorted(root.rglob("*")):
         if path.suffix == ".py" or (path.is_dir() and path.name != "__pycache__"):
@@ -98,7 +98,7 @@ def test_files_are_named_by_nouns() -> None:
 
 
 def made(root: Path, files: dict[str, str]) -> Path:
-    """A package with these files."""
+    """Make a package with these files."""
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)

@@ -156,7 +156,7 @@ SMALLER = {
 
 
 def blocks(page: str) -> list[tuple[str, str, str]]:
-    """Each block's name, code, and what is shown below it."""
+    """Return each block's name, its code, and the output below it."""
     text = (ROOT / page).read_text(encoding="utf-8")
     return [
         (f"{page} {i}", found["code"], found["printed"] or "") for i, found in enumerate(BLOCK.finditer(text))
@@ -177,7 +177,7 @@ def follow(page: str, names: dict[str, Any]) -> None:
             with contextlib.redirect_stdout(io.StringIO()) as out:
                 try:
                     exec(compile(part, name, "exec"), names)
-                except piper.PiperError as error:  # below the block stands the last line of its traceback
+                except piper.PiperError as error:  # the last line of the traceback is below the block
                     print(f"{type(error).__module__}.{type(error).__qualname__}: {error}")
                     if not shown:
                         raise

@@ -1,4 +1,4 @@
-"""The project's own files: what they name is there."""
+"""The project's own files: the files that they name exist."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 
 def missing(text: str) -> list[str]:
-    """Files and folders that a text names as code, below the package or the repository's root, and that are
-    not there.
+    """Return the files and folders that a text names as code, below the package or the repository's root, and
+    that do not exist.
     """
     paths = re.findall(r"`([\w./]+(?:\.py|/))`", text)
     assert paths
@@ -31,7 +31,7 @@ def missing(text: str) -> list[str]:
 
 
 def rooms(text: str) -> list[Path]:
-    """design.md names a room and then its files."""
+    """Return the packages and files of design.md, which names a package and then its files."""
     named = [ROOT / "lightning_piper" / room for room in re.findall(r"`(\w+)/[\w.]*`", text)]
     return [room for room in named if room.is_dir()]
 

@@ -10,11 +10,11 @@ from lightning_piper.search.comparison import ComparedTime, PredictionComparison
 from lightning_piper.simulate import simulate
 from tests.models import captured
 
-LONGEST = 200  # characters
+LONGEST = 200  # largest number of characters
 
 
 def returned() -> dict[str, object]:
-    """An object of each class, with the text that it shows."""
+    """Return an object of each class, by the text that it shows."""
     c, program = captured("mlp"), one_f_one_b(2, 2)
     compiled = piper.compile(c.module, c.batch, program)
     found = piper.search(c.module, c.batch, 2, "1GiB", hardware="h100-sxm", check="off")

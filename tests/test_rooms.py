@@ -20,7 +20,7 @@ ROOT = Path(lightning_piper.__file__).parent
 PRIVATE = "strategy/_lightning.py"
 ONLY = {
     "lightning.pytorch.utilities.seed.isolate_rng"
-}  # what other rooms behind the runtime may know of Lightning
+}  # other packages above the runtime may use these names of Lightning
 BEHIND = ("processes", "holdings", "checkpoint", "session")
 
 
@@ -34,7 +34,7 @@ def files() -> list[Path]:
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
-    """Dotted names, the imported one included."""
+    """Yield dotted names, including the imported name."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -43,12 +43,12 @@ def imported(tree: ast.Module) -> Iterator[str]:
 
 
 def room_of(path: Path) -> str:
-    """A folder, or a file beside the folders."""
+    """Return the package of a file: its folder, or the file itself if it is not in a folder."""
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
 def arrows(found: dict[str, set[str]]) -> dict[str, set[str]]:
-    """Room -> rooms that it imports."""
+    """Return a map: package -> packages that it imports."""
     rooms = {room_of(path) for path in files()} - {"__init__"}
     return {
         room: {y for x in names if (y := [*x.split("."), ""][1]) in rooms and y != room}
@@ -101,7 +101,7 @@ def is_private(name: str) -> bool:
 
 
 def own_names(module: object) -> set[str]:
-    """The private attributes that Lightning's strategies have."""
+    """Return the private attributes that Lightning's strategies have."""
     tree = parsed(Path(str(vars(module)["__file__"])))
     attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     names = {x.attr for x in attributes if isinstance(x.value, ast.Name) and x.value.id == "self"}
@@ -113,8 +113,8 @@ def own_names(module: object) -> set[str]:
 
 
 def private_names(tree: ast.Module) -> set[str]:
-    """Private names of Lightning: imported, or attributes of other objects, or of Lightning's strategies;
-    also as strings.
+    """Return private names of Lightning, also in strings: imported names, or attributes of other objects or
+    of Lightning's strategies.
     """
     known = own_names(strategy) | own_names(parallel)
     found = {name for name in imported(tree) if of_lightning(name) and any(map(is_private, name.split(".")))}

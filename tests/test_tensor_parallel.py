@@ -65,8 +65,8 @@ def test_what_is_needed_whole_stays_whole():
 
 
 class Unbound(L.LightningModule):
-    """Queries, keys and values are one product, taken apart by `unbind`, in shapes that are too large to be
-    tried as they are.
+    """Queries, keys and values are one product, which `unbind` takes apart, in shapes that are too large to
+    be tried unchanged.
     """
 
     def __init__(self) -> None:
@@ -209,7 +209,7 @@ def test_keys_go_round_in_models_of_hugging_face():
 
 
 class Penalised(L.LightningModule):
-    """Two gates; of the first one a tensor is needed whole."""
+    """Two gates. One of the first gate's tensors is needed whole."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -243,8 +243,8 @@ def test_a_weight_that_is_needed_whole_itself_is_left(name, left):
 
 
 class Noisy(L.LightningModule):
-    """Work outside of the stages reads the batch, on the way forth in parts, and on the way back once
-    more.
+    """Work outside of the stages reads the batch: in parts in the forward pass, and once more in the backward
+    pass.
     """
 
     def __init__(self) -> None:

@@ -30,13 +30,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def forget() -> None:
-    """A script starts anew: it imports files as they are now."""
+    """Remove the imported files of the tutorial, so that a script imports the files in their current state."""
     for name in SCRIPTS:
         sys.modules.pop(name, None)
 
 
 def run(command: str) -> str:
-    """A command that starts no process, in this one."""
+    """Run a command that starts no other process in this process."""
     name, *arguments = command.split()
     if command == "python train.py sharded 4":
         return next(found["output"] for found in STEP.finditer(TEXT) if found["command"] == command)

@@ -1,4 +1,4 @@
-"""Whose code it is: a library's, wherever it is installed, or the user's."""
+"""The owner of code: a library, wherever it is installed, or the user."""
 
 from __future__ import annotations
 

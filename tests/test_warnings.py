@@ -19,7 +19,9 @@ ROW = re.compile(r"^\| `(?P<words>[^`]+)` \|", re.MULTILINE)
 
 
 def literal(node: ast.expr) -> str:
-    """The words of a string in the source, with a gap for each value in it; empty if it is no string."""
+    """Return the words of a string in the source, with a gap for each value in it; empty if the expression is
+    not a string.
+    """
     if isinstance(node, ast.JoinedStr):
         return "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
@@ -31,7 +33,7 @@ def trees() -> list[ast.Module]:
 
 
 def warned() -> Iterator[str]:
-    """The texts in calls that warn, without deprecations: the page says what they have in common."""
+    """Yield the texts in calls that warn, without deprecations, which the page describes together."""
     for tree in trees():
         for node in ast.walk(tree):
             if not isinstance(node, ast.Call) or not node.args:
@@ -40,7 +42,7 @@ def warned() -> Iterator[str]:
             if name not in ("warn", "rank_zero_warn") or "DeprecationWarning" in ast.unparse(node):
                 continue
             text = literal(node.args[0])
-            if text and not text.startswith("\0\0"):  # its own words come from elsewhere
+            if text and not text.startswith("\0\0"):  # its own words come from another text
                 yield text
 
 
@@ -57,7 +59,7 @@ def texts() -> frozenset[str]:
 
 
 def missing(page: str) -> tuple[list[str], list[str]]:
-    """Rows whose words are nowhere in the package, and warnings without a row."""
+    """Return the rows whose words are not in the package, and the warnings without a row."""
     rows = {words: pattern(words) for words in ROW.findall(page)}
     stale = [words for words, row in rows.items() if not any(row.search(text) for text in texts())]
     return stale, [text for text in warned() if not any(row.search(text) for row in rows.values())]

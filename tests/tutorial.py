@@ -25,7 +25,9 @@ LIMIT = 800.0  # seconds for a command, also on a slow machine
 
 
 def follow(text: str, folder: Path, run: Callable[[str], str]) -> str:
-    """The page with what its commands print now, in the order of the page: a file may be written again."""
+    """Return the page with the current output of its commands, in the order of the page. A file may be
+    written again.
+    """
 
     def step(found: re.Match[str]) -> str:
         if found["file"]:
@@ -37,8 +39,8 @@ def follow(text: str, folder: Path, run: Callable[[str], str]) -> str:
 
 
 def alike(shown: str, found: str) -> bool:
-    """Equal but for figures: those of rounding (1.2e-07) are another machine's, others agree to a
-    thousandth.
+    """Return whether two outputs are equal except for numbers. Rounding errors (1.2e-07) may differ, and
+    other numbers must agree to a thousandth.
     """
     if NUMBER.sub("#", shown) != NUMBER.sub("#", found):
         return False
@@ -47,7 +49,7 @@ def alike(shown: str, found: str) -> bool:
 
 
 def typed(folder: Path) -> Callable[[str], str]:
-    """Runs a command in a process, as it would be typed."""
+    """Return a function that runs a command in a process of its own, as a user types it."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "112"}
 
     def run(command: str) -> str:

@@ -1,5 +1,5 @@
-"""How much memory buckets take on a device that falls behind its host: no more than on one that keeps pace
-with it.
+"""The memory of buckets on a device that is slower than its host: at most the memory on a device that keeps
+up with its host.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from tests.plan.programs import dag_of, split
 
 CPU = torch.device("cpu")
 LAYERS, WIDTH, SIZE = 6, 32, 4
-BUCKET = WIDTH * WIDTH * 4  # bytes of a layer; what passes hand on is much smaller
+BUCKET = WIDTH * WIDTH * 4  # bytes of a layer; outputs of passes are much smaller
 LEVELS = ("shard_params", "shard_grads")
-REPORTED = 64  # bytes that suffice for the sum of what is reported
+REPORTED = 64  # bytes that suffice for the sum of the reported values
 ORDERS = range(6)
 
 
 class Chain(L.LightningModule):
-    """A bucket a region."""
+    """A chain with one bucket for each region."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Chain(L.LightningModule):
 def program(
     level: str,
 ) -> tuple[TrainingDAG, Mapping[int, Plan], dict[str, torch.Tensor], list[torch.Tensor]]:
-    """Two replicas, in two microbatches."""
+    """Return a program of two replicas, in two microbatches."""
     module, batch = Chain(), torch.linspace(-1, 1, SIZE * WIDTH).view(SIZE, WIDTH)
     step = capture(module, batch)
     replicate = {"op": "replicate", "filter": {}, "devices": [0, 1], level: True}
@@ -78,8 +78,8 @@ def program(
 
 
 def apart(plan: Plan, kind: type[Collective]) -> Plan:
-    """The plan with such collectives on a stream of their own, and the events that they need there: the
-    numbers are the same.
+    """Return the plan with its collectives of one kind on a stream of their own, and with the events that
+    they then need. The numbers stay the same.
     """
     own = {x.node: x.communicator for x in plan.instructions if isinstance(x, kind)}
     moved: list[Instruction] = []
@@ -93,8 +93,9 @@ def apart(plan: Plan, kind: type[Collective]) -> Plan:
 
 
 def most(level: str, plans: Mapping[int, Plan], order: int) -> int:
-    """Bytes that the first device holds at most in a step, beside what it holds before it. Its host waits for
-    nothing, so the device has done nothing at the end, and the other one has not begun.
+    """Return the most bytes that the first device holds in a step, in addition to the bytes before the step.
+    Its host waits for nothing, so at the end the device has not run anything, and the other device has not
+    begun.
     """
     dag, _, held, leaves = program(level)
     found: list[int] = []

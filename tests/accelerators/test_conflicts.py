@@ -1,5 +1,5 @@
-"""Work that comes to memory before earlier work is done with it is named; work that waits, or reads alone, is
-not.
+"""The simulated accelerator reports work on memory before earlier work on it is done. It does not report work
+that waits, or that only reads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ ORDERS = range(6)
 
 
 def found(first: str, second: str, waits: bool) -> set[str]:
-    """What is said in some order of two operations on one tensor, which one stream issues after the other."""
+    """Return the reports, in some order of the work, on two operations on one tensor that one stream issues
+    after the other.
+    """
     said = set()
     base = torch.arange(8.0)
     work = {

@@ -1,5 +1,5 @@
-"""Kinds of devices: what they draw random numbers from, how they exchange tensors, and which are refused,
-without having one.
+"""Kinds of devices, without having one: their random number generators, their backends, and the kinds that
+raise an error.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The simulated accelerator runs late and in any order, gives what the CPU gives, and shows what is
-missing.
+"""The simulated accelerator runs work late and in any order, gives the CPU's results, and shows missing
+waits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.models import captured
 from tests.plan.programs import edited, pipeline
 
 CPU = torch.device("cpu")
-ORDERS = range(12)  # each stream of these programs last in turn
+ORDERS = range(12)  # in each order another stream of these programs runs last
 
 
 def on(device: Simulated, name: str) -> None:

@@ -18,7 +18,7 @@ BATCH = torch.ones(4, 4), torch.ones(4, 2)
 
 
 class Net(MLP):
-    """A third layer of the first one's shape, and two buffers; the step adds to `total`."""
+    """A module with a third layer of the first layer's shape, and two buffers. The step adds to `total`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,8 +95,8 @@ def test_tensors_that_would_come_apart_are_refused(
 
 
 def constants(module: Net) -> None:
-    """Buffers that nothing changes; a tie; rows and columns of one tensor; one that is repeated; no
-    elements.
+    """Add tensors that share memory: buffers that are views, a repeated and an empty buffer, tied weights,
+    and parameters that are parts of one tensor.
     """
     module.register_buffer("row", module.table[0])
     module.register_buffer("same", module.table.view(4, 6))

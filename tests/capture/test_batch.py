@@ -1,4 +1,4 @@
-"""Batches: what they are taken apart into, put together again from, and what they may not be."""
+"""Batches: how Piper takes them apart and puts them together again, and which batches raise an error."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Fixed(dict[str, Any]):
 
 
 class Marked(Tensor):
-    """A tensor that knows more than its numbers."""
+    """A tensor with an attribute besides its numbers."""
 
 
 def test_classes_and_attributes_of_containers_stay() -> None:
@@ -167,7 +167,7 @@ REPLICAS = [piper.Place(filter={}, devices=[0, 1]), piper.Replicate(filter={}, d
 
 
 class Named(MLP):
-    """Its batches have something with an entry for each sample, which `use` may read."""
+    """A module whose batches have an object with an entry for each sample, which `use` may read."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step((batch["x"], batch["y"]), batch_idx)
@@ -236,7 +236,9 @@ def test_a_list_with_one_entry_a_sample_cannot_be_read_in_microbatches_and_repli
 
 
 def taken(queue: SimpleQueue[Any]) -> list[Any]:
-    """What a step put into a queue: into a list, it would be refused."""
+    """Return the items that a step has put into a queue. For a list in its place, Piper would raise an
+    error.
+    """
     return [queue.get() for _ in range(queue.qsize())]
 
 

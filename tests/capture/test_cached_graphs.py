@@ -1,4 +1,4 @@
-"""A step that was traced before is not traced again, and one that does anything else is."""
+"""A step that was traced before is not traced again, and a step that does anything else is."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SPEC = Spec(tuple(BLOCKS), tuple(range(len(BLOCKS))), loss="terms")
 
 
 class Scaled(torch.autograd.Function):
-    by = 2.0  # read by the backward pass alone
+    by = 2.0  # only the backward pass reads this value
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ def batch(size: int = 4) -> tuple[Tensor]:
 
 @pytest.fixture
 def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Gets an entry for each trace; nothing is known in the beginning."""
+    """Yield a list with an entry for each trace. The cache is empty in the beginning."""
     found: list[int] = []
     own = _torch.functional_graph
 
@@ -91,7 +91,7 @@ def trace(module: L.LightningModule, given: Any) -> TracedGraph:
 
 
 def described(graph: torch.fx.Graph) -> list[str]:
-    """All that is read of a graph later; numbers of operations in the order in which they come."""
+    """Return all parts of a graph that are read later. Operations are numbered in their order."""
     numbers: dict[Any, int] = {}
 
     def spec(value: Any) -> str:
@@ -214,7 +214,7 @@ def test_code_is_compiled_after_a_tracing_run(traces):
 
 
 class Reading(Net):
-    """Reads what no guard sees."""
+    """A module that reads state that no guard sees."""
 
     def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
         return super().training_step(batch, batch_idx) * float(os.environ["PIPER_TEST_SCALE"])

@@ -27,7 +27,7 @@ from tests.reference import differences, distance, plain
 
 
 def run(c: Captured, sizes: list[int]) -> Outcome:
-    """The captured step in microbatches of these sizes, without any placement."""
+    """Run the captured step in microbatches of these sizes, without any placement."""
     dag = build_dag(c.step)
     if len(sizes) > 1:
         apply_program(dag, [Split(filter={}, dim_name="MB", num_microbatches=len(sizes))])
@@ -41,11 +41,11 @@ def uneven(size: int) -> list[int]:
 
 SUMMED = [name for name in CASES if CASES[name].reassociates and name != "terms"]
 BITWISE = [name for name in DETERMINISTIC if not CASES[name].reassociates]
-ROUNDING = 1e-6  # of float32, relative: 1e-7 measured
+ROUNDING = 1e-6  # relative, of float32; 1e-7 measured
 
 
 def assert_same_bits(name: str, found: Outcome, expected: Outcome, but: Sequence[str] = ()) -> None:
-    """Equal bit by bit, but for the named results."""
+    """Assert that results are bitwise equal, except for the named results."""
     if name in DECOMPOSED:
         assert distance(found, expected) < ROUNDING
     else:

@@ -1,5 +1,5 @@
-"""Numbers in place of a graph's symbols: they are there inside, and at the end the symbols are back, also
-after an error.
+"""Numbers in place of a graph's symbols: inside of the context the numbers are there. At the end, also after
+an error, the symbols are back.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WHOLE, PART = torch.empty(6, 2), torch.empty(3, 2)
 
 
 def graph() -> torch.fx.Graph:
-    """`x[: sizes[0]][: sizes[1]]`."""
+    """Return the graph of `x[: sizes[0]][: sizes[1]]`."""
     found = torch.fx.Graph()
     x = found.placeholder("x")
     first = found.call_function(torch.narrow, (x, 0, 0, SymbolicSize(0)))

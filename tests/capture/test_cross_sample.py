@@ -1,5 +1,5 @@
-"""Where samples certainly meet on the way to the loss is seen in the graph; where they do not, nothing is
-said.
+"""The graph shows where a step certainly mixes samples on the way to the loss. For other steps, Piper reports
+nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Loss = Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], Tensor]
 
 
 def _tokens(rows: Tensor) -> Tensor:
-    """Each row behind a token that all samples have, as images have one."""
+    """Put a token that all samples share before the tokens of each row, as vision transformers do."""
     return torch.cat([torch.ones(1, 1, 2).expand(len(rows), -1, -1), rows[:, None]], 1)
 
 
@@ -50,7 +50,7 @@ MEET: dict[str, tuple[Loss, str]] = {
     "the largest taken off": (lambda net, x, y: (net(x) - net(x).max()).exp().mean(), "exp"),
 }
 
-# Each kind beside its control, in which samples are independent; `own` has the layers that some need.
+# Each kind has a control in which samples are independent. `own` has the layers that some kinds need.
 KINDS: dict[str, tuple[Step, str, Step]] = {
     "attention": (
         lambda own, h, y: F.scaled_dot_product_attention(h[None], h[None], h[None])[0].square().mean(),

@@ -1,5 +1,5 @@
-"""Numbers that Python takes out of tensors: computed as Python would, logged like tensors, known to nothing
-else.
+"""Numbers that Python takes out of tensors: computed as Python computes them, logged like tensors, and
+unknown to all other code.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ SCALE = 3
 
 
 class Using(MLP):
-    """Logs what `use` makes of the loss, its number of rows, and the hidden layer; a tensor that it gives is
-    added to the loss.
+    """A module that logs the result of `use` for the loss, its number of rows, and the hidden layer. If the
+    result is a tensor, the module adds it to the loss.
     """
 
     def __init__(self, use: Callable[[Tensor, Tensor, Tensor], Any]) -> None:
@@ -47,7 +47,7 @@ class Using(MLP):
 
 
 def both(use: Callable[[Tensor, Tensor, Tensor], Any], samples: int = 6) -> tuple[float, float]:
-    """What the captured step logs, and what Python computes."""
+    """Return the value that the captured step logs, and the value that Python computes."""
     torch.manual_seed(1)
     module, batch = Using(use), regression(samples)
     step = capture(module, batch)
@@ -193,7 +193,7 @@ def test_values_of_microbatches_are_merged() -> None:
 
 
 class Crossing(MLP):
-    """A number of the first stage weighs the loss of the second."""
+    """A module in which a number of the first stage weights the loss of the second stage."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         with piper.annotate("PP", 0):

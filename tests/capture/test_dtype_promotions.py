@@ -1,5 +1,5 @@
-"""What a precision plugin makes the default dtype holds for the captured step, which runs where another one
-is the default.
+"""The default dtype that a precision plugin sets holds for the captured step, even if the step runs under a
+different default.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Masked(L.LightningModule):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         x, mask = batch
-        share = mask / mask.sum()  # of whole numbers
+        share = mask / mask.sum()  # of integers
         return (self.layer(x)[:, 0] * mask).sum() / (mask.sum() + 1e-6) + (share.sqrt() * x[:, 0]).sum()
 
 
 @contextlib.contextmanager
 def in_float64() -> Iterator[None]:
-    """As Lightning's `64-true`."""
+    """Set the default dtype as Lightning's `64-true` does."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -45,7 +45,7 @@ def in_float64() -> Iterator[None]:
 
 
 def losses() -> tuple[Tensor, Tensor]:
-    """Of the captured step, and of the step itself."""
+    """Return the losses of the captured step, and of the step itself."""
     generator = torch.Generator().manual_seed(0)
     module = Masked().double()
     batch = [torch.randn(4, 3, dtype=torch.float64, generator=generator), torch.tensor([1, 0, 1, 1])]

@@ -1,4 +1,4 @@
-"""A step that runs as it is, as one region of a graph."""
+"""A step that runs uncaptured, as one region of a graph."""
 
 from __future__ import annotations
 

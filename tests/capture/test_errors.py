@@ -1,4 +1,4 @@
-"""What cannot be captured: every refusal names the user's line or key and says what to do instead."""
+"""Steps that cannot be captured: every error names the user's line or key and says what to do instead."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from tests.models import MLP, regression
 
 
 class Probe(MLP):
-    """An MLP whose step ends with a function of (self, x, h, loss, batch_idx); what that returns, if
-    anything, is the result.
+    """An MLP whose step ends with a function of (self, x, h, loss, batch_idx). If the function returns a
+    value, the step returns this value.
     """
 
     def __init__(self, end: Callable[..., Any]) -> None:
@@ -59,7 +59,7 @@ def message(end: Callable[..., Any]) -> str:
 
 
 def marked(end: Callable[..., Any]) -> str:
-    """`file:line` of the line of `end` that carries the mark."""
+    """Return `file:line` of the marked line in `end`."""
     lines, first = inspect.getsourcelines(end)
     return f"{__file__}:{first + next(i for i, line in enumerate(lines) if '# here' in line)} ("
 
@@ -296,7 +296,7 @@ def test_a_log_call_is_refused(end: Callable[..., Any], says: str) -> None:
 
 
 class Odd(Exception):
-    """One that only the user knows."""
+    """An error class that only the user has."""
 
 
 def bad_label(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:

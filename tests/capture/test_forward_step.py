@@ -1,4 +1,4 @@
-"""Steps without a backward pass: what is captured, in which modes, and what cannot be."""
+"""Steps without a backward pass: the captured parts, the modes of capture, and steps that cannot be captured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The graph made of a tracing run's operations is the graph that a trace makes, or a trace makes it."""
+"""The graph made from the operations of a tracing run equals the graph of a trace, or a trace makes the
+graph.
+"""
 
 from __future__ import annotations
 
@@ -147,7 +149,7 @@ def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
 def graphs(
     module: L.LightningModule, batch: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[str], list[str], int]:
-    """A step's graph by a trace, by a tracing run, and how many traces the latter took."""
+    """Return a step's graph from a trace, its graph from a tracing run, and the number of traces in this run."""
     found, traces, own = [], 0, _torch.functional_graph
 
     def counted(*args: Any) -> torch.fx.Graph:
@@ -166,9 +168,9 @@ def graphs(
             kept = {
                 key: x for key, x in node.meta.get("custom", {}).items() if not key.startswith("_torchdynamo")
             }
-            node.meta["custom"] = kept  # a trace marks operations as not to be traced again
+            node.meta["custom"] = kept  # a trace marks operations that must not be traced again
             if node.op == "output" or name != "training_step":
-                # the number says where a backward pass belongs
+                # the number says to which operation a backward pass belongs
                 node.meta["seq_nr"] = None
         found.append(described(graph))
     return found[0], found[1], traces

@@ -1,4 +1,4 @@
-"""Guards: what a step has read in Python, compared before it runs again."""
+"""Guards: Python values that a step has read, compared before the step runs again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BATCH = torch.ones(2, 3, dtype=torch.float64)
 
 
 class Module(L.LightningModule):
-    """Its step is one layer and what `body` makes of its output."""
+    """A module whose step is one layer, and `body` of the layer's output."""
 
     def __init__(self, body: Any, **state: Any) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def test_a_change_is_seen_whenever_guards_are_first_compared(asked_before: bool)
 
 
 class Scale:
-    """A loss function, say: an object that is called."""
+    """An object that is called, such as a loss function."""
 
     factor = 2.0
 
@@ -300,7 +300,7 @@ def test_variables_are_seen_however_often_steps_were_captured() -> None:
 
 
 def steps(module: Module, values: list[Any], put: Any) -> list[CapturedStep]:
-    """The capture that serves each of the values, as the strategy looks for it."""
+    """Return the capture that serves each of the values, chosen as the strategy chooses it."""
     history, found = History(), []
     for value in values:
         put(module, value)
@@ -354,7 +354,7 @@ def test_torchs_own_state_is_guarded() -> None:
 
 
 class Config:
-    """As a model of `transformers` has it: the first step notes what the kind of problem is."""
+    """A configuration as in models of `transformers`: the first step sets the kind of problem."""
 
     def __init__(self) -> None:
         self.kind: str | None = None

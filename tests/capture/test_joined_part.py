@@ -1,5 +1,5 @@
-"""The part of a step that is computed from gathered samples: which operations it has, and what it reads of
-the others.
+"""The part of a step that is computed from gathered samples: its operations, and the values that it reads
+from the other part.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ def exchanged(found: StepCode, way: str = "gather") -> list[str]:
 
 @pytest.mark.parametrize("lines, gathered, scattered", [
     ("loss = (z @ z.T).mean()", ["float32[8,3]"], 1),
-    ("loss = (z @ h.T).mean()", ["float32[8,3]"] * 2, 1),  # turned there
+    ("loss = (z @ h.T).mean()", ["float32[8,3]"] * 2, 1),  # transposed in this part
     ("loss = ((z @ z.T) * (y == y.T)).mean()", ["float32[8,1]", "float32[8,3]"], 1),  # labels
-    ("loss = (z - h.mean(0)).square().mean()", ["float32[8,3]"] * 2, 1),  # a mean that nothing else reads
-    ("loss = (z @ z.T).mean() + F.mse_loss(self.two(h), y)", ["float32[8,3]"], 1),  # a term beside it
+    # A mean that no other operation reads.
+    ("loss = (z - h.mean(0)).square().mean()", ["float32[8,3]"] * 2, 1),
+    ("loss = (z @ z.T).mean() + F.mse_loss(self.two(h), y)", ["float32[8,3]"], 1),  # a term in addition to it
     ("loss = ((z @ z.T).mean() + 1) * F.mse_loss(self.two(h), "
      "y)", ["float32[8,1]"] * 2 + ["float32[8,3]"], 2),
     ("loss = (z * torch.rand(8, 3)).sum() * self.seen.exp()", ["float32[8,3]"], 1),
-    # no sum over the batch, which is there already
+    # no sum over the batch, because the part has the whole batch
     ("loss = self.norm(z).square().mean()", ["float32[8,3]"], 1),
 ])  # fmt: skip
 def test_what_is_gathered(lines: str, gathered: list[str], scattered: int) -> None:

@@ -1,4 +1,4 @@
-"""Repeated blocks are regions in a step that says nothing itself."""
+"""Repeated blocks become regions in a step without annotations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class Tower(L.LightningModule):
-    """Blocks between a first layer and a head. `around` is called as `around(i, block, x)`."""
+    """Blocks between a first layer and a head. The module calls `around(i, block, x)`."""
 
     def __init__(self, make: Callable[[], nn.Module] = Block, around: Any = None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which backward passes are linear in the gradient of the loss, and the line of what is not."""
+"""Which backward passes are linear in the gradient of the loss, and the line of a nonlinear operation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Back = Callable[[Tensor, Tensor], Tensor]
 
 
 def passing(back: Back) -> Callable[[Tensor], Tensor]:
-    """The identity, whose backward pass is `back(x, gradient)`."""
+    """Return the identity, whose backward pass is `back(x, gradient)`."""
 
     class Passing(torch.autograd.Function):
         @staticmethod
@@ -35,7 +35,7 @@ def passing(back: Back) -> Callable[[Tensor], Tensor]:
 
 
 class Net(L.LightningModule):
-    """Two layers, with a function between them, and hooks."""
+    """Two layers, with a function between the layers, and hooks."""
 
     def __init__(self, between: Callable[[Tensor], Any] = lambda x: x, views: bool = False) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Net(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         h = self.between(self.first(batch[0]).sigmoid())
-        if self.views:  # so that the step is traced, and not only noted
+        if self.views:  # so that the step is traced, and a tracing run does not suffice
             z = torch.zeros_like(h)
             z[:, :3] = h[:, :3]
             h = z
@@ -72,7 +72,7 @@ def first_row(grad: Tensor, value: float) -> Tensor:
 
 @torch.library.custom_op("piper_tests::halved", mutates_args=())
 def _halved(grad: Tensor, x: Tensor) -> Tensor:
-    """An operation of which no table knows."""
+    """An operation that is in no table."""
     return grad * 0.5
 
 
@@ -112,7 +112,7 @@ LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
     "logcumsumexp": lambda x: torch.logcumsumexp(x, 1),  # its formula takes logarithms of gradients
     "matrix_exp": lambda x: (
         torch.matrix_exp(x @ x.T) @ x
-    ),  # and this one puts a gradient beside what is not one
+    ),  # concatenates a gradient with a value that is not a gradient
     "checkpointed": lambda x: torch.utils.checkpoint.checkpoint(
         lambda y: (y @ y.T).tanh() @ y + y, x, use_reentrant=False
     ),

@@ -1,4 +1,4 @@
-"""What a capture keeps of `self.log` and `self.log_dict`."""
+"""The records that a capture keeps of `self.log` and `self.log_dict`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the loss and logged values are on parts of a batch, found in the graph: weighed so, parts give the
-whole batch.
+"""How the values of the loss and of logs on parts of the batch give their values on the whole batch, found in
+the graph.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from lightning_piper.verify.interpreter import interpret
 
 SIZE, CLASSES = 12, 5
 PARTS = (Slice(0, 6), Slice(6, 9), Slice(9, 12))
-BOUND = 1e-13  # float64; the largest distance seen is 4e-15
+BOUND = 1e-13  # of float64; the largest measured distance is 4e-15
 
 Loss = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 
 
 class Model(L.LightningModule):
-    """Batch: input, labels of which some are ignored and the last ones all, weights of samples, ones and
-    zeros.
+    """Batch: input, labels (some ignored, and all of the last ones ignored), weights of samples, and a mask
+    of ones and zeros.
     """
 
     def __init__(self, loss: Loss) -> None:
@@ -108,7 +108,7 @@ def logging(m: Any, p: Tensor, y: Tensor, r: Any) -> Tensor:
     return loss
 
 
-# Loss -> how its terms are weighed. `r` has weights of samples and a mask.
+# Loss -> how its terms are weighted. `r` has weights of samples and a mask.
 LOSSES: dict[str, tuple[Loss, list[str]]] = {
     "labels": (lambda m, p, y, r: ce(m, p, y, r), ["ratio"]),
     "labels with class weights": (lambda m, p, y, r: ce(m, p, y, r, weight=m.classes), ["ratio"]),
@@ -284,7 +284,7 @@ def test_what_is_no_sum_of_means_is_verified_except(name: str) -> None:
 
 
 def inside(m: Any, p: Tensor, y: Tensor, r: Any) -> Tensor:
-    """The gradient of a mean, whose parts are as large as the whole."""
+    """Return the gradient of a mean. On a part of the batch, this gradient is as large as on the whole batch."""
     loss = p.square().mean()
     (grad,) = torch.autograd.grad(loss, p, create_graph=True)
     return loss + grad.relu().sum()

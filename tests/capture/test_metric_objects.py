@@ -1,6 +1,4 @@
-"""Metric objects in steps: which calls are noted, what their arguments are in the graph, and what cannot be
-done with them.
-"""
+"""Metric objects in steps: the recorded calls, their arguments in the graph, and uses that raise an error."""
 
 from __future__ import annotations
 
@@ -83,7 +81,7 @@ def test_calls_are_noted_in_their_order():
 
 
 def run(module, size, microbatches):
-    """What metric objects get, from the executors and from the reference interpreter."""
+    """Return the arguments that metric objects get from the executors and from the reference interpreter."""
     captured = capture(module, batch(size))
     compiled = compile_step(captured, program(microbatches))
     transport, tensors = LocalTransport(compiled.plans), values(module)
@@ -278,14 +276,14 @@ def test_the_static_check_sees_what_is_wrong(change, words):
 
 
 class Running(nn.Module):
-    """What has tensors that a graph takes care of is no metric object."""
+    """An object with tensors that the graph contains is not a metric object."""
 
     def __init__(self):
         super().__init__()
         self.register_buffer("mean", torch.zeros(()))
 
     def update(self):
-        """As a metric has."""
+        """Update as a metric does."""
 
     compute = reset = update
 
@@ -437,7 +435,7 @@ def test_a_mean_over_what_is_not_ignored():
 
 
 class Detecting(Steps):
-    """Gives a metric a dict for each sample; `entry` makes it."""
+    """A module that gives a metric a dict for each sample. `entry` makes the dict."""
 
     def __init__(self, entry):
         super().__init__()
@@ -468,7 +466,7 @@ def test_a_dict_for_each_sample_is_joined_over_microbatches(entry):
 
 
 FORMS = [
-    lambda out, i: {"boxes": out[i][: i + 1]},  # of several shapes
+    lambda out, i: {"boxes": out[i][: i + 1]},  # tensors of several shapes
     lambda out, i: {"boxes": out[i], "number": i},
     lambda out, i: {"boxes": out[i], str(i): out[i]},
     lambda out, i: {"boxes": out[i][out[i] > 0] if i else out[i][out[i] < 0].abs()},

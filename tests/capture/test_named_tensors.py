@@ -1,4 +1,4 @@
-"""Parameters and buffers that are not dense tensors are refused by name; what an error says to do instead
+"""Parameters and buffers that are not dense tensors: the error names them, and the step that it advises
 trains.
 """
 

@@ -1,4 +1,4 @@
-"""Numbers that are inputs compute what Python numbers compute: the same bits, in the same dtype."""
+"""Numbers that are inputs compute the same as Python numbers: the same bits, in the same dtype."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a step carries: objects without tensors, and lists with one entry a sample. Read, they are guards or
-refused.
+"""Parts of a batch that are not tensors: objects, and lists with one entry for each sample. If the step reads
+them, they become guards or raise an error.
 """
 
 from __future__ import annotations

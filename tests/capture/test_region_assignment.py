@@ -1,4 +1,4 @@
-"""Where regions begin and end, and what passes between them."""
+"""The beginning and the end of regions, and the values that go from one region to another."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def code_of(name: str) -> StepCode:
 
 
 def made(code: StepCode, kind: str) -> dict[tuple[int, str], list[tuple[str, ...]]]:
-    """(region, pass) -> names of its outputs of a kind."""
+    """Return a map: (region, pass) -> names of its outputs of a kind."""
     found = {
         key: [out.names for out in interface.outputs if out.kind == kind]
         for key, interface in code.interfaces.items()
@@ -33,8 +33,8 @@ def made(code: StepCode, kind: str) -> dict[tuple[int, str], list[tuple[str, ...
 
 
 def sources(code: StepCode, region: int, kind: str) -> list[tuple[str, str]]:
-    """What a pass reads: (label of the pass that makes it, kind of value; of saved ones also who reads
-    them).
+    """Return the values that a pass reads: (label of the pass that makes it, kind of value). For a saved
+    value, the kind also names its readers.
     """
     found = []
     for r, p, i in code.interface_of((region, kind)).inputs:
@@ -68,7 +68,7 @@ def test_regions_are_runs_of_equal_tags_and_glue_joins_them(name: str, labels: l
 
 
 class InPlace(L.LightningModule):
-    """Adds to its loss in place, as most do, behind its stages or within the last one."""
+    """A module that adds to its loss in place, as many do, after its stages or within the last stage."""
 
     def __init__(self, within: bool) -> None:
         super().__init__()

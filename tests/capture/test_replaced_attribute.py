@@ -1,4 +1,4 @@
-"""An attribute that is replaced for a while is as before at the end: own or inherited, also after an
+"""An attribute that is replaced within a context is as before at the end: own or inherited, also after an
 error.
 """
 

@@ -1,4 +1,4 @@
-"""What a step that cannot be captured did to objects while it was traced is undone."""
+"""Changes that a step made to objects before its trace failed are undone."""
 
 from __future__ import annotations
 

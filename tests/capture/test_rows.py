@@ -1,4 +1,6 @@
-"""Code of divided experts: for any number of rows, and only for what works on each row by itself."""
+"""Code of divided experts: it works for any number of rows, and only if each operation works on each row
+separately.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from tests.groups import marked
 
 
 def captured(*changes: tuple[str, str]) -> Any:
-    """Of a module whose tokens take gradients too."""
+    """Capture a module whose tokens also get gradients."""
     return capture(
         experts(("(x[order], counts)", "((x * self.router.weight[:1])[order], counts)"), *changes), batch()
     )
@@ -122,7 +124,7 @@ MEET = [
 ]  # fmt: skip
 MEET_TOO = [
     "rows = rows.cumsum(0)", "rows = (rows @ rows.t()) @ rows", "rows = rows.sort(0).values",
-    # What is not a number does not travel through these.
+    # These paths do not carry NaN.
     "rows = rows + (rows > 0).cumsum(0)", "rows = torch.where(rows > rows.roll(1, 0), rows, 0)",
     "rows = rows + rows.argsort(0).argsort(0)", "rows = rows + (rows > 0).long().roll(1, 0)",
     "rows = rows + (rows > 0).long().flip(0)", "rows = rows + rows.cummax(0).indices",

@@ -1,4 +1,4 @@
-"""The halves of a region's backward pass: what each computes, what it is handed, and that together they are
+"""The two passes of a region's split backward: what each pass computes and reads, and that together they are
 B.
 """
 
@@ -26,14 +26,14 @@ def code_of(name: str, size: int | None = None) -> StepCode:
 
 
 def sources(code: StepCode, region: int, kind: str) -> list[tuple[str, str, tuple[str, ...]]]:
-    """What a pass reads: (pass that makes it, kind of value, names)."""
+    """Return the values that a pass reads: (pass that makes it, kind of value, names)."""
     refs = code.interface_of((region, kind)).inputs
     outputs = [(f"{p}{r}", code.interface_of((r, p)).outputs[i]) for r, p, i in refs]
     return [(made, out.kind, out.names if out.kind == "saved" else ()) for made, out in outputs]
 
 
 def saved(code: StepCode, region: int, kind: str) -> dict[tuple[str, ...], int]:
-    """Tensors in each bundle that a pass saves, by who reads it."""
+    """Return the number of tensors in each bundle that a pass saves, by the readers of the bundle."""
     outputs = zip(
         code.interface_of((region, kind)).outputs, code.code_of((region, kind)).outputs, strict=True
     )
@@ -41,7 +41,7 @@ def saved(code: StepCode, region: int, kind: str) -> dict[tuple[str, ...], int]:
 
 
 def calls(code: Code) -> Counter[str]:
-    """How often each operation runs that is more than a view."""
+    """Count each operation that is not a view."""
     free = ("view", "reshape", "transpose", "permute", "expand", "squeeze", "slice", "select", "detach",
         "alias", "getitem", ".t.",
             "split", "unbind")  # fmt: skip
@@ -55,7 +55,7 @@ def bundles(interface: Interface, code: Code, flat: tuple[Tensor, ...]) -> list[
 
 
 class Run:
-    """Runs passes one by one and keeps what they make."""
+    """A runner that runs passes one by one and keeps their results."""
 
     def __init__(self, code: StepCode, tensors: dict[str, Tensor], leaves: list[Tensor]) -> None:
         self.code, self.tensors, self.leaves = code, tensors, leaves
@@ -73,8 +73,8 @@ class Run:
 
 
 def assert_halves_are_the_whole(code: StepCode, tensors: dict[str, Tensor], leaves: list[Tensor]) -> int:
-    """Run every backward pass whole and in halves on the same values, and compare all bits. Returns how many
-    have both halves.
+    """Run every backward pass whole and split on the same values, and compare all bits. Returns the number of
+    backward passes that have both BI and BW.
     """
     run = Run(code, tensors, leaves)
     both = 0

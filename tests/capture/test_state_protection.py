@@ -1,4 +1,4 @@
-"""A capture leaves the module as it was, also when it fails."""
+"""A capture does not change the module, even if it fails."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.models import CASES, MLP, ConvNet, fresh, images, regression
 
 
 def picture(module: nn.Module) -> list[Any]:
-    """All there is to a module: values by content, objects by identity."""
+    """Return all state of a module: values by content, and objects by identity."""
     found: list[Any] = [type(module), type(module).__dict__.get("log"), type(module).__mro__]
     for name, part in module.named_modules():
         for key, value in vars(part).items():
@@ -41,7 +41,9 @@ def picture(module: nn.Module) -> list[Any]:
 
 
 def prepared(name: str) -> tuple[L.LightningModule, Any]:
-    """A module in an unusual state: gradients, hooks, a part in evaluation mode, Python attributes."""
+    """Return a module in an unusual state: with gradients, hooks, a part in evaluation mode, and Python
+    attributes.
+    """
     module, batch = fresh(name)
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -101,7 +103,7 @@ def test_the_picture_shows_changes(change: Any) -> None:
 
 
 class Breaks(ConvNet):
-    """Changes all kinds of state, and then cannot be captured."""
+    """A module that changes all kinds of state, and then cannot be captured."""
 
     def training_step(self, batch: Any) -> Any:
         loss = super().training_step(batch)

@@ -1,5 +1,5 @@
-"""One trace for many shapes: what is substituted into it says and computes what a trace of those shapes does,
-bit for bit.
+"""One trace for many shapes: with sizes filled in, it has the text and the results of a trace of these
+shapes, bit for bit.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def steps(request: pytest.FixtureRequest) -> Steps:
 
 
 def looks_of(code: StepCode) -> Any:
-    """What the rest of the system knows of a step's code, without the graph's names."""
+    """Return everything of a step's code that other packages read, without the graph's names."""
     passes = {**{key: (i, code.code[key]) for key, i in code.interfaces.items()}, **code.split_passes}
     logs = [(log.name, dict(log.kwargs)) for log in code.logs]
     return (
@@ -157,7 +157,7 @@ def test_many_sizes_come_from_one_trace(name: str, monkeypatch: pytest.MonkeyPat
 
 
 def stale_length(original: Any, hit: Callable[[], None]) -> Any:
-    """The first batch's sizes are those of all."""
+    """The first batch's sizes are used for all batches."""
     first: list[Any] = []
 
     def at(self: SizeNumbers, values: Sequence[int]) -> Any:
@@ -184,7 +184,7 @@ def conditions_not_checked(original: Any, hit: Callable[[], None]) -> Any:
 
 
 def dimensions_not_told_apart(original: Any, hit: Callable[[], None]) -> Any:
-    """The number of samples is taken for the length."""
+    """The number of samples is confused with the length."""
 
     def values(self: SizeSymbols, specs: Any) -> Any:
         found = original(self, specs)
@@ -219,7 +219,7 @@ def test_seeded_faults_show(seed: Any, owner: Any, name: str, monkeypatch: pytes
 
 
 class Measured(Causal):
-    """Gives a metric object what has the length in it, beside the samples."""
+    """A module that gives a metric object a tensor whose dimensions are the samples and the length."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Values that are summed over the whole batch: where a step is cut, which buffers follow from a part of the
+"""Values that are summed over the whole batch: where Piper cuts a step, which buffers depend on a part of the
 batch, and the statistics of batch norms.
 """
 
@@ -98,7 +98,7 @@ def test_a_step_that_runs_as_it_is_sums_at_once():
 
 
 class Net(nn.Module):
-    """Its step is `lines`."""
+    """A module whose step is `lines`."""
 
     def __init__(self, lines: str) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ LOSS = "\nloss = F.mse_loss(self.two(h), y)"
     ("h = self.one(x)", 1),
     ("h = self.norm(self.one(x))", 2),
     ("h = self.norm(torch.tanh(self.norm(self.one(x))))", 3),
-    ("h = self.norm(self.one(x)) + self.norm(self.one(-x))", 2),  # side by side
+    ("h = self.norm(self.one(x)) + self.norm(self.one(-x))", 2),  # two norms that do not depend on each other
     ("h = self.one(x); h = h - total(h.mean(0)) * total(h.amax(0))", 2),
     ("h = self.one(x / total(x.sum(0)))", 2),
     ("h = self.one(x) + total(x.mean()).detach()", 2),

@@ -1,5 +1,5 @@
-"""Logged values that are computed from means and sums over the batch, but are none: they are those of the
-whole batch.
+"""Logged values that are computed from means and sums over the batch, but are not means or sums themselves.
+They equal the values of the whole batch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Log = Callable[[nn.Module, Tensor, Tensor], Any]
 
 
 def hits(p: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Labels, and which of them were found."""
+    """Return the labels, and which of them were found."""
     return (known := y.clamp(min=0)), (p.argmax(-1) == known).double()
 
 
@@ -41,7 +41,7 @@ def confusion(p: Tensor, y: Tensor) -> Tensor:
 
 
 def added_up(p: Tensor, y: Tensor, put: str) -> Tensor:
-    """The same matrix, cell by cell."""
+    """Return the same matrix, computed cell by cell."""
     known, found, counts = y.clamp(min=0), p.argmax(-1), torch.zeros(9)
     if put == "index_put":
         return counts.view(3, 3).index_put((known, found), torch.ones(()), accumulate=True)
@@ -85,7 +85,7 @@ def entropy(a: Tensor) -> Tensor:
     return -torch.special.xlogy(shares, shares).sum()
 
 
-# p: predictions, y: labels, of which some are ignored.
+# p: predictions; y: labels, of which some are ignored.
 COMPUTED: dict[str, Log] = {
     "root": lambda m, p, y: F.mse_loss(p[:, 0], y.double()).sqrt(),
     "perplexity": lambda m, p, y: F.cross_entropy(p, y).exp(),
@@ -136,7 +136,7 @@ KNOWN: dict[str, Log] = {
     "beside the mean": lambda m, p, y: (p - 0.5 * p.mean()).mean(),
     "r squared": lambda m, p, y: r_squared(
         p[:, 0], y.clamp(min=0).double()
-    ),  # its denominator follows from the batch
+    ),  # the denominator depends on the batch
     "weights": lambda m, p, y: (y.double() / y.double().sum() * p.square().mean(1)).sum(),
 }
 
@@ -178,7 +178,9 @@ PROGRAM: list[Directive] = [
 
 
 def outcomes(logs: dict[str, Log]) -> tuple[Outcome, Outcome, tuple[str, ...]]:
-    """One device on the whole batch; the program; and the values of which nothing is known."""
+    """Return the outcome of one device on the whole batch, the outcome of the program, and the values that
+    Piper does not know how to combine.
+    """
     module = Logging(logs)
     compiled = piper.compile(module, data(), PROGRAM)
     leaves, tensors = flatten(data())[0], {n: x.detach() for n, x in module.named_parameters()}

@@ -1,5 +1,5 @@
-"""Sharded checkpoints that somebody else has made to reveal other files, or to block: nothing outside the
-directory is opened.
+"""Sharded checkpoints that an attacker made to reveal other files, or to block. Piper does not open anything
+outside of the directory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def saved(tmp_path):
 
 
 def rewritten(path, change):
-    """The manifest after a change, with the checksum that belongs to it."""
+    """Change the manifest, and write it with a valid checksum."""
     body = json.loads((path / "manifest.json").read_text())["manifest"]
     change(body)
     (path / "manifest.json").write_text(json.dumps({"crc32": files._crc(body), "manifest": body}))
@@ -36,7 +36,7 @@ def rewritten(path, change):
 
 @pytest.fixture
 def outside(saved):
-    """A file that is not the checkpoint's."""
+    """Make a file that does not belong to the checkpoint."""
     saved.with_name("secret").write_bytes(b"secret of 19 bytes.")
     return saved.with_name("secret")
 

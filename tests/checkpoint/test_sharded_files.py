@@ -1,5 +1,5 @@
-"""Sharded checkpoints on disk: any cutting into any other, complete or absent, damage found. One process, but
-for the planning.
+"""Sharded checkpoints on disk: load any division into any other division, complete or incomplete, and find
+damage. All tests but the test of planning use one process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COMMON = {"epoch": 3, "callbacks": {"x": [1, 2.5, "three"]}, "scalar": torch.ten
 
 
 def dense(shape, layout, dtype=torch.float32, seed=0):
-    """Random values in the order of a memory layout: the whole tensor, and its elements as they lie."""
+    """Return random values in a memory layout: the whole tensor, and its elements in memory order."""
     values = torch.randint(-100, 100, (math.prod(shape),), generator=torch.Generator().manual_seed(seed)).to(
         dtype
     )
@@ -50,7 +50,7 @@ def dense(shape, layout, dtype=torch.float32, seed=0):
 
 @st.composite
 def cuttings(draw, numel):
-    """Ranges that together cover all elements; some overlap, some are empty."""
+    """Draw ranges that together cover all elements. Some ranges overlap, and some are empty."""
     cuts = sorted({0, numel, *draw(st.lists(st.integers(0, numel), max_size=4))})
     ranges = list(itertools.pairwise(cuts)) or [(0, 0)]
     more = draw(
@@ -215,7 +215,7 @@ def truncate(path):
 
 
 def foreign(path):
-    """Of another save: same name, same size, other content."""
+    """Overwrite a file by a file of another save: the same name and size, but different content."""
     other = path.parent.with_name("other.ckpt")
     save(other, example(5), {**COMMON, "epoch": 4}, ALONE)
     assert (other / path.name).stat().st_size == path.stat().st_size
@@ -363,8 +363,8 @@ CHANGES = {"mkdir", "rename", "replace", "unlink", "rmdir", "open", "close", "fs
 
 
 def killed_at(event, work):
-    """Run `work` in a child that is killed where its n-th call that changes files begins or returns. True if
-    it got so far.
+    """Run `work` in a child process that is killed where its n-th call that changes files begins or returns.
+    Returns whether the child reached this call.
     """
     child = os.fork()
     if child == 0:
@@ -420,7 +420,7 @@ def test_killed_at_any_moment(before, tmp_path):
 
 
 def last_of(folder):
-    """What `fit(ckpt_path="last")` goes on from: the newest of what Lightning finds."""
+    """Return the checkpoint from which `fit(ckpt_path="last")` continues: the newest that Lightning finds."""
     found = ModelCheckpoint(folder)._find_last_checkpoints(None)
     return Path(max(found, key=os.path.getmtime)) if found else None
 

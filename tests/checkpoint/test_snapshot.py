@@ -1,5 +1,5 @@
-"""Snapshots: nothing changes them, they share memory where what was saved did, and take the memory of the one
-before.
+"""Snapshots: nothing changes them, their tensors share memory if the saved tensors did, and a snapshot reuses
+the memory of the previous one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def example() -> dict[str, Any]:
 
 
 def saved(content: Any) -> tuple[str, int]:
-    """What a file of it says, and how many tensors' data are in it."""
+    """Return the text of a file of the content, and the number of tensors whose data are in it."""
     file = io.BytesIO()
     torch.save(content, file)
     names = zipfile.ZipFile(file).namelist()

@@ -33,7 +33,7 @@ ALONE = World(0, 1, torch.device("cpu"))
 
 
 class Held:
-    """A module and its optimizer as one process holds them under a program, after `steps` steps with random
+    """A module and its optimizer, as one process holds them under a program after `steps` steps with random
     gradients.
     """
 

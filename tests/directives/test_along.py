@@ -1,5 +1,5 @@
-"""Work along the dimension of which members of an axis have parts: puts positions together, apart, and in
-another order.
+"""Operations along the dimension that members of an axis share in parts: they join, separate and reorder
+positions.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ WORK: dict[str, Callable[[Tensor], Tensor]] = {
         x + (x[:, None] @ x[:, None].transpose(-1, -2)).softmax(-1).mean((1, 3))[..., None]
     ),
 }
-# Members, positions, and runs of which each has parts.
+# Members, positions, and the number of runs of which each member has a part.
 OVER = {"two": (2, 8, 1), "three": (3, 12, 1), "four": (4, 16, 1), "runs": (2, 12, 2), "odd": (2, 6, 1)}
 
 
 EVERY = [(over, name) for over in OVER for name in WORK]
 OFTEN = [*EVERY[len(WORK) : 2 * len(WORK)], *EVERY[3 * len(WORK) : 4 * len(WORK)]][
     ::2
-]  # of three members, and of runs
+]  # three members, and runs
 
 
 @pytest.mark.parametrize("over, name", marked(EVERY, OFTEN))

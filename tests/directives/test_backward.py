@@ -1,4 +1,4 @@
-"""Backward passes in halves: how orders ask for them, what becomes of the graph, and what contradicts."""
+"""Split backward passes: how orders split them, the resulting graph, and orders that contradict each other."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from tests.reference import differences
 
 
 def backward(dag: TrainingDAG, stage: int) -> list[str]:
-    """The backward chunks of a stage, by microbatch: `BI0 BW0 B1` are those of microbatch 0 in halves and
-    that of 1 whole.
+    """Return the backward chunks of a stage, by microbatch: `BI0 BW0 B1` are the split passes of microbatch 0
+    and the whole pass of microbatch 1.
     """
     chunks = [c for c in dag.of_type(Chunk) if c.kind != "F" and c.tags["PP"] == stage]
     return [f"{c.kind}{c.tags['MB']}" for c in sorted(chunks, key=lambda c: (c.tags["MB"], c.kind))]
 
 
 def runs(dag: TrainingDAG) -> list[str]:
-    """The chunks of each device, in order, such as `F0 BI0 BW0`."""
+    """Return the chunks of each device, in order, such as `F0 BI0 BW0`."""
     plans = compile_plans(dag)
     check_plans(plans)
     found = [
@@ -192,7 +192,7 @@ def test_transfers_carry_the_gradients_of_inputs() -> None:
                 split(2),
                 order(b(1, 0), b(0, 0)),
                 order(f(0, 1), bw(0, 0)),
-            ],  # whose order the data keeps anyway
+            ],  # the data requires this order anyway
             "directive 4 (order): field 'filters[1]': {PP: 0, MB: 0, PASS: BW} splits B[PP=0,MB=0], but "
             "directive 3 orders it",
         ),

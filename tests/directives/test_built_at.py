@@ -17,7 +17,7 @@ HERE = f"{__file__}:"
 
 
 def line() -> str:
-    """`file:line` of the caller."""
+    """Return `file:line` of the caller."""
     return f"{HERE}{sys._getframe(1).f_lineno}"
 
 

@@ -1,4 +1,4 @@
-"""Fields that a directive can do without."""
+"""Fields of directives that may be omitted."""
 
 from __future__ import annotations
 

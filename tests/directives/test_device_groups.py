@@ -1,5 +1,5 @@
 """Regions with several device groups: each device runs some of the microbatches, and all copies of a
-parameter stay the same.
+parameter stay equal.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def place(device: int | list[int], **condition: Any) -> dict[str, Any]:
     return {"op": "place", "filter": condition, "devices": device if isinstance(device, list) else [device]}
 
 
-# Two stages and four microbatches: the even ones run from device 0 to 1, the odd ones from 1 to 0.
+# Two stages and four microbatches: the even microbatches run from device 0 to 1, the odd microbatches from 1
+# to 0.
 CROSSING = [
     split(4),
     place(0, PP=0, MB=[0, 2]),
@@ -57,7 +58,7 @@ def updates(dag: TrainingDAG, name: str) -> list[Update]:
 
 
 def summands(dag: TrainingDAG, update: Update) -> list[tuple[Group, list[int]]]:
-    """The groups whose sums an update adds up, and the microbatches of each."""
+    """Return the groups whose sums an update adds up, and the microbatches of each group."""
     found = []
     for ref in update.inputs:
         total = dag.nodes[dag.source(ref)[0]]
@@ -276,7 +277,7 @@ def test_a_parameter_that_another_device_only_reads_is_gathered_and_updated_ther
 
 
 class Watching(L.LightningModule):
-    """Stage 1 uses a weight of stage 0 without a gradient."""
+    """A module whose stage 1 uses a weight of stage 0 without a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -312,7 +313,7 @@ def test_a_tied_embedding_on_a_v_has_one_copy_and_sends_no_gradient() -> None:
 
 
 def zbv_of_three() -> list[Any]:
-    """ZB-V of four stages, of which the model has three: the two in the middle are one."""
+    """Return ZB-V of four stages for a model with three stages: the two stages in the middle are one stage."""
     return [place(0, PP=[0, 2]), place(1, PP=1), split(4)]
 
 
@@ -390,7 +391,7 @@ def drop_group(dag: TrainingDAG) -> None:
 
 
 def twice(dag: TrainingDAG) -> None:
-    """Both groups add the first microbatch."""
+    """Let both groups add the first microbatch."""
     one, other = (dag.nodes[dag.source(ref)[0]] for ref in updates(dag, "first.weight")[0].inputs)
     if other.devices == (1,):
         send = dag.add(

@@ -1,6 +1,6 @@
-"""A chunk that runs twice: a forward again before its backward, as recomputation needs it.
+"""A chunk that runs twice: a forward pass runs again before its backward pass, as recomputation needs it.
 
-tests/examples holds a directive that does so to its contract, by `directive_suite`.
+tests/examples tests a directive that does this with `directive_suite`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from tests.models import captured
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Again(Directive):
-    """Runs each forward once more for its backward; if it is `lame`, for that of another microbatch."""
+    """A directive that runs each forward pass once more for its backward pass. With `lame`, the second
+    forward pass is of another microbatch.
+    """
 
     op: ClassVar[str] = "again"
     contract: ClassVar[Contract] = "bitwise"

@@ -1,5 +1,5 @@
-"""Divided tensors in exact arithmetic: of whole numbers, sums have the same bits in any order, so nothing may
-differ at all.
+"""Sharded tensors in exact arithmetic: sums of integers have the same bits in any order, so no bit may
+differ.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PARAMS: dict[str, Any] = {
 
 
 class Block(nn.Module):
-    """An attention without a softmax, and a gated network: products and sums of whole numbers."""
+    """An attention without a softmax, and a gated network: products and sums of integers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class Whole(L.LightningModule):
-    """Batch: words [n, 4], and weights of what becomes of them."""
+    """Batch: words [n, 4], and weights of the outputs."""
 
     def __init__(self) -> None:
         super().__init__()

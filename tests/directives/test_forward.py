@@ -1,5 +1,5 @@
-"""Programs written for training, applied to forward-only steps: in one process, bit for bit what the step
-computes by itself.
+"""Programs for training, applied to forward-only steps: in one process they compute the same bits as the step
+itself.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ PROGRAMS = {
     "mixed": [*replicated()[:-1], Replicate(filter={"PP": 0}, devices=GROUPS[0], shard_params=True),
               Replicate(filter={"PP": 1}, devices=GROUPS[1], shard_optimizer=True)],
 }  # fmt: skip
-# Where microbatches run at several places, a batch norm in training mode is refused.
+# If microbatches run on several device groups, a batch norm in training mode raises an error.
 FROZEN = ("dualpipe", "dp", "mesh", "zero1", "pp dp", "pp zero2", "pp zero3", "mixed")
 
 
 class Frozen(Steps):
-    """Its batch norm always uses the running statistics, and changes none."""
+    """A module whose batch norm always uses the running statistics, and does not change them."""
 
     def train(self, mode=True):
         super().train(mode)
@@ -218,7 +218,7 @@ def remove(dag, kind):
 
 
 def exchange(dag):
-    """The results of another region's pass, of the same shapes."""
+    """Exchange the results of two passes with the same shapes."""
     result = next(dag.of_type(Result))
     dag.rewire(result, inputs=((result.inputs[0][0], 1),))
 

@@ -1,4 +1,4 @@
-"""Weights beside each other in one, of each of which members have a part."""
+"""Several weights in one parameter, of each of which the members have a part."""
 
 from __future__ import annotations
 

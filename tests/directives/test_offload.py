@@ -1,4 +1,4 @@
-"""What forward passes keep, in the memory of the host."""
+"""Saved values of forward passes in host memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def verified(report: Report) -> None:
 
 
 def peaks(program: Any, network: Network | None = None) -> tuple[int, int]:
-    """Bytes of the first device, and of its host."""
+    """Return the peak bytes of the first device, and of its host."""
     compiled = compiled_for(program)
     figures = simulate(compiled.dag, compiled.plans, network=network).devices[0]
     return figures.peak_bytes, max(n for _, n in figures.memory_by_kind["host"])
@@ -59,7 +59,7 @@ def test_sooner_fetched_is_longer_kept():
 
 
 def issued_between(program: Any) -> set[int]:
-    """How many chunks are issued between a fetch and its reader."""
+    """Return the numbers of chunks that are issued between a fetch and its reader."""
     compiled = compiled_for(program)
     instructions = compiled.plans[0].instructions
     found = set()
@@ -332,7 +332,7 @@ TestOffload = directive_suite(Offload, offloads)
 
 @st.composite
 def bundles(draw: Any) -> list[torch.Tensor]:
-    """Tensors as passes keep them: views of some storages, with holes, transposed, expanded, empty."""
+    """Draw tensors as passes save them: views of some storages, with holes, transposed, expanded, or empty."""
     found: list[torch.Tensor] = []
     for _ in range(draw(st.integers(1, 3))):
         base = torch.arange(

@@ -1,4 +1,4 @@
-"""`order`: what it makes wait, what it never needs to say, and what it must not say."""
+"""`order`: the nodes that it makes wait, orders that are redundant, and orders that raise an error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.reference import differences
 
 
 def temporal(dag: TrainingDAG) -> set[tuple[str, str]]:
-    """Labels of the nodes that temporal edges connect."""
+    """Return the labels of the nodes that temporal edges connect."""
     return {
         (dag.nodes[x].label, dag.nodes[y].label)
         for x, y, by in dag.graph.edges(data="order")
@@ -135,7 +135,7 @@ def test_a_pass_that_a_frozen_stage_does_not_have_is_no_mistake() -> None:
                 split(2),
                 order(b(0, 0), f(0, 1)),
                 order(f(1, 1), f(1, 0)),
-            ],  # each device by itself is fine
+            ],  # each device alone is valid
             "directive 4 (order): field 'filters': this order closes a cycle: F[PP=1,MB=0]@1 -> (data) "
             "B[PP=1,MB=0]@1 -> (data) send@1 -> (data) recv@0 -> (data) B[PP=0,MB=0]@0 -> (order, directive "
             "3) F[PP=0,MB=1]@0 -> (data) send@0 -> (data) recv@1 -> (data) F[PP=1,MB=1]@1 -> (order, "

@@ -1,4 +1,4 @@
-"""Programs: JSON both ways, files, and what is refused before any graph is there."""
+"""Programs: JSON in both directions, files, and errors that need no graph."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ def test_spellings_may_be_mixed_and_tuples_given() -> None:
 
 
 def of_a_configuration(value: Any) -> Any:
-    """In containers that are no dicts and lists, as those of Hydra's configurations."""
+    """Return a value in containers that are not dicts and lists, like the containers of Hydra's
+    configurations.
+    """
     if isinstance(value, dict):
         return UserDict({key: of_a_configuration(item) for key, item in value.items()})
     return UserList(map(of_a_configuration, value)) if isinstance(value, list) else value

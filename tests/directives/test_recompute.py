@@ -1,4 +1,4 @@
-"""Backward passes that compute again what forward passes would have kept."""
+"""Backward passes that recompute values that forward passes would have saved."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def again(keep: Any = None, **chosen: Any) -> Recompute:
 
 
 def kept(dag: Any) -> int:
-    """Bytes that first forward passes hand to backward passes."""
+    """Return the bytes that first forward passes save for backward passes."""
     first = {chunk.id for chunk in dag.of_type(Chunk) if chunk.kind == "F" and chunk.tags.get("PASS") != "R"}
     backward = [chunk for chunk in dag.of_type(Chunk) if chunk.kind != "F"]
     refs = {
@@ -79,7 +79,7 @@ def test_masks_are_drawn_alike(keep):
 
 
 BW = [{"LAYER": 1, "MB": 0, "PASS": part} for part in ("BI", "BW")]
-LATER = "a late half"  # the one that hands on no gradient
+LATER = "a late half"  # a BW pass, which outputs no gradient
 LATE = [{"LAYER": layer, "MB": 0, "PASS": part} for layer, part in [(3, "BI"), (2, "BI"), (3, "BW")]]
 PROGRAMS: dict[str, list[Any]] = {
     **{
@@ -103,8 +103,8 @@ PROGRAMS: dict[str, list[Any]] = {
 PARTS: dict[str, Any] = {"all": None, "but products": ["*mm"], "a part": 0.3}
 QUICK = {("behind shard_params", "a part"), ("sequences", "all")}
 QUICK |= {(name, "all") for name in ("halves first", LATER, "axes")}
-# With `keep`, microbatches have one code; see below. Names keep values as a fraction does: every third program
-# also has names.
+# With `keep`, all microbatches run the same code. Names keep values in the same way as a fraction, so only
+# every third program also has names.
 GOES = [
     (name, part)
     for i, name in enumerate(PROGRAMS)
@@ -177,7 +177,7 @@ def test_second_passes_come_right_before_their_backward(schedule, monkeypatch):
 
 
 class Counting(Decoder):
-    """What it computes depends on a buffer that it changes."""
+    """A module whose output depends on a buffer that it changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -327,7 +327,7 @@ def test_names_of_no_operation_are_refused():
 
 
 class Scaled(Decoder):
-    """Makes a tensor of Python numbers."""
+    """A module that makes a tensor from Python numbers."""
 
     def loss_of(self, batch: Any) -> Any:
         with piper.annotate("LAYER", 1):
@@ -374,7 +374,7 @@ def recomputes(case: Case, dag: Any) -> st.SearchStrategy[Recompute]:
     )
 
 
-# Of those in `make test` the one of an example, which draws the same.
+# This suite is long. In `make test`, an example's directive runs the same suite.
 TestRecompute = pytest.mark.long(directive_suite(Recompute, recomputes))
 
 

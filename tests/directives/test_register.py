@@ -1,5 +1,5 @@
-"""A user's own directive: registered once, usable from Python and JSON, held to its contract like the
-others.
+"""A user's own directive: registered once, usable from Python and JSON, and checked against its contract like
+Piper's directives.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from tests.models import captured
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rename(Directive):
-    """Gives the chunks of a filter another stream, or (a bug, to be caught) the wrong samples."""
+    """A directive that gives the chunks of a filter another stream, or (a bug that the checks must find) the
+    wrong samples.
+    """
 
     op: ClassVar[str] = "rename_stream"
     contract: ClassVar[Contract] = "bitwise"

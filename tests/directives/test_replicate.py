@@ -1,4 +1,4 @@
-"""`replicate`: the rewritten program, what is refused, and what the static check finds in a program that is
+"""`replicate`: the rewritten program, its errors, and the findings of the static check in a program that is
 replicated wrongly.
 """
 
@@ -31,8 +31,8 @@ from tests.groups import marked
 from tests.models import captured, fresh
 from tests.plan.programs import dag_of, split
 
-# Two replicas of two samples each, in microbatches of one. Chunks make partial sums; the optimizer gets whole
-# ones.
+# Two replicas of two samples each, in microbatches of one sample. Chunks make terms of sums, and the
+# optimizer gets the whole sums.
 DP2 = """
 training step of 4 samples
 %11 F[PP=0,MB=0] 0:1 @0,1 -> activation:tanh float32[1,6], saved:BW float32[1,6] #1
@@ -209,7 +209,7 @@ def test_a_region_without_replicate_is_refused(verify: bool) -> None:
         piper.compile(*fresh("mlp"), program, verify=verify)
 
 
-# What a rewrite that goes wrong would leave behind, and what the static check says of it.
+# The remains of a wrong rewrite, and the finding of the static check.
 
 Fault = Callable[[TrainingDAG], None]
 
@@ -248,7 +248,7 @@ def still_partial(dag: TrainingDAG) -> None:
 
 
 def whole_gradients(dag: TrainingDAG) -> None:
-    """As if each replica had the whole batch."""
+    """Change the placements as if each replica had the whole batch."""
     chunk = next(c for c in dag.of_type(Chunk) if c.kind == "B")
     dag.mesh = Mesh.flat(1)
     assert chunk.slice.stop <= dag.size

@@ -1,4 +1,4 @@
-"""Attention whose keys go round the members that have parts of a sequence."""
+"""Attention with a ring of keys between the members that have parts of a sequence."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_every_attention_goes_round(name, degree):
 
 
 def exchanges(made: Compiled) -> Counter[str]:
-    """How often which kind of exchange there is, of what has heads."""
+    """Count the exchanges of each kind, among values that have heads."""
     nodes = made.dag.of_type(Redistribute)
     return Counter(
         n.label for n in nodes if not isinstance(n, CutOut) and len(n.outputs[0].tensors[0].shape) == 4
@@ -119,7 +119,7 @@ def test_lengths_that_cannot_be_divided_are_refused():
         piper.verify(long(), words(length=18), around(4))
 
 
-# Keys that go round see each model; gathered keys and exchanged heads take turns over the models.
+# Keys in a ring see each model. Gathered keys and exchanged heads take turns over the models.
 RUNS = [("ring", name) for name in MODELS] + [
     (("keys", "heads")[i % 2], name) for i, name in enumerate(MODELS)
 ]
@@ -195,7 +195,7 @@ def drawn(heads: int = 4, keys: int = 2, dtype: torch.dtype = torch.float64) -> 
 def together(
     q: Tensor, k: Tensor, v: Tensor, degree: int, runs: int, causal: bool, mask: Tensor | None = None
 ) -> list[Tensor]:
-    """What all partial attentions make, and their gradients for a gradient of ones."""
+    """Return the merged results of all partial attentions, and their gradients for a gradient of ones."""
     ids = torch.arange(q.shape[2])
     about = (ids, ids, mask, causal, None, degree, runs)
     out, lse = ring.ATTEND(q, k, v, *about, 0)
@@ -271,7 +271,7 @@ def test_keys_that_nobody_sees_are_left_out():
 
 
 def attending(made: Any) -> list[Chunk]:
-    """Forward chunks that attend to something."""
+    """Return the forward chunks that run an attention."""
     code = made.step.at(made.step.size).code
     return [
         c
@@ -281,7 +281,7 @@ def attending(made: Any) -> list[Chunk]:
 
 
 def beside_attention(program: Any) -> list[bool]:
-    """Of each exchange of keys and values on the way forth, whether its device attends to something
+    """Return for each exchange of keys and values in the forward pass whether its device runs an attention
     meanwhile.
     """
     made = compiled_for(program)

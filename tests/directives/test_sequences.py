@@ -1,4 +1,4 @@
-"""Parts of sequences: what an attention does with them, and the loss behind it."""
+"""Parts of sequences: the attention that reads them, and the loss after it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def over(degree: int = 2, **fields: Any) -> list[Any]:
 
 
 def exchanges(module: L.LightningModule, batch: Any, program: Any) -> Counter[str]:
-    """How often which kind of exchange there is, of what has samples."""
+    """Count the exchanges of each kind, among values that have samples."""
     nodes = piper.compile(module, batch, program).dag.of_type(Redistribute)
     return Counter(
         n.label
@@ -85,7 +85,7 @@ def test_few_keys_are_gathered_and_one_head_has_no_parts():
 
 
 class Attends(L.LightningModule):
-    """An attention with few keys, to what a mask lets it see."""
+    """An attention with few keys, to the keys that a mask lets it see."""
 
     def __init__(self, mask: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`shard` on graphs: what it makes of them, with everything it is combined with, in either order."""
+"""`shard` on graphs: the result in all combinations with other directives, in either order."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from lightning_piper.testing import (
 from tests.forward import eager, leaves_of, run
 from tests.groups import marked
 
-# One block's numbers grow: router and experts are trained in it, and nothing is lost in either mode.
+# The numbers of one block grow: it trains its router and its experts, and no mode drops tokens.
 EXACT = Spec(("linear", "experts", "places"), (0, 0, 1), exact=True)
 ROUNDED = Spec(("experts", "crowded", "linear"), (0, 1, 1))
 ALONE = Spec(("linear", "experts", "crowded"), (0, 0, 0))
@@ -67,7 +67,7 @@ def staged(schedule: Any, microbatches: int) -> list[Directive]:
     return list(schedule(2, microbatches, devices=STAGES))
 
 
-# Name -> what comes before, and the two directives whose order does not matter.
+# Name -> the earlier directives, and the two directives whose order does not matter.
 PROGRAMS: dict[str, tuple[list[Directive], list[Directive]]] = {
     "ep2": (together([0, 1]), [replicate([0, 1]), shard([0, 1])]),
     "ep2, turned": (together([0, 1]), [replicate([0, 1]), shard([1, 0])]),

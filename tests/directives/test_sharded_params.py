@@ -1,5 +1,5 @@
-"""Sharded parameters of every kind: dtypes, strides and sizes, the dtype of their gradients' sums, and
-training on their shards.
+"""Sharded parameters of every kind: dtypes, strides and sizes, the dtype of the sums of their gradients, and
+training of their shards.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ by_level = pytest.mark.parametrize("level", LEVELS, ids=NAMES)
 
 
 class Odd(L.LightningModule):
-    """Transposed, sparse, tiny and scalar parameters in three dtypes. Integers throughout, a mean over a
-    power of two: sums are exact in every dtype, also in bfloat16.
+    """Transposed, sparse, tiny and scalar parameters in three dtypes. All numbers are integers, and the mean
+    is over a power of two. So sums are exact in every dtype, also in bfloat16.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,9 @@ def test_dtypes_strides_and_sizes(shape: str, level: dict[str, Any]) -> None:
 
 
 class Cancelling(L.LightningModule):
-    """The gradients of four samples are 64, 0.25, 0.25 and -64: 0.5 in float32, not in bfloat16."""
+    """The gradients of four samples are 64, 0.25, 0.25 and -64: their sum is 0.5 in float32, but not in
+    bfloat16.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +147,7 @@ def test_training_in_shards_is_training_of_the_whole(name: str, shape: str, leve
 
 
 class Detaches(L.LightningModule):
-    """Two layers in one bucket, of which the later layout trains only the second."""
+    """Two layers in one bucket. The later layout trains only the second layer."""
 
     later = False
 

@@ -1,5 +1,5 @@
-"""`replicate` that shards (ZeRO): the rewritten program, equality with one device, what is kept where, what
-is refused.
+"""`replicate` that shards (ZeRO): the rewritten program, equality with one device, the memory of each device,
+and errors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from tests.sharded import (
 
 by_level = pytest.mark.parametrize("level", LEVELS, ids=NAMES)
 
-# One gather of each bucket, which all chunks read; one sum over replicas of each bucket, of all microbatches.
+# One gather of each bucket, which all chunks read, and one sum of each bucket over replicas and all
+# microbatches.
 OPTIMIZER = """
 %29 parameters @0,1 -> param:second.weight,second.bias float32[64] S(0) #2
 %30 parameters @0,1 -> param:first.weight,first.bias float32[64] S(0) #2
@@ -66,7 +67,7 @@ OPTIMIZER = """
 %26 update [PP=0] @0,1 (%28.0) #2
 """
 
-# Each microbatch is summed over the replicas by itself: what accumulates is a shard.
+# Each microbatch is summed over the replicas separately, so shards are accumulated.
 GRADIENTS = """
 %31 parameters @0,1 -> param:second.weight,second.bias float32[64] S(0) #2
 %32 parameters @0,1 -> param:first.weight,first.bias float32[64] S(0) #2
@@ -94,7 +95,7 @@ GRADIENTS = """
 %26 update [PP=0] @0,1 (%25.0) #2
 """
 
-# A gather for each chunk that reads parameters. (The first layer's backward reads none.)
+# A gather for each chunk that reads parameters. (The first layer's backward pass does not read parameters.)
 PARAMETERS = """
 %31 parameters @0,1 -> param:second.weight,second.bias float32[64] S(0) #2
 %32 parameters @0,1 -> param:first.weight,first.bias float32[64] S(0) #2
@@ -153,7 +154,7 @@ def test_each_level_implies_those_before() -> None:
 
 # Equality with one device
 
-EPS = 1e-14  # measured: at most 5e-16, of float64 sums of some tens of terms
+EPS = 1e-14  # measured: at most 5e-16, from float64 sums of some tens of terms
 
 
 EQUAL = [

@@ -1,5 +1,5 @@
-"""Faults of this family as they have happened in other systems, each seeded into the package: what says
-no.
+"""Faults of tensor parallelism that have happened in other systems. Each is seeded into the package, and the
+tests name the check that finds it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def nothing_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bias_on_every_member(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bias behind a product of rows is added by each member, and so as often as there are members."""
+    """Let each member add the bias after a product of rows, so the bias is added once for each member."""
     original = rules._pointwise
 
     def wrong(node: Any) -> Any:
@@ -55,7 +55,7 @@ def bias_on_every_member(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def norms_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each member keeps the gradient of a norm's weight that its part of the sequence gives."""
+    """Let each member keep the gradient of a norm's weight from its own part of the sequence."""
     original = rules._layer_norm_backward
 
     def whole(node: Any) -> Any:
@@ -66,7 +66,7 @@ def norms_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def local_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A softmax over words takes the largest one that a member has for the largest of all."""
+    """Let a softmax over words take a member's largest word for the largest of all words."""
     original = rules._sum
 
     def local(node: Any) -> Any:
@@ -77,7 +77,7 @@ def local_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def local_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sum below a softmax is that of the words that a member has."""
+    """Let a softmax divide by the sum over a member's words only."""
     original = rules._sum
 
     def local(node: Any) -> Any:
@@ -88,7 +88,7 @@ def local_sum(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows_of_another_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each member looks words up by the numbers of another one."""
+    """Let each member look words up by the indices of another member."""
     original = redistribute._part
 
     def part(x: torch.Tensor, after: Any, index: int, count: int) -> torch.Tensor:
@@ -98,7 +98,7 @@ def rows_of_another_part(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def row_of_nobody_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Words that are another member's get the first row of this one, and are summed with the right one."""
+    """Let words of another member get the first row of this member, which is then added to the right row."""
     monkeypatch.setattr(vocabulary, "_own", lambda index, ids: torch.ones_like(index, dtype=torch.bool))
     monkeypatch.setattr(
         vocabulary, "_local", lambda index, ids, own, size: (index - ids[0]).clamp(0, len(ids) - 1)
@@ -106,7 +106,7 @@ def row_of_nobody_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keys_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each member keeps the gradients of keys and values that its own queries give."""
+    """Let each member keep the gradients of keys and values from its own queries."""
     original = attention.attention_rules
 
     def own(node: Any) -> Any:
@@ -119,8 +119,8 @@ def keys_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def queries_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A causal mask takes each member's queries for the first ones of the sequence: nothing of what came
-    before is seen.
+    """Let a causal mask take each member's queries for the first queries of the sequence, so that they do not
+    see earlier keys.
     """
     original = redistribute._part
 
@@ -131,7 +131,7 @@ def queries_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def heads_of_another_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of heads, seen with the samples as one dimension, are taken for parts of all of it."""
+    """Take parts of heads, with the samples and heads as one dimension, for parts of the whole dimension."""
     original = rules.regrouping
 
     def whole(*args: Any) -> Any:
@@ -142,8 +142,8 @@ def heads_of_another_sample(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def beside_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of queries, keys and values beside each other, each member gets a run of all, which is no part of
-    each.
+    """Give each member a contiguous part of the fused queries, keys and values, which is not a part of each
+    of them.
     """
     original = Shard.parts
     monkeypatch.setattr(
@@ -152,13 +152,13 @@ def beside_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def terms_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What members have terms of is taken for the whole: nobody sums the gradients of the norms."""
+    """Take the members' terms for whole values, so that no node sums the gradients of the norms."""
     for module in (sharded_values, chunk):
         monkeypatch.setattr(module, "is_summed", lambda dag, output: False)
 
 
 def summed_over_members(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients that all members have are summed over them, too: scaled by the axis."""
+    """Also sum gradients that all members have, which scales them by the size of the axis."""
     monkeypatch.setattr(
         TrainingDAG,
         "mesh_of",
@@ -167,12 +167,12 @@ def summed_over_members(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def counted_by_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loss is reported by each member."""
+    """Let each member report the loss."""
     monkeypatch.setattr(metrics, "counts", lambda dag, place: True)
 
 
 def shifted_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys come from another member than the one whose turn it is."""
+    """Let keys come from another member than the next one."""
     original = redistribute._part
 
     def part(x: torch.Tensor, after: Any, index: int, count: int) -> torch.Tensor:
@@ -183,7 +183,7 @@ def shifted_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keys_taken_for_the_own_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A causal mask takes the keys that came for those of this member's part of the sequence."""
+    """Let a causal mask take received keys for the keys of this member's own part of the sequence."""
     original = redistribute._part
 
     def part(x: torch.Tensor, after: Any, index: int, count: int) -> torch.Tensor:
@@ -195,20 +195,20 @@ def keys_taken_for_the_own_ones(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def every_part_counts_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What queries attend to in two parts of the keys is averaged, whatever the sums of their weights are."""
+    """Average the attention to two parts of the keys, regardless of the sums of their weights."""
     monkeypatch.setattr(
         ring, "_shares", lambda lse, other: (*(torch.full_like(lse, 0.5),) * 2, torch.logaddexp(lse, other))
     )
 
 
 def sums_of_the_last_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way back takes the weights' sum of one part for that of all."""
+    """Let the backward pass use the sum of weights of one part as the sum over all parts."""
     original = ring._shares
     monkeypatch.setattr(ring, "_shares", lambda lse, other: (*original(lse, other)[:2], other.clone()))
 
 
 def gradients_not_brought_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A member adds the gradients of keys that it was sent to those of its own."""
+    """Let a member add the gradients of received keys to the gradients of its own keys."""
     original = ring_attention._turned
 
     def kept(several: Any, x: Any, part: Any, turn: int) -> Any:

@@ -1,5 +1,5 @@
-"""Divided tensors under every builder of schedules; orders that hide what members exchange behind another
-microbatch.
+"""Sharded tensors under every builder of schedules, and orders that overlap the members' exchanges with
+another microbatch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tensors divided along an axis: programs that equal one device, and what is refused or found."""
+"""Tensors divided along an axis: programs that equal one device, errors, and findings."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ def test_a_parameter_that_nobody_uses_stays_whole():
 
 
 class Turned(L.LightningModule):
-    """Between its products, rows are taken by another dimension: gradients come in parts of runs."""
+    """A model that takes rows by another dimension between its products, so that gradients are parts of runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -298,7 +298,7 @@ def test_gradients_may_come_in_parts_of_runs():
 
 
 class Outside(L.LightningModule):
-    """Its stages are annotated; what comes behind them is not."""
+    """A model with annotated stages and unannotated work after them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -328,8 +328,8 @@ def test_work_outside_of_annotations_is_cut_with_the_region_that_it_follows():
 
 
 class Evaluated(L.LightningModule):
-    """Of `up` nothing is trained, so that the training step is cut elsewhere than the other one, which has no
-    backward pass.
+    """A model that does not train any parameter of `up`, so the training step is cut at other places than the
+    forward-only step.
     """
 
     def __init__(self) -> None:
@@ -370,7 +370,7 @@ def test_an_evaluation_reads_the_shards_that_training_keeps(levels, values):
 
 
 class Score(L.LightningModule):
-    """Weights with dimensions of one element."""
+    """A model with weights whose dimensions have one element."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -403,7 +403,7 @@ def test_a_dimension_of_one_element_stands_before_the_divided_one(degree):
 
 
 class Labelled(L.LightningModule):
-    """Its labels are those of all samples in one row."""
+    """A model whose labels are one row for all samples."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,4 @@
-"""Tables of words, and scores for words, of which members have parts: every loss and every lookup as on one
-device.
-"""
+"""Sharded word tables and word scores: every loss and every lookup equals one device."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ WORDS, DIM = 16, 6
 
 
 class Words(L.LightningModule):
-    """Batch: words [n, 5], and the next ones, of which some are padding."""
+    """Batch: words [n, 5], and the next words, some of which are padding."""
 
     def __init__(
         self, loss: Callable[[Tensor, Tensor], Tensor], tied: bool = False, **embedding: Any
@@ -87,7 +85,7 @@ def over(degree: int, **params: int) -> list[Any]:
 
 
 def moved(program: Any) -> list[tuple[int, ...]]:
-    """Shapes of what is exchanged."""
+    """Return the shapes of exchanged values."""
     nodes = program.dag.of_type(Redistribute)
     return [node.outputs[0].tensors[0].shape for node in nodes if not isinstance(node, CutOut)]
 

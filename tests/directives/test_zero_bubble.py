@@ -1,4 +1,6 @@
-"""Zero-bubble orders (BI and BW apart) of stages whose replicas share optimizer, gradients and parameters."""
+"""Zero-bubble orders (separate BI and BW) of stages whose replicas shard optimizer state, gradients and
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ by_place = pytest.mark.parametrize("first", [True, False], ids=["replicated firs
 
 
 def zero_bubble_program(step: Any, level: dict[str, Any], first: bool, microbatches: int = 4) -> Program:
-    """ZB-H1 over two stages, two replicas each; `first`: replicated before the orders are given."""
+    """Return ZB-H1 over two stages with two replicas each. With `first`, the replicate comes before the
+    orders.
+    """
     both, orders = [replicate(GROUPS, **level, bucket_size=0.0002)], zero_bubble(2, microbatches)
     return [*stages(step, GROUPS), *split(microbatches), *(both + orders if first else orders + both)]
 

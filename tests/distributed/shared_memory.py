@@ -1,4 +1,4 @@
-"""What ranks do in test_shared_memory.py."""
+"""The work of the ranks in test_shared_memory.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_piper.runtime.collectives import Members
 from lightning_piper.runtime.shared_blocks import shared_blocks
 from lightning_piper.runtime.shared_memory import DIRECT, PIECE, SharedMessages, messages_of
 
-# Not without memfd_create and /proc, nor where files are limited.
+# These need memfd_create and /proc, and no limit of file sizes.
 POSSIBLE = shared_memory._opened(*shared_memory._address()) is not None
 SIZE = 3
 ORDER = [2, 0, 1]
@@ -24,14 +24,14 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.i
 
 
 def values(rank: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
-    """Of magnitudes so different that the order in which they are added shows."""
+    """Return values of very different magnitudes, so that their sum depends on the order of the terms."""
     made = torch.randn(numel, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
     return (made * 10.0 ** (3 * rank)).to(dtype)
 
 
 def sizes(dtype: torch.dtype) -> list[int]:
-    """On both sides of the size from which on memory is used, and of several pieces, the last one not
-    full.
+    """Return sizes below and above the size from which messages use memory, and of several blocks, the last
+    one not full.
     """
     few = DIRECT // dtype.itemsize
     return [few, few + 1, 2 * (PIECE // dtype.itemsize) + 3]
@@ -46,20 +46,20 @@ def _shared() -> SharedMessages:
 def sums(rank: int) -> list[torch.Tensor]:
     members = Members(_shared(), ORDER, rank, native=False)
     made = [values(rank, dtype, numel) for dtype in DTYPES for numel in sizes(dtype)]
-    sums = [members.add_up(x) for x in made]  # all of them are under way at once
+    sums = [members.add_up(x) for x in made]  # all sums are in flight at once
     for work, _ in sums:
         work.wait()
     return [total for _, total in sums]
 
 
 def _taken() -> int:
-    """Blocks that are in use."""
+    """Return the number of blocks in use."""
     return sum(not block.free for block in shared_blocks()._at.values())
 
 
 def sums_in_place(rank: int) -> list[tuple[torch.Tensor, torch.Tensor, bool, int]]:
-    """Of tensors that lie where the others read them: the sum, what has been summed, does the sum lie in its
-    place, and how many blocks it took.
+    """Sum tensors in memory that the other ranks read. Returns the sum, the summed tensor, whether the sum is
+    in the tensor's place, and the number of blocks that it took.
     """
     members, found = Members(_shared(), ORDER, rank, native=False), []
     for dtype in DTYPES:
@@ -77,8 +77,8 @@ def sums_in_place(rank: int) -> list[tuple[torch.Tensor, torch.Tensor, bool, int
 
 
 def parts_in_place(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
-    """Parts of a tensor that lies where the others read it, sent twice, with a change in between: what came
-    from the others.
+    """Send parts of a tensor in memory that the other ranks read twice, with a change in between. Returns the
+    received parts.
     """
     messages = _shared()
     others = [other for other in range(SIZE) if other != rank]
@@ -100,8 +100,8 @@ def parts_in_place(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor], i
 
 
 def lent_again(rank: int) -> list[bool]:
-    """Is a block lent again: while a view of what lies in it is there, while another has not read it, and
-    after both.
+    """Return whether a block is used again: while a view of its content exists, while another rank has not
+    read it, and after both.
     """
     messages, numel = _shared(), 3 * DIRECT
     x = shared_blocks().empty(numel, torch.float32).fill_(float(rank))
@@ -111,7 +111,7 @@ def lent_again(rank: int) -> list[bool]:
     found = [shared_blocks().empty(numel, torch.float32).data_ptr() == place]
     del view
     found.append(shared_blocks().empty(numel, torch.float32).data_ptr() == place)
-    dist.barrier()  # nobody has read before
+    dist.barrier()  # no rank has read before
     room, before = torch.empty(numel), (rank - 1) % SIZE
     messages.receive(room, before).wait()
     assert torch.equal(room, torch.full_like(room, before))
@@ -121,7 +121,7 @@ def lent_again(rank: int) -> list[bool]:
 
 
 def exchanges(rank: int) -> list[list[torch.Tensor]]:
-    """To each member another part, of another size; and to all the same."""
+    """Send another part, of another size, to each member, and the same part to all members."""
     members = Members(_shared(), ORDER, rank, native=False)
     numel = DIRECT // 4
     apart = [torch.full((numel + 1 + i + members.own,), 10.0 * members.own + i) for i in range(SIZE)]
@@ -129,14 +129,14 @@ def exchanges(rank: int) -> list[list[torch.Tensor]]:
     same, others = torch.full((2 * numel,), float(members.own)), [torch.zeros(2 * numel) for _ in range(SIZE)]
     works = members.exchange(apart, rooms) + members.exchange([same] * SIZE, others)
     for part in (*apart, same):
-        part.zero_()  # what is sent was taken already
+        part.zero_()  # the sent values have been copied already
     for work in works:
         work.wait()
     return [rooms, others]
 
 
 def growth(rank: int) -> tuple[list[int], torch.Tensor]:
-    """Bytes of this process's memory after rounds of sums of sizes that change, and the last sum."""
+    """Return the bytes of this process's memory after rounds of sums of changing sizes, and the last sum."""
     members = Members(_shared(), ORDER, rank, native=False)
     ends = []
     for round_ in range(12):
@@ -148,8 +148,8 @@ def growth(rank: int) -> tuple[list[int], torch.Tensor]:
 
 
 def given_back(rank: int) -> list[int]:
-    """Bytes of this process's memory that are there after a sum, after a group is closed, and after another
-    sum, which is right.
+    """Return the bytes of this process's memory after a sum, after its group is closed, and after another
+    sum, which is checked.
     """
     found = []
     for turn in range(2):
@@ -158,7 +158,7 @@ def given_back(rank: int) -> list[int]:
         x = torch.full((2**20,), 1.0 + turn)
         Members(messages, ORDER, rank, native=False).add_up(x)[0].wait()
         assert torch.equal(x, torch.full_like(x, 3.0 + 3 * turn))
-        dist.barrier()  # all have read
+        dist.barrier()  # all ranks have read
         found.append(os.fstat(shared_blocks().file).st_blocks * 512)
         messages.close()
         found.append(os.fstat(shared_blocks().file).st_blocks * 512)
@@ -166,8 +166,8 @@ def given_back(rank: int) -> list[int]:
 
 
 def reach(rank: int, kind: str) -> str:
-    """How messages travel where the processes are not on one machine, or one of them can make no such
-    memory.
+    """Return how messages travel if the processes are on several machines, or if one process cannot make
+    shared memory.
     """
     if kind == "another machine" and rank == 1:
         shared_memory._machine = lambda: 7  # type: ignore[assignment]
@@ -192,7 +192,7 @@ def reach(rank: int, kind: str) -> str:
 
 
 def full(rank: int) -> str:
-    """What is said where there is no more address space for a message."""
+    """Return the error of a rank that has no address space left for a message."""
     members = Members(_shared(), ORDER, rank, native=False)
     x = torch.ones(2**22)
     resource.setrlimit(
@@ -208,7 +208,7 @@ def full(rank: int) -> str:
 
 
 def broken(rank: int) -> str:
-    """What is said where a rank's memory is gone in the middle of a message."""
+    """Return the error of a rank whose memory disappears in the middle of a message."""
     members: Any = Members(_shared(), ORDER, rank, native=False)
     x = torch.ones(DIRECT)
     work, _ = members.add_up(x)

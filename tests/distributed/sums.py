@@ -1,4 +1,4 @@
-"""What ranks do in test_sums.py."""
+"""The work of the ranks in test_sums.py."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ SIZE = 3
 
 
 def values(rank: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
-    """Of magnitudes so different that the order in which they are added shows."""
+    """Return values of very different magnitudes, so that their sum depends on the order of the terms."""
     made = torch.randn(numel, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
     return (made * 10.0 ** (3 * rank)).to(dtype)
 
 
 def sums(rank: int) -> list[tuple[bool, torch.Tensor]]:
-    """Of each dtype and size: was it made by exchange, and the sum. The members are not in the order of their
-    ranks.
+    """Return for each dtype and size whether the sum was made by an exchange, and the sum. The members are
+    not in the order of their ranks.
     """
     order = [2, 0, 1]
     members = Members(Messages(dist.group.WORLD), order, rank, native=False)

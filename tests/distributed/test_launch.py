@@ -1,4 +1,4 @@
-"""The launches of these tests tell how a rank failed, and nothing of it is left to the next launch."""
+"""Launches report how a rank failed, and no trace of it remains for the next launch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def prepare(kind: str) -> None:
 
 
 def work(rank: int, kind: str) -> tuple[float, list[str]]:
-    """A sum over the ranks, if the last one comes that far."""
+    """Return a sum over the ranks, if the last rank gets that far."""
     if rank == 1:
         print(f"rank 1 will {kind}", flush=True)
         if kind == "die":

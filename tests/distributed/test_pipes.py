@@ -1,4 +1,4 @@
-"""Pipes bring messages in their order, hold up nobody who sends, and say who does not answer."""
+"""Pipes deliver messages in order, do not block senders, and report a process that does not answer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pair() -> Iterator[Pair]:
 
 
 def filled(outbox: Outbox) -> tuple[list[torch.Tensor], list[Outbox]]:
-    """Messages of which the last eight find no room, and what is to be waited for."""
+    """Return messages, of which the last eight do not fit into the pipe, and the pipes to wait for."""
     sent, left = list[torch.Tensor](), list[Outbox]()
     while len(left) < 8:
         sent.append(torch.full((MOST // 8,), len(sent)))

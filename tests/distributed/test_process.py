@@ -92,7 +92,7 @@ WRONG = [
 
 
 RIGHT = TWO + THREE + REPLICAS + SCHEDULES
-# Of each kind of program one or two, on different models.
+# One or two programs of each kind, on different models.
 QUICK = [
     *TWO[:4], *TWO[9:14:2], TWO[15], *TWO[18:20], TWO[-1], THREE[1], REPLICAS[1], REPLICAS[3],
     *REPLICAS[4:11:3],
@@ -105,9 +105,9 @@ QUICK = [
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Job], list[Trained]]:
-    """What every rank has after training a job."""
+    """Return the outcome of every rank after training a job."""
 
-    def run(jobs: list[Job]) -> dict[Job, list[Trained]]:  # some of which leave ranks without work
+    def run(jobs: list[Job]) -> dict[Job, list[Trained]]:  # some of these jobs leave ranks without work
         by_rank = launch(4, train, tmp_path_factory.mktemp("processes"), jobs, prepare=compile_all)
         for result in by_rank:
             assert isinstance(result, list), result
@@ -124,7 +124,7 @@ def differences(expected: Trained, ranks: list[Trained]) -> list[str]:
         for name, x in result.tensors.items():
             held = (
                 ~x.isnan() if x.is_floating_point() else torch.ones_like(x, dtype=torch.bool)
-            )  # a rank may hold a piece of it
+            )  # a rank may hold a part of the parameter
             found += (
                 [f"rank {rank}: {name}"]
                 if not (held.any() and torch.equal(x[held], expected.tensors[name][held]))
@@ -147,7 +147,7 @@ def test_a_wrong_plan_is_not(job: Job, trained: Callable[[Job], list[Trained]]) 
 
 
 def fail_on_one(rank: int) -> Any:
-    """Rank 1 fails in its first backward; rank 0 waits for what it would have sent."""
+    """Let rank 1 fail in its first backward pass, while rank 0 waits for its message."""
     model, plans = captured("mlp"), compile_plans(pipeline("mlp", 2, 2))
     transport = ProcessTransport(plans, [0, 1], CPU, timeout=LIMIT)
     executor = Executor(plans[rank], model.step, model.tensors, model.tensors, transport, CPU)
@@ -177,8 +177,8 @@ NOTED = Job("mlp", microbatches=2, shape="DP2")
 
 
 def bring_notes(rank: int) -> Any:
-    """Steps of two replicas that bring the same digest, others, none on rank 1, and the same again: what
-    comes out.
+    """Run steps of two replicas with the same digest, with different digests, without a digest on rank 1, and
+    with the same digest again. Returns the results.
     """
     model, plans = captured(NOTED.name), plans_of(NOTED)
     transport = ProcessTransport(plans, [0, 1], CPU, timeout=LIMIT)

@@ -1,5 +1,5 @@
-"""Sharded checkpoints on real processes: other numbers of them, failures on one, and processes that are
-killed.
+"""Sharded checkpoints of real processes: a changed number of processes, failures of one process, and killed
+processes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SIZES = (4, 2, 1, 3)
 
 
 class Some(World):
-    """The first processes of the run."""
+    """A group of the first processes of the run."""
 
     def __init__(self, rank, size, group):
         super().__init__(rank, size, torch.device("cpu"))
@@ -58,7 +58,9 @@ def content(key, round_):
 
 
 def ranges(key, rank, size, seed, replicas):
-    """What a process holds: its parts of a random cutting, each of which some processes hold."""
+    """Return the ranges that a process holds: its parts of a random division. Some processes hold the same
+    part.
+    """
     draw = random.Random(f"{key} {size} {seed}")
     numel = math.prod(SHAPES[key])
     cuts = sorted({0, numel, *(draw.randint(0, numel) for _ in range(size + 1))})
@@ -76,8 +78,8 @@ def held(rank, size, seed, round_):
 
 
 def chain(rank, folder, rounds):
-    """Save on some processes, load on others, under random cuttings; returns how many pieces this process has
-    compared.
+    """Save on some processes and load on others, under random divisions. Returns how many ranges this process
+    has compared.
     """
     groups = {size: dist.new_group(range(size)) for size in sorted(SIZES)}
     ranges_module.CHUNK = 20
@@ -128,7 +130,7 @@ def attempt(work):
 
 
 def errors(rank, folder):
-    """What each process sees when one of them fails, or a file is damaged."""
+    """Return the error that each process gets if one of them fails, or if a file is damaged."""
     world = everybody(rank)
     path = Path(folder) / "last.ckpt"
     save(path, held(rank, 3, 0, 1), {}, world)
@@ -190,7 +192,7 @@ def test_all_processes_fail_alike(tmp_path):
 
 
 def dying(rank, folder, victim, event, changes):
-    """Save twice; the second time one process is killed at its n-th call that changes files."""
+    """Save twice. During the second save, one process is killed at its n-th call that changes files."""
     import sys
 
     torch.set_num_threads(1)

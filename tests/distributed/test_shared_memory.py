@@ -1,6 +1,4 @@
-"""Messages between processes of one machine go through memory, and what arrives is what gloo would have
-brought.
-"""
+"""Messages between processes of one machine go through memory and have the same content as with gloo."""
 
 from __future__ import annotations
 

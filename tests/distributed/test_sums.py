@@ -1,4 +1,4 @@
-"""Sums over processes: of few bytes each member makes them by itself."""
+"""Sums over processes: if they have few bytes, each member computes them itself."""
 
 from __future__ import annotations
 

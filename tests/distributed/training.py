@@ -1,4 +1,4 @@
-"""Training in real processes, and the same by the reference interpreter."""
+"""Training in real processes, and the same training by the reference interpreter."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class Job:
         return dag_of(step, place(step, 2) + split(3) + order(0, "F0 F1 F2") + order(1, "F2 F0 F1"))
 
     def _scheduled(self) -> Program:
-        """A schedule of `lightning_piper.schedules`; replicated where it has half as many ranks as there are
-        devices.
+        """Return a schedule of `lightning_piper.schedules`. It is replicated if it has half as many ranks as
+        there are devices.
         """
         builder, stages = getattr(schedules, self.shape), int(self.name.removeprefix("chain"))
         program = to_json(builder(stages, self.microbatches))
@@ -79,7 +79,7 @@ class Job:
         return {"op": "replicate", "filter": {}, "devices": groups, "bucket_size": 0.0001, **sharded}
 
     def _replicated(self, step: Step) -> Program:
-        """Two replicas: of the whole step, or of a pipeline whose stage i is on devices i and i + 2."""
+        """Return two replicas of the whole step, or of a pipeline whose stage i is on devices i and i + 2."""
         stages = 1 if self.shape == "DP2" else 2
         program: Program = []
         for place_ in place(step, stages):
@@ -92,7 +92,7 @@ class Job:
 
 
 def exchange(instructions: list[Any]) -> None:
-    """Two receives meet each other's message."""
+    """Let two receives get each other's message."""
     first, second = [i for i, x in enumerate(instructions) if isinstance(x, Irecv)][1:3]
     instructions.insert(first, instructions.pop(second))
 
@@ -102,7 +102,7 @@ def drop_term(instructions: list[Any]) -> None:
 
 
 def own_sum(instructions: list[Any]) -> None:
-    """A replica adds one of its terms to the sum over replicas twice."""
+    """Let a replica add one of its terms to the sum over replicas twice."""
     where = next(
         i for i, x in enumerate(instructions) if isinstance(x, AllReduceInstruction) and x.bucket is not None
     )
@@ -115,7 +115,7 @@ FAULTS = {"exchange": exchange, "drop term": drop_term, "own sum": own_sum}
 
 @functools.cache
 def model(name: str) -> Captured:
-    """A model of `tests.models`, or a chain of as many stages as its name says, with a batch of 16
+    """Return a model of `tests.models`, or a chain with as many stages as its name says, with a batch of 16
     samples.
     """
     if not name.startswith("chain"):
@@ -136,21 +136,21 @@ def plans_of(job: Job) -> dict[int, Plan]:
 
 
 def compile_all(jobs: list[Job]) -> None:
-    """What every rank would capture and compile alike."""
+    """Capture and compile what is the same on every rank."""
     for job in jobs:
         plans_of(job)
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Metrics of every step, and parameters and buffers at the end."""
+    """The metrics of every step, and the parameters and buffers at the end."""
 
     metrics: list[Tensor]
     tensors: dict[str, Tensor]
 
 
 def train(rank: int, jobs: list[Job]) -> list[Trained]:
-    """One process's side of all jobs, one after another over one transport."""
+    """Train one process's part of all jobs, one after another over one transport."""
     results = []
     transport: ProcessTransport | None = None
     for job in jobs:
@@ -183,7 +183,7 @@ def train(rank: int, jobs: list[Job]) -> list[Trained]:
             if optimizer is not None:
                 optimizer.step()
             metrics.append(result.metrics)
-        for bucket, flat in shards.items():  # other pieces of a parameter are as they were, and not compared
+        for bucket, flat in shards.items():  # other parts of a parameter are unchanged, and not compared
             for name, start, stop, at in bucket.local_shards(plans[rank].replica):
                 if name not in own:
                     continue  # frozen
@@ -192,7 +192,7 @@ def train(rank: int, jobs: list[Job]) -> list[Trained]:
                 own[name] = torch.full(spec.shape, float("nan"))
                 own[name].permute(spec.dim_order).view(-1)[start:stop] = flat[at : at + stop - start].detach()
                 tensors[name] = own[name]
-        # A buffer is this device's if it holds the region that changes it; all others are as they were.
+        # A device has a buffer if it has the region that changes the buffer. All other buffers are unchanged.
         changed = {
             n: x.detach() for n, x in tensors.items() if n in own or not torch.equal(x, one.tensors[n])
         }

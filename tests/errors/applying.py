@@ -1,4 +1,4 @@
-"""Directives on the graph of a step."""
+"""Errors of directives on the graph of a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ The step has two stages and 8 samples."""
 
 
 def on(what: str, changes: list[tuple[str, str]], *directives: object) -> Case:
-    """Of another module."""
+    """Return a case with another module."""
     return Case(
         what, lambda: compile_step(capture(net("pass", *changes), batch()), tuple(parse(list(directives))))
     )
@@ -46,7 +46,7 @@ def whole_batch() -> None:
 
 
 def entered_again() -> None:
-    """A step that uses stage 0 before and after stage 1, in a pipeline."""
+    """Apply a pipeline to a step that uses stage 0 before and after stage 1."""
     line = 'with piper.annotate("PP", 0): loss = loss + self.first(x).mean()'
     compile_step(capture(net(line), batch()), tuple(one_f_one_b(2, 2)))
 

@@ -1,4 +1,4 @@
-"""Building the program: files, fields, filters, schedules. No module is looked at."""
+"""Errors in building the program: files, fields, filters, schedules. They do not need a module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first batch: the training step becomes a graph."""
+"""Errors at the first batch, when Piper captures the training step."""
 
 from __future__ import annotations
 
@@ -26,38 +26,38 @@ def given(what: str, data: Any) -> Case:
 
 
 def resized() -> None:
-    """Two stages in which the batch's size decides what is done, in microbatches."""
+    """Run two stages in microbatches, in which the batch's size decides which operations run."""
     step = capture(net('self.log("large", loss) if len(x) > 4 else None'), batch())
     compile_step(step, (piper.Split(**{k: v for k, v in SPLIT.items() if k != "op"}),))
 
 
 def resized_metric() -> None:
-    """The same with a list that has a tensor for each sample."""
+    """Run the same with a list that has a tensor for each sample."""
     line = "from torchmetrics import MeanMetric\n        self.mean = MeanMetric()\n        self.seen, "
     step = capture(net("self.mean.update([row for row in x])", ("self.seen, ", line)), batch())
     compile_step(step, (piper.Split(**{k: v for k, v in SPLIT.items() if k != "op"}),))
 
 
 def sharing(line: str) -> None:
-    """A module with a further line in `__init__`."""
+    """Fit a module with a further line in `__init__`."""
     last = "self.seen, self.plain = [], torch.ones(())"
     capture(net("self.scale.add_(1)", (last, f"{last}; {line}")), batch()).at(8)
 
 
 def listed(line: str, more: Any, split: bool) -> None:
-    """A step whose batches have something beside their two tensors."""
+    """Fit a step whose batches have an item in addition to their two tensors."""
     step = capture(net(line, ("x, y = batch", "x, y, more = batch")), (*batch(4), more))
     compile_step(step, (piper.Split(filter={}, dim_name="MB", num_microbatches=2),) if split else ())
 
 
 class Meta:
-    """Something beside the tensors of a batch."""
+    """An item of a batch besides its tensors."""
 
     scale = 2.0
 
 
 def uneven(directive: dict[str, Any]) -> None:
-    """A batch with a table beside its tensors."""
+    """Apply a directive to a step whose batch also has a table."""
     step = capture(net("pass", ("x, y = batch", "x, y, table = batch")), (*batch(4), batch(10)[0]))
     compile_step(
         step,

@@ -1,5 +1,5 @@
-"""A mistake, and how to make it. What is said of it is seen by making it: docs/errors.md shows what really
-comes.
+"""A mistake, and how to make it. The tests see the message by making the mistake, so docs/errors.md shows the
+real messages.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ Cases = list[Case | Elsewhere]
 
 
 class CommandLine(Exception):
-    """What a command wrote on stderr before it ended."""
+    """An error with the text that a command wrote on stderr before it ended."""
 
 
 def said(case: Case) -> tuple[str, str]:
@@ -79,8 +79,8 @@ def said(case: Case) -> tuple[str, str]:
 
 
 def portable(text: str) -> str:
-    """Without what differs from run to run or from processor to processor: the folder, sizes and checksums of
-    files, rounding.
+    """Return a message without the parts that differ between runs or processors: the folder, sizes and
+    checksums of files, rounding.
     """
     text = text.replace(str(Path.cwd()), "/home/me")
     text = re.sub(r"has \d+ bytes, \d+ were", "has 3180 bytes, 3181 were", text)
@@ -90,7 +90,9 @@ def portable(text: str) -> str:
 
 @contextlib.contextmanager
 def _empty_folder() -> Iterator[None]:
-    """Also without directives that other tests have registered: some messages list all that are known."""
+    """Make an empty current folder. Also hide the directives that other tests have registered, because some
+    messages list all known directives.
+    """
     before, variables = Path.cwd(), dict(os.environ)
     own = {op: cls for op, cls in known().items() if cls.__module__.startswith("lightning_piper.")}
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(base, "_registry", own):
@@ -136,12 +138,14 @@ class Net(L.LightningModule):
 
 
 def net(line: str = "pass", *changes: tuple[str, str]) -> Any:
-    """The module of a file `train.py`: with a line before the last one of its step, and other changes."""
+    """Return the module of a file `train.py`, with a line before the last line of its step, and with other
+    changes.
+    """
     return module_of("train.py", TRAIN.replace("{line}", line), "Net", changes)
 
 
 def module_of(file: str, source: str, name: str, changes: Sequence[tuple[str, str]]) -> Any:
-    """An instance of a class in a file of Python, after changes to its text."""
+    """Return an instance of a class in a Python file, after changes to the file's text."""
     for old, new in changes:
         assert old in source
         source = source.replace(old, new)
@@ -174,17 +178,17 @@ REPLICATE = {"op": "replicate", "filter": {}, "devices": [[0, 2], [1, 3]]}
 
 
 def program(what: str, *directives: Any) -> Case:
-    """A mistake in directives that capture and compilation find."""
+    """Return a mistake in directives that capture and compilation find."""
     return Case(what, lambda: compile_step(captured_step(), tuple(parse(list(directives)))))
 
 
 def step(what: str, line: str = "pass", *changes: tuple[str, str]) -> Case:
-    """A mistake in the training step."""
+    """Return a mistake in the training step."""
     return Case(what, lambda: compile_step(capture(net(line, *changes), batch()), ()))
 
 
 def written(name: str, content: Any) -> str:
-    """A file in the current folder: a text, or anything as JSON."""
+    """Write a file into the current folder: a text, or any other content as JSON."""
     Path(name).write_text(content if isinstance(content, str) else json.dumps(content))
     return name
 

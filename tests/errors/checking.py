@@ -1,6 +1,4 @@
-"""What the static check, the check of plans and the check by execution find. It takes a rewrite that is
-wrong.
-"""
+"""Errors of the static check, of the check of plans and of the check by execution. They need a wrong rewrite."""
 
 from __future__ import annotations
 
@@ -81,8 +79,8 @@ def a_circle(dag: TrainingDAG) -> None:
 
 
 def half_a_gradient(dag: TrainingDAG) -> None:
-    """The code of a chunk, which only running it shows. One gradient: of two, rounding would choose which is
-    farther off.
+    """Halve one gradient in the code of a chunk, which only an execution finds. One, because with two wrong
+    gradients rounding would decide which one differs more.
     """
     code = dag.step.at(4).code
     run = code[0, "B"].run

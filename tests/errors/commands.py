@@ -1,4 +1,4 @@
-"""The command line, durations, recordings."""
+"""Errors of the command line, durations and recordings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts, and their division over devices."""
+"""Errors of experts, and of their division over devices."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ def program(what: str, *directives: Any) -> Case:
 
 
 def divided(what: str, *changes: tuple[str, str]) -> Case:
-    """Another module, divided over two devices."""
+    """Return a case in which a changed module is divided over two devices."""
     program = [PLACE, REPLICATE, SHARD]
     return Case(what, lambda: compile_step(capture(experts(*changes), batch()), tuple(parse(program))))
 
 
 def _run() -> None:
-    """Counts that do not add up."""
+    """Run a module whose counts do not add up."""
     step = capture(experts(("F.one_hot(chosen, 4).sum(0)", "F.one_hot(chosen, 4).sum(0) + 1")), batch())
     compiled = compile_step(step, tuple(parse([PLACE, REPLICATE, SHARD])))
     tensors = {name: x.detach() for name, x in step.module.named_parameters()}

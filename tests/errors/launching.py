@@ -1,4 +1,4 @@
-"""The strategy's arguments, the Trainer's, and the processes."""
+"""Errors in arguments of the strategy or the Trainer, and errors of processes."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def fine_tuned() -> None:
 
 
 def over_processes(callback: Callback) -> None:
-    """What is checked when there is more than one process."""
+    """Run the checks that apply to several processes."""
     made, _ = trainer(local(), [callback], enable_checkpointing=True)
     check_fit(made, net(), 2, layer_sync=None, known=Known())
 
@@ -135,7 +135,7 @@ def without_a_script() -> None:
 
 
 def other_devices() -> None:
-    """One process, of which Lightning makes a group that stays."""
+    """Fit one process with a program for several. Lightning makes a process group, which is destroyed here."""
     try:
         fit(strategy=piper.PiperStrategy(PLACES))
     finally:

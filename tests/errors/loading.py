@@ -1,4 +1,4 @@
-"""Checkpoints."""
+"""Errors of checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INTRO = "All processes raise these errors when they save or load a checkpoint."
 
 
 def saved(checkpoint: str = "sharded", *changes: tuple[str, str]) -> Path:
-    """A checkpoint `a.ckpt` of one step."""
+    """Save a checkpoint `a.ckpt` of one step."""
     made, _ = trainer(local(checkpoint=checkpoint), max_steps=1)
     made.fit(net("pass", *changes), Batches([batch()]))
     made.save_checkpoint("a.ckpt")
@@ -66,7 +66,7 @@ def another_file(folder: Path) -> None:
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """The manifest after a change, with the checksum that belongs to it."""
+    """Change the manifest, and write it with a valid checksum."""
     from lightning_piper.checkpoint import files
 
     body = json.loads((folder / "manifest.json").read_text())["manifest"]
@@ -93,7 +93,7 @@ def with_options() -> None:
 
 
 class Early(L.Callback):
-    """Saves before the first batch."""
+    """A callback that saves before the first batch."""
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         trainer.save_checkpoint("b.ckpt")

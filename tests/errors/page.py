@@ -1,4 +1,4 @@
-"""docs/errors.md, made from the mistakes: `python -m tests.errors.page` writes it."""
+"""docs/errors.md, which `python -m tests.errors.page` writes from the mistakes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def row(case: Case | Elsewhere) -> str:
 
 
 def _code(text: str) -> str:
-    """A line as code in a cell of a table."""
+    """Return a line as code in a cell of a table."""
     mark = "``" if "`" in text else "`"
     pad = " " if "`" in (text[:1], text[-1:]) else ""
     return f"{mark}{pad}{text.strip()}{pad}{mark}".replace("|", "\\|")

@@ -1,4 +1,4 @@
-"""While the training runs."""
+"""Errors during the training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ and the directive that made it. Over processes, all processes end, and each name
 
 
 def out_of_range() -> None:
-    """Tokens that the embedding does not have: values, which a capture does not see."""
+    """Fit with tokens that the embedding does not have. A capture does not see them, because it does not see
+    values.
+    """
     module = net(
         "pass", ("nn.Linear(8, 6)", "nn.Embedding(4, 6)"), ("self.first(x)", "self.first(x).mean(1)")
     )

@@ -1,4 +1,4 @@
-"""Tensors, and their division over devices."""
+"""Errors of tensors, and of their division over devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The example of a GPT-2 that has no room on one device; and the gallery, which has all examples."""
+"""The example of a GPT-2 that does not fit on one device, and the gallery, which has all examples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A third party's operation: it holds the bound that it states, trains over processes, and appears under its
+"""A third party's operation: it keeps the bound that it states, trains over processes, and appears under its
 own name.
 """
 
@@ -52,7 +52,7 @@ def seeded() -> Regression:
 
 
 def by_hand() -> dict[str, torch.Tensor]:
-    """The same training in one process, without the package."""
+    """Run the same training in one process, without the package."""
     module = seeded()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     lost = [[torch.zeros_like(p) for p in module.parameters()] for _ in range(2)]

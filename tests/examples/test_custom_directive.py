@@ -1,4 +1,4 @@
-"""The example's directive holds its contract, and saves the memory it is for."""
+"""The example's directive keeps its contract, and saves memory as it promises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The example of divided experts, in short: half of the layers, 1F1B alone, three steps."""
+"""A short version of the example of divided experts: half of the layers, only 1F1B, three steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Code of passes: made where it first runs."""
+"""Code of passes, which is generated at its first run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Buckets: every element of every parameter lies in one shard, once, and its views are the parameters
-again.
+"""Buckets: every element of every parameter is in one shard, once, and the views of a bucket are the
+parameters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 @st.composite
 def specs(draw: Any, dtype: torch.dtype | None = None) -> TensorSpec:
-    """Dense tensors of up to three dimensions, whose memory runs through the dimensions in any order."""
+    """Draw dense tensors of up to three dimensions, with the dimensions in any order in memory."""
     shape = draw(st.lists(st.integers(1, 9), max_size=3))
     strides, width = [0] * len(shape), 1
     for d in draw(st.permutations(range(len(shape)))):
@@ -47,7 +47,7 @@ def spec(*shape: int, dtype: torch.dtype = torch.float32) -> TensorSpec:
 
 
 def filled(bucket: Bucket) -> dict[str, torch.Tensor]:
-    """A tensor for each name, with its spec's strides; no two elements of a bucket are alike."""
+    """Return a tensor for each name, with the strides of its spec. All elements of a bucket differ."""
     counter = itertools.count(1)
     found = {}
     for name, s in zip(bucket.names, bucket.tensors, strict=True):

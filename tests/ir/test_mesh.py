@@ -1,4 +1,4 @@
-"""Meshes: lines along each axis, and which part of what is divided a place has."""
+"""Meshes: lines along each axis, and the part of a divided tensor that a group rank has."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""An operation of one's own, right and with a fault in each of its functions. It sums over replicas in two
-levels, such as first within machines and then between them.
+"""A user's own operation, correct and with a fault in each of its functions. It sums over replicas in two
+levels, such as first within machines and then between machines.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from tests.runtime.steps import CPU
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LineSum(Node):
-    """Sums a bucket over lines of its group; the last of several gives the sum of all."""
+    """A node that sums a bucket over lines of its group. The last of several such nodes gives the sum of all
+    members.
+    """
 
     turn = IssuePriority.ON_DEMAND
     communicates = sums = True
@@ -85,7 +87,7 @@ OPERATION = ops.Operation(LineSum, check, reference, lower, bind={LineSumInstruc
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TwoLevels(Directive):
-    """Sum over rows and then over columns of two by two devices."""
+    """A directive that sums over the rows and then over the columns of two by two devices."""
 
     op: ClassVar[str] = "two_levels"
     contract: ClassVar[Any] = "reassociated"
@@ -121,7 +123,7 @@ def registered() -> Any:
 
 
 def executors() -> tuple[list[Any], list[Executor]]:
-    """The step of the model `exact` in float64, whose sums are exact."""
+    """Return a step of the model `exact` in float64, whose sums are exact, and its executors."""
     model = captured("exact")
     dag = run_pipeline(model.step, [*parse(PROGRAM), TwoLevels()], after=StaticCheck())
     interpret(dag, model.tensors, model.leaves)
@@ -261,7 +263,9 @@ def test_what_a_function_raises_says_whose_it_is(part: str, says: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Between(Directive):
-    """Puts a node between the first chunk and those that read it, on the devices of the chunk."""
+    """A directive that inserts a node between the first chunk and the chunk's readers, on the devices of the
+    chunk.
+    """
 
     op: ClassVar[str] = "between"
     contract: ClassVar[Any] = "bitwise"

@@ -1,4 +1,4 @@
-"""The table of operations: one's own are known, and what is taken, or unknown, is refused."""
+"""The table of operations: users' operations are known, and names that are taken or unknown raise an error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def restored() -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mine(Node):
-    """A node that nobody knows."""
+    """A node that no operation handles."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,6 @@
-"""One list of passes, and one loop that runs it: their order, what the hook sees, and whom an error names."""
+"""The list of passes and the loop that runs it: the order of passes, the DAG that the hook sees, and the
+directive that an error names.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ REPLICATED = [*gpipe(2, 2, devices=GROUPS), Replicate(filter={}, devices=GROUPS,
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Turned(Directive):
-    """Adds gradients from the last slice to the first, and says of it what it is told to."""
+    """A directive that adds gradients from the last slice to the first, and returns the contract that the
+    test sets.
+    """
 
     op: ClassVar[str] = "turned"
     contract: ClassVar[Contract] = "bitwise"

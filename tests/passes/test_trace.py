@@ -1,4 +1,4 @@
-"""What a trace counts is what `diff` shows."""
+"""The counts of a trace agree with `diff`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def counted(trace: PassTrace) -> list[tuple[str, int, int, int]]:
 
 
 def differing(a: Path, b: Path) -> tuple[int, int]:
-    """Lines that only one of two files has."""
+    """Return the numbers of lines that only one of two files has."""
     mine, other = (set(path.read_text().splitlines()) for path in (a, b))
     return len(mine - other), len(other - mine)
 

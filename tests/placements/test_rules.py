@@ -1,4 +1,4 @@
-"""The rules of operations, each proved by execution on parts; and wrong ones, which execution finds."""
+"""The rules of operations, each proved by execution on parts, and wrong rules, which the execution finds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ R, P = Replicate(), Partial()
 
 
 def traced(function: Any, *shapes: Any) -> list[Node]:
-    """The operations of a function of tensors."""
+    """Return the operations of a function of tensors."""
     inputs = [x if isinstance(x, torch.Tensor) else torch.randn(x) for x in shapes]
     graph = make_fx(function, tracing_mode="fake")(*inputs).graph
     return [
@@ -106,14 +106,15 @@ def test_every_rule_is_what_execution_gives(name, degree):
 @pytest.mark.parametrize(
     ("function", "shapes", "rule"),
     [
-        (torch.mm, [(4, 8), (8, 4)], Rule((Shard(1), Shard(0)), (R,))),  # a sum that nobody takes
+        # A sum over members that no node makes.
+        (torch.mm, [(4, 8), (8, 4)], Rule((Shard(1), Shard(0)), (R,))),
         (torch.mm, [(4, 8), (8, 4)], Rule((Shard(0), R), (P,))),
         (lambda x: x.sum(0), [(4, 8)], Rule((Shard(0),), (R,))),
         (
             lambda x: x.mean(0, keepdim=True),
             [(4, 8)],
             Rule((Shard(0),), (P,)),
-        ),  # means of parts are no terms of the mean
+        ),  # means of parts are not terms of the mean
         (torch.tanh, [(4, 8)], Rule((P,), (P,))),
         (torch.add, [(4, 8), (8,)], Rule((P, R), (P,))),  # a bias added on every member
         (torch.mul, [(4, 8), (4, 8)], Rule((P, P), (P,))),

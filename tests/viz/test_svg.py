@@ -22,7 +22,7 @@ def result(microbatches: int = 4, stages: int = 3, latency: float = 0.25) -> Sim
 
 
 def boxes(text: str) -> list[tuple[str, dict[str, str], str | None]]:
-    """Title, attributes and text of each box."""
+    """Return title, attributes and text of each box."""
     root = ET.fromstring(text)
     found = []
     for group in root.iter(f"{NS}g"):
