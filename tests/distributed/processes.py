@@ -33,6 +33,8 @@ from tests import seconds
 
 LIMIT = timedelta(seconds=400)  # nothing here takes that long, also on a slow machine; a test that hangs ends
 PATIENCE = timedelta(seconds=300)  # of communication: what waits in vain says so before the limit is over
+# Since torch 2.15 a forked process cannot run backward passes once the process that it comes from has traced one.
+TRACES_BEFORE_FORKS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15)
 IMPORTS = ["torch", "torch.distributed", "lightning", "lightning_piper"]  # and what a conftest.py adds
 
 
@@ -101,8 +103,8 @@ def run_ranks(
     The environment of a rank is that of torchrun: `LOCAL_RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`.
 
     Args:
-        prepare: called as `prepare(*args)` in the process that the ranks are forked from. It must start no
-            threads.
+        prepare: called as `prepare(*args)` in the process that the ranks are forked from, or in each rank if
+            torch does not trace in forks. It must start no threads.
         joined: whether the ranks are of one default group from the beginning, or `work` makes it.
         limit: what still runs then is killed.
     """
@@ -141,13 +143,15 @@ def _fork(
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     os.environ |= {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    if prepare is not None:
+    if prepare is not None and TRACES_BEFORE_FORKS:
         prepare(*args)
+        prepare = None
     gc.freeze()  # ranks share this memory for as long as nobody writes into it
     gc.set_threshold(50_000, 20, 20)  # as in tests/conftest.py
     context = multiprocessing.get_context("fork")
     ranks = [
-        context.Process(target=_main, args=(rank, size, folder, work, args, joined)) for rank in range(size)
+        context.Process(target=_main, args=(rank, size, folder, work, args, prepare, joined))
+        for rank in range(size)
     ]
     for rank in ranks:
         rank.start()
@@ -174,7 +178,13 @@ def _is_stopped(process: Any) -> bool:
 
 
 def _main(
-    rank: int, size: int, folder: str, work: Callable[..., Any], args: tuple[Any, ...], joined: bool
+    rank: int,
+    size: int,
+    folder: str,
+    work: Callable[..., Any],
+    args: tuple[Any, ...],
+    prepare: Callable[..., Any] | None,
+    joined: bool,
 ) -> None:
     _write_to(f"{folder}/{rank}.txt")
     os.environ["LOCAL_RANK"] = str(rank)
@@ -182,6 +192,8 @@ def _main(
         dist.init_process_group("gloo", rank=rank, world_size=size, timeout=LIMIT)
     result: Any
     try:
+        if prepare is not None:
+            prepare(*args)
         result = work(rank, *args)
     except Exception as error:
         traceback.print_exc()

@@ -11,7 +11,8 @@ from tests.strategy.sharded_jobs import folder, sharded_ranks
 
 __all__ = ["folder", "sharded_ranks"]
 
-processes.IMPORTS.append("tests.strategy.traced")
+if processes.TRACES_BEFORE_FORKS:
+    processes.IMPORTS.append("tests.strategy.traced")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
