@@ -19,7 +19,7 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3,$(shell $(name) -c \
 # One thread for each process: the processes are the parallelism, and figures do not depend on the number of cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test test-processes test-programs test-others test-long durations coverage property-tests zoo docs lint wheel bench gpu clean
+.PHONY: help demo test test-processes test-programs test-others test-long durations coverage property-tests zoo docs lint versions wheel bench gpu clean
 
 help:
 	@echo "make demo    train a small GPT on two processes and compare it with one device"
@@ -29,6 +29,7 @@ help:
 	@echo "make durations   all tests, and how long each takes, which decides what is long"
 	@echo "make coverage    as make test, and which part of the code it runs; fails below the floor in pyproject.toml"
 	@echo "make property-tests   thousands of random programs"
+	@echo "make versions   some tests with other releases of Python, torch and Lightning; downloads about 3 GB for each"
 	@echo "make zoo     train all kinds of modules at all levels, and write docs/zoo.md"
 	@echo "make docs    run the tutorial's commands and the notebook, build the documentation into build/site"
 	@echo "make lint    ruff, its formatter, mypy, and the rules of plain English that can be counted"
@@ -91,6 +92,9 @@ lint: $(INSTALLED)
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 	$(BIN)/python -m tests.prose lightning_piper lightning_piper_cli benchmarks examples
+
+versions: $(INSTALLED)
+	$(BIN)/python -m tests.versions
 
 wheel: $(INSTALLED)
 	$(BIN)/python -m tests.wheel
