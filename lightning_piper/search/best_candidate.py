@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import NoReturn
 
 from lightning_piper.errors import NoProgram, SearchError
 from lightning_piper.limits import integer, is_number, shown
@@ -75,27 +77,36 @@ def best_of(
         workload, hardware, devices, limit, tuple(schedules), tuple(levels), margin, all_devices, ranks
     )
     found = Search(space, objective == "memory", gap, budget, progress).run()
-    if found is not None:
-        return found
-    if limit == INFINITE:
+    if found is None:
+        _refuse(space, budget)
+    return found
+
+
+def _refuse(space: Space, budget: int) -> NoReturn:
+    """Raise the error of a search that found nothing.
+
+    Raises:
+        SearchError: Nothing fits. The error names the least memory with which a program fits.
+        NoProgram: No schedule exists, or no program fits in host memory.
+    """
+    devices = space.devices
+    if space.memory == INFINITE:
         raise NoProgram(
-            f"search: no schedule of {', '.join(schedules)} exists for this workload on {devices} devices"
+            f"search: no schedule of {', '.join(space.schedules)} exists for this workload on {devices} devices"
             " [PIPER-P003]"
         )
-    everything = Space(
-        workload, hardware, devices, INFINITE, tuple(schedules), tuple(levels), margin, all_devices, ranks
-    )
+    everything = replace(space, memory=INFINITE)
     least = Search(everything, True, 0, budget, None).run(table=False)
     if least is None:
-        on = f"that uses all {devices} devices" if all_devices else f"on {devices} devices"
+        on = f"that uses all {devices} devices" if space.all_devices else f"on {devices} devices"
         raise NoProgram(
             f"search: no program {on} exists, or no program fits in the host memory of "
-            f"{hardware.host_memory} bytes [PIPER-P002]"
+            f"{space.hardware.host_memory} bytes [PIPER-P002]"
         )
     needed = math.ceil(max(least.estimate.memory))
     about = "" if least.gap == 0 else f"; up to {float(least.gap / (1 + least.gap)):.1%} less may be enough"
     raise SearchError(
-        f"search: no program fits in {limit} bytes. Give at least {needed} bytes for each device{about}"
+        f"search: no program fits in {space.memory} bytes. Give at least {needed} bytes for each device{about}"
         " [PIPER-P002]"
     )
 

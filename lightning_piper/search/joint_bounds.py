@@ -23,7 +23,6 @@ blocks count as equal. The weights are then evaluated for the original blocks.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -120,70 +119,103 @@ class Together:
         A level does not matter if the stage may also have a higher level that takes no more time, because the
         lower level needs more memory.
         """
-        n = len(self.space.workload.blocks)
-        f, bi, bw, saved, kept = (np.diff(np.array(column, dtype=np.float64)) for column in _sums(costs))
+        prices = _OptionPrices(costs)
+        matter = [
+            {
+                (x, way)
+                for x, way in own
+                if not any(y > x and other == way and prices.is_slower(x, y, way) for y, other in own)
+            }
+            for own in options
+        ]
+        every = sorted(set().union(*matter))
+        allowed = np.array([[option in own for option in every] for own in matter])
+        return every, allowed, prices.blocks(every)
+
+
+class _OptionPrices:
+    """The seconds and bytes that each block adds with an option: a level and a way.
+
+    Args:
+        costs: The costs of a layout.
+    """
+
+    def __init__(self, costs: Costs) -> None:
+        layout, n = costs.layout, costs.blocks
+        self._work = [np.diff(np.array(column, dtype=np.float64)) for column in _sums(costs)]
         owned, trained = (
             np.array(
                 [costs.params.of(((k, k + 1),), False, only) for k in range(n)], dtype=np.float64
             ).reshape(n, 2)
             for only in (False, True)
         )
-        replicas, routed = costs.layout.replicas, costs.layout.replicas // costs.layout.routed
-        away, none = _moved(costs.host, saved), np.zeros(n)
-        gather = _collective(costs, owned, "gather", 1)
-        start = [none, gather, gather, gather]
-        sums = [_collective(costs, trained, "sum", 2), *[_collective(costs, trained, "scatter", 1)] * 3]
-        rows = rows_of(
-            costs.layout.schedule, costs.layout.per_rank, costs.layout.ranks, costs.layout.microbatches
+        self._replicas, self._routed = layout.replicas, layout.replicas // layout.routed
+        self._states = float(costs.states)
+        none, gather = np.zeros(n), _collective(costs, owned, "gather", 1)
+        self._away = _moved(costs.host, self._work[3])
+        # By level.
+        self._gathers = [none, none, none, gather]
+        self._starts = [none, gather, gather, gather]
+        self._sums = [_collective(costs, trained, "sum", 2), *[_collective(costs, trained, "scatter", 1)] * 3]
+        rows = rows_of(layout.schedule, layout.per_rank, layout.ranks, layout.microbatches)
+        self._kinds = _pass_kinds(rows)
+        self._charged = _charged(costs, rows, owned, trained)
+        # Many stages have the same options. A cache of methods would keep the object alive in a cycle.
+        self._known_passes: dict[Option, Array] = {}
+        self._known_slower: dict[tuple[int, int, Way], bool] = {}
+
+    def _passes(self, level: int, way: Way) -> Array:
+        """Return the seconds of F, BI and BW of each block."""
+        if (level, way) not in self._known_passes:
+            f, bi, bw, _, _ = self._work
+            self._known_passes[level, way] = _passes(
+                self._kinds, f, bi, bw, way, self._gathers[level], self._away
+            )
+        return self._known_passes[level, way]
+
+    def is_slower(self, level: int, other: int, way: Way) -> bool:
+        """Return whether a level takes at least as much time as another level, in each part of the step."""
+        key = level, other, way
+        if key not in self._known_slower:
+            self._known_slower[key] = self._compare(*key)
+        return self._known_slower[key]
+
+    def _compare(self, level: int, other: int, way: Way) -> bool:
+        pairs = (
+            (self._passes(level, way), self._passes(other, way)),
+            (self._sums[level], self._sums[other]),
+            (self._starts[level], self._starts[other]),
         )
-        kinds = _pass_kinds(rows)
+        return all(bool((mine >= yours).all()) for mine, yours in pairs)
 
-        @functools.cache
-        def passes(level: int, way: Way) -> Array:
-            return _passes(kinds, f, bi, bw, way, gather if level == 3 else none, away)
+    def _held(self, nbytes: Array, shared: bool) -> Array:
+        """Return the bytes on one device. The replicas share them if `shared`."""
+        found: Array = (
+            nbytes[..., 0] / self._replicas + nbytes[..., 1] / self._routed if shared else nbytes.sum(axis=-1)
+        )
+        return found
 
-        whole = _charged(costs, rows, owned, trained)
+    def _static(self, level: int) -> Array:
+        """Return the bytes of parameters, gradients and states, as (blocks, stages)."""
+        owned, trained = self._charged.owned, self._charged.trained
+        return (
+            self._held(owned, level == 3)
+            + self._held(trained, level > 1)
+            + self._states * self._held(trained, level > 0)
+        )
 
-        def held(nbytes: Array, shared: bool) -> Array:
-            found: Array = (
-                nbytes[..., 0] / replicas + nbytes[..., 1] / routed if shared else nbytes.sum(axis=-1)
-            )
-            return found
-
-        def static(level: int) -> Array:
-            return (
-                held(whole.owned, level == 3)
-                + held(whole.trained, level > 1)
-                + float(costs.states) * held(whole.trained, level > 0)
-            )
-
-        @functools.cache
-        def slower(level: int, other: int, way: Way) -> bool:
-            pairs = (
-                (passes(level, way), passes(other, way)),
-                (sums[level], sums[other]),
-                (start[level], start[other]),
-            )
-            return all(bool((mine >= yours).all()) for mine, yours in pairs)
-
-        matter = [
-            {
-                (x, way)
-                for x, way in own
-                if not any(y > x and other == way and slower(x, y, way) for y, other in own)
-            }
-            for own in options
-        ]
-        every = sorted(set().union(*matter))
-        allowed = np.array([[option in own for option in every] for own in matter])
-
-        def each(column: Sequence[Array]) -> Array:
-            return np.stack([column[level] for level, _ in every], axis=1)
-
-        time = np.stack([passes(*option) for option in every], axis=1)
-        here = np.stack([static(level) for level, _ in every], axis=2)
-        updated = np.stack([whole.updated[level] for level, _ in every], axis=2)
-        return every, allowed, _Blocks(time, each(sums), each(start), saved, kept, here, updated)
+    def blocks(self, options: Sequence[Option]) -> _Blocks:
+        """Return the costs of each block with each of these options."""
+        _, _, _, saved, kept = self._work
+        return _Blocks(
+            passes=np.stack([self._passes(*option) for option in options], axis=1),
+            sums=np.stack([self._sums[level] for level, _ in options], axis=1),
+            start=np.stack([self._starts[level] for level, _ in options], axis=1),
+            saved=saved,
+            kept=kept,
+            static=np.stack([self._static(level) for level, _ in options], axis=2),
+            updated=np.stack([self._charged.updated[level] for level, _ in options], axis=2),
+        )
 
 
 class _Charged(NamedTuple):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -159,29 +159,9 @@ def search(
         NoProgram: No schedule exists for this workload on these devices, or the best programs fail the check.
         CaptureError: The step cannot be captured.
     """
-    if check not in ("static", "run", "off"):
-        raise SearchError(f"search: check={shown(check)}; give 'static', 'run' or 'off' [PIPER-P001]")
-    # Check the arguments before the slow part: tracing and measuring the model.
-    if unknown := options.keys() - OPTIONS:
-        raise SearchError(
-            f"search: there is no argument {min(unknown)!r}; options are {', '.join(OPTIONS)} [PIPER-P001]"
-        )
-    check_asked(devices, objective, **options)
-    if memory is not None:
-        bytes_of(memory)
-    if not isinstance(hardware, Hardware | str | None):
-        raise SearchError(
-            f"search: hardware={shown(hardware)}; give a Hardware, a name, or the path of a JSON file"
-            " [PIPER-P001]"
-        )
+    _check_arguments(devices, objective, check, memory, hardware, options)
     say = progress or (lambda text: None)
-    on = (
-        Hardware.measure()
-        if hardware is None
-        else Hardware.read(hardware)
-        if isinstance(hardware, str)
-        else hardware
-    )
+    on = _hardware(hardware)
     if cut is None:
         say("tracing the step")
         cut = blocks_of(module, batch)
@@ -194,90 +174,153 @@ def search(
 
     options = {"margin": FRAGMENTATION, "all_devices": all_devices, "progress": told, **options}
     limit = bytes_of(on.memory if memory is None else memory)
-    return _proposed(
-        module,
-        batch,
-        cut,
-        partial(best_of, workload, on, devices, objective=objective, **options),
-        limit,
-        check,
-        say,
-    )
+    find = partial(best_of, workload, on, devices, objective=objective, **options)
+    return _Trials(module, batch, cut, check, limit, say).proposal(find)
 
 
-def _proposed(
-    module: nn.Module,
-    batch: Any,
-    cut: BlockCut,
-    find: Callable[[Number], Found],
-    limit: Number,
-    check: Check,
-    say: Callable[[str], None],
-) -> Proposal:
-    """Return the best program that passes the check and whose plan fits into `limit` bytes.
-
-    Args:
-        find: Returns the best candidates within this many bytes.
+def _check_arguments(
+    devices: int, objective: str, check: object, memory: Any, hardware: object, options: Mapping[str, Any]
+) -> None:
+    """Check the arguments of `search` before its slow part: tracing and measuring the model.
 
     Raises:
-        NoProgram: The programs of the best candidates fail the check.
-        SearchError: No plan fits.
+        SearchError: An argument is not valid.
     """
-    refused: list[tuple[Candidate, str]] = []
-    large: list[tuple[float, str]] = []  # bytes of plans that do not fit, and their candidates
-    within = limit
-    for _ in range(ROUNDS):
+    if check not in ("static", "run", "off"):
+        raise SearchError(f"search: check={shown(check)}; give 'static', 'run' or 'off' [PIPER-P001]")
+    if unknown := options.keys() - OPTIONS:
+        raise SearchError(
+            f"search: there is no argument {min(unknown)!r}; options are {', '.join(OPTIONS)} [PIPER-P001]"
+        )
+    check_asked(devices, objective, **options)
+    if memory is not None:
+        bytes_of(memory)
+    if not isinstance(hardware, Hardware | str | None):
+        raise SearchError(
+            f"search: hardware={shown(hardware)}; give a Hardware, a name, or the path of a JSON file"
+            " [PIPER-P001]"
+        )
+
+
+def _hardware(given: Hardware | str | None) -> Hardware:
+    """Return the hardware of `search`'s argument. None means this machine, which is measured."""
+    if given is None:
+        return Hardware.measure()
+    return Hardware.read(given) if isinstance(given, str) else given
+
+
+class _TooLarge(NamedTuple):
+    """A candidate whose program passed the check, but whose plan does not fit.
+
+    Attributes:
+        needed: Bytes of the fullest device, according to the plan.
+        name: The description of the candidate.
+        estimated: Bytes of the fullest device, according to the search.
+    """
+
+    needed: float
+    name: str
+    estimated: Number
+
+
+class _Trials:
+    """A series of trials of candidates: write the program, check it, and see whether its plan fits.
+
+    Args:
+        module: The module to be trained.
+        batch: The batch of one step.
+        cut: The blocks of the module.
+        check: How to check a program.
+        limit: Bytes of each device.
+        say: Called with a line of text about the progress.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        batch: Any,
+        cut: BlockCut,
+        check: Check,
+        limit: Number,
+        say: Callable[[str], None],
+    ) -> None:
+        self._module, self._batch, self._cut, self._check = module, batch, cut, check
+        self._limit, self._say = limit, say
+        self._refused: list[tuple[Candidate, str]] = []
+        self._large: list[_TooLarge] = []
+
+    def proposal(self, find: Callable[[Number], Found]) -> Proposal:
+        """Return the best program that passes the check and whose plan fits into the limit.
+
+        Args:
+            find: Returns the best candidates within this many bytes.
+
+        Raises:
+            NoProgram: The programs of the best candidates fail the check.
+            SearchError: No plan fits.
+        """
+        within, kind = self._limit, SearchError
+        for _ in range(ROUNDS):
+            found, before = self._found(find, within), len(self._large)
+            proposal = self._first_fitting(found)
+            if proposal is not None:
+                return proposal
+            ratios = [float(each.estimated) / each.needed for each in self._large[before:]]
+            if not ratios:
+                kind = NoProgram
+                break
+            within = int(min(float(self._limit) * max(ratios), float(within) * 0.999))
+        raise kind(
+            f"search: the programs of the {len(self._refused)} best candidates were rejected. Reason for the "
+            f"best one: {self._refused[0][1]}"
+        )
+
+    def _found(self, find: Callable[[Number], Found], within: Number) -> Found:
+        """Return the best candidates within this many bytes.
+
+        Raises:
+            SearchError: Nothing fits. After a search within the limit, the error names the least memory that a
+                plan of its candidates needs.
+        """
         try:
-            found, needed = find(within), 0.0
+            return find(within)
         except SearchError as error:
-            if within == limit:
+            if within == self._limit:
                 raise
-            needed, least = min(large)
+            least = min(self._large)
             raise SearchError(
-                f"search: no plan fits in {size(limit)}, although some programs fit by estimate. Give "
-                f"{size(needed)} for each device, which the plan of {least} needs [PIPER-P002]"
+                f"search: no plan fits in {size(self._limit)}, although some programs fit by estimate. Give "
+                f"{size(least.needed)} for each device, which the plan of {least.name} needs [PIPER-P002]"
             ) from error
-        states, keep = found.space.workload.states, 1 + found.space.margin
+
+    def _first_fitting(self, found: Found) -> Proposal | None:
+        """Try the candidates of one search, and return the first that passes and fits. None if there is none,
+        or if the plans of `LARGER` candidates are too large."""
+        workload, keep, larger = found.space.workload, 1 + found.space.margin, 0
         estimated = {row.candidate: max(row.estimate.memory) for row in found.table} | {
             found.best: max(found.estimate.memory)
         }
-        most = 0.0  # largest ratio of estimated to needed memory, of candidates that do not fit
-        larger = 0
-        for candidate in _in_turn(found, refused):
-            say(f"checking {described(candidate)}")
+        for candidate in _in_turn(found, self._refused):
+            self._say(f"checking {described(candidate)}")
             try:
-                written = _written(candidate, cut)
-                used, verdict = _checked(written, module, batch, check, states)
+                written = _written(candidate, self._cut)
+                used, verdict = _checked(written, self._module, self._batch, self._check, workload.states)
                 needed = float(used * keep)
             except PiperError as error:
-                refused.append((candidate, " ".join(str(error).split())[:300]))
+                self._refused.append((candidate, " ".join(str(error).split())[:300]))
                 continue
-            if needed <= limit:
+            if needed <= self._limit:
+                refused = tuple(self._refused)
                 return Proposal(
-                    found,
-                    candidate,
-                    written,
-                    found.space.workload,
-                    int(needed),
-                    tuple(refused),
-                    check,
-                    verdict,
+                    found, candidate, written, workload, int(needed), refused, self._check, verdict
                 )
-            refused.append(
-                (candidate, f"{TOO_LARGE} {size(needed)} on the fullest device, more than estimated")
-            )
-            large.append((needed, described(candidate)))
-            most, larger = max(most, float(estimated[candidate]) / needed), larger + 1
+            why = f"{TOO_LARGE} {size(needed)} on the fullest device, more than estimated"
+            self._refused.append((candidate, why))
+            self._large.append(_TooLarge(needed, described(candidate), estimated[candidate]))
+            larger += 1
             if larger == LARGER:
                 break
-        within = int(min(float(limit) * most, float(within) * 0.999))
-        if not needed:
-            break
-    kind = SearchError if needed else NoProgram
-    raise kind(
-        f"search: the programs of the {len(refused)} best candidates were rejected. Reason for the best "
-        f"one: {refused[0][1]}"
-    )
+        return None
 
 
 def work_of(

@@ -21,6 +21,7 @@ from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.processes.world import World
 from lightning_piper.summary import batch_statistics
 from lightning_piper.verify import verify_step
+from lightning_piper.verify.report import Report
 from lightning_piper.verify.trial import Difference, tried
 
 Verify = Literal["static", "first_batch", "each", "off"]
@@ -68,44 +69,73 @@ def verify_by_execution(
             f"PiperStrategy(verify={how!r}) joins the replicas' batches, but their tensors do not share a "
             f"first dimension: {undivided.found}. Use verify='static' [PIPER-S001]"
         )
-    local_batches = world.gather([x.cpu() for x in leaves] if world.rank in world.first_ranks else [])
+    gathered = world.gather([x.cpu() for x in leaves] if world.rank in world.first_ranks else [])
 
     def run() -> str:
-        if is_on_meta(module):
-            raise PiperError(
-                f"PiperStrategy(verify={how!r}) runs the whole module in one process, but the module is on "
-                "the meta device. Use verify='static', and verify by execution with transport='local' or a "
-                "smaller model [PIPER-S009]"
-            )
-        module.to(world.device)
-        given = [local_batches[rank] for rank in world.first_ranks]
-        if any([x.shape for x in local] != [x.shape for x in given[0]] for local in given):
-            given = given[:1] * len(given)
-        parts = zip(*given, strict=True)
-        batch = [(torch.cat(xs) if xs[0].ndim else xs[0]).to(world.device) for xs in parts]
-        with isolate_rng(), as_before(module) if compiled.step.executed else contextlib.nullcontext():
-            report = verify_step(
-                compiled.step, module, compiled.step.batch_spec.rebuild(batch), compiled.program
-            )
-        judged = report if how == "each" else replace(report, rows=report.rows[-1:])
+        report = _run_whole(how, compiled, module, gathered, world)
         if how == "each":
             say(str(report))
-        if not judged.ok:
-            raise VerificationError(
-                f"the program does not compute what one device computes on the first batch:\n{report}\n"
-                "[PIPER-V001]"
-            )
-        if judged.verdict == "verified except":
-            within = judged.whole.verdict == "equal within the bound"
-            how_on = (
-                "within that bound"
-                if within
-                else ("with the result of one device that accumulates over the same microbatches")
-            )
-            world.warn(f"the program is {judged.conclusion}. Training continues {how_on} [PIPER-W012]")
+        _judge(report if how == "each" else replace(report, rows=report.rows[-1:]), report, world)
         return str(report)
 
     return world.on_rank_zero(run, share=False), None
+
+
+def _run_whole(
+    how: Verify,
+    compiled: Compiled,
+    module: nn.Module,
+    gathered: Sequence[Sequence[torch.Tensor]],
+    world: World,
+) -> Report:
+    """Run the program on the batch of all replicas in this process, and compare it with one device.
+
+    Args:
+        gathered: The tensors of the batches of all processes, by rank.
+
+    Raises:
+        PiperError: The module does not have values.
+    """
+    if is_on_meta(module):
+        raise PiperError(
+            f"PiperStrategy(verify={how!r}) runs the whole module in one process, but the module is on "
+            "the meta device. Use verify='static', and verify by execution with transport='local' or a "
+            "smaller model [PIPER-S009]"
+        )
+    module.to(world.device)
+    of_replicas = [gathered[rank] for rank in world.first_ranks]
+    if any([x.shape for x in one] != [x.shape for x in of_replicas[0]] for one in of_replicas):
+        of_replicas = of_replicas[:1] * len(of_replicas)
+    parts = zip(*of_replicas, strict=True)
+    batch = [(torch.cat(xs) if xs[0].ndim else xs[0]).to(world.device) for xs in parts]
+    step = compiled.step
+    with isolate_rng(), as_before(module) if step.executed else contextlib.nullcontext():
+        return verify_step(step, module, step.batch_spec.rebuild(batch), compiled.program)
+
+
+def _judge(judged: Report, report: Report, world: World) -> None:
+    """Raise an error if the program fails, and warn if it is verified except for something.
+
+    Args:
+        judged: The rows of the report that must be equal to one device.
+        report: The whole report. The error shows it.
+
+    Raises:
+        VerificationError: A row differs from one device.
+    """
+    if not judged.ok:
+        raise VerificationError(
+            f"the program does not compute what one device computes on the first batch:\n{report}\n"
+            "[PIPER-V001]"
+        )
+    if judged.verdict == "verified except":
+        within = judged.whole.verdict == "equal within the bound"
+        how_on = (
+            "within that bound"
+            if within
+            else "with the result of one device that accumulates over the same microbatches"
+        )
+        world.warn(f"the program is {judged.conclusion}. Training continues {how_on} [PIPER-W012]")
 
 
 def summary_of(compiled: Compiled, report: str | None) -> str:

@@ -61,42 +61,10 @@ def verify_executed(
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     trained = [name for name, x in module.named_parameters() if x.requires_grad]
     step = EagerStep(module, replicas, trained, device)
-    parts = [runs.of(part, replicas) for part in range(replicas)]
-    tensors = {name: x.detach() for name, x in [*module.named_parameters(), *module.named_buffers()]}
-    turn: Iterator[Grads] = iter(())
-    rows: list[ReportRow] = []
-    single = _outcome(_mean(parts))
-    last = single
-
-    def backward() -> Sequence[torch.Tensor | None]:
-        made = next(turn)
-        return [None if made.get(name) is None else made[name].clone() for name in trained]
-
-    static_check = StaticCheck()
-
-    def after(dag: TrainingDAG, done: Done) -> None:
-        nonlocal turn, last
-        static_check(dag, done)
-        if not done.by.apart:
-            return
-        of_dag = parts if dag.replicas > 1 else [_mean(parts)]
-        turn = iter(of_dag)
-        now = interpret(dag, tensors, runs.leaves, seed)
-        now = _outcome({name: x for name, x in now.grads.items() if not is_of_none(x)})
-        rows.append(
-            ReportRow(
-                done.by.index,
-                done.by.name,
-                done.by.contract,
-                compare(last, now, {}),
-                compare(single, now, {}),
-            )
-        )
-        last = now
-
-    step.backward = backward
+    passes = _ComparedPasses(module, runs, replicas, trained)
+    step.backward = passes.backward
     try:
-        run_pipeline(step, without_sharding(program), after=after)
+        run_pipeline(step, without_sharding(program), after=passes.after)
     except DirectiveError as error:
         why.add_note(
             f"Piper can run a step uncaptured only if the program replicates the whole step; {error}"
@@ -104,14 +72,57 @@ def verify_executed(
         raise why from None
     alone = _outcome(runs.of(0, 1))
     moved = movement(alone, [_outcome(runs.of(0, 1, nudge)) for nudge in range(1, PERTURBATIONS + 1)])
-    return Report(tuple(rows), compare(alone, last, moved), executed=f"the step is not captured: {why}")
+    whole = compare(alone, passes.last, moved)
+    return Report(tuple(passes.rows), whole, executed=f"the step is not captured: {why}")
+
+
+class _ComparedPasses:
+    """The gradients after each pass of the program, compared with the gradients before it and at the start.
+
+    Args:
+        module: The module.
+        runs: Runs of the user's code.
+        replicas: Number of replicas of the finished program.
+        trained: Names of the parameters that get gradients.
+
+    Attributes:
+        rows: The rows of the report, one for each pass that is checked separately.
+        last: The gradients after the last of these passes.
+    """
+
+    def __init__(self, module: nn.Module, runs: _UserRuns, replicas: int, trained: Sequence[str]) -> None:
+        self._runs, self._trained, self._static_check = runs, trained, StaticCheck()
+        self._tensors = {
+            name: x.detach() for name, x in [*module.named_parameters(), *module.named_buffers()]
+        }
+        self._parts = [runs.of(part, replicas) for part in range(replicas)]
+        self._single = self.last = _outcome(_mean(self._parts))
+        self._turn: Iterator[Grads] = iter(())  # the gradients of the replicas that have not run yet
+        self.rows: list[ReportRow] = []
+
+    def backward(self) -> Sequence[torch.Tensor | None]:
+        """Return the gradients of the next replica."""
+        made = next(self._turn)
+        return [None if made.get(name) is None else made[name].clone() for name in self._trained]
+
+    def after(self, dag: TrainingDAG, done: Done) -> None:
+        """Check the DAG after a pass, run it, and compare its gradients."""
+        self._static_check(dag, done)
+        if not done.by.apart:
+            return
+        self._turn = iter(self._parts if dag.replicas > 1 else [_mean(self._parts)])
+        run = interpret(dag, self._tensors, self._runs.leaves, self._runs.seed)
+        now = _outcome({name: x for name, x in run.grads.items() if not is_of_none(x)})
+        before, single = compare(self.last, now, {}), compare(self._single, now, {})
+        self.rows.append(ReportRow(done.by.index, done.by.name, done.by.contract, before, single))
+        self.last = now
 
 
 class _UserRuns:
     """Runs of the user's code, each with a copy of the module."""
 
     def __init__(self, module: nn.Module, batch: Any, seed: int) -> None:
-        self._module, self._seed = module, seed
+        self._module, self.seed = module, seed
         self.leaves, self.spec = flatten(batch)
         self._batch = batch
 
@@ -127,7 +138,7 @@ class _UserRuns:
                     param.copy_(one_ulp(param, generator))
         leaves = [x.chunk(parts)[part] if x.dim() else x for x in self.leaves]
         device = leaves[0].device if leaves else torch.device("cpu")
-        with seeded(self._seed, device), torch.enable_grad():
+        with seeded(self.seed, device), torch.enable_grad():
             given = self._batch if parts == 1 else self.spec.rebuild(leaves)
             step: Any = module.training_step
             made = step(*arguments(step, given, 0, None))

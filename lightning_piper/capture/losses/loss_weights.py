@@ -25,6 +25,7 @@ from lightning_piper.capture.joint.traced_graph import TracedGraph
 from lightning_piper.capture.losses.batch_dependence import Ask
 from lightning_piper.capture.losses.changed_buffers import changed_buffers, is_local
 from lightning_piper.capture.losses.cross_sample import (
+    Places,
     cross_sample_operations,
     first_cross_sample,
     first_in_backward,
@@ -39,7 +40,8 @@ from lightning_piper.capture.losses.denominators import (
     simplified,
     stats_of,
 )
-from lightning_piper.capture.losses.linearity import linearity
+from lightning_piper.capture.losses.graph_results import GraphResults
+from lightning_piper.capture.losses.linearity import Linearity, linearity
 from lightning_piper.capture.losses.loss_terms import (
     LINEAR,
     MAX,
@@ -114,7 +116,7 @@ class _LossWeighting:
     def __init__(
         self, traced: TracedGraph, size: int, canonical: Mapping[str, str], beside: Ask | None
     ) -> None:
-        self.graph, self.plain = traced.graph, list(traced.plain)
+        self.graph, self.results = traced.graph, GraphResults(traced)
         self.logs = {log.name: log for log in traced.logs}
         self.unknown: list[str] = []
         self.found, self._alike = (
@@ -128,15 +130,50 @@ class _LossWeighting:
         self._extremes = False  # whether a term of the loss is a maximum or a minimum
         self.terms: list[Term] = []
         self._denominators: dict[Term, Expression] = {}
+        self.tangents = {} if self.names.tangent is None else {self.names.tangent: 0}
+        self.weight: Node | None = None
 
     def run(self) -> WeightedStep:
-        output = self.graph.output_node()
-        results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
-        described_as = list(output.meta["desc"])
-        tangents = {} if self.names.tangent is None else {self.names.tangent: 0}
-        changed = changed_buffers(zip(results, described_as, strict=True), self.canonical)
-        losses = [x for x, desc in zip(results, described_as, strict=True) if self._is_loss(desc)]
-        way, weight = linearity(self.graph, self.names.tangent), None
+        results = self.results
+        changed = changed_buffers(results.described(), self.canonical)
+        losses = [node for _, node, _ in results.of_kinds(Kind.LOSS)]
+        way = linearity(self.graph, self.names.tangent)
+        self._start_backward(way)
+        curved = self._find_cross_sample(losses)
+        for place, node, made in results.of_kinds(Kind.LOSS, Kind.LOG, Kind.ARGUMENT):
+            if made.kind == Kind.ARGUMENT:
+                results.weigh(place, self._argument(node))
+            elif made.kind == Kind.LOG:
+                results.split(place, self._log(node, made, losses))
+            else:
+                results.split(place, [(made, self._loss(node, made))])
+        for node, term in self.tangents.items() if self.found.joined else ():
+            if term != self.kinds.get(WHOLE_BATCH):
+                node.meta[OF_PARTS] = True
+        self._find_without_weights(losses, curved)
+        self._guard()
+        results.write()
+        self._check_joined(refuse_parts(self.graph))
+        return WeightedStep(
+            self.graph,
+            tuple(results.plain),
+            tuple(self.terms),
+            self.tangents,
+            tuple(self.logs.values()),
+            self.assumed,
+            tuple(self.unknown),
+            None if self._met is None else f"{self._met.target} ({own_line(self._met)})",
+            self.weight,
+            None if way.broken is None else str(way.broken),
+            frozenset(name for name, node in changed.items() if is_local(node, self.found.changes)),
+        )
+
+    def _start_backward(self, way: Linearity) -> None:
+        """If the backward pass is not linear in the loss gradient, let each part of the batch start it with 1.
+
+        Raises:
+            CaptureError: It is not linear, and the step gathers samples.
+        """
         if way.broken is not None and self.found.joined:
             raise CaptureError(
                 f"{way.broken.line}: {way.broken.operation} is not linear in the gradient of the loss, so "
@@ -144,38 +181,24 @@ class _LossWeighting:
                 "backward pass linear, or do not use gather_samples [PIPER-C016]"
             )
         if way.broken is not None or (way.opaque and not self.found.joined):
-            tangents, weight = self._enter_with_one()
+            self._enter_with_one()
+
+    def _find_cross_sample(self, losses: list[Any]) -> Places:
+        """Find the operations that mix samples, and the first of them on the way to the loss or in the
+        backward pass. Return the operations that mix samples unless their values have weights."""
         self._meetings, curved = ({}, {}) if self._alike else cross_sample_operations(self.graph, self.size)
         self._met = (
             (first_cross_sample(losses, self._meetings) or first_in_backward(self._meetings))
             if losses
             else None
         )
-        for place, (node, desc) in enumerate(zip(list(results), list(described_as), strict=True)):
-            if not isinstance(desc, _torch.PlainAOTOutput) or self.plain[desc.idx].kind not in (
-                Kind.LOSS,
-                Kind.LOG,
-                Kind.ARGUMENT,
-            ):
-                continue
-            made = self.plain[desc.idx]
-            if made.kind == Kind.ARGUMENT:
-                self.plain[desc.idx] = replace(made, term=self._argument(node))
-                continue
-            if made.kind == Kind.LOG:
-                self._hand_out(place, results, described_as, self._log(node, made, losses))
-                continue
-            parts = self._parts(node, made)
-            if made.kind == Kind.LOSS and self.names.tangent is not None and weight is None:
-                if len(parts) > 1 and not (tangents := self._divide(node, parts, results)):
-                    whole = node in self._after_gathers
-                    parts, self.assumed = {self._term(WHOLE_BATCH if whole else SAMPLES): node}, not whole
-                tangents = tangents if len(parts) > 1 else {self.names.tangent: next(iter(parts))}
-            self._hand_out(place, results, described_as, [(made, parts)])
-        for node, term in tangents.items() if self.found.joined else ():
-            if term != self.kinds.get(WHOLE_BATCH):
-                node.meta[OF_PARTS] = True
-        # A value that follows from the batch alone may have weights, so it does not mix samples.
+        return curved
+
+    def _find_without_weights(self, losses: list[Any], curved: Places) -> None:
+        """If no operation surely mixes samples, find the first operation of `curved` that does.
+
+        A value that follows from the batch alone may have weights, so it does not mix samples.
+        """
         if self._met is None:
             surely = {
                 node: at
@@ -183,25 +206,23 @@ class _LossWeighting:
                 if self.assumed or self._extremes or self.found.is_trained(node)
             }
             self._met = first_cross_sample(losses, surely)
-        self._guard()
-        output.args = (tuple(results),)
-        output.meta["desc"] = described_as
-        self._check_joined(refuse_parts(self.graph), results, described_as)
-        return WeightedStep(
-            self.graph,
-            tuple(self.plain),
-            tuple(self.terms),
-            tangents,
-            tuple(self.logs.values()),
-            self.assumed,
-            tuple(self.unknown),
-            None if self._met is None else f"{self._met.target} ({own_line(self._met)})",
-            weight,
-            None if way.broken is None else str(way.broken),
-            frozenset(name for name, node in changed.items() if is_local(node, self.found.changes)),
-        )
 
-    def _check_joined(self, joined: Collection[Node], results: list[Any], described_as: list[Any]) -> None:
+    def _loss(self, node: Any, made: Output) -> dict[int, Node]:
+        """Return the parts of the loss by term, and give each term its tangent. A loss that cannot be divided
+        is one term."""
+        parts, tangent = self._parts(node, made), self.names.tangent
+        if tangent is None or self.weight is not None:
+            return parts
+        if len(parts) > 1:
+            self.tangents = self._divide(node, parts)
+            if self.tangents:
+                return parts
+            whole = node in self._after_gathers
+            parts, self.assumed = {self._term(WHOLE_BATCH if whole else SAMPLES): node}, not whole
+        self.tangents = {tangent: next(iter(parts))}
+        return parts
+
+    def _check_joined(self, joined: Collection[Node]) -> None:
         """Raise an error for an output of gathered samples that would count once for each replica.
 
         Every replica has the whole value of an output that is computed from gathered samples. So the weight
@@ -210,9 +231,9 @@ class _LossWeighting:
         Raises:
             CaptureError: the output is an argument of a metric object, or is weighted as a sum or ratio.
         """
-        for node, desc in zip(results, described_as, strict=True):
+        for node, desc in self.results.described():
             if node in joined and isinstance(desc, _torch.PlainAOTOutput):
-                made = self.plain[desc.idx]
+                made = self.results.plain[desc.idx]
                 summed = made.term is not None and self.terms[made.term].weighing in (
                     Weighing.SUM,
                     Weighing.RATIO,
@@ -228,34 +249,16 @@ class _LossWeighting:
                         " [PIPER-C016]"
                     )
 
-    def _enter_with_one(self) -> tuple[dict[Node, int], Node]:
+    def _enter_with_one(self) -> None:
         """Let each part of the batch start its backward pass with a loss gradient of 1. Add a placeholder for
         the weight by which parameter gradients are multiplied afterwards."""
         tangent = self.names.tangent
         assert tangent is not None
         with self.graph.inserting_after(tangent):
-            weight = self.graph.placeholder("gradient_weight")
+            self.weight = weight = self.graph.placeholder("gradient_weight")
         weight.meta = dict(tangent.meta)
         self.terms.append(Term(Weighing.EACH, "each part"))
-        return {tangent: 0, weight: self._term(SAMPLES)}, weight
-
-    def _hand_out(
-        self,
-        place: int,
-        results: list[Any],
-        described_as: list[Any],
-        values: list[tuple[Output, Mapping[int, Node]]],
-    ) -> None:
-        """Put `values` into the graph's results, one result for each term. The first result takes the index
-        `place`, and further results are appended."""
-        (first, *others) = [
-            (replace(made, term=term), part) for made, parts in values for term, part in parts.items()
-        ]
-        self.plain[described_as[place].idx], results[place] = first
-        for made, part in others:
-            results.append(part)
-            described_as.append(_torch.PlainAOTOutput(idx=len(self.plain)))
-            self.plain.append(made)
+        self.tangents = {tangent: 0, weight: self._term(SAMPLES)}
 
     def _log(self, node: Any, made: Output, losses: list[Any]) -> list[tuple[Output, Mapping[int, Node]]]:
         """Return the outputs of a logged value, each split by term. The outputs are the value itself, or the
@@ -300,9 +303,6 @@ class _LossWeighting:
         return found.reduction in (MAX, MIN, WHOLE) or (
             found.reduction == LINEAR and found.denominator is not None
         )
-
-    def _is_loss(self, desc: Any) -> bool:
-        return isinstance(desc, _torch.PlainAOTOutput) and self.plain[desc.idx].kind == Kind.LOSS
 
     def _parts(self, node: Any, made: Output) -> dict[int, Node]:
         """Return the terms of a result: index of the term -> node for the part of the result that belongs to
@@ -481,7 +481,7 @@ class _LossWeighting:
         made.meta = dict(like.meta)
         return made
 
-    def _divide(self, loss: Node, parts: Mapping[int, Node], results: list[Any]) -> dict[Node, int]:
+    def _divide(self, loss: Node, parts: Mapping[int, Node]) -> dict[Node, int]:
         """Give each term of the loss a tangent. Return tangent -> term. The result is empty if this is not
         possible."""
         assert self.names.tangent is not None
@@ -489,7 +489,7 @@ class _LossWeighting:
             value for value in self.graph.nodes if value.op == "placeholder" and self.found.is_whole(value)
         }
         sums = LossSum(self._base, self._summands, self._part, self.found, alone)
-        return divide_tangent(self.graph, self.names.tangent, loss, list(parts), sums, results)
+        return divide_tangent(self.graph, self.names.tangent, loss, list(parts), sums, self.results.nodes)
 
     def _guard(self) -> None:
         """Let the step divide by 1 instead of 0 on a part of the batch in which nothing counts.
