@@ -1,10 +1,10 @@
-"""What `make gpu` runs, and its report: tests on the GPUs that are there, a sanitizer, and systems side by
-side.
+"""Runs the parts of `make gpu` and writes their report: the tests on the GPUs of this machine, several
+systems side by side, and a sanitizer.
 
     python -m tests.gpu.report [--out build/gpu] [--seconds 480]
 
-Writes `report.json` and `report.md`, also where a part fails or is stopped; the exit status says whether one
-did.
+Writes `report.json` and `report.md` even if a part fails or is stopped; the exit status tells whether a part
+failed or was stopped.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Row:
 
 
 def rows_of_tests(part: str, junit: str) -> list[Row]:
-    """Of the file that pytest writes with `--junitxml`."""
+    """The rows of the tests in a file that pytest has written with `--junitxml`."""
     rows = []
     for case in ElementTree.fromstring(junit).iter("testcase"):
         outcome, said = "passed", ""
@@ -69,7 +69,9 @@ def rows_of_tests(part: str, junit: str) -> list[Row]:
 
 
 def rows_of_systems(part: str, text: str) -> list[Row]:
-    """Of what `benchmarks/one_gpu.py --json` prints: objects with a name and figures, one a line."""
+    """The rows of what `benchmarks/one_gpu.py --json` has printed: each line is an object with a name and
+    figures.
+    """
     found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     return [
         Row(part, each["name"], "passed", figures={k: each[k] for k in FIGURES if k in each})
@@ -78,7 +80,9 @@ def rows_of_systems(part: str, text: str) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Figures as a Markdown table, a row a system; what has none, as a table of outcomes."""
+    """A Markdown table of the rows with figures, one row for each system; then a table of outcomes for the
+    rows without figures.
+    """
     lines = []
     measured = [row for row in rows if row.figures]
     if measured:
@@ -117,7 +121,7 @@ def write(folder: Path, about: Mapping[str, str], rows: Sequence[Row]) -> None:
 
 
 class Budget:
-    """Seconds that are left to the parts, which run as processes of their own."""
+    """The seconds that the parts may still take; each part runs as a process of its own."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._end = clock, clock() + seconds
@@ -125,15 +129,15 @@ class Budget:
     def run(
         self, part: str, command: Sequence[str], most: float, read: Callable[[str], list[Row]] | None = None
     ) -> list[Row]:
-        """The rows that `read` finds in what the command prints, and one more where it is stopped or fails;
-        without `read`, one.
+        """Run a command as a part of the report. Returns the rows that `read` makes of what the command
+        prints, and one more row if the command fails or is stopped; without `read`, one row with the outcome.
         """
         limit = min(most, self._end - self._clock())
         if limit <= 0:
             return [Row(part, part, "skipped", said="no time was left")]
         start = self._clock()
         try:
-            # A GPU machine need not have the package installed: it is found here.
+            # A GPU machine may not have the package installed, so the command finds it in this folder.
             path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit,
                                   env={**os.environ, "PYTHONPATH": path})  # fmt: skip
@@ -157,7 +161,7 @@ class Budget:
 
 
 def parts(budget: Budget, folder: Path) -> list[Row]:
-    """Run all of it."""
+    """Run all parts, and return their rows."""
     junit, python = folder / "tests.xml", [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     junit.unlink(missing_ok=True)
     rows = budget.run(
@@ -179,7 +183,7 @@ def parts(budget: Budget, folder: Path) -> list[Row]:
 
 
 def why_not() -> str | None:
-    """Why nothing of this can run here; None if it can."""
+    """Why this machine can run none of the parts; None if it can."""
     if torch.cuda.is_available():
         return None
     built = (
@@ -191,7 +195,7 @@ def why_not() -> str | None:
 
 
 def about() -> dict[str, str]:
-    """What was run on."""
+    """The GPUs, the release of torch, the commit and the date, for the report's heading."""
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True

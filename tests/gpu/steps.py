@@ -1,5 +1,5 @@
-"""Steps with all devices on one accelerator, or one for each process, whose outcomes are compared; on a CPU
-the same runs small.
+"""Steps with all devices on one accelerator, or with one accelerator for each process, and the comparison of
+their results. On a CPU the same steps run with small sizes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _stage(width: int, layers: int, dropout: float) -> nn.Module:
 
 
 class Deep(L.LightningModule):
-    """Layers in two stages, with dropout. Batch: `[n, width]`."""
+    """Layers with dropout in two stages. Batch: `[n, width]`."""
 
     def __init__(self, width: int, layers: int, dropout: float) -> None:
         super().__init__()
@@ -97,8 +97,8 @@ def gradients(
     layers: int = 3,
     rows: int = 16,
 ) -> list[dict[str, Tensor]]:
-    """The whole gradients of a step under each of these observers, and the loss; executors are the same for
-    all.
+    """The whole gradients of a step and its loss, once for each of these observers. The executors are the
+    same for all of them.
     """
     module, batch = Deep(width, layers, dropout=0.1).to(device), torch.randn(rows, width, device=device)
     compiled = piper.compile(module, batch, list(program), device=device)
@@ -119,8 +119,8 @@ def gradients(
 def fitted(
     strategy: Any, accelerator: str, devices: int = 1, rank: int = 0, steps: int = 4, width: int = 64
 ) -> dict[str, Tensor]:
-    """Parameters after some steps of a fit. No dropout: a replica of a local run has one half of a batch,
-    that of a process each second sample of it.
+    """The parameters after some steps of a fit. The model has no dropout, because the replicas of a local run
+    divide a batch into halves, while processes take every second sample of it.
     """
     module = Deep(width, 2, dropout=0.0)
     data = torch.randn(64, width, generator=torch.Generator().manual_seed(1))
@@ -136,7 +136,7 @@ def fitted(
 
 
 def train(rank: int, accelerator: str, names: Sequence[str]) -> dict[str, dict[str, Tensor]]:
-    """Fits over two processes, by program."""
+    """For each of the named programs, the parameters after a fit over two processes."""
     return {name: fitted(piper.PiperStrategy(ON_TWO[name]), accelerator, 2, rank) for name in names}
 
 

@@ -1,5 +1,5 @@
-"""On CUDA, streams that fall behind at drawn places change no bit; and what one GPU shows beside that:
-memory, compiled passes.
+"""On CUDA, streams that are delayed at random places change no bit of a result. Also what a single GPU can
+show: memory and compiled passes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""On CUDA, plans on their own streams give bit for bit what the reference interpreter gives on one."""
+"""On CUDA, plans that run on several streams give bit for bit what the reference interpreter gives on one
+stream.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two processes, two GPUs, NCCL."""
+"""Plans on two processes with one GPU each, which communicate by NCCL."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 
 
 def step_on_gpu(rank: int) -> Any:
-    """A step's gradients, and whether each is what the interpreter gives on this GPU."""
+    """For each gradient of a step, whether it equals the gradient that the interpreter computes on this GPU."""
     cuda = torch.device("cuda", rank)
     torch.cuda.set_device(cuda)
     module, batch = fresh("mlp")

@@ -1,4 +1,4 @@
-"""Steps that run as they are, on a GPU: to the bit what Lightning makes of them."""
+"""On a GPU, steps that run uncaptured give bit for bit what Lightning gives."""
 
 from __future__ import annotations
 

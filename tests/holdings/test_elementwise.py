@@ -1,4 +1,4 @@
-"""Which optimizers can be given pieces of parameters, and what their state consists of."""
+"""Which optimizers can update parts of parameters, and what their state consists of."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_noise_is_drawn_for_one_parameter_after_another():
 
 
 class Counting(optim.SGD):
-    """Its rate falls with the steps that its groups have counted."""
+    """An optimizer whose learning rate falls with the number of steps that its parameter groups have counted."""
 
     def step(self, closure=None):
         loss = super().step(closure)

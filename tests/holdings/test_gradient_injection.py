@@ -1,4 +1,4 @@
-"""The loss that hands out gradients."""
+"""The loss whose backward pass sets gradients that were computed before."""
 
 from __future__ import annotations
 

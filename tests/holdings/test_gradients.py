@@ -1,4 +1,4 @@
-"""Gradients that are elsewhere: visible, and an error for whoever looks into them."""
+"""Gradients that another process holds: they look like gradients, and reading their values raises an error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_piper.holdings.remote_gradient import RemoteGradient
 
 @pytest.fixture
 def layer() -> nn.Linear:
-    """Its weight is elsewhere, its bias is here."""
+    """A layer whose weight is in another process and whose bias is in this one."""
     layer = nn.Linear(3, 2)
     layer.weight = nn.Parameter(torch.empty(2, 3, device="meta"))
     layer.bias.grad = torch.ones(2)
@@ -24,7 +24,7 @@ def layer() -> nn.Linear:
 
 
 def in_pieces() -> tuple[nn.Linear, nn.Parameter]:
-    """A layer whose weight is in pieces, and the one that is here."""
+    """A layer whose weight is sharded, and the parameter for this process's shard of it."""
     layer, piece = nn.Linear(3, 2), nn.Parameter(torch.ones(4))
     layer.weight = stand_in(
         nn.Parameter(torch.empty(2, 3, device="meta")), "weight", sharded=True, device=torch.device("cpu")

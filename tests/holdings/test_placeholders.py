@@ -1,5 +1,5 @@
-"""What stands for values of other processes: computing with it is refused, where torch would compute
-something else.
+"""Placeholders for values of other processes: they refuse computations in which torch would use a wrong
+value.
 """
 
 from __future__ import annotations

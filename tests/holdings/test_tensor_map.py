@@ -1,5 +1,5 @@
-"""Who holds what: each element counts once, and one process has parameters in the flat tensors that plans
-work on.
+"""Which process holds which elements: each element counts once, and a single process keeps its parameters in
+the flat tensors that the plans work on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def compiled(program) -> tuple[torch.nn.Module, Compiled]:
 
 
 def counted(ranges, numel: int) -> list[int]:
-    """How often each element is in one of the ranges."""
+    """For each element, how many of the ranges contain it."""
     counts = torch.zeros(numel, dtype=torch.int64)
     for start, stop in ranges:
         counts[start:stop] += 1

@@ -28,14 +28,14 @@ import lightning_piper as piper
 
 PIPER = os.environ.get("OWN_STRATEGY") == "piper"
 ONE_DEVICE = [{"op": "place", "filter": {}, "devices": [0]}]
-# Of the test that runs: how often the strategy was set up, what each run of a Trainer has left, and what
-# failed.
+# About the test that runs: how often the strategy was set up, what each run of a Trainer has left, and what
+# has failed.
 now: dict[str, Any] = {}
 
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
-    _seed()  # some make their data when they are imported
+    _seed()  # some tests make their data when they are imported
     _give_strategies()
     _note(piper.PiperStrategy if PIPER else SingleDeviceStrategy)
 

@@ -1,9 +1,9 @@
-"""Lightning's own tests, where a Trainer with the default strategy runs, with this package's in its place:
-they pass, and leave the same numbers.
+"""Lightning's own tests that use a Trainer with the default strategy pass with this package's strategy in its
+place, and give the same numbers.
 
-Runs where the variable LIGHTNING_TESTS names a folder with Lightning's repository (the tag of the installed
-release), and what its tests need is installed: pytest-mock, pytest-rerunfailures, cloudpickle, psutil,
-scikit-learn, pandas. Takes half an hour.
+They run if the variable LIGHTNING_TESTS names a folder with Lightning's repository (at the tag of the
+installed release), and if pytest-mock, pytest-rerunfailures, cloudpickle, psutil, scikit-learn and pandas are
+installed, which those tests need. They take half an hour.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDER = os.environ.get("LIGHTNING_TESTS")
 LEFT_OUT = "not spike and not ddp and not spawn and not fsdp and not multi_gpu"
-# What fails, by a pattern of its name, and why.
+# The tests that fail, by a pattern of their names, and why they fail.
 KNOWN = {
     r"test_pytorch_profiler_trainer_fit": "looks for the name of Lightning's own strategy in what is "
     "profiled",
@@ -33,7 +33,7 @@ KNOWN = {
     r"test_timer_stops_training": "is timed, and the first step takes longer, for it is captured",
     r"test_models\[": "needs the network",
 }
-# Whose numbers differ, and why.
+# The tests whose numbers differ, and why they differ.
 APART = {
     r"test_timer_(stops|resume)_training": "trains until a time is over",
     r"test_fit_ckpt_path_epoch_restored": "resumes from the files of a set, in any order",
@@ -47,7 +47,7 @@ pytestmark = [
 
 
 def outcomes(strategy: str, file: Path, tests: Path) -> dict[str, dict[str, Any]]:
-    """What became of each test."""
+    """For each test, what `plugin.py` has written about it."""
     environ = os.environ | {
         "OWN_STRATEGY": strategy,
         "OWN_OUTCOMES": str(file),
@@ -66,7 +66,7 @@ def outcomes(strategy: str, file: Path, tests: Path) -> dict[str, dict[str, Any]
         LEFT_OUT,
         "--tb=native",
     ]
-    options += ["--continue-on-collection-errors"]  # files that need what is not there
+    options += ["--continue-on-collection-errors"]  # some files import packages that are not installed
     config = [
         "-c",
         str(tests.parent / "pyproject.toml"),

@@ -20,7 +20,7 @@ Program = list[dict[str, Any]]
 
 
 def place(step: Step, devices: int) -> Program:
-    """Stage i on device i, modulo `devices`; what has no stage on device 0."""
+    """Directives that put stage i on device i modulo `devices`, and regions without a stage on device 0."""
     stages = sorted({region.tags.get("PP", -1) for region in step.at(step.size).regions})
     return [
         {"op": "place", "filter": {"PP": s if s >= 0 else "-"}, "devices": [max(s, 0) % devices]}
@@ -33,13 +33,15 @@ def split(microbatches: int, **condition: Any) -> Program:
 
 
 def order(stage: int, chunks: str) -> Program:
-    """For example `order(0, "F0 F1 B0 B1")`."""
+    """A directive with the order of a stage's chunks, for example `order(0, "F0 F1 B0 B1")`."""
     filters = [{"PP": stage, "PASS": chunk[0], "MB": int(chunk[1:])} for chunk in chunks.split()]
     return [{"op": "order", "filters": filters}]
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Program:
-    """The order of each stage: some forwards to fill the pipeline, then forward and backward in turn."""
+    """Orders for 1F1B: each stage runs some forward passes that fill the pipeline, then forward and backward
+    passes in turn.
+    """
     program: Program = []
     for stage in range(stages):
         ahead = min(stages - 1 - stage, microbatches)
@@ -60,7 +62,9 @@ def dag_of(step: Step, program: Sequence[Mapping[str, Any]], size: int | None = 
 
 @functools.cache
 def pipeline(name: str, devices: int, microbatches: int, ordered: bool = True) -> TrainingDAG:
-    """A model of `tests.models` as a pipeline under 1F1B."""
+    """The DAG of a model of `tests.models` as a pipeline with one stage on each device, by default with the
+    order of 1F1B.
+    """
     step = captured(name).step
     program = place(step, devices) + (split(microbatches) if microbatches > 1 else [])
     return dag_of(
@@ -73,7 +77,7 @@ def plans_of(name: str, devices: int, microbatches: int, ordered: bool = True) -
 
 
 def edited(plan: Plan, edit: Callable[[list[Instruction]], None]) -> Plan:
-    """The plan with its instructions changed."""
+    """The plan with its instructions changed by `edit`."""
     instructions = list(plan.instructions)
     edit(instructions)
     return dataclasses.replace(plan, instructions=tuple(instructions))

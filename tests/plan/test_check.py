@@ -1,4 +1,4 @@
-"""`check_plans` accepts what the compiler makes and refuses every seeded fault."""
+"""`check_plans` accepts the plans that the compiler makes, and refuses plans with any of the faults below."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def drop(kind: type[Instruction], number: int = 0) -> Edit:
 
 
 def overtake(kind: type[Instruction], a: int, b: int) -> Edit:
-    """Put the b-th directly before the a-th."""
+    """An edit that moves the b-th instruction of a kind directly before the a-th."""
 
     def edit(instructions: list[Instruction]) -> None:
         moved = instructions.pop(where(instructions, kind, b))
@@ -65,7 +65,9 @@ def overtake(kind: type[Instruction], a: int, b: int) -> Edit:
 
 
 def mark(kind: type[Instruction], last: bool, number: int = 0) -> Edit:
-    """Empty a slot one reader too early, or not at all."""
+    """An edit that sets whether an instruction is the last reader of its slots: the slot is emptied one
+    reader too early, or never.
+    """
 
     def edit(instructions: list[Instruction]) -> None:
         i = where(instructions, kind, number)
@@ -76,7 +78,7 @@ def mark(kind: type[Instruction], last: bool, number: int = 0) -> Edit:
 
 
 def exchange_messages(instructions: list[Instruction]) -> None:
-    """Feed two receives each other's message."""
+    """Let two receives take each other's messages."""
     a, b = where(instructions, Irecv, 1), where(instructions, Irecv, 2)
     first, second = instructions[a], instructions[b]
     assert isinstance(first, Irecv) and isinstance(second, Irecv)
@@ -107,7 +109,7 @@ def reduce_twice(instructions: list[Instruction]) -> None:
     instructions.insert(report + 2, Record(node=999, label="", stream="metrics", event=998))
 
 
-# (device, what is done to its plan, what is said about it)
+# Name of the fault -> the device, the edit of its plan, what the error says.
 FAULTS: dict[str, tuple[int, Edit, str]] = {
     "swapped posts": (
         1,
@@ -170,7 +172,7 @@ def test_a_fault_is_found(fault: str) -> None:
 
 
 def wait_first(instructions: list[Instruction]) -> None:
-    """Stage 0 waits for a gradient before it has sent the activation."""
+    """Let stage 0 wait for a gradient before it has sent the activation."""
     irecv = instructions.pop(where(instructions, Irecv))
     wait = instructions.pop(where(instructions, WaitWork))
     instructions[:0] = [irecv, wait]

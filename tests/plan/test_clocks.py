@@ -1,5 +1,5 @@
-"""Every event, every recorded use and the stream of every wait is needed: the check refuses a plan without
-it.
+"""Every event, every recorded use and the stream of every wait is necessary: the check refuses a plan that
+lacks one of them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def sharded(level: dict[str, bool]) -> TrainingDAG:
 
 
 def faults(instruction: Instruction) -> Iterator[tuple[str, Instruction | None]]:
-    """What may go wrong with an instruction's streams: for each fault, what stands there instead."""
+    """The faults that can be made with an instruction's streams: for each, its name and the instruction that
+    takes the place of the right one (None: no instruction).
+    """
     if isinstance(instruction, Record | WaitEvent):
         yield "dropped", None
     if isinstance(instruction, WaitEvent):

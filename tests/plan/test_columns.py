@@ -1,5 +1,5 @@
-"""Plans of replicas are one plan under other names; and those of one column, checked for all, are refused
-when all are.
+"""The plans of replicas differ only in the names of devices. A check of one column in place of all refuses
+the same plans as a check of all columns.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from tests.axes import EXPERTS, everywhere, sparse
 from tests.models import captured
 from tests.plan.programs import dag_of, one_f_one_b, pipeline, split
 
-OWN = ("replica", "counts", "shard", "index")  # what an instruction says of which replica, or part, is meant
+# The fields of an instruction that tell which replica, or which part, is meant.
+OWN = ("replica", "counts", "shard", "index")
 
 
 def stages(*groups: list[int], **replicate: Any) -> list[dict[str, Any]]:
@@ -37,13 +38,13 @@ def stages(*groups: list[int], **replicate: Any) -> list[dict[str, Any]]:
 
 
 def zero3() -> TrainingDAG:
-    """Two stages of two replicas with shards of parameters, under 1F1B."""
+    """Two stages on two replicas each, with sharded parameters, under 1F1B."""
     program = stages([0, 1], [2, 3], shard_params=True)
     return dag_of(captured("mlp").step, [*program, *split(3), *one_f_one_b(2, 3)], 12)
 
 
 def axes() -> TrainingDAG:
-    """Two replicas of two members with parts of the experts."""
+    """Two replicas of two devices, which divide the experts between them."""
     x = torch.randint(0, 8, (4, 8))
     program = [Place(filter={}, devices=[[0, 1], [2, 3]], axes=["data", "ep"]), EXPERTS, everywhere(4)]
     return piper.compile(sparse(), (x, x), program).dag
@@ -53,8 +54,8 @@ WORLDS: dict[str, Callable[[], TrainingDAG]] = {"zero3": zero3, "axes": axes}
 
 
 def named(plan: Plan, column: tuple[int, ...], plans: Plans) -> list[dict[str, Any]]:
-    """The instructions, with the devices of the column by their numbers in it, and members by those they are
-    like.
+    """The fields of a plan's instructions. Devices of the column are given by their numbers in it, and
+    members by the devices whose plans stand for theirs.
     """
 
     def told(instruction: Instruction) -> dict[str, Any]:

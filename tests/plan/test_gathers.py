@@ -1,4 +1,6 @@
-"""Which gathers and sums over replicas are redundant, and when the gathers that remain are issued."""
+"""Which gathers of parameters and which sums over replicas are redundant, and when the gathers that remain
+are started.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,14 @@ GROUPS = [[0, 2], [1, 3]]
 
 
 def pipeline(microbatches: int, orders: Program, sharded: str = "params", model: str = "mlp") -> TrainingDAG:
-    """Two stages with two replicas each; every microbatch has two samples."""
+    """Two stages on two replicas each; every microbatch has two samples."""
     step = captured(model, 2 * microbatches).step
     level = {f"shard_{sharded}": True}
     return dag_of(step, [*stages(step, GROUPS), *split(microbatches), *orders, replicate(GROUPS, **level)])
 
 
 def dropped(dag: TrainingDAG, kind: type[Node]) -> list[str]:
-    """Labels of the chunks whose gathers, or whose sums, are dropped."""
+    """The labels of the chunks whose gathers (or whose sums, depending on `kind`) `eliminate` drops."""
 
     def chunks(node: Node) -> list[str]:
         around = (
@@ -60,7 +62,7 @@ def gpipe(microbatches: int, stage: int) -> Program:
     return order(stage, " ".join([f"F{i}" for i in every] + [f"B{i}" for i in every]))
 
 
-# Which
+# Which ones are dropped
 
 
 def test_1f1b_gathers_dropped_are_those_whose_bucket_is_still_there() -> None:
@@ -138,7 +140,7 @@ def test_sums_in_another_order_than_their_total_stay_apart() -> None:
 
 
 def _total(dag: TrainingDAG) -> Accumulate:
-    """The sum of the last stage's gradients over microbatches."""
+    """The sum over microbatches of the last stage's gradients."""
     return next(
         n
         for n in dag.of_type(Accumulate)
@@ -147,7 +149,7 @@ def _total(dag: TrainingDAG) -> Accumulate:
 
 
 def _slices(dag: TrainingDAG, node_id: int) -> list[str]:
-    """The samples behind a value, in the order in which they are added."""
+    """The samples that a value is computed from, in the order in which they are added."""
     node = dag.nodes[node_id]
     return (
         [str(node.slice)]
@@ -192,11 +194,11 @@ def test_chunks_run_in_the_same_order_afterwards() -> None:
     assert [n.id for n in global_order(dag) if isinstance(n, Chunk)] == before
 
 
-# When
+# When they are started
 
 
 class Chain(L.LightningModule):
-    """A layer a region."""
+    """A model with one region for each layer."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -224,7 +226,9 @@ def on_one_group(step: CapturedStep, microbatches: int, **fields: Any) -> Traini
 
 
 def held(plan: Plan) -> list[int]:
-    """At each chunk that runs: how many gathered buckets there are, arriving or in use."""
+    """For each chunk of the plan, the number of gathered buckets that exist when it runs: those that are
+    still arriving, and those in use.
+    """
     live: set[int] = set()
     counts = []
     for instruction in plan.instructions:
@@ -291,11 +295,11 @@ def test_all_members_issue_collectives_in_one_order() -> None:
         assert orders[0] == orders[1] and len(orders[0]) > 3
 
 
-# Cost
+# What it costs to drop them
 
 
 class Counted(TrainingDAG):
-    """Counts what is read of it, and how much it is rewritten."""
+    """A DAG that counts how many nodes are read and how many references are rewritten."""
 
     operations = 0
 
@@ -310,7 +314,7 @@ class Counted(TrainingDAG):
 
 
 def operations(step: CapturedStep, microbatches: int, program: Callable[[int], Program]) -> tuple[int, int]:
-    """Nodes of the DAG, and operations that dropping takes."""
+    """The number of nodes of the DAG, and the number of operations that `eliminate` takes."""
     dag = dag_of(step, [*stages(step, GROUPS), *split(microbatches), *program(microbatches),
                         replicate(GROUPS, shard_params=True, bucket_size=1e-6)])  # fmt: skip
     dag.__class__ = Counted

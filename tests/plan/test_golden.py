@@ -1,11 +1,12 @@
-"""The text of whole plans."""
+"""The text of whole plans, line by line."""
 
 from __future__ import annotations
 
 from tests.plan.programs import plans_of, text
 
-# Two stages, two microbatches, 1F1B. Stage 0 sends both activations before the first gradient comes back;
-# that gradient tells it that the first activation has arrived, so it lets go of it there.
+# Two stages and two microbatches under 1F1B. Stage 0 sends both activations before it receives the first
+# gradient. That gradient shows that the first activation has arrived, so stage 0 frees the activation at that
+# point.
 FIRST_STAGE = """
 device 0 of 0,1, 4 samples, 10 slots, channels 0>1 1>0
 run %15 F[PP=0,MB=0] 0:2 -> s0, s1
@@ -37,7 +38,7 @@ await %9 e4 for s4
 report %9 (s4!)
 """
 
-# Sends go out before sums are taken, and receives are posted one chunk before they are needed.
+# Sends are started before sums are taken, and receives are posted one chunk before they are needed.
 LAST_STAGE = """
 device 1 of 0,1, 4 samples, 19 slots, channels 0>1 1>0
 post %24 -> s0 from 0 stream=recv

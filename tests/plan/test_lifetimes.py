@@ -1,4 +1,4 @@
-"""When values leave their slots."""
+"""When values are removed from their slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The global order, and where sends and receives stand in it."""
+"""The global order, and the places of sends and receives in it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def labels(plan: Plan) -> list[str]:
 
 
 def index(plan: Plan, kind: type, number: int = 0) -> int:
-    """Where the number-th instruction of a kind stands."""
+    """The index in the plan of the number-th instruction of a kind."""
     return [i for i, instruction in enumerate(plan.instructions) if isinstance(instruction, kind)][number]
 
 

@@ -1,4 +1,4 @@
-"""Overlap groups: lanes take turns, so that the chunks of one run while the other communicates."""
+"""Overlap groups: the orders of a group take turns, so that one computes while the other communicates."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tests.plan.programs import dag_of
 from tests.reference import differences, plain
 from tests.simulate.programs import chain
 
-# Region 1, in the middle of what device 0 does, is on device 1: as experts behind an all-to-all would be.
+# Region 1 runs on device 1, between two regions of device 0, as experts behind an all-to-all do.
 AROUND = [Place(filter={"PP": [0, 2]}, devices=[0]), Place(filter={"PP": 1}, devices=[1]),
           Split(filter={}, dim_name="MB", num_microbatches=2)]  # fmt: skip
 SIDES = [0, 2]
 
 
 def both(kind: str, mb: int) -> dict[str, Any]:
-    """A pass of the regions around the middle, for one microbatch."""
+    """A filter for the regions before and after the middle one, for one pass of one microbatch."""
     return {"PP": SIDES, "MB": mb, "PASS": kind}
 
 

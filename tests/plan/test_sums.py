@@ -1,4 +1,4 @@
-"""Sums are left folds in the order of the node, with each term added as soon as it can be."""
+"""Sums add their terms in the order of the node, each as soon as it can be added."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tests.plan.programs import Program, dag_of, order, place, split
 
 
 def events(program: Program, stage: int) -> tuple[Plan, list[str]]:
-    """Chunks and additions of a stage in order; additions as e.g. `0+1` and `+2`, named by the microbatch of
-    the term.
+    """The plan of a stage, and its chunks and additions in order. Additions are written as `0+1` and `+2`,
+    where the numbers are the microbatches of the terms.
     """
     step = captured("mlp").step
     dag = dag_of(step, place(step, 2) + split(4) + program)

@@ -1,4 +1,6 @@
-"""What all processes must have alike, and what they all say when one fails; without processes."""
+"""What must be the same in all processes, and what all of them raise when one fails. Runs without other
+processes.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from lightning_piper.processes.world import World, together
 
 
 class Second(World):
-    """Rank 1 of two; rank 0 says what it is given."""
+    """The world of rank 1 of two; rank 0 contributes `said`."""
 
     def __init__(self, said: Any) -> None:
         super().__init__(1, 2, torch.device("cpu"))

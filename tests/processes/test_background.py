@@ -1,4 +1,6 @@
-"""Work behind the training: one piece at a time, in order, and what fails is raised where somebody waits."""
+"""Work in the background of the training: pieces run one at a time and in order, and an error is raised where
+somebody waits for the piece.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import pytest
 from lightning_piper.processes.background import AWAITED, BackgroundThread
 from lightning_piper.processes.failure import place_of
 
-PATIENCE = 300.0  # seconds; nothing here takes that long
+PATIENCE = 300.0  # seconds, longer than anything here takes
 
 
 def fails() -> None:

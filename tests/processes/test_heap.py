@@ -1,5 +1,5 @@
-"""Freed memory that a process keeps for its next step: told by the page faults of steps, each in a process of
-its own.
+"""Whether a process keeps freed memory for its next step. The page faults of steps show it; each run has a
+process of its own.
 """
 
 import json
@@ -38,7 +38,9 @@ pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="anoth
 
 
 def run(keep: bool, back: bool = False, size: int = 8, limit: int = 0, **environment: str) -> list:
-    """`size`: of tensors, in MiB; `limit`: bytes of address space, unless it is 0."""
+    """Run steps in a process of their own, and return what it prints. `size` is the size of the tensors in
+    MiB, `limit` the bytes of address space that the process may use (0: no limit).
+    """
     words = [str(int(word)) for word in (size, limit, keep, back)]
     done = subprocess.run(
         [sys.executable, "-c", STEPS, *words],

@@ -1,4 +1,6 @@
-"""Who is held to have failed first, from what rank 0 hears; without processes."""
+"""Which rank the judge names as the one that failed first, given the messages that rank 0 receives. Runs
+without other processes.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +37,14 @@ from lightning_piper.processes.failure import (
 )
 from lightning_piper.processes.progress import Progress, parted, progress
 
-PATIENCE = 300.0  # seconds; longer than any machine needs for what is waited for here
+PATIENCE = 300.0  # seconds, longer than any machine needs for what these tests wait for
 TOKEN = "token of this run"
 TIMED_OUT = "ExecutionError: device 0: recv failed: Timed out waiting 6000ms for recv operation to complete"
 CLOSED = "ExecutionError: device 0: recv failed: Connection closed by peer"
 
 
 class Ranks:
-    """Three ranks and their judge."""
+    """Three ranks with their connections, and the judge."""
 
     def __init__(self) -> None:
         server = _listen(HERE)
@@ -71,14 +73,14 @@ class Ranks:
         _send(self.lines[rank], {"waits": waits, "at": f"place of {rank}"})
 
     def settle(self, *heard: int) -> None:
-        """The time for words of others is over, when the judge has those of these ranks, some of which
-        answered.
+        """End the time in which the judge waits for more messages, as soon as it has those of the given
+        ranks, of which at least one must have answered where it is.
         """
         while not all(rank in self.judge.places or rank in self.judge.failed for rank in heard):
             pass
         self.judge._until = 0.0
         rank, answer = next(iter(self.judge.places.items()))
-        _send(self.lines[rank], answer)  # once more: it looks at the clock
+        _send(self.lines[rank], answer)  # sent again, so that the judge looks at the clock
 
     def verdict(self, rank: int) -> tuple[int, str]:
         while "first" not in (message := self.hear(rank)):
@@ -216,7 +218,7 @@ def test_it_listens_where_it_has_to_alone():
 def look(
     judge: _Judge, *progress: Progress | None, waits: bool = True, at: str = "a collective"
 ) -> int | None:
-    """All ranks say where they are, and the judge looks; the rank that it judges."""
+    """Let all ranks say where they are, and let the judge look once. Returns the rank that it names, or None."""
     judge.places = {rank: {"waits": waits, "at": at, "progress": each} for rank, each in enumerate(progress)}
     judge.progress = dict(enumerate(progress))
     judge._look()
@@ -281,7 +283,7 @@ def test_who_has_ended_and_left_the_others_is_named_when_their_communication_bre
 
 
 class Lead:
-    """A world of two, of which this is rank 0."""
+    """The world of rank 0 of two."""
 
     rank, size, is_rank_zero = 0, 2, True
 

@@ -1,4 +1,4 @@
-"""Whether processes of other machines can reach this one at the address that gloo tells them."""
+"""Whether processes on other machines can reach this one at the address that gloo gives them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import pytest
 from lightning_piper.errors import PiperError
 from lightning_piper.processes.launcher_checks import check_address
 
-OWN, OTHER = "127.0.0.1", "192.0.2.1"  # the second is nobody's: kept for documents
+OWN, OTHER = "127.0.0.1", "192.0.2.1"  # no machine has the second address: it is reserved for documentation
 
 
 def check(monkeypatch: pytest.MonkeyPatch, name: str | None, main: str = OTHER) -> None:
-    """The address of rank 0 is `main`, and this machine's name stands for `name`."""
+    """Check the address of this machine, with rank 0 at `main` and this machine's name resolving to `name`
+    (None: to nothing).
+    """
 
     def known(host: str, *args: Any, **options: Any) -> Any:
         if host == "here" and name is None:

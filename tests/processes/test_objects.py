@@ -1,4 +1,4 @@
-"""Objects that are moved between processes arrive whole, and large tensors are not pickled."""
+"""Objects that are sent between processes arrive whole, and their large tensors are not pickled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LARGE = APART // 4
 
 
 def moved(value: Any) -> tuple[Any, int, int]:
-    """What arrives, the bytes of its outline, and how many tensors travel beside it."""
+    """The object that arrives, the bytes of its outline, and the number of tensors that are sent beside it."""
     outline, tensors = outlined(value)
     found, rooms = of_outline(outline)
     assert [(x.dtype, x.shape) for x in tensors] == [(x.dtype, x.shape) for x in rooms]

@@ -1,4 +1,4 @@
-"""The text that a process prints if an error of the package ends it."""
+"""The text that a process prints when an error of the package ends it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def failed_fit() -> PiperError:
-    """The error of a program for stages that the module does not have, raised deep inside of Lightning."""
+    """The error of a fit whose program names stages that the module does not have. It is raised deep inside
+    of Lightning.
+    """
     strategy = piper.PiperStrategy([piper.Place(filter={"LAYER": 0}, devices=[0])], transport="local")
     trainer = L.Trainer(
         devices=1,
@@ -91,7 +93,7 @@ def test_a_hook_of_another_package_stays(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.fixture
 def default_group() -> Iterator[None]:
-    """torch puts its own `sys.excepthook` around the one that is there."""
+    """A process group, for which torch wraps the current `sys.excepthook` in its own."""
     before = sys.excepthook
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert sys.excepthook is not before

@@ -15,12 +15,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PLUGIN = ROOT / "lightning_piper" / "profile" / "plugin"
-LIMIT = 300.0  # seconds; nothing here takes that long, also on a slow machine
+LIMIT = 300.0  # seconds, longer than anything here takes on a slow machine
 
 
 def installed(folder: Path) -> list[str]:
-    """What an installation puts on Python's path: the two packages, and the entry point that pyproject.toml
-    names.
+    """The folders that an installation adds to Python's path. Writes the entry point that pyproject.toml
+    names into `folder`.
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     info = folder / f"lightning_piper-{project['version']}.dist-info"
@@ -39,7 +39,7 @@ def environment(paths: list[str]) -> dict[str, str]:
 
 @contextmanager
 def tensorboard(logdir: Path, paths: list[str]) -> Iterator[str]:
-    """TensorBoard on a log directory; gives its address."""
+    """Runs TensorBoard on a log directory, and yields its address."""
     command = [
         sys.executable,
         "-m",

@@ -1,6 +1,4 @@
-"""A headless Chromium, spoken to in the DevTools protocol over a pair of pipes, so that no library is
-needed.
-"""
+"""Controls a headless Chromium by the DevTools protocol over a pair of pipes, so that no library is needed."""
 
 from __future__ import annotations
 
@@ -16,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-headless-shell", "chromium-browser", "google-chrome")
-LIMIT = 300.0  # seconds; nothing here takes that long, also on a slow machine
+LIMIT = 300.0  # seconds, longer than anything here takes on a slow machine
 
 
 def found_browser() -> str | None:
-    """The path of a browser, if this machine has one."""
+    """The path of a browser; None if this machine has none."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
@@ -53,7 +51,7 @@ class Browser:
         self._buffer = b""
         self._number = 0
         self._session: str | None = None
-        self.problems: list[str] = []  # what the page's console says is wrong
+        self.problems: list[str] = []  # errors that the page's console has shown
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
@@ -111,15 +109,15 @@ class Browser:
         return result["result"].get("value")
 
     def wait(self, what: str, expression: str, good: Callable[[Any], bool] = bool) -> Any:
-        """Ask for an expression until its value is good.
+        """Evaluate an expression again and again until `good` accepts its value, and return the value.
 
         Raises:
-            AssertionError: it did not become good.
+            AssertionError: `good` accepted no value in time.
         """
         end = time.monotonic() + LIMIT
         value = None
         while time.monotonic() < end:
-            # The page's own frames are the clock: each answer takes at least until the next one.
+            # Each evaluation waits for the page's next frame, so that this loop does not spin.
             value = self.run(
                 f"new Promise(done => requestAnimationFrame(() => done((() => {{ {expression} }})())))"
             )
@@ -130,7 +128,9 @@ class Browser:
         )
 
     def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
-        """`mouseMoved`, `mousePressed`, `mouseReleased` or `mouseWheel`, at a point of the page."""
+        """Send a mouse event at a point of the page: `mouseMoved`, `mousePressed`, `mouseReleased` or
+        `mouseWheel`.
+        """
         self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
 
     def click(self, x: float, y: float) -> None:

@@ -1,5 +1,5 @@
-"""Recorded trainings of a small GPT on two processes: its repeated blocks as regions, and all of it as one
-region.
+"""Recorded trainings of a small GPT on two processes, once with its repeated blocks as regions, and once with
+one region for the whole model.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 class GPT(L.LightningModule):
-    """Without annotations."""
+    """A model without annotations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class GPT(L.LightningModule):
 
 
 class Whole(GPT):
-    """With one annotation around all of it."""
+    """The same model with one annotation around its whole step."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         with piper.annotate("PP", 0):
@@ -95,14 +95,16 @@ def trace_all(folder: Path) -> None:
 
 @contextmanager
 def arriving(sums: int, arrived: list[int]) -> Iterator[None]:
-    """Before the last of a step's `sums` of buckets is started, what others bring to all earlier ones is to
-    arrive while nobody waits for it; enters into `arrived` of how many it did.
+    """Holds back the last of a step's `sums` buckets until the other process's contributions to all earlier
+    ones have arrived, though nobody waits for them. Appends to `arrived` for how many buckets they had
+    arrived.
     """
     under_way: list[SharedSum] = []
 
     def there() -> int:
-        """Whose notes lie in the pipe from the other one, in which nothing else travels; it may be further on
-        itself.
+        """The number of buckets for which the other process's notes are in the pipe; nothing else travels in
+        it. The other process may already be further on, so the number is limited to the buckets that were
+        started here.
         """
         (incoming,) = under_way[0]._incoming.values()
         unread = array.array("i", [0])
@@ -124,7 +126,7 @@ def arriving(sums: int, arrived: list[int]) -> Iterator[None]:
 
     few = {
         module: mock.patch.object(module, "DIRECT", 4 * WIDTH) for module in (collectives, shared_memory)
-    }  # not the loss
+    }  # the loss is smaller, every bucket is larger
     with mock.patch.object(collectives, "SharedSum", Watched), few[collectives], few[shared_memory]:
         yield
 
@@ -144,7 +146,7 @@ def fit_all(rank: int, folder: Path) -> dict[str, Any]:
 
 
 def record_all(folder: Path) -> list[dict[str, Any]]:
-    """Runs of `FITS`, each recorded into a folder of its name below `folder`; what `arriving` found in each,
-    by rank.
+    """Record the trainings of `FITS`, each into a folder of its name below `folder`. Returns for each rank
+    what `arriving` has found.
     """
     return launch_trainings(2, fit_all, folder / "ranks", folder, prepare=trace_all)

@@ -1,4 +1,4 @@
-"""What the tab's page says of recordings before it draws them, without a browser."""
+"""Runs, without a browser, the checks that the tab's page makes before it draws a recording."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ for (const [text, plan] of JSON.parse(readFileSync(0))) {
 
 
 def judged(pairs: list[tuple[str, str]], folder: Path) -> list[str]:
-    """For each step file with its plan file: `drawn`, or the message that a user sees in its place."""
+    """For each step file and its plan file, `drawn` or the message that the page shows instead."""
     node = shutil.which("node")
     if node is None:
         pytest.skip("no node on this machine")

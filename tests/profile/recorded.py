@@ -1,4 +1,4 @@
-"""A log directory with recordings: the demo's training on two processes, and another run."""
+"""A log directory with recordings: the demo's training on two processes, and a second run."""
 
 from __future__ import annotations
 
@@ -46,14 +46,18 @@ def train_demo(rank: int, folder: Path) -> dict[str, Any]:
 
 
 def record_demo(folder: Path) -> Path:
-    """Train the demo's model for some steps on two processes; the run's folder, below `folder`."""
+    """Train the demo's model for some steps on two processes. Returns the run's folder, which is below
+    `folder`.
+    """
     launch_trainings(2, train_demo, folder / "ranks", folder, prepare=trace_demo)
     (plan,) = folder.rglob("piper/plan.json")
     return plan.parents[1]
 
 
 def record_local(folder: Path, name: str, **profile: Any) -> tuple[L.Trainer, Path]:
-    """The same for a small pipeline in this process, under GPipe."""
+    """Record a training of a small pipeline in this process, under GPipe. Returns the Trainer and the run's
+    folder.
+    """
     profiler = PiperProfiler(**{"wait": 1, "warmup": 1, "active": 2, **profile})
     trainer = L.Trainer(
         accelerator="cpu",
@@ -83,7 +87,7 @@ def plan(run: Path) -> dict[str, Any]:
 
 
 def write_large(run: Path, count: int) -> None:
-    """A made-up recording of `count` boxes on 8 devices."""
+    """Write a made-up recording of `count` boxes on 8 devices."""
     folder = run / "piper"
     folder.mkdir(parents=True)
     rows = [[device, stream] for device in range(8) for stream in ("compute", "send")]

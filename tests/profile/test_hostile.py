@@ -1,4 +1,4 @@
-"""Log directories that somebody else may write in: the tab serves recordings from there, and nothing else."""
+"""Log directories in which others can write: the tab serves the recordings in them and no other file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Tab:
         from lightning_piper_tensorboard.tab import PiperTab
 
         tab = PiperTab(SimpleNamespace(logdir=str(logs)))
-        tab._scanned = float("inf")  # no look at the disk beside, only when asked
+        tab._scanned = float("inf")  # it reads the disk only when it is asked to
         self.apps = tab.get_plugin_apps()
 
     def runs(self) -> dict[str, list[int]]:
@@ -44,7 +44,7 @@ class Tab:
 
 @pytest.fixture
 def logs(tmp_path: Path) -> Path:
-    """Two runs, and a secret beside the log directory."""
+    """A log directory with two runs, and a secret file outside of it."""
     for run in ("one", "two"):
         write_large(tmp_path / "logs" / run, 64)
     (tmp_path / "outside" / "piper").mkdir(parents=True)
@@ -56,9 +56,9 @@ def logs(tmp_path: Path) -> Path:
 def tab(logs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tab]:
     monkeypatch.syspath_prepend(str(PLUGIN))
     found = Tab(logs)
-    assert found.runs() == {"one": [0], "two": [0]}  # what was listed is what can be asked for
+    assert found.runs() == {"one": [0], "two": [0]}  # only runs that were listed can be requested
     yield found
-    assert found.get("two", "step_0.json")[0] == 200  # other runs go on
+    assert found.get("two", "step_0.json")[0] == 200  # the other runs can still be read
     for name in [name for name in sys.modules if name.startswith("lightning_piper_tensorboard")]:
         del sys.modules[name]
 
@@ -133,7 +133,7 @@ def test_a_log_directory_may_be_a_link(tab: Tab, logs: Path) -> None:
     assert found.runs() == {"one": [0], "two": [0]} and found.get("one", "plan.json")[0] == 200
 
 
-# The page, before it draws
+# What the page checks before it draws
 
 
 def changed(content: dict[str, Any], path: str, value: Any) -> str:

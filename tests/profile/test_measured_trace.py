@@ -1,4 +1,4 @@
-"""Figures of recorded times: of times that the simulator made up, they are the simulator's."""
+"""The figures of recorded times: if the times come from the simulator, the figures equal the simulator's."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from lightning_piper.simulate.durations import WorkDurations
 from lightning_piper.simulate.engine import Trace, run_in_virtual_time
 from tests.simulate.programs import Chain, pipeline
 
-UNIT = 10**6  # of the made-up times, in nanoseconds: so long that waiting is told from finding what is there
+# Nanoseconds for a unit of the made-up times, so long that waiting differs from finding a message that has
+# arrived.
+UNIT = 10**6
 EPOCH = 10**12
 
 
 def virtual(compiled: Compiled, durations: Any, latency: int) -> tuple[Trace, dict[int, InstructionTimes]]:
-    """A trace, and what a recorder would have read off the clock."""
+    """A simulated trace, and the times that a recorder would have read from the clock."""
     trace = run_in_virtual_time(
         compiled.dag, compiled.plans, WorkDurations(compiled.dag, durations), Network(Link(latency))
     )

@@ -1,5 +1,5 @@
-"""What recordings of two processes show of a model that says nothing about parallelism: its sums of gradients
-overlap its backward pass, and sharded parameters are there for two of its blocks at most.
+"""What recordings on two processes show of a model without annotations: its sums of gradients overlap its
+backward pass, and at any time the sharded parameters of two of its blocks at most are gathered.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[
 
 
 def of_ranks(run: Path) -> list[tuple[list[Box], list[Box]]]:
-    """Backward chunks and sums of buckets, of each rank in each step that was recorded."""
+    """For each rank in each recorded step, its backward chunks and its sums of buckets."""
     rows = plan(run)["rows"]
     found = []
     for step in steps(run):
@@ -46,7 +46,7 @@ def of_ranks(run: Path) -> list[tuple[list[Box], list[Box]]]:
 
 
 def during(chunks: list[Box], total: Box) -> int:
-    """How many of the chunks ran from their beginning to their end while the sum was on its way."""
+    """How many of the chunks began and ended while the sum was under way."""
     return sum(total.start <= chunk.start and chunk.end <= total.end for chunk in chunks)
 
 

@@ -1,4 +1,4 @@
-"""The recorder on an executor, the schedule, and files."""
+"""The recorder on an executor, its schedule, and the files that it writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recording of a real fit: what is logged, what is written, and whether it adds up."""
+"""A recording of a real fit: what is logged, what is written, and whether the figures agree."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_batches_of_another_size_have_a_plan_of_their_own(tmp_path: Path) -> Non
     assert (plan(tmp_path)["samples"], second["samples"]) == (4, 2)
 
 
-SHIFT = 3_000_000_000  # nanoseconds by which one rank's clock is ahead
+SHIFT = 3_000_000_000  # nanoseconds by which the clock of rank 1 is ahead
 
 
 def _offsets(rank: int) -> list[int]:

@@ -31,14 +31,14 @@ FRAME = (
 
 
 class Site(NamedTuple):
-    """A running TensorBoard, and what it was started on."""
+    """A running TensorBoard and the runs that it shows."""
 
     url: str
     demo: Path
     other: Path
 
     def get(self, path: str, **query: str) -> tuple[int, Any]:
-        """Status and content of an answer of the tab."""
+        """The status and the content of the tab's answer."""
         url = f"{self.url}data/plugin/piper/{path}?{urllib.parse.urlencode(query)}"
         try:
             with urllib.request.urlopen(url, timeout=LIMIT) as answer:
@@ -86,7 +86,7 @@ def choose(browser: Browser, chooser: str, value: str) -> None:
 
 
 def shown(browser: Browser, run: str) -> None:
-    """Wait until a run is on the screen."""
+    """Select a run, and wait until the page shows it."""
     choose(browser, "run", run)
     wanted = f"{FRAME} return page.querySelector('#body').dataset.shown.startsWith({json.dumps(run)} + '\\n')"
     browser.wait(f"run {run}", f"{wanted} && page.querySelector('#measured').dataset.drawMs")
@@ -101,7 +101,7 @@ def boxes(browser: Browser, canvas: str) -> int:
 
 
 def point(browser: Browser, row: int, box: int) -> dict[str, Any]:
-    """Where a box of the measured timeline is on the screen, and the box."""
+    """A box of the measured timeline, and its position on the screen."""
     return browser.run(
         f"(() => {{ {FRAME} const p = piper.charts[1].place({row}, {box});"
         "const f = frame.getBoundingClientRect(), c = piper.charts[1].canvas.getBoundingClientRect();"
@@ -171,7 +171,7 @@ def test_runs_can_be_switched_and_compared(browser: Browser, site: Site) -> None
 
 
 def table(browser: Browser) -> dict[str, list[str]]:
-    """Of the two programs: name of a figure -> its cells."""
+    """The table that compares two programs: name of a figure -> its cells."""
     rows = (
         "[...page.querySelectorAll('#side-by-side tbody tr')].map(row => [...row.cells].map(cell => "
         "cell.innerText))"
@@ -180,8 +180,8 @@ def table(browser: Browser) -> dict[str, list[str]]:
 
 
 def check_side_by_side(found: dict[str, list[str]], runs: list[Path]) -> None:
-    """Planned, measured, and the difference, of both; then the differences between them: as their files have
-    them.
+    """Check the table against the files of both runs: planned, measured and their difference for each, then
+    the differences between the runs.
     """
 
     def value(text: str) -> float:
@@ -203,10 +203,10 @@ def check_side_by_side(found: dict[str, list[str]], runs: list[Path]) -> None:
         whole = [a, b, b - a, c, d, d - c, c - a, d - b]
         assert [value(text) for text in found[name]] == pytest.approx(whole, rel=0.02, abs=1e-8), (
             name
-        )  # three digits are written
+        )  # the table shows three digits
     assert (
         found["memory of device 2"][3:] == ["-"] * 5 and "-" not in found["memory of device 2"][:3]
-    )  # the demo has two devices
+    )  # the demo has only two devices
 
 
 def test_a_run_that_is_deleted_while_it_is_compared(browser: Browser, site: Site) -> None:
@@ -353,7 +353,7 @@ def test_log_directories_by_name() -> None:
     assert roots_of(None, None) == {}
 
 
-# The same recording of two processes, as numbers
+# The numbers in a recording of two processes
 
 
 def test_recorded_times_fill_the_step(site: Site) -> None:

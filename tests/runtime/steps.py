@@ -1,4 +1,6 @@
-"""Steps by the executors, and by the reference interpreter, as outcomes that can be compared."""
+"""Runs steps with the executors and with the reference interpreter, and returns their results in a form that
+can be compared.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Rig:
-    """The executors of all devices, in one process. `tensors` are their parameters and buffers."""
+    """The executors of all devices in one process. `tensors` are their parameters and buffers."""
 
     dag: TrainingDAG
     captured: Captured
@@ -33,7 +35,7 @@ class Rig:
         return run_local(self.executors, self.captured.leaves, seed, scale)
 
     def outcome(self, seed: int = 3) -> Outcome:
-        """A step's results, with those of all devices together."""
+        """The result of a step, with the gradients of all devices together."""
         before = {name: x.clone() for name, x in self.tensors.items()}
         results = self.step(seed)
         return outcome_of(
@@ -61,7 +63,7 @@ def outcome_of(dag: TrainingDAG, results: list[StepResult], buffers: Mapping[str
 
 
 def reference(captured: Captured, dag: TrainingDAG, seed: int = 3) -> Outcome:
-    """What the interpreter gives; of the buffers, those that changed."""
+    """The result that the reference interpreter gives; of the buffers, only those that have changed."""
     before = {name: x.clone() for name, x in captured.tensors.items()}
     outcome = interpret(dag, before, [x.clone() for x in captured.leaves], seed)
     changed = {name: x for name, x in outcome.buffers.items() if not torch.equal(x, captured.tensors[name])}

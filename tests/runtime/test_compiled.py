@@ -1,5 +1,5 @@
-"""Chunks that Inductor has compiled give what the captured code gives, within rounding; what it cannot
-compile runs as it is.
+"""Chunks compiled by Inductor give what the captured code gives, within rounding. A chunk that Inductor
+cannot compile runs the captured code.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an executor takes and what it hands out."""
+"""What an executor accepts and what it returns."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def single(model: Captured, leaves: Any = None, **given: Any) -> Executor:
 
 
 def of_module(module: L.LightningModule, batch: Any) -> Rig:
-    """A rig for a model that is no case."""
+    """The executors for a module that `tests.models` does not have."""
     step = capture(module, batch)
     tensors = {n: x.detach() for n, x in [*module.named_parameters(), *module.named_buffers()]}
     leaves = [batch] if isinstance(batch, torch.Tensor) else list(batch)
@@ -107,7 +107,9 @@ def test_gradients_share_memory_with_nothing(name: str) -> None:
 
 
 class Aliases(L.LightningModule):
-    """Gradients that the graph makes once and hands out twice, or does not make at all."""
+    """A module for which the graph returns one tensor as the gradient of both `a` and `b`, and an expanded
+    scalar as that of `c`.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +135,7 @@ def test_gradients_that_are_one_tensor_in_the_graph_are_handed_out_as_several() 
 
 
 class Swap(L.LightningModule):
-    """Two buffers; each takes the other's old value."""
+    """Two buffers, each of which takes the other's old value."""
 
     def __init__(self) -> None:
         super().__init__()

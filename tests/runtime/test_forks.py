@@ -1,4 +1,4 @@
-"""A process that is forked changes nothing here, and keeps no connection open."""
+"""A forked process changes nothing in this one, and keeps no connection open."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ both = pytest.mark.parametrize("apart", [True, False], ids=["apart", "as the sys
 
 
 def leave(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else nothing is done in a process that is forked, and it goes wrong."""
+    """Unless `apart`, turn off what the package does in a forked process, so that the failure shows."""
     if not apart:
         monkeypatch.setattr(forks, "_at_fork", weakref.WeakKeyDictionary())
 
 
 def in_child(work: Callable[[], bool]) -> bool:
-    """What a forked process finds."""
+    """Whether `work`, run in a forked process, returns True."""
     child = os.fork()
     if child == 0:
         found = False

@@ -1,4 +1,4 @@
-"""Gradients of several batches: kept until the last one, and then summed over the replicas once."""
+"""Gradients of several batches: they are kept until the last batch, and then summed over the replicas once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHAPES = [("DP2", 2), ("PP2xDP2", 4), ("PP2xDP2 unordered", 4)]
 
 
 def job(shape: str, devices: int, sharded: str = "") -> Job:
-    """The model `exact`: in float64 its sums are exact, so that their order does not matter."""
+    """A job with the model `exact`, whose sums in float64 are exact, so that their order does not matter."""
     return Job("exact", microbatches=2, shape=shape, devices=devices, sharded=sharded)
 
 
@@ -46,7 +46,7 @@ def executors_of(plans: dict[int, Plan]) -> list[Executor]:
 
 
 def counted(executors: list[Executor], last: bool) -> int:
-    """Sums of gradients over replicas that the executors run."""
+    """How many sums of gradients over replicas the executors run, with the last batch or with an earlier one."""
     kinds = AllReduceInstruction | ReduceScatterInstruction
     found = set()
     for executor in executors:

@@ -1,5 +1,5 @@
-"""Gradients that a chunk's code writes into the flat tensor of their bucket, to the bit of those that are
-copied there, and terms that it adds to their sum.
+"""Gradients that a chunk's code writes directly into the flat tensor of their bucket equal, bit for bit,
+those that are copied there. So do terms that the code adds directly to their sum.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def split(microbatches: int) -> piper.Split:
 
 
 class Several(L.LightningModule):
-    """Matrices of which each gradient is one product; one used twice, one whose gradient is a sum with
-    another, and one that is logged as well; a convolution, whose gradient is no product.
+    """Matrices whose gradient is a single product; one that is used twice, one whose gradient is a product
+    plus another term, and a convolution, whose gradient is no product.
     """
 
     def __init__(self) -> None:
@@ -91,12 +91,12 @@ def leaves() -> list[Tensor]:
 
 
 def as_it_is(code: Code) -> Any:
-    """In the place of a compiler: what it would compile."""
+    """Stands for a compiler: returns the code as it is."""
     return code.run
 
 
 def written(executor: Executor) -> set[str]:
-    """Parameters whose gradients are written where they lie."""
+    """The parameters whose gradients are written in place."""
     destinations = {destination.node: destination for destination in executor._chunks._destinations.values()}
     names = {
         node: destination.bucket.names if destination.bucket else names_of(executor, destination)
@@ -156,7 +156,7 @@ SUMS: dict[str, tuple[list[Any], set[str]]] = {
         PRODUCTS,
     ),
     "one microbatch": (PROGRAM, PRODUCTS),
-    "unequal microbatches": ([split(3)], set()),  # their codes are several
+    "unequal microbatches": ([split(3)], set()),  # its microbatches run different code
     "summed in another dtype": (
         [PROGRAM[0], piper.Replicate(filter={}, devices=[0, 1], reduce_dtype="float32"), split(2)],
         set(),

@@ -1,4 +1,4 @@
-"""All devices in one process give bit for bit what the reference interpreter gives."""
+"""With all devices in one process, plans give bit for bit what the reference interpreter gives."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def test_random_chunks_leave_the_generator_as_it_was() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-# Negative controls: the comparison above sees it when a plan computes something else.
+# Negative controls: the comparison above notices a plan that computes something else.
 
 
 def exchange(instructions: list[Instruction]) -> None:
-    """Two receives meet each other's message: microbatch 1 gets what belongs to microbatch 2."""
+    """Exchange two receives, so that microbatch 1 gets the message of microbatch 2."""
     first, second = [i for i, x in enumerate(instructions) if isinstance(x, Irecv)][1:3]
     instructions.insert(first, instructions.pop(second))
 

@@ -1,4 +1,4 @@
-"""Parts that go round: what members hold of a value of which each has the part of another one."""
+"""Shifts: each member of a group holds a part of a value, and afterwards holds the part of another member."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_which_changes_are_shifts():
 
 
 class Bound:
-    """What an exchange is bound to: one slot."""
+    """Stands for an executor with one slot, to which an exchange is bound."""
 
     def __init__(self, own: int, value: torch.Tensor) -> None:
         self.own, self.slots = own, [(value,)]
@@ -72,7 +72,9 @@ class Bound:
 def exchanged(
     before: Shard, after: Shard, members: int, kind: type[_Redistribute]
 ) -> tuple[list[torch.Tensor], int]:
-    """What members hold then, and how many elements went from one member to another."""
+    """The parts that the members hold after an exchange, and the number of elements that were sent from one
+    member to another.
+    """
     spec = TensorSpec.of(before.parts(WHOLE, members)[0])
     devices = tuple(range(10, 10 + members))
     instruction = ShiftInstruction(

@@ -1,4 +1,4 @@
-"""Tensors keep their bits and their strides on the wire."""
+"""Tensors that are sent between processes keep their bits and their strides."""
 
 from __future__ import annotations
 

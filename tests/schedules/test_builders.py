@@ -1,4 +1,4 @@
-"""Every builder's program gives a graph that computes what one device computes."""
+"""For each builder, the graph of its program computes what one device computes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ STAGES, TIMES = (2, 4, 8), (2, 3, 4)
 
 
 def chain(stages: int, microbatches: int, exact: bool = False) -> Case:
-    """A model of `stages` stages, the first and last with one shared weight, and a sample for each
+    """A model of `stages` stages, of which the first and the last share a weight, with one sample for each
     microbatch.
     """
     middle = ("residual", "linear") * (stages // 2)

@@ -1,4 +1,6 @@
-"""Schedules as CSV files: read those of torch.distributed.pipelining, write files that it reads."""
+"""Schedules as CSV files: files of torch.distributed.pipelining can be read, and torch can read the files
+that are written.
+"""
 
 from __future__ import annotations
 

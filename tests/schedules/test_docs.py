@@ -1,4 +1,4 @@
-"""The pictures in docs/schedules.md are what the simulator gives."""
+"""The pictures in docs/schedules.md show what the simulator gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fitted`: what it refuses, what it keeps to, and that its programs compute what one device computes."""
+"""`fitted`: what it refuses, which limits it keeps, and that its programs compute what one device computes."""
 
 from __future__ import annotations
 

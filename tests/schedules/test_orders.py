@@ -1,5 +1,5 @@
-"""Builders against torch.distributed.pipelining's own orders, action by action, and against orders written
-out by hand.
+"""Compares the builders, action by action, with the orders of torch.distributed.pipelining and with orders
+written by hand.
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ def parse_cell(cell: str) -> tuple[int, str, int]:
 
 
 def undone(rows: list[list[tuple[int, str, int]]], stages: int) -> int:
-    """Actions that never run, when each rank runs its row in order and waits for what its passes read."""
+    """How many actions never run if each rank runs its row in order, and waits for the actions whose results
+    it reads.
+    """
     done: set[tuple[int, str, int]] = set()
     position = [0] * len(rows)
 

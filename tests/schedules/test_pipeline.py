@@ -1,4 +1,4 @@
-"""GPipe and 1F1B as the textbooks draw them."""
+"""GPipe and 1F1B have the orders that the textbooks show."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from tests.reference import differences, plain
 
 
 def passes(program: list[Directive], tag: str = "PP", dim_name: str = "MB") -> list[str]:
-    """The order of each stage, for example `F0 F1 B0 B1`; every filter must name its own stage."""
+    """The order of each stage, for example `F0 F1 B0 B1`. Asserts that every filter names the stage of its
+    directive.
+    """
     found = []
     for stage, directive in enumerate(d for d in program if isinstance(d, Order)):
         assert all(item[tag] == stage and set(item) == {tag, dim_name, "PASS"} for item in directive.filters)  # type: ignore[index]

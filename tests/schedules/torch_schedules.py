@@ -1,4 +1,4 @@
-"""The orders of torch.distributed.pipelining's own schedules, without any process."""
+"""The orders of torch.distributed.pipelining's schedules, made without any process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 
 class Stage(_PipelineStageBase):
-    """What a schedule asks of a stage before the first step."""
+    """The part of a stage that a schedule of torch reads before the first step."""
 
     def __init__(self, index: int, local: int, ranks: int) -> None:
         self.stage_index, self.num_stages, self.group_size, self.group_rank = index, local * ranks, ranks, 0
@@ -28,14 +28,14 @@ class Stage(_PipelineStageBase):
 
 
 def schedule(name: str, stages: int, microbatches: int, local: int = 2) -> Any:
-    """A torch schedule for `stages`, `local` of them on each rank."""
+    """A schedule of torch for `stages` stages, with `local` of them on each rank."""
     ranks = stages // local
     own = [Stage(i, local, ranks) for i in range(local)]
     return getattr(torch_schedules, name)(own, microbatches, loss_fn=lambda *_: torch.zeros(()))
 
 
 def cells(rows: Any) -> list[list[str]]:
-    """Rows as text, rank by rank, without idle slots."""
+    """The rows of a schedule as text, in the order of the ranks, without idle slots."""
     return [
         [str(action) for action in rows[rank] if action is not None and str(action)] for rank in sorted(rows)
     ]

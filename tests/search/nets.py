@@ -1,4 +1,4 @@
-"""Modules that say nothing of stages."""
+"""Modules without any annotation of stages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WIDTH, HEADS, SEQ, VOCAB = 16, 2, 6, 20
 
 
 class Module(L.LightningModule):
-    """A network with a loss over classes."""
+    """A module that trains a network with a classification loss."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def images(samples: int) -> tuple[Tensor, Tensor]:
 class Towers(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.second, self.first = tower(), tower()  # listed in another order than they run
+        self.second, self.first = tower(), tower()  # not in the order in which they run
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return (self.first(batch[0]) * self.second(batch[1])).sum(-1).mean()
@@ -106,7 +106,9 @@ def pairs(samples: int) -> tuple[Tensor, Tensor]:
 
 
 class Returning(L.LightningModule):
-    """Work comes back to a module that ran before, and a parameter belongs to no module that is called."""
+    """A module in which one parameter belongs to no submodule that is called, and in which, if `returns`, the
+    work comes back to a submodule that has run before.
+    """
 
     def __init__(self, returns: bool) -> None:
         super().__init__()

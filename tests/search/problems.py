@@ -1,4 +1,4 @@
-"""Small problems for a search, and what is best of all their candidates."""
+"""Small problems for a search, and the best value among all their candidates."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def link(rng: random.Random) -> Link:
 
 
 def problem(seed: int, blocks: int | None = None, most: int = 8) -> Space:
-    """Works in fractions; memory that may bind, or be too little; slow links, measured collectives, updates;
-    sometimes a tied parameter, parameters that get no gradients, tensors that can be divided, and parameters
-    that samples are routed to.
+    """A random problem: the works are fractions, memory may be scarce or too little, links may be slow,
+    collectives may be measured, and updates may take time. Some problems have a tied parameter, parameters
+    without gradients, tensors that can be divided, or parameters of experts.
     """
     rng, own = random.Random(seed), random.Random(-1 - seed)
     n, samples, divides = blocks or rng.choice([3, 3, 4, 4, 5, 6]), rng.choice([2, 3, 4]), rng.random() < 0.2
@@ -58,7 +58,7 @@ def problem(seed: int, blocks: int | None = None, most: int = 8) -> Space:
                 packed_alone=beside[0] / 2,
             )
         )
-    if own.random() < 0.3:  # what several blocks have is frozen in all of them
+    if own.random() < 0.3:  # a parameter that several blocks have is frozen in all of them
         frozen = {
             name
             for name in ("tied", *(f"{kind}{k}" for kind in "wr" for k in range(n)))
@@ -85,13 +85,13 @@ def _work(rng: random.Random) -> Work:
         saved,
         rng.randint(0, saved),
         rng.randint(1, 16),
-    )  # as fractions, so that work on other numbers of samples is exact
+    )  # fractions, so that the work for other numbers of samples is exact
     apart = Fraction(saved % 3, 2)
     return Work(fraction(rng), fraction(rng), fraction(rng), *map(Fraction, numbers), Fraction(0), apart)
 
 
 def found(space: Space, **more: Any) -> Found:
-    """What a search of a space finds."""
+    """The result of a search in a space."""
     return best_of(
         space.workload,
         space.hardware,
@@ -110,7 +110,7 @@ def fits(space: Space, model: CostModel, candidate: Candidate) -> bool:
 
 
 def best_of_all(space: Space, by_memory: bool = False) -> Number | None:
-    """Every candidate, one after the other; None if none fits."""
+    """The best value of all candidates that fit, tried one after the other; None if none of them fits."""
     model = CostModel(space)
     values = [
         max(memory_of(model, c)[0]) if by_memory else time_of(model, c)

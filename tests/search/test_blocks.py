@@ -1,4 +1,4 @@
-"""What a chain of blocks is, against the same step annotated by hand."""
+"""A module cut into blocks has the same costs as the same step annotated by hand."""
 
 from __future__ import annotations
 
@@ -70,7 +70,9 @@ MODELS: dict[str, tuple[Callable[[], Made], list[str]]] = {
 
 
 def by_hand(module: nn.Module, batch: Any, groups: Any, samples: int) -> list[tuple[int, int]]:
-    """Bytes that F saves, and of these for BW, of each group's regions, in a compiled program."""
+    """For each group of submodules, the bytes that F saves in a compiled program, and how many of them are
+    for BW.
+    """
     annotated = copy.deepcopy(module)
     piper.annotate_modules(annotated, "PP", groups)
     dag = piper.compile(annotated, batch, [piper.Place(filter={}, devices=[0])]).at(samples).dag
@@ -232,7 +234,7 @@ def test_a_module_that_cannot_be_copied() -> None:
 
 
 class Apart(L.LightningModule):
-    """Has parameters of its own where its step begins, and if `ends`, also where it ends."""
+    """A module with parameters of its own at the beginning of its step, and if `ends`, also at its end."""
 
     def __init__(self, ends: bool) -> None:
         super().__init__()
@@ -279,7 +281,7 @@ def test_a_step_that_one_sample_does_not_have():
 
 
 class Distances(Squares):
-    """What no rule knows: each sample with each other."""
+    """A step with an operation that compares each sample with every other, for which the search has no rule."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         made = self.net[0](batch)

@@ -1,4 +1,4 @@
-"""Operations and bytes of blocks against closed forms; measurements against the step itself."""
+"""Operations and bytes of blocks against closed forms, and measurements against the step itself."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_an_optimizer_like_another_one() -> None:
 
 
 def _on(module: nn.Module, make: Any) -> Any:
-    """A module that says how its optimizer is made."""
+    """The module, with a `configure_optimizers` that calls `make` with its parameters."""
     module.configure_optimizers = lambda: make(module.parameters())  # type: ignore[assignment]
     return module
 
@@ -342,8 +342,8 @@ def test_what_is_measured() -> None:
 
 
 class Relative(nn.Module):
-    """Attention with a table of positions for each head, as in T5: one for all samples, which all layers
-    read.
+    """Attention with a table of positions for each head, as in T5. All samples and all layers share the
+    table.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The estimate of a candidate is what `simulate` says of the plans of its program."""
+"""The estimate of a candidate equals what `simulate` gives for the plans of its program."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_piper.simulate.hardware import Collectives, Hardware
 from tests.search.problems import SCHEDULES, fraction
 from tests.simulate.programs import ROW, chain
 
-BUCKET = 512  # bytes of the padded bucket of a stage's weight and bias
+BUCKET = 512  # bytes of the padded bucket with a stage's weight and bias
 SHAPED = [
     (name, SHAPES[name].per_rank[0], ranks, mb)
     for name in SCHEDULES
@@ -33,7 +33,7 @@ SHAPED = [
 
 
 class Case(NamedTuple):
-    """A space of one cut, the candidate with it, and its program in virtual time."""
+    """A space with a single choice of cuts, the candidate with them, and the simulation of its program."""
 
     space: Space
     candidate: Candidate
@@ -42,7 +42,9 @@ class Case(NamedTuple):
 
 @functools.cache
 def program(layout: Layout, levels: tuple[int, ...]) -> Compiled:
-    """A chain of one layer a stage, one sample a microbatch and replica."""
+    """The program of a chain with one layer in each stage, and with one sample for each microbatch of each
+    replica.
+    """
     places = [[r * layout.replicas + x for x in range(layout.replicas)] for r in range(layout.ranks)]
     more = {"stages_per_device": layout.per_rank} if layout.schedule == "interleaved_one_f_one_b" else {}
     directives = getattr(schedules, layout.schedule)(
@@ -76,9 +78,8 @@ def case(
     compiled = program(layout, levels)
     works = [[fraction(rng), fraction(rng), fraction(rng)] for _ in range(layout.stages)]
     if SHAPES[name].split:
-        works[0][1] = Fraction(
-            0
-        )  # nothing is before the first stage: its backward pass makes gradients of weights alone
+        # The first stage sends no gradient to an earlier one: its backward pass makes gradients of weights only.
+        works[0][1] = Fraction(0)
     table = {}
     for chunk in compiled.dag.of_type(Chunk):
         f, bi, bw = works[chunk.tags["PP"]]

@@ -1,4 +1,4 @@
-"""Figures of devices: those of the package, of this machine, and of hostile files."""
+"""Figures of devices: those in the package, those of this machine, and those in hostile files."""
 
 from __future__ import annotations
 

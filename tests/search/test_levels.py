@@ -1,5 +1,5 @@
-"""Stages of one program may have several levels of ZeRO: what is searched, and that what is written trains as
-one device does.
+"""The stages of one program may have different levels of ZeRO: which combinations are searched, and that the
+program that is written trains as one device does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_piper.search.report import described
 from tests.search.nets import GPT, Module, tokens
 from tests.search.problems import best_of_all, found, problem
 
-MIXED = (109, 192)  # problems whose best candidate has stages of several levels
+MIXED = (109, 192)  # problems whose best candidate has stages of different levels
 LEVELS = {
     "three of one": ("one_f_one_b", 1, 4, (3, 3, 1, 0)),
     "interleaved": ("interleaved_one_f_one_b", 2, 2, (3, 2, 1, 1)),
@@ -36,14 +36,14 @@ TIED = {
 
 
 def candidate(name: str, per_rank: int, ranks: int, levels: tuple[int, ...]) -> Candidate:
-    """Two replicas, two microbatches for each rank, and uneven cuts of six blocks or more."""
+    """A candidate with two replicas, two microbatches for each rank, and uneven cuts of six blocks or more."""
     stages = per_rank * ranks
     cuts = (1, *range(3, 1 + stages))
     return Candidate(Layout(name, per_rank, ranks, 2, 1, 1, 2 * ranks, True), levels, 0, 0, cuts)
 
 
 def verdict(tied: bool, wanted: Candidate) -> str:
-    """Of the program of a candidate, executed and compared with one device."""
+    """The verdict of `verify` on a candidate's program, which is executed and compared with one device."""
     torch.manual_seed(0)
     module, batch = Module(GPT(5, tied)).double(), tokens(4 * wanted.layout.ranks)
     written = _written(wanted, blocks_of(module, batch))
@@ -91,8 +91,8 @@ def test_others_are() -> None:
 
 
 def levels_of(tied: bool, layout: Layout) -> list[tuple[int, ...]]:
-    """Levels that go together where the first and the last of six blocks have a parameter in common, or
-    not.
+    """The combinations of levels that are searched for six blocks. If `tied`, the first and the last have a
+    parameter in common.
     """
     blocks = tuple(
         Block(f"{k}", {(1, 1): Work(1, 1, 1, 0, 0, 0)}, {f"{k % 5 if tied else k}": 8}) for k in range(6)

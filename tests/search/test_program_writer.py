@@ -1,4 +1,4 @@
-"""A candidate as a program, and in words."""
+"""A candidate as a program, and as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Durations of a recorded run, spread over blocks."""
+"""The durations of a recorded run, divided among the blocks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ SECONDS = {"F": 1.0, "B": 4.0}
 
 
 def recorded(folder: Path) -> Workload:
-    """Two stages of two microbatches; stage 1 takes ten times as long as stage 0."""
+    """Write a recording of two stages and two microbatches, in which stage 1 takes ten times as long as stage
+    0. Returns the workload of the module.
+    """
     module, batch = Module(GPT(4)), tokens(4)
     workload = analytic(module, batch, Hardware.read("cpu"), samples=(1, 2, 4), tensor=())
     piper.annotate_modules(module, "PP", blocks_of(module, batch).stages([3]))
@@ -43,7 +45,7 @@ def recorded(folder: Path) -> Workload:
 
 
 def sums(workload: Workload, samples: int) -> list[float]:
-    """F and B of stage 0, and of stage 1."""
+    """The durations of F and B for stage 0, then for stage 1."""
     found = []
     for stage in STAGES:
         works = [work for i in stage if (work := workload.blocks[i].at(samples)) is not None]

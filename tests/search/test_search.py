@@ -1,5 +1,5 @@
-"""A search finds the best of all candidates, proves it by bounds that hold, and says what it left out and
-why.
+"""A search finds the best of all candidates, proves it with bounds that hold, and says which candidates it
+has not tried and why.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from tests.groups import marked
 from tests.search.problems import best_of_all, fits, found, problem
 
 CHAINS = ("gpipe", "one_f_one_b")
-PARTS = 16  # of the problems: one is in `make test`
-# Trying everything takes most of the time: of the largest problems, two are enough.
+PARTS = 16  # parts of the set of problems; `make test` runs one of them
+# Most of the time is spent on trying every candidate, so that only two of the largest problems are tried.
 SMALL = [seed for seed in range(240) if problem(seed).size <= 1200 or seed in (37, 69)]
 
 
 def equal(seed: int, by_memory: bool) -> bool:
-    """Does the search of a problem find what trying everything finds?"""
+    """Whether the search of a problem finds the same best value as trying every candidate."""
     space = problem(seed)
     wanted = best_of_all(space, by_memory)
     try:
@@ -91,7 +91,7 @@ def test_a_bound_that_is_too_high_loses_the_best(monkeypatch: pytest.MonkeyPatch
 
 
 def some(seed: int) -> Iterator[tuple[CostModel, Candidate]]:
-    """Candidates of a problem, whether they fit or not."""
+    """Random candidates of a problem, whether they fit into the memory or not."""
     space, rng = problem(seed, blocks=5), random.Random(seed)
     model, layouts = CostModel(space), list(space.layouts())
     for layout in rng.sample(layouts, min(6, len(layouts))):
@@ -105,15 +105,15 @@ def some(seed: int) -> Iterator[tuple[CostModel, Candidate]]:
 
 
 def anything(space: Space, candidate: Candidate) -> list[list[Option]]:
-    """Any level and way for each stage."""
+    """For each stage, every level and every way of storing activations that is possible."""
     levels = next(levels for levels in space.levels_of(candidate.layout) if candidate.levels[0] in levels)
     return everything(candidate.layout, levels).options()
 
 
 @functools.cache
 def broken() -> tuple[int, int, int]:
-    """How many bounds were taken, how many were above what they bound, and how many would be if they were one
-    percent more.
+    """How many bounds were computed, how many of them exceeded the value that they bound, and how many would
+    exceed it if they were one percent higher.
     """
     taken = wrong = more = 0
     for seed in range(60):
@@ -132,7 +132,8 @@ def broken() -> tuple[int, int, int]:
                     if fits(model.space, model, candidate)
                     else CostModel(replace(model.space, memory=INFINITE))
                 )
-                tight = CostModel(replace(model.space, memory=memory))  # as much as it needs
+                # Exactly as much as the candidate needs.
+                tight = CostModel(replace(model.space, memory=memory))
                 if fits(tight.space, model, candidate):
                     pairs.append((Together(tight).time(candidate.layout, options, time * 2), time))
                 if fits(together.space, model, candidate):
@@ -206,7 +207,7 @@ def test_a_host_without_room_is_a_limit_too() -> None:
 
 @pytest.mark.parametrize(("name", "memory", "at_once", "enough"), [
     ("interleaved_one_f_one_b", 1000, 2, False),
-    ("interleaved_one_f_one_b", 1000, None, True),  # an accelerator needs nothing beside for an update
+    ("interleaved_one_f_one_b", 1000, None, True),  # an accelerator needs no additional memory for an update
     ("interleaved_one_f_one_b", 850, None, False),
     ("zbv", 850, None, True),
     ("zbv", 1000, 2, True),
@@ -309,8 +310,8 @@ def test_a_table_says_why_others_lost() -> None:
 
 @functools.cache
 def best_choices(seed: int) -> list[Number]:
-    """The least time of each choice of everything but the cuts, for the best twenty: every candidate, one
-    after the other.
+    """The twenty best times, one for each choice of everything but the cuts: for each choice, the least time
+    of all its candidates, tried one after the other.
     """
     space = problem(seed)
     model, least = CostModel(space), dict[tuple[object, ...], Number]()
@@ -322,8 +323,8 @@ def best_choices(seed: int) -> list[Number]:
 
 
 def shown(seed: int) -> tuple[list[Number], bool]:
-    """Times of the candidates of the table that fit; and whether those that do not are few, and would be
-    better.
+    """The times of the candidates in the table that fit; and whether the candidates in it that do not fit are
+    at most five, each faster than the best.
     """
     space = problem(seed)
     result = found(space, budget=10**6)
@@ -337,7 +338,7 @@ def shown(seed: int) -> tuple[list[Number], bool]:
 
 
 def tables(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Problems whose table is not what trying everything finds."""
+    """The problems whose table differs from what trying every candidate finds."""
     monkeypatch.setattr(branch_and_bound, "ALTERNATIVES", 10**6)
     wanted = {seed: best_choices(seed) for seed in range(24)}
     return [seed for seed, times in wanted.items() if times and shown(seed) != (times, True)]

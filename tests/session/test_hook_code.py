@@ -1,5 +1,5 @@
-"""Hooks that look at gradients are found by their code, however it is written, and others are not taken for
-them.
+"""Hooks that read gradients are recognized by their code in whatever way it is written, and no other hook is
+taken for one.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Options(dict):
 
 
 class Optioned(MLP):
-    """With an object whose attributes are what it likes."""
+    """A module with an object that answers any attribute."""
 
     def __init__(self):
         super().__init__()
@@ -89,7 +89,7 @@ class Hooked(MLP):
     (True, MLP(), [Helped()]),
     (True, MLP(), [cb.LambdaCallback(on_train_batch_end=functools.partial(show, 2.0))]),
     (False, MLP(), [cb.LambdaCallback(on_train_epoch_end=functools.partial(show, 2.0))]),
-    (False, MLP(), [Norms(), Clips()]),  # with the last batch alone
+    (False, MLP(), [Norms(), Clips()]),  # they read gradients only after the last batch
     (False, Rates(), [cb.LearningRateMonitor(), cb.EarlyStopping("x")]),
     (False, Optioned(), []),
 ])  # fmt: skip

@@ -1,4 +1,4 @@
-"""When a program for a later batch is tried on the whole module."""
+"""When the program for a later batch is compared on the whole module."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Pair(L.LightningModule):
 
 
 class Owner:
-    """Counts how often the module is put together."""
+    """Counts how often the whole module is put together in one process."""
 
     def __init__(self) -> None:
         self.times = 0

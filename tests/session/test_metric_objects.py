@@ -1,5 +1,5 @@
-"""Which processes update a metric object, and which get its values: with processes that are told what others
-send.
+"""Which processes update a metric object, and which of them receive its values. The other processes are
+replaced by given values.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from lightning_piper.session.replay import Given
 
 
 class Told(World):
-    """One process of several. What it would be sent is what it has itself, and it keeps what was asked
-    for.
+    """The world of one process of several. What the others would send is this process's own value; `asked`
+    lists what it has been asked for.
     """
 
     def __init__(self, rank, replicas):

@@ -1,5 +1,5 @@
-"""A module's training steps without a Trainer: what is compiled for which batch under which Python state, and
-what it computes.
+"""The training steps of a module without a Trainer: which program is compiled for which batch and which
+Python state, and what it computes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ALONE = World(0, 1, torch.device("cpu"))
 
 
 class Net(L.LightningModule):
-    """Two stages; what the second one does depends on Python state."""
+    """Two stages, of which the second depends on Python state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Net(L.LightningModule):
 
 
 class Session:
-    """A net, and what runs its training step over two devices in this process."""
+    """A net, and the objects that run its training step over two devices in this process."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -61,7 +61,7 @@ class Session:
         return torch.randn(size, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(size))
 
     def prepared(self, size: int) -> tuple[Prepared, bool]:
-        """What runs a batch of this size, and was it there already?"""
+        """What runs a batch of this size, and whether it existed before this call."""
         _, batch_spec = flatten(self.batch(size))
         captured = self.programs.find(TRAINING, batch_spec, 0)
         found = self.programs.prepared(TRAINING, batch_spec)

@@ -1,4 +1,4 @@
-"""The warning for a step that runs uncaptured, and the reason why one cannot."""
+"""The warning for a step that runs uncaptured, and the reasons why a step cannot run so."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ ROW = 4 * WIDTH  # bytes of an activation of one sample
 
 
 class Chain(L.LightningModule):
-    """Stages of one layer each. Batch: [n, 4]."""
+    """Stages with one layer each. Batch: [n, 4]."""
 
     def __init__(self, stages: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Chain(L.LightningModule):
 
 
 class Branches(L.LightningModule):
-    """Stage 0 feeds stages 1 and 2; stage 3 reads the batch alone; stage 4 reads 1, 2 and 3. Batch: [n,
+    """Stage 0 feeds stages 1 and 2, stage 3 reads only the batch, and stage 4 reads 1, 2 and 3. Batch: [n,
     4].
     """
 
@@ -57,7 +57,7 @@ class Branches(L.LightningModule):
 
 
 def branches(*places: tuple[int, str]) -> Compiled:
-    """`Branches` with each stage on a device and a stream, for a batch of one sample."""
+    """`Branches` for a batch of one sample, with each stage on the given device and stream."""
     program = [
         {"op": "place", "filter": {"PP": i}, "devices": [d], "stream": s} for i, (d, s) in enumerate(places)
     ]
@@ -71,11 +71,11 @@ def chain(stages: int, size: int) -> CapturedStep:
 
 @functools.cache
 def pipeline(schedule: str, stages: int, microbatches: int) -> Compiled:
-    """A chain of as many stages as devices, one sample a microbatch, under one of `schedules`."""
+    """A chain with one stage on each device and one sample in each microbatch, under one of `schedules`."""
     program = getattr(schedules, schedule)(stages, microbatches)
     return compile_step(chain(stages, microbatches), tuple(program), verify=False)
 
 
 def compiled(name: str, program: Sequence[Any]) -> Compiled:
-    """A model of `tests.models` under a program."""
+    """A model of `tests.models`, compiled with a program."""
     return compile_step(captured(name).step, tuple(parse(list(program))))

@@ -1,4 +1,4 @@
-"""A step that branches: streams that wait while others compute, messages that meet."""
+"""A step with branches: streams that wait while others compute, and messages that share a link."""
 
 from __future__ import annotations
 

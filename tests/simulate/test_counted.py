@@ -1,5 +1,5 @@
-"""What is predicted is what is there: bytes in live tensors are counted while the executor runs a step on one
-device.
+"""The predicted memory equals the real one: the bytes of live tensors are counted while an executor runs a
+step on one device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_piper.simulate import simulate
 from lightning_piper.simulate.footprint import Footprint
 from tests.tensors import decoder, tensors
 
-SCALARS = 64  # bytes: the executor makes gradients of the loss before the plan begins
+SCALARS = 64  # bytes of the gradients of the loss, which the executor makes before the plan begins
 HEAD = [Place(filter={}, devices=[0]), Split(filter={}, dim_name="MB", num_microbatches=4)]
 LOOP = [Order(filters=[{"MB": i, "PASS": kind} for i in range(4) for kind in "FB"])]
 HALVES = [Order(filters=[{"LAYER": 1, "MB": i, "PASS": kind} for i in range(4) for kind in ("BI", "BW")])]
@@ -36,8 +36,8 @@ PROGRAMS = {f"{order}, {kept}": [*HEAD, *AGAIN[kept], *ORDERS[order]] for order 
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of storages that operations make, from when they do to when nobody refers to them.
-    `most`: at once.
+    """Counts the bytes of the storages that operations make, each from its creation until nothing refers to
+    it. `most` is the largest number of bytes at any time.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Live(TorchDispatchMode):
 
 
 def counted(program: list[Any]) -> tuple[int, int]:
-    """Bytes at most: predicted, and counted."""
+    """The largest number of bytes as predicted, and as counted."""
     module, leaves = decoder(), tensors(8)
     compiled = piper.compile(module, leaves, program)
     params = {name: x.detach() for name, x in module.named_parameters()}

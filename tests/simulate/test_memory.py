@@ -1,4 +1,4 @@
-"""Bytes of a step's values over virtual time."""
+"""The bytes of a step's values over virtual time."""
 
 from __future__ import annotations
 

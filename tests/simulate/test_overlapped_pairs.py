@@ -1,4 +1,4 @@
-"""An F and a B that overlap have a duration of their own."""
+"""An F and a B that overlap have one duration together, which the table gives separately."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_a_pair_takes_its_own_time() -> None:
     "filters",
     [
         [f(0, 0), f(0, 1), b(0, 0), b(0, 1)],  # no group
-        [[f(0, 0), f(0, 1)], [b(0, 0), b(0, 1)]],  # no F with a B
-        [f(0, 0), [f(0, 1), b(0, 0), b(0, 1)]],  # not a pair
+        [[f(0, 0), f(0, 1)], [b(0, 0), b(0, 1)]],  # groups without a pair of F and B
+        [f(0, 0), [f(0, 1), b(0, 0), b(0, 1)]],  # a group of three passes
     ],
 )
 def test_nothing_else_is_a_pair(filters: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Pipelines in virtual time: closed forms, cases computed by hand, and what must hold for every plan."""
+"""Pipelines in virtual time: closed forms, cases computed by hand, and properties of every plan."""
 
 from __future__ import annotations
 
@@ -209,7 +209,9 @@ def test_the_result_is_always_the_same() -> None:
 
 
 def operations(program: Compiled) -> int:
-    """Python and C functions called by a simulation: a count that does not depend on the machine."""
+    """How many functions of Python and C a simulation calls; the number does not depend on the machine's
+    speed.
+    """
     count = 0
 
     def profile(frame: Any, event: str, arg: Any) -> None:

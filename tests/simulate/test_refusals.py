@@ -1,4 +1,4 @@
-"""What a simulation refuses, and durations as tables."""
+"""What a simulation refuses, and tables of durations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ REPLICATED = [
 
 
 def durations_of(table: Any) -> dict[str, Any]:
-    """What a table gives the chunks of two stages and two microbatches."""
+    """The duration of each chunk of two stages and two microbatches, according to a table."""
     program = pipeline("gpipe", 2, 2)
     work = WorkDurations(program.dag, table)
     runs = [i for plan in program.plans.values() for i in plan.instructions if isinstance(i, Run)]
@@ -123,7 +123,7 @@ def test_durations_from_a_file(tmp_path: Path) -> None:
 
 
 def wait_first(instructions: list[Instruction]) -> None:
-    """Wait for the first message before anything is sent."""
+    """Let a device wait for its first message before it sends anything."""
     irecv = next(i for i in instructions if isinstance(i, Irecv))
     wait = next(i for i in instructions if isinstance(i, WaitWork) and i.node == irecv.node)
     for instruction in (wait, irecv):
@@ -157,7 +157,7 @@ def test_plans_that_wait_for_nothing() -> None:
 
 
 def with_reductions(kind: type[AllReduceInstruction]) -> Any:
-    """The figures of a replicated step whose reductions are another collective."""
+    """The simulation of a replicated step whose all-reduces are replaced by another collective."""
     program = compiled("mlp", [*REPLICATED, *split(2)])
 
     def exchange(instructions: list[Instruction]) -> None:
@@ -172,8 +172,8 @@ def with_reductions(kind: type[AllReduceInstruction]) -> Any:
 
 
 class Once(AllReduceInstruction):
-    """Another collective: started on a stream, over a group, completed by the wait of its node. It goes round
-    the ring once.
+    """Another collective, which goes round the ring once. It is started on a stream, runs over a group, and
+    is completed by the wait of its node.
     """
 
     op: ClassVar[str] = "once"

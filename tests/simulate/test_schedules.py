@@ -1,8 +1,9 @@
-"""Bubbles and activations of the builders are those of the published tables, as exact fractions.
+"""The bubbles and activations of the builders' programs equal those of the published tables, as exact
+fractions.
 
-F, B, W are the durations of a forward pass, a whole backward pass and its half BW; F&B that of an F and a B
-that overlap. The first stage of a captured model hands on no gradient: its BW is the whole of its backward
-pass, and lasts as long as those of others.
+F, B and W are the durations of a forward pass, of a whole backward pass and of its half BW; F&B is the
+duration of an F and a B that overlap. The first stage of a captured model sends no gradient to an earlier
+stage: its BW is its whole backward pass, and takes as long as the whole backward pass of another stage.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ GRID: list[tuple[int, int]] = [
     (4, 2),
     (4, 4),
     (8, 2),
-]  # stages, and microbatches for each stage
+]  # the number of stages, and of microbatches for each stage
 Times = tuple[Number, Number, Number]  # F, BI, W
 EQUAL: list[Times] = [(1, 1, 1), (Fraction(2, 3),) * 3]
 ALIKE: list[Times] = [*EQUAL, (3, 3, 1), (Fraction(5, 7), Fraction(5, 7), Fraction(1, 2))]  # F = BI >= W
@@ -58,7 +59,9 @@ def bubbles(result: Simulation) -> list[Number]:
 
 
 def activations(result: Simulation, device: int) -> int:
-    """The largest number of (stage, microbatch) between the begin of F and the end of the backward pass."""
+    """The largest number of activations that a device keeps at once; each lasts from the beginning of F to
+    the end of the backward pass, for one stage and microbatch.
+    """
     spans = [span for span in result.timeline if span.device == device and span.kind in ("F", "B", "BW")]
     changes = sorted((span.start, 1) if span.kind == "F" else (span.end, -1) for span in spans)
     return max(sum(change for _, change in changes[: k + 1]) for k in range(len(changes)))

@@ -1,5 +1,5 @@
-"""`timed` counts what the simulator counts: times exactly, with messages that take time, and microbatches
-that are kept.
+"""`timed` computes what the simulator computes: exact times, with messages that take time, and the number of
+microbatches whose activations are kept.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def random_costs(stages: int, seed: int, slow: int) -> list[StageCosts]:
 
 
 def simulated(dag: Any, plans: Any, rows: list[Row], costs: list[StageCosts]) -> Simulation:
-    """With a latency for each direction between two ranks. Where several stages share one, they have the
-    same.
+    """The simulation of the plans with a latency for each direction between two ranks. Stages that share a
+    link must have the same latency.
     """
 
     def duration(chunk: Chunk) -> Any:

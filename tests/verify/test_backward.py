@@ -1,4 +1,4 @@
-"""The static check on backward passes in halves: what it accepts, and what is wrong with a graph that was
+"""The static check of backward passes in halves: what it accepts, and what it reports for graphs that were
 tampered with.
 """
 
@@ -20,7 +20,7 @@ from lightning_piper.verify.equivalence import compare
 from lightning_piper.verify.static_check import check
 from tests.dags import b, bi, build, bw, chunk, f, order, place, run, split
 
-# Stage 1: microbatches 0 and 1 in halves, 2 whole. Stage 2: 0 whole, 1 and 2 in halves.
+# Stage 1 has microbatches 0 and 1 in halves and 2 whole. Stage 2 has 0 whole, and 1 and 2 in halves.
 MIXED = [
     *place(0, 1, 2), split(3),
     order(bi(1, 0), bi(1, 1), bw(1, 0), b(1, 2), bw(1, 1)),
@@ -39,12 +39,12 @@ def total(dag: TrainingDAG, stage: int) -> Accumulate:
 
 
 def place_of(dag: TrainingDAG, node: Chunk, label: str) -> int:
-    """The index of the output with this label."""
+    """The index of the node's output whose label begins with `label`."""
     return next(i for i, value in enumerate(node.outputs) if value.label.startswith(label))
 
 
 def change(dag: TrainingDAG, node: Chunk, old: str, new: Ref) -> None:
-    """Let a chunk read `new` where it reads the value `old`, such as `saved:BW of F[PP=1,MB=0]`."""
+    """Let a chunk read `new` instead of the value `old`, such as `saved:BW of F[PP=1,MB=0]`."""
     (found,) = [
         ref for ref in node.inputs if f"{dag.value(ref).label} of {dag.nodes[ref[0]].label}".startswith(old)
     ]
@@ -76,7 +76,7 @@ def weights_computed_and_counted_twice(dag: TrainingDAG) -> None:
 
 
 def counted_whole_and_as_a_half(dag: TrainingDAG) -> None:
-    """A whole backward of microbatch 1 as well."""
+    """Add a whole backward pass of microbatch 1, which already has its halves."""
     whole, half, sum_ = chunk(dag, "B[PP=1,MB=2]"), chunk(dag, "BI[PP=1,MB=1]"), total(dag, 1)
     saved = dict(zip(dag.interface(half).inputs, half.inputs, strict=True))
     weights = chunk(dag, "BW[PP=1,MB=1]")
@@ -126,7 +126,7 @@ def samples_of_another_microbatch(dag: TrainingDAG) -> None:
 
 
 def first_half_gone(dag: TrainingDAG) -> None:
-    """Stage 1 goes on with the gradient of another microbatch, and so does the sum with its own."""
+    """Remove a first half in stage 2, so that stage 1 and the sum read the one of another microbatch."""
     gone, other = chunk(dag, "BI[PP=2,MB=1]"), chunk(dag, "BI[PP=2,MB=2]")
     for reader in dag.users(gone):
         dag.rewire(

@@ -1,4 +1,4 @@
-"""Steps that look across the samples of a batch: the report names the operation."""
+"""Steps that combine the samples of a batch: the report names the operation that does."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests import moe
 from tests.dags import place, split
 from tests.models import DETERMINISTIC, captured, regression
 
-# Others compare samples (similar), or have their rows in another order (positions_first), but nothing of it
-# reaches the loss.
+# Other models compare samples (similar) or change the order of their rows (positions_first), but without an
+# effect on the loss.
 COUPLED = {"conv"}
 
 
 class Model(L.LightningModule):
-    """Two stages; `between` is what happens to the hidden values, `end` the loss."""
+    """Two stages. `between` is applied to the hidden values, `end` computes the loss."""
 
     def __init__(self, between: Any = torch.tanh, end: Any = F.mse_loss) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def contrastive(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def masked(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    keep = (out > 0).float()  # follows from parameters, not from the batch alone
+    keep = (out > 0).float()  # this depends on parameters, not only on the batch
     return ((out - y).square() * keep).sum() / keep.sum()
 
 
@@ -84,8 +84,8 @@ def test_without_microbatches_nothing_is_excepted() -> None:
 
 
 class Logging(Model):
-    """Logs a deviation, which no mean over microbatches is, or the largest one of microbatches' products of
-    columns.
+    """A model that logs a standard deviation, which is no mean over microbatches, or a maximum of products
+    over the samples of a microbatch.
     """
 
     def __init__(self, count: bool) -> None:
@@ -116,7 +116,7 @@ def test_a_logged_value_may_be_what_differs(count: bool, cause: str, name: str) 
 
 
 class Balanced(moe.Model):
-    """With a balancing loss of the router's scores: of each sample alone, or of the batch."""
+    """A model with a loss that balances the router's scores, over each sample or over the batch."""
 
     def __init__(self, batchwise: bool) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Samples gathered from the whole batch: whatever divides the batch, what is computed from them is what one
-device computes.
+"""Samples gathered from the whole batch: whatever divides the batch, the results computed from them are those
+of one device.
 """
 
 from __future__ import annotations

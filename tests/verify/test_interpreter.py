@@ -1,4 +1,6 @@
-"""The reference interpreter: it runs any DAG, changes nothing, and refuses what it does not know."""
+"""The reference interpreter: it runs any DAG, leaves its arguments unchanged, and refuses nodes that it does
+not know.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Every small change of a training DAG that changes what it computes is refused by the static check.
+"""Every small change of a training DAG that changes its result is refused by the static check.
 
-All single changes of some DAGs are tried: reading any other value of the same shape, an input more or less,
-other samples, another device, a node less. Whatever the check lets through must compute the same step.
+All single changes of some DAGs are tried: a node reads another value of the same shape, has an input more or
+less, has other samples or another device, or is removed. A change that the check accepts must compute the
+same step.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Change = tuple[str, Callable[[TrainingDAG], None]]
 
 
 def replicated(**level: Any) -> list[Any]:
-    """Two stages, two microbatches, two replicas: of stage i on devices i and i + 2."""
+    """Two stages, two microbatches and two replicas; stage i is on devices i and i + 2."""
     stages = [{"op": "place", "filter": {"PP": i}, "devices": [i, i + 2]} for i in (0, 1)]
     return [*stages, split(2), {"op": "replicate", "filter": {}, "devices": [[0, 2], [1, 3]], **level}]
 
@@ -100,7 +101,7 @@ def changes(dag: TrainingDAG) -> Iterator[Change]:
 
 
 def value_changes(dag: TrainingDAG, node: Node) -> Iterator[Change]:
-    """What a node says that it makes, and where."""
+    """Changes of what a node says about its outputs and its devices."""
     for i, value in enumerate(node.outputs):
         others: dict[str, Any] = {
             str(p): {"placement": p} for p in (Replicate(), Partial(), Shard(0)) if p != value.placement

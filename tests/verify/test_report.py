@@ -1,5 +1,5 @@
-"""`verify`: each directive held against the graph before it and against one device, and the report in
-words.
+"""`verify`: each directive is compared with the graph before it and with one device, and the report says the
+result in words.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from lightning_piper.verify.report import Comparison, ReportRow
 from tests.dags import b, f, order, place, split
 from tests.models import CASES, DECOMPOSED, captured
 
-equivalence = sys.modules[verify_step.__module__]  # by attribute, `lightning_piper.verify` is the function
+# The module; the attribute `lightning_piper.verify` is the function.
+equivalence = sys.modules[verify_step.__module__]
 ELIMINATE = "eliminate communication"
 
 
@@ -40,7 +41,7 @@ def report_on(name: str, program: Any, seed: int = 0) -> Report:
 
 
 def stages(name: str) -> int:
-    """Number of stages; 0 where nothing is tagged."""
+    """The number of stages of a model; 0 if it has no tag."""
     regions = captured(name).step.at(captured(name).case.size).regions
     return 1 + max((region.tags["PP"] for region in regions if region.tags), default=-1)
 
@@ -131,7 +132,7 @@ def test_a_report_of_a_failure() -> None:
         ("bitwise", "equal within rounding", "bitwise equal", False),
         ("bitwise", "bitwise equal", "differs", False),
         ("reassociated", "equal within rounding", "equal within rounding", True),
-        ("reassociated", "differs", "bitwise equal", True),  # the loss is no mean over samples
+        ("reassociated", "differs", "bitwise equal", True),  # its loss is no mean over samples
         ("reassociated", "equal within rounding", "differs", False),
     ],
 )
@@ -172,12 +173,12 @@ def test_the_verdict(
     assert last.startswith(verdict + said) and (last == verdict or said)
 
 
-# Directives that break their promise
+# Directives that do not keep their promise
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reversed(Directive):
-    """Adds gradients from the last slice to the first."""
+    """Adds gradients in reverse order of the slices."""
 
     op: ClassVar[str] = "reversed"
     contract: ClassVar[Contract] = "bitwise"
@@ -194,7 +195,7 @@ class Honest(Reversed):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dropping(Directive):
-    """Drops a contribution to the first gradient."""
+    """Drops one term of the first sum of gradients."""
 
     op: ClassVar[str] = "dropping"
     contract: ClassVar[Contract] = "reassociated"
@@ -278,7 +279,7 @@ def test_what_eliminates_communication_is_held_to_its_contract(monkeypatch: pyte
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Twice(Directive):
-    """Runs each forward again for its backward; if it is `lame`, on the samples of one microbatch."""
+    """Runs each forward pass again for its backward pass; if `lame`, always on the samples of one microbatch."""
 
     op: ClassVar[str] = "twice"
     contract: ClassVar[Contract] = "bitwise"

@@ -1,7 +1,7 @@
-"""The static check of buckets and shards: what a rewrite that goes wrong would leave behind, and what the
-check says of it.
+"""The static check of buckets and shards: what it reports for the results of a wrong rewrite.
 
-Every fault that can still be executed is executed as well: what is refused does compute something else.
+Every graph with a fault that can still be executed is executed as well, to show that the check refuses graphs
+that give other numbers.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ GROUPS = [[0, 2], [1, 3]]
 
 
 def sharded(level: int, model: str = "mlp", **fields: Any) -> TrainingDAG:
-    """Two stages on two replicas each, two microbatches."""
+    """Two stages on two replicas each, with two microbatches."""
     stages = [{"op": "place", "filter": {"PP": i}, "devices": group} for i, group in enumerate(GROUPS)]
     replicate = {"op": "replicate", "filter": {}, "devices": GROUPS, **LEVELS[level], **fields}
     return dag_of(captured(model).step, [*stages, split(2), replicate])
 
 
 def grads(dag: TrainingDAG, kind: type[Node], parameter: str = "first.weight") -> list[Any]:
-    """Nodes of a type that make, or read, the gradient of a parameter."""
+    """The nodes of a type that make or read the gradient of a parameter."""
     return [
         n
         for n in dag.of_type(kind)
@@ -60,7 +60,7 @@ def grads(dag: TrainingDAG, kind: type[Node], parameter: str = "first.weight") -
 
 
 def bypass(dag: TrainingDAG, node: Node) -> None:
-    """What reads the node reads what the node reads."""
+    """Remove a node, and let its readers read its input instead."""
     for reader in dag.users(node):
         dag.substitute(reader, (node.id, 0), node.inputs[0])
     dag.remove([node])
@@ -76,7 +76,7 @@ def unsummed(dag: TrainingDAG) -> None:
 
 
 def unsummed_though_it_says_so(dag: TrainingDAG) -> None:
-    """Each replica keeps its shard of its own gradient."""
+    """Each replica keeps its shard of its own gradient, though the value says that it is the sum."""
     for scatter in grads(dag, ReduceScatter):
         total = dag.nodes[scatter.inputs[0][0]]
         dag.change(total, outputs=scatter.outputs)
@@ -114,7 +114,7 @@ def gather_missing(dag: TrainingDAG) -> None:
 
 
 def gathers_missing(dag: TrainingDAG) -> None:
-    """The parameters are updated in shards, and nobody gathers them."""
+    """The parameters are updated in shards, and no chunk gathers them."""
     for reader in dag.of_type(Chunk):
         dag.rewire(reader, params=())
     dag.remove([*dag.of_type(AllGather), *dag.of_type(Parameters)])
@@ -140,20 +140,22 @@ def gather_of_the_other_stage(dag: TrainingDAG) -> None:
 
 
 def other_bucket(dag: TrainingDAG) -> None:
-    """Weight and bias exchange their buckets."""
+    """The chunk reads the bucket of the weight as that of the bias, and the other way round."""
     reader = chunk(dag, "F[PP=0,MB=0]")
     assert len(set(reader.params)) == 2
     dag.rewire(reader, params=reader.params[::-1])
 
 
 def gradient_as_parameter(dag: TrainingDAG) -> None:
-    """The gather brings the gradient that the last microbatch left, in place of the parameter."""
+    """The gather brings the gradient of the last microbatch instead of the parameter."""
     gather, scatter = dag.nodes[chunk(dag, "F[PP=0,MB=1]").params[0][0]], grads(dag, ReduceScatter)[0]  # type: ignore[index]
     dag.rewire(gather, inputs=((scatter.id, 0),))
 
 
 def other_order_in_the_bucket(dag: TrainingDAG) -> None:
-    """Parameters lie in another order than their gradients: a shard's update meets other elements."""
+    """Parameters lie in another order than their gradients, so that a shard's update changes the wrong
+    elements.
+    """
     for node in [*dag.of_type(Parameters), *dag.of_type(AllGather)]:
         bucket = node.outputs[0].bucket
         assert bucket is not None
@@ -162,7 +164,7 @@ def other_order_in_the_bucket(dag: TrainingDAG) -> None:
 
 
 def other_memory_in_the_bucket(dag: TrainingDAG) -> None:
-    """The names agree, the elements of the weight lie in another order."""
+    """The names agree, but the elements of the weight lie in another order."""
     for node in [*dag.of_type(Parameters), *dag.of_type(AllGather)]:
         bucket = node.outputs[0].bucket
         assert bucket is not None
@@ -192,7 +194,7 @@ def too_many_shards(dag: TrainingDAG) -> None:
 
 
 def shards_twice(dag: TrainingDAG) -> None:
-    """Two chunks gather from different copies of the shards, of which the optimizer updates one."""
+    """Two chunks gather from different copies of the shards, of which the optimizer updates only one."""
     reader = chunk(dag, "F[PP=0,MB=0]")
     gather = dag.nodes[reader.params[0][0]]  # type: ignore[index]
     copy = dag.add(dataclasses.replace(dag.nodes[gather.inputs[0][0]], id=-1))
@@ -201,7 +203,7 @@ def shards_twice(dag: TrainingDAG) -> None:
 
 
 def optimizer_has_the_whole(dag: TrainingDAG) -> None:
-    """Gradients are all-reduced, parameters gathered: whose update counts?"""
+    """Gradients are all-reduced although parameters are gathered, so that nothing tells whose update counts."""
     for scatter in list(dag.of_type(ReduceScatter)):
         whole = dataclasses.replace(dag.value(scatter.inputs[0]), placement=Replicate())
         total = dag.add(
@@ -228,7 +230,7 @@ def microbatch_for_another(dag: TrainingDAG) -> None:
 
 
 def joined_and_alone(dag: TrainingDAG) -> None:
-    """A microbatch is summed over replicas with the next one, and once more by itself."""
+    """A microbatch is summed over replicas together with the next one, and a second time alone."""
     eliminate(dag)
     scatter = grads(dag, ReduceScatter)[-1]
     both = dag.nodes[scatter.inputs[0][0]]
@@ -246,7 +248,7 @@ def joined_without_the_first(dag: TrainingDAG) -> None:
 
 
 def packed_elsewhere(dag: TrainingDAG) -> None:
-    """The gradients of the other stage are packed as these."""
+    """The gradients of the other stage are packed in place of these."""
     first, other = grads(dag, Pack)[0], grads(dag, Pack, "second.weight")[0]
     dag.rewire(first, inputs=other.inputs)
 
@@ -261,7 +263,7 @@ def shard_and_partial(dag: TrainingDAG) -> None:
 
 
 def shard_and_whole(dag: TrainingDAG) -> None:
-    """A tied parameter, summed in shards in one region and whole in the other."""
+    """A tied parameter is summed in shards in one region, and whole in the other."""
     update = next(u for u in grads(dag, Update, "a.weight") if len(u.inputs) == 2)
     other = dataclasses.replace(dag.value(update.inputs[0]), placement=Replicate())
     source = dag.nodes[update.inputs[0][0]]
@@ -271,7 +273,7 @@ def shard_and_whole(dag: TrainingDAG) -> None:
 
 
 def names_turned(dag: TrainingDAG) -> None:
-    """Every shard of a weight is taken for one of the bias."""
+    """Every shard of the weight is taken for one of the bias."""
     for node in dag.nodes.values():
         for value in node.outputs:
             if value.kind == "grad" and value.bucket is not None:
@@ -305,7 +307,7 @@ def metrics_said_to_be_whole(dag: TrainingDAG) -> None:
 
 
 def replicas_turned(dag: TrainingDAG) -> None:
-    """All of a stage's sums and shards take its devices in another order than its chunks."""
+    """All sums and shards of a stage have its devices in another order than its chunks."""
     for node in dag.nodes.values():
         if node.devices == (0, 2) and not isinstance(node, Chunk | Send):
             dag.change(node, devices=(2, 0))
@@ -316,8 +318,8 @@ def replicas_turned(dag: TrainingDAG) -> None:
 
 @dataclass(frozen=True)
 class Fault:
-    """`runs`: what is left can be executed, and gives other numbers. Faults of shards show in the step after
-    at the earliest.
+    """A fault, and what the check says of it. If `runs`, the graph can still be executed and gives other
+    numbers; faults of shards show in the next step at the earliest.
     """
 
     apply: Callable[[TrainingDAG], None]

@@ -1,7 +1,8 @@
-"""The static check: it accepts what the directives make, and names what is wrong with a graph that was
+"""The static check: it accepts the graphs that the directives make, and names the fault of a graph that was
 tampered with.
 
-Every edit that can still be executed is executed as well: what the check refuses does compute something else.
+Every edited graph that can still be executed is executed as well, to show that the check refuses graphs that
+give other numbers.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def base(name: str) -> TrainingDAG:
 
 
 def node(dag: TrainingDAG, kind: type[Node], **attributes: Any) -> Any:
-    """The first node of a type with these attributes (a callable is asked) or tags."""
+    """The first node of a type with these tags and attributes."""
     for found in dag.of_type(kind):
         if all(
             found.tags.get(k) == v if k in ("PP", "MB", "EP") else getattr(found, k) == v
@@ -66,7 +67,7 @@ def node(dag: TrainingDAG, kind: type[Node], **attributes: Any) -> Any:
 
 
 def total(dag: TrainingDAG, parameter: str) -> Accumulate:
-    """The (first) sum of a parameter's gradient over slices."""
+    """The first sum over slices of a parameter's gradient."""
     return next(a for a in dag.of_type(Accumulate) if parameter in a.outputs[0].names)
 
 
@@ -75,7 +76,7 @@ def updates(dag: TrainingDAG, name: str) -> list[Update]:
 
 
 def swap_inputs(dag: TrainingDAG, a: Node, b: Node, i: int = 0, j: int = 0) -> None:
-    """Give `a` what `b` reads in place `j`."""
+    """Let the input `i` of `a` be the input `j` of `b`."""
     dag.rewire(a, inputs=(*a.inputs[:i], b.inputs[j], *a.inputs[i + 1 :]))
 
 
@@ -97,7 +98,7 @@ def saved_of_another_microbatch(dag: TrainingDAG) -> None:
 
 
 def inputs_exchanged(dag: TrainingDAG) -> None:
-    """Expert 1 gets the gate's weights where its input should be, and the other way round."""
+    """Exchange the input of expert 1 and its weights from the gate."""
     reader = chunk(dag, "F[PP=1,EP=1,MB=0]")
     a, b, c = reader.inputs
     dag.rewire(reader, inputs=(c, b, a))
@@ -195,7 +196,7 @@ def buffers_of_an_early_slice(dag: TrainingDAG) -> None:
 
 
 def metrics_edit(dag: TrainingDAG, keep: Callable[[list[int]], list[int]]) -> None:
-    """Keep the given inputs of the last stage's metrics (indices may repeat)."""
+    """Keep the inputs of the last stage's metrics whose indices `keep` returns; an index may repeat."""
     metrics = node(dag, Metrics, PP=1)
     kept = keep(list(range(len(metrics.inputs))))
     dag.change(metrics, metrics=tuple(metrics.metrics[i] for i in kept))
@@ -303,7 +304,9 @@ def piece_joined_twice(dag: TrainingDAG) -> None:
 
 @dataclass(frozen=True)
 class Edit:
-    """`runs`: the edited graph can still be executed, and gives other numbers."""
+    """An edit, and what the check says of it. If `runs`, the edited graph can still be executed and gives
+    other numbers.
+    """
 
     base: str
     apply: Callable[[TrainingDAG], None]

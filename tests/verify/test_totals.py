@@ -1,5 +1,5 @@
-"""Sums over the whole batch, on the way through a step: whatever divides the batch, it is what one device
-makes of all of it.
+"""Sums over the whole batch within a step: whatever divides the batch, the results are those of one device on
+the whole batch.
 """
 
 from __future__ import annotations

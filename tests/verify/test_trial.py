@@ -1,4 +1,4 @@
-"""The trial finds steps that compute something else on parts of a batch, and only these."""
+"""The trial finds the steps that compute something else on parts of a batch, and no others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BATCH = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manua
 
 
 class Step(L.LightningModule):
-    """A layer, and what `body` makes of the hidden values."""
+    """A layer, and `body`, which is applied to its output."""
 
     def __init__(self, body: Body) -> None:
         super().__init__()

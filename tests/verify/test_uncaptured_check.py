@@ -1,4 +1,4 @@
-"""Reports on steps that are not captured: what is said of them, and that a wrong sum of gradients shows."""
+"""Reports on steps that are not captured: what they say, and that they show a wrong sum of gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHARDED = [TWO[0], piper.Replicate(filter={}, devices=[0, 1], shard_params=True)
 
 
 class Mean(L.LightningModule):
-    """Looks at its loss, and is a mean over samples."""
+    """A module whose loss is a mean over samples, and whose step reads the loss's value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Mean(L.LightningModule):
 
 
 class Some(Mean):
-    """Divides by what counts."""
+    """A module whose loss divides by the number of samples that it chooses."""
 
     def loss(self, losses: Tensor, x: Tensor) -> Tensor:
         chosen = x[:, 0] > 0
