@@ -1,5 +1,5 @@
-"""A script that Lightning's launcher starts for each of two devices, where nobody says how many threads a
-process has: a search at the first batch, and each process writes how many it had.
+"""A script that Lightning's launcher starts for each of two devices, without a setting for the number of
+threads. It searches a program at the first batch, and each process writes how many threads it had.
 """
 
 from __future__ import annotations

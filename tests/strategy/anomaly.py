@@ -1,5 +1,5 @@
-"""A training under `Trainer(detect_anomaly=True)`, in whose third batch one stage's backward pass gives a
-NaN, if it is to.
+"""A training under `Trainer(detect_anomaly=True)`. On demand, the backward pass of one stage gives a NaN in
+the third batch.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from torch import nn
 import lightning_piper as piper
 from tests.strategy.fitting import PROGRAM, Batches, trainer
 
-NAN_IN = 2  # batch
+NAN_IN = 2  # the batch with the NaN
 
 
 class Net(L.LightningModule):
-    """Where a sample's switch is 0, the square root's infinite slope is multiplied by it."""
+    """A model whose gradient is NaN for a sample whose switch is 0, because the infinite slope of a square
+    root is multiplied by it.
+    """
 
     def __init__(self) -> None:
         super().__init__()

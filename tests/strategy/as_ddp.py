@@ -1,6 +1,4 @@
-"""Trainings on two processes, in replicas and under DistributedDataParallel: what is to have the same bits in
-each process.
-"""
+"""Trainings on two processes that must have the same bits in replicas and under DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -61,7 +59,7 @@ def replicas(**options: Any) -> list[Any]:
 WHOLE, ZERO3 = replicas(), replicas(shard_optimizer=True, shard_grads=True, shard_params=True)
 ZERO1 = replicas(shard_optimizer=True)
 BY_PARAMETER = replicas(shard_optimizer=True, shard_by="parameter")
-# module, precision, arguments of strategies
+# module, precision, arguments of the strategies
 KINDS: dict[str, tuple[Any, Any, list[dict[str, Any]]]] = {
     "a rate of each rank": (lambda: Net(0), "32-true", [{"directives": WHOLE}]),
     "a rate of each rank, later": (lambda: Net(5), "32-true", [{"directives": WHOLE}]),
@@ -106,7 +104,7 @@ class Validated(Net):
 
 
 class Stream(IterableDataset[Any]):
-    """Its end alone tells how many samples it has: of the second rank, fewer."""
+    """A stream that tells only at its end how many samples it has; the stream of the second rank has fewer."""
 
     def __init__(self, samples: list[Any]) -> None:
         self.samples = samples
@@ -139,7 +137,7 @@ def evaluate_unevenly(rank: int, streamed: bool, strategy: Any) -> tuple[list[fl
     ]
 
 
-SIZES = [[4, 4, 4, 4, 4, 1], [4, 3, 4, 4, 2, 4]]  # of the batches of each rank
+SIZES = [[4, 4, 4, 4, 4, 1], [4, 3, 4, 4, 2, 4]]  # sizes of the batches of each rank
 
 
 class Unevenly(Net):
@@ -165,8 +163,8 @@ def uneven_batches(rank: int) -> list[list[Tensor]]:
 
 
 def train_unevenly(rank: int, folder: Path) -> dict[str, Any]:
-    """Under each strategy, and with each number of accumulated batches, the values afterwards and the
-    warnings of sizes.
+    """Train under each strategy and with each number of accumulated batches. Returns the parameters and the
+    warnings about sizes.
     """
     found: dict[str, Any] = {}
     made = {
@@ -192,7 +190,7 @@ def train_unevenly(rank: int, folder: Path) -> dict[str, Any]:
 
 
 def one_device(accumulated: int) -> dict[str, Tensor]:
-    """What one device makes of the batches of all ranks, joined."""
+    """The parameters that one device gets from the batches of all ranks, joined."""
     torch.manual_seed(0)
     joined = [
         [torch.cat(xs) for xs in zip(*each, strict=True)]

@@ -1,5 +1,5 @@
-"""Steps that break what a program takes for granted, one line each, and like ones that do not: in two stages
-with microbatches.
+"""Steps of two stages that break an assumption of a program with microbatches, each in one line, and similar
+steps that do not.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _mean(module: Step, h: Tensor, p: Tensor, y: Tensor) -> Tensor:
 
 
 class Step(L.LightningModule):
-    """Two stages; `middle` is in the first one, `loss` in the last one."""
+    """Two stages; `middle` is applied in the first one, and `loss` in the last one."""
 
     def __init__(self, middle: Middle = _same, loss: Loss = _mean) -> None:
         super().__init__()

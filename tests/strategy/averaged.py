@@ -1,5 +1,6 @@
-"""Trainings with callbacks that average the weights: on one device with plain Lightning, and on two processes
-in stages, as replicas, and in shards. All draw the same batches, so that they train alike.
+"""Trainings with callbacks that average the weights, on one device with plain Lightning, and on two processes
+in stages, as replicas, and with shards. All of them use the same batches, so that their results can be
+compared.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ Seen = dict[str, Any]
 
 
 class Net(MLP):
-    """With a validation, and a buffer that only the average changes."""
+    """A model with a validation step, and with a buffer that only the average changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +62,7 @@ class Net(MLP):
 
 
 class Validations(L.Callback):
-    """What each validation finds."""
+    """Records the results of each validation."""
 
     def __init__(self) -> None:
         self.found: list[float] = []
@@ -71,7 +72,7 @@ class Validations(L.Callback):
 
 
 class Run:
-    """How a trial trains: under which program (None: plain Lightning), and where it may write."""
+    """How a trial trains: its program (None: plain Lightning) and its folder."""
 
     def __init__(self, program: str | None, folder: Path, local: bool = False) -> None:
         self.program, self.folder, self.local = program, folder, local
@@ -82,7 +83,7 @@ class Run:
             with torch.random.fork_rng():
                 torch.manual_seed(0)
                 module = Net()
-        if double:  # else the average is of the dtype that the module has before the Trainer converts it
+        if double:  # otherwise the average has the dtype that the module has before the Trainer converts it
             module.double()
         strategy: Any = "auto"
         if self.program is not None:
@@ -126,7 +127,7 @@ def saved(path: Path) -> Seen:
 
 
 def whole_run(run: Run, make: Callable[[], L.Callback], kind: str = "consolidated", **options: Any) -> Seen:
-    """A fit with checkpoints, and one that goes on from a checkpoint within it."""
+    """Fit with checkpoints, then resume from a checkpoint in the middle of the fit."""
     folder = run.folder / f"{make.__name__} {kind}"
     at, seen = Validations(), {}
     keep = cb.ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1, filename="{step}")
@@ -176,11 +177,11 @@ TRIALS: dict[str, Callable[[Run], Seen]] = {
 }
 
 
-# Averages that a module or a callback of a user's makes by itself.
+# Averages that a user's module or callback computes by itself.
 
 
 class Shadowed(L.Callback):
-    """Averages in a copy of the module, and validates with it."""
+    """Averages the weights in a copy of the module, and validates with the copy."""
 
     def __init__(self) -> None:
         self.shadow: Any = None
@@ -208,7 +209,7 @@ class Shadowed(L.Callback):
 
 
 class Inside(Net):
-    """Averages in a submodule of its own, with which it validates."""
+    """Averages the weights in a submodule, and validates with it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +230,7 @@ class Inside(Net):
 
 
 class Averaged(Inside):
-    """In torch's class."""
+    """Averages the weights with torch's class."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +241,7 @@ class Averaged(Inside):
 
 
 class Normed(Net):
-    """With a batch norm."""
+    """A model with a batch norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -302,6 +303,6 @@ def run_all(jobs: Any, folder: Path, local: bool = False) -> dict[tuple[Any, str
 
 
 def work(rank: int, jobs: Any, folder: Path) -> dict[tuple[Any, str], Seen]:
-    """One process's side."""
+    """Run the jobs in this process."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     return run_all(jobs, folder)

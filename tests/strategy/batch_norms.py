@@ -1,5 +1,5 @@
-"""Trainings of modules with batch norms whose statistics are those of the whole batch: on one device, and
-over processes, of which each replica draws a part of each batch.
+"""Trainings of modules with batch norms, whose statistics are those of the whole batch: on one device, and
+over processes in which each replica reads a part of each batch.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ EVEN, UNEVEN = (4, 4), (5, 3)  # samples that each of two replicas draws
 
 
 class Net(L.LightningModule):
-    """In two stages, with a norm at the beginning of one, and one at the end."""
+    """A model in two stages, with a norm at the beginning of one stage and at the end of the other."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh())
         self.second = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))
         self.gradients: list[dict[str, Tensor]] = []
-        self.whole = True  # this process has all of every gradient
-        self.parts: Sequence[int] = ()  # of the batch, whose mean losses weigh the same
+        self.whole = True  # this process has the whole of every gradient
+        self.parts: Sequence[int] = ()  # the parts of the batch, whose mean losses have equal weights
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         with piper.annotate("PP", 0):
@@ -65,7 +65,7 @@ class Net(L.LightningModule):
 
 
 class Bare(Net):
-    """Without affine parameters, without running statistics, and with a mean of all batches so far."""
+    """Norms without affine parameters, without running statistics, and with other settings than the defaults."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Block(nn.Module):
 
 
 class Residual(Net):
-    """A small residual network: norms in two branches."""
+    """A small residual network with norms in two branches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def pp2_dp2(**options: Any) -> list[Directive]:
 
 
 SPLIT = piper.Split(filter={}, dim_name="MB", num_microbatches=2)
-# processes -> name -> (kind of module, program, options)
+# number of processes -> name -> (kind of module, program, options)
 TRAININGS: dict[int, dict[str, tuple[str, Callable[[], list[Directive]], dict[str, Any]]]] = {
     2: {
         "DP2": ("Net", dp2, {}),
@@ -175,7 +175,7 @@ def made(kind: str) -> Net:
 
 
 def batches(samples: Sequence[int], replica: int | None) -> DataLoader[Any]:
-    """What one replica draws, or one device: all of it, replica by replica."""
+    """The batches of one replica; for one device, all of them, replica by replica."""
     generator = torch.Generator().manual_seed(0)
     parts = [
         [
@@ -249,7 +249,7 @@ def work(rank: int, processes: int, names: Sequence[str], folder: Path) -> dict[
 
 
 def alone(name: str, processes: int, folder: Path) -> dict[str, Any]:
-    """One device that gets the whole batch, without the strategy."""
+    """The same training on one device with the whole batches, without the strategy."""
     kind, _, given = TRAININGS[processes][name]
     options = {key: x for key, x in given.items() if key == "accumulate_grad_batches"}
     module, samples = made(kind), given.get("samples", EVEN)

@@ -1,5 +1,5 @@
-"""Trainings whose hooks drop gradients, or change what is trained after the first batch, in two processes and
-on one device.
+"""Trainings with hooks that drop gradients, or that change after the first batch which parameters are
+trained, on two processes and on one device.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Net(L.LightningModule):
 
 
 class SetsNone(Net):
-    """As where a step is left out for its gradients are not finite."""
+    """Sets gradients to None, as code does that skips a step whose gradients are not finite."""
 
     def on_after_backward(self) -> None:
         if self.global_step == 2:
@@ -81,7 +81,7 @@ class Unfreezes(Net):
 
 
 class Adds(Net):
-    """Parameter groups."""
+    """Adds parameter groups."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.head.parameters(), lr=0.01)
@@ -94,7 +94,7 @@ class Adds(Net):
 
 
 class FreezesInBetween(Net):
-    """Between two batches of one accumulation."""
+    """Freezes a layer between two batches of one accumulation."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.current_epoch == 1 and batch_idx == 1:
@@ -102,7 +102,7 @@ class FreezesInBetween(Net):
 
 
 class TakesTurns(Net):
-    """Two heads do, from batch to batch, also between batches of one accumulation."""
+    """Two heads take turns from batch to batch, also between the batches of one accumulation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class Centres(Net):
         layer.weight.mul_(1 - 0.01 * layer.weight.norm())
 
 
-IN_BETWEEN = (FreezesInBetween, TakesTurns)  # with two batches for each update
+IN_BETWEEN = (FreezesInBetween, TakesTurns)  # these accumulate two batches for each update
 DROPPED, LATER, CALLBACKS = (SetsNone, Zeroes, Clears), (Unfreezes, Adds), (Tuned, Pruned, Centres)
 KINDS = {kind.__name__: kind for kind in (*DROPPED, *LATER, *CALLBACKS, *IN_BETWEEN, Replaces)}
 ROWS = [
@@ -169,7 +169,7 @@ REFUSED = {
 
 
 def fit(kind: str, strategy: Any, rank: int | None = None, **options: Any) -> dict[str, Tensor]:
-    """`rank`: of two, which draws every other sample."""
+    """Train, and return the parameters. `rank` is one of two ranks, each of which reads every other sample."""
     module, processes = KINDS[kind](), 1 if rank is None else 2
     draw = torch.Generator().manual_seed(1)
     x = torch.randn(24, 6, generator=draw, dtype=torch.float64)[rank or 0 :: processes]

@@ -1,4 +1,4 @@
-"""A training script with Lightning's command line, as a user writes one: `python command_line.py fit --config
+"""A training script with Lightning's command line, as a user writes it: `python command_line.py fit --config
 config.yaml`.
 """
 
@@ -20,7 +20,7 @@ DEFAULTS = {**QUIET, "accelerator": "cpu", "devices": 1, "max_steps": 3}
 
 
 class Net(MLP):
-    """Brings its data along."""
+    """A module that has its data."""
 
     def __init__(self, seed: int = 0) -> None:
         with torch.random.fork_rng():
@@ -32,7 +32,7 @@ class Net(MLP):
 
 
 class WithDirectives(Net):
-    """Brings its program along, as a path."""
+    """A module that has its program, as a path."""
 
     piper_directives = "program.json"
 

@@ -1,5 +1,5 @@
-"""Modules of which all, a part, or a function that the step calls is compiled by the user, trained on two
-processes.
+"""Trainings on two processes in which the user has compiled the whole module, a part of it, or a function
+that the step calls.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Scaled(nn.Linear):
 
 
 class Net(L.LightningModule):
-    """What its loss and its second part read changes from epoch to epoch."""
+    """A module whose loss and second part read state that changes from epoch to epoch."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Lightning warns of much that these tests do on purpose; its own warnings are not shown."""
+"""Hides Lightning's own warnings, since these tests do on purpose much that Lightning warns about."""
 
 from __future__ import annotations
 

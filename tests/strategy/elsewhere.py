@@ -1,4 +1,4 @@
-"""Python state of another module than the step's."""
+"""Python state in another module than that of the step."""
 
 BETA = 1.0
 

@@ -1,6 +1,6 @@
-"""Validation, test and prediction on two processes or four: `train` runs all scenarios under the programs
-that it is given, one after another in the same processes; `one_device` does the same with a plain Trainer, on
-the batches of all replicas together.
+"""Validation, test and prediction on two or four processes. `train` runs all scenarios under the programs
+that it is given, one after another in the same processes; `one_device` runs them with a plain Trainer on the
+batches of all replicas together.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def dp2_zero1() -> Program:
     return [place, split, Replicate(filter={}, devices=[0, 1], shard_optimizer=True)]
 
 
-# Program, replicas, and how many of the model's stages lie apart.
+# The program, the number of replicas, and how many of the model's stages are on different devices.
 PROGRAMS: dict[str, tuple[Program, int]] = {
     "pp2": (piper.schedules.one_f_one_b(stages=2, microbatches=2), 1),
     "dualpipe": (piper.schedules.dualpipe(stages=2, microbatches=4), 1),
@@ -99,7 +99,7 @@ class Net(L.LightningModule):
         assert outputs["number"] == dataloader_idx and outputs["nothing"] is None
         self.mean_output.update(outputs["out"])
         self.mean_target.update(outputs["target"])
-        outputs["out"].add_(0.0)  # it is the hook's own
+        outputs["out"].add_(0.0)  # the hook may change it in place
         self.outputs.append(outputs["out"])
 
     def on_validation_epoch_end(self) -> None:
@@ -157,12 +157,12 @@ class Named(Dataset[Any]):
 
 
 def loaders(replicas: int, *sizes: int) -> list[DataLoader[Any]]:
-    """Batches of 8 samples on one device, of 8 over all replicas; the last ones are smaller."""
+    """Loaders with batches of 8 samples over all replicas together; the last batches are smaller."""
     return [DataLoader(data(n, seed), batch_size=8 // replicas) for seed, n in enumerate(sizes)]
 
 
 class Recorded(L.Callback):
-    """What one can see at the end of every evaluation, sanity checks included."""
+    """Records what can be seen at the end of every evaluation, sanity checks included."""
 
     def __init__(self) -> None:
         self.seen: list[dict[str, Tensor]] = []
@@ -172,7 +172,7 @@ class Recorded(L.Callback):
 
 
 class Held(L.Callback):
-    """What this process holds during a validation, and what a checkpoint would."""
+    """Records what this process holds during a validation, and what a checkpoint would contain."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -221,7 +221,9 @@ class Runs:
         return DataLoader(found, batch_size=4, sampler=sampler)
 
     def fresh(self) -> Outcome:
-        """Without a fit: several loaders, of which the last batches are smaller, and the module as it was."""
+        """Evaluate without a fit: several loaders whose last batches are smaller, and a module that was not
+        trained.
+        """
         module = net(dropout=0.5)
         trainer = self.trainer()
         found = trainer.validate(module, loaders(self.replicas, 22, 16), verbose=False)
@@ -243,8 +245,8 @@ class Runs:
         }
 
     def fitted(self) -> Outcome:
-        """Everything that decides by a monitored value, several validations in an epoch, and evaluations
-        afterwards.
+        """A fit with everything that depends on a monitored value, with several validations in an epoch, and
+        with evaluations afterwards.
         """
         module, seen = net(), Recorded()
         monitored = "val_loss/dataloader_idx_0"
@@ -271,7 +273,7 @@ class Runs:
         return outcome
 
     def predicted(self) -> Outcome:
-        """Replicas with different numbers of samples, and of batches."""
+        """Predict with replicas that have different numbers of samples and of batches."""
         module = net(dropout=0.5)
         trainer = self.trainer()
         found = trainer.predict(module, [DataLoader(Named(n, n), batch_size=4) for n in (21, 9)])
@@ -279,7 +281,7 @@ class Runs:
         return {"predictions": found, "small": small}
 
     def repeated(self) -> Outcome:
-        """21 samples: a sampler over two replicas takes the first one twice."""
+        """Evaluate 21 samples, of which a sampler over two replicas takes the first one twice."""
         evaluation = loaders(self.replicas, 21)
         if self.program is None:
             evaluation = [DataLoader(Subset(data(21, 0), [*range(21), 0]), batch_size=8)]
@@ -314,7 +316,7 @@ class Runs:
         return {"validated": trainer.validate(Uneven().double(), loader, verbose=False)}
 
     def refused(self) -> Outcome:
-        """Errors that all processes raise alike, and after which they go on."""
+        """Requests that raise the same error in all processes, and after which the processes can go on."""
         rank = int(os.environ.get("LOCAL_RANK", 0))
 
         class Metric(Net):
@@ -363,7 +365,7 @@ class Runs:
 
 
 SCENARIOS = ("fresh", "fitted", "predicted", "repeated")
-MORE = {"pp2": ["refused"], "dp2": ["uneven"]}  # under one program
+MORE = {"pp2": ["refused"], "dp2": ["uneven"]}  # scenarios that only one program runs
 
 
 def one_device(folder: Path) -> dict[str, Outcome]:
@@ -372,7 +374,7 @@ def one_device(folder: Path) -> dict[str, Outcome]:
 
 
 def trace_all(names: list[str], folder: Path, processes: int) -> None:
-    """Most of what the scenarios run, of batches and of their parts."""
+    """Trace most of the steps that the scenarios run, for batches and for their parts."""
     batch = data(8, 0)[:]
     trace(net(), batch, (8, 4, 2), "training_step", precision="64-true")
     for dropout in (0.0, 0.5):
@@ -383,7 +385,7 @@ def trace_all(names: list[str], folder: Path, processes: int) -> None:
 
 @sharing_captures
 def train(rank: int, names: list[str], folder: Path, processes: int) -> dict[str, dict[str, Outcome]]:
-    """One process's side of all that is run under some programs."""
+    """Run all scenarios of some programs in this process."""
     global PROCESSES
     PROCESSES = processes
     results: dict[str, dict[str, Outcome]] = {}

@@ -1,6 +1,4 @@
-"""A training on two processes in which something goes wrong on one of them; as a script, started by
-Lightning's launcher.
-"""
+"""A training on two processes in which one of them fails. Lightning's launcher starts it as a script."""
 
 from __future__ import annotations
 
@@ -77,7 +75,7 @@ def term_when_waiting(thread: int) -> None:
 def data(kind: str) -> Any:
     batches = list(vectors())
     if kind.startswith("other shapes") and os.environ.get("LOCAL_RANK") == "1":
-        # The step is not traced again for this batch, so no rank waits for the comparison of all.
+        # The step is not traced again for this batch, so no rank waits for the comparison of all ranks.
         batches[3] = [x[:6] for x in batches[3]]
     if kind == f"end on {os.environ.get('LOCAL_RANK')}":
         del batches[2:]
@@ -91,11 +89,11 @@ def train(rank: int, kind: str, devices: int = 2) -> None:
 def main(kind: str, devices: int = 2) -> None:
     replicas = "replicas" in kind or kind[:-2] in ("end on", "leave on")
     program: Any = [] if devices == 1 else dp2() if replicas else list(PROGRAM)
-    # Who is only slow, on a loaded machine, is not to be taken for one who hangs.
+    # So long that a rank which is only slow on a busy machine is not taken for one that hangs.
     failure.GRACE = failure.SETTLE = 20.0
     failure.PATIENCE = 100.0
     failure.EVERY = 0.5
-    # The timeout also limits how much later one process may start than the other, which is long by
+    # The timeout also limits how much later one process may start than the other, which takes long with
     # Lightning's launcher.
     seconds = {"hang on 0": 20, "stop on 1": 60}.get(kind, 2 * LIMIT.total_seconds())
     strategy = piper.PiperStrategy(program, timeout=timedelta(seconds=seconds))

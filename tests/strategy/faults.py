@@ -1,8 +1,8 @@
-"""Faults put into a training of PP2 x DP2 on four processes, each on one rank, of one kind, at one moment;
-and what must hold then.
+"""Puts faults into a training of PP2 x DP2 on four processes, each on one rank, of one kind and at one
+moment, and checks what must hold afterwards.
 
-After every fault: all other ranks end in time and name the rank, no rank is left, no checkpoint is damaged,
-and a training that goes on from the last one ends bitwise like one that nothing happened to.
+After every fault, all other ranks end in time and name the rank, no rank is left, no checkpoint is damaged,
+and a training that resumes from the last checkpoint ends with the same bits as an undisturbed one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tests.strategy.scenarios import equal
 from tests.strategy.sharded import dp2, pp2_dp2
 
 RANKS, EPOCHS = 4, 4
-EPOCH = 2  # of the fault; there are two checkpoints then
+EPOCH = 2  # the epoch of the fault; at that time there are two checkpoints
 KINDS = ("raise", "memory", "exit", "kill", "link", "stop", "sleep")
 MOMENTS = (
     "set-up",
@@ -55,8 +55,8 @@ MOMENTS = (
 HANGS = ("stop", "sleep")
 # seconds, of communication, where a rank hangs; else it is so long that it cannot be what ends a rank
 TIMEOUT = 20.0
-ENDED_IN = 100.0  # seconds from a failure until all others have ended, also on a slow machine
-HUNG_FOR = 2 * TIMEOUT + ENDED_IN  # seconds from the moment at which a rank hangs
+ENDED_IN = 100.0  # maximum seconds from a failure until all other ranks have ended, also on a slow machine
+HUNG_FOR = 2 * TIMEOUT + ENDED_IN  # maximum seconds from the moment at which a rank hangs
 
 
 @dataclass(frozen=True)
@@ -112,11 +112,11 @@ def draw(count: int, seed: int, behind: bool = False) -> list[Fault]:
     return faults
 
 
-# One rank
+# Code that one rank runs
 
 
 def happen(kind: str, folder: Path) -> None:
-    """The fault itself."""
+    """Let the fault happen in this process."""
     (folder / "fault").write_text(str(time.monotonic()))
     if kind == "raise":
         raise ValueError("something of the user's")
@@ -144,7 +144,7 @@ def _break_connections() -> None:
 
 
 class Trouble(L.Callback):
-    """Makes the fault happen, in hooks of the Trainer."""
+    """Lets the fault happen in a hook of the Trainer."""
 
     def __init__(self, fault: Fault, folder: Path) -> None:
         self.fault, self.folder = fault, folder
@@ -162,7 +162,7 @@ class Trouble(L.Callback):
                 prepared.executors[0].observer = self.instead
 
     def instead(self, code: list[Callable[[], Any]], source: Any) -> list[Callable[[], Any]]:
-        """The plan's instructions, one of which is preceded by the fault."""
+        """The plan's instructions with the fault before one of them."""
         place = 1 if self.fault.moment == "forward" else self.fault.position % len(code)
 
         def failing() -> Any:
@@ -175,7 +175,7 @@ class Trouble(L.Callback):
         self.at("optimizer", trainer.current_epoch == EPOCH)
 
     def in_data(self, module: L.LightningModule, loader: Any) -> None:
-        """While samples are put together."""
+        """Let the fault happen while samples are collated."""
         collate = loader.collate_fn
 
         def collating(samples: Any) -> Any:
@@ -192,7 +192,9 @@ CHANGES = {"mkdir", "rename", "replace", "unlink", "rmdir", "open", "close", "fs
 
 
 def while_saving(trouble: Trouble) -> Any:
-    """Replaces what writes: before some call that changes files, or when all is done."""
+    """Replace the function that writes, so that the fault happens before a call that changes files, or after
+    the last one.
+    """
     saves = 0
 
     def saving(write: Callable[[], object]) -> None:
@@ -210,14 +212,14 @@ def while_saving(trouble: Trouble) -> Any:
 
         sys.setprofile(
             profile if saves == 2 * EPOCH + 1 else None
-        )  # each epoch saves one of its own and the last one
+        )  # each epoch saves its own checkpoint and the last one
         try:
             write()
         finally:
             sys.setprofile(None)
         trouble.at("checkpoint", saves == 2 * EPOCH + 1 and left is not None)
 
-    # A process that writes nothing behind the training has its fault where all save.
+    # The fault of a process that writes nothing in the background happens where all processes save.
     if trouble.fault.behind and (trouble.fault.checkpoint == "sharded" or trouble.fault.rank == 0):
         start = BackgroundThread.start
         return mock.patch.object(
@@ -231,7 +233,9 @@ def while_saving(trouble: Trouble) -> Any:
 
 @sharing_captures
 def train(rank: int, folder: Path, fault: Fault, checkpoint: str, ranks: int = RANKS) -> Any:
-    """One rank's side; without the fault on the others, and on all where `fault.rank` is none of them."""
+    """Train on one rank. No fault happens on the other ranks, and none at all if `fault.rank` is not one of
+    the ranks.
+    """
     own = fault.rank == rank
     trouble = Trouble(fault, folder)
     compile_step, close = programs.compile_step, Fit.close
@@ -273,13 +277,13 @@ def train(rank: int, folder: Path, fault: Fault, checkpoint: str, ranks: int = R
     return {"values": values(module), "losses": record.losses, "steps": fit.global_step}
 
 
-# All ranks
+# Code that starts all ranks
 
 NONE = Fault(-1, "none", "never")
 
 
 def undisturbed(folder: Path) -> dict[str, Any]:
-    """What each training must end with."""
+    """The values with which each training must end."""
     ends = run_ranks(RANKS, train, folder, folder, NONE, "consolidated", joined=False)
     assert [end.exitcode for end in ends] == [0] * RANKS, ends[0].said[-4000:]
     found: dict[str, Any] = ends[0].result
@@ -287,7 +291,7 @@ def undisturbed(folder: Path) -> dict[str, Any]:
 
 
 def inject(fault: Fault, folder: Path, wanted: dict[str, Any]) -> Outcome:
-    """Train with a fault, look at what it left, and go on."""
+    """Train with a fault, check what it has left, and resume."""
     hung = fault.kind in HANGS
     ends = run_ranks(RANKS, train, folder, folder, fault, fault.checkpoint, joined=False)
     if not (folder / "fault").exists():

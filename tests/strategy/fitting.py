@@ -1,5 +1,5 @@
-"""Fits for tests: a quiet Trainer, what it logged at each step, and the same training done by hand with the
-interpreter.
+"""Fits for tests: a quiet Trainer, the values that it logs at each step, and the same training done by hand
+with the interpreter.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PROGRAM = tuple(piper.schedules.one_f_one_b(stages=2, microbatches=4))
 
 
 class Batches:
-    """Given batches, one after another. (Lightning takes a list for several loaders.)"""
+    """An iterable over given batches. (Lightning takes a list for several loaders.)"""
 
     def __init__(self, items: Iterable[Any]) -> None:
         self.items = list(items)
@@ -43,14 +43,14 @@ class Batches:
 
 
 class Counted(Batches):
-    """Batches whose number is known before."""
+    """Batches whose number is known in advance."""
 
     def __len__(self) -> int:
         return len(self.items)
 
 
 class Record(L.Callback):
-    """Loss and logged values of every step, and of every epoch."""
+    """Records the loss and the logged values of every step and of every epoch."""
 
     def __init__(self) -> None:
         self.losses: list[Tensor] = []
@@ -77,7 +77,8 @@ def local(program: Any = PROGRAM, **options: Any) -> piper.PiperStrategy:
     return piper.PiperStrategy(list(program), transport="local", **options)
 
 
-# By what makes steps alike. The steps keep their modules, and with them what `_code_of` names by its address.
+# The captured steps, by what makes two steps alike. The steps keep their modules alive, so that the addresses
+# in the keys of `_code_of` stay valid.
 STEPS: dict[Any, CapturedStep] = {}
 TRIED: dict[Any, Any] = {}
 OF_A_TRAINING = re.compile(
@@ -95,8 +96,8 @@ def captured_once(
     loader: int | None = None,
     **more: Any,
 ) -> CapturedStep:
-    """Like `capture`, but code that was traced of a module is that of all modules like it, for whatever
-    batches, and is not traced again to see whether it still is. What is captured outside of a fit is traced.
+    """Like `capture`, but code traced for one module serves all modules like it and all batches, and is not
+    traced again to see whether it has changed. Outside of a fit, steps are traced as usual.
     """
     found = capture(module, batch, device, context, name, loader, **more)
     if module._trainer is None:
@@ -112,8 +113,8 @@ def captured_once(
 
 
 def _code_of(cls: type) -> tuple[tuple[str, int], ...]:
-    """What a class has that a step may run: no hooks, by which tests' modules differ more often than by their
-    steps.
+    """The attributes of a class that a step may use. Hooks are excluded, because the modules of tests differ
+    in hooks more often than in their steps.
     """
     own = cls.__mro__[: cls.__mro__.index(L.LightningModule)]
     return tuple(
@@ -150,7 +151,9 @@ def trace(
 
 
 def tried_once(function: Callable[..., T]) -> Callable[..., T]:
-    """Of copies of an optimizer, which are not run again for one like it. What is refused is."""
+    """Cache the results of a function of an optimizer, so that optimizers like one that was accepted are not
+    tried again. An optimizer that was refused is tried again.
+    """
 
     def found(optimizer: Any, chosen: Any, device: Any) -> T:
         groups = [
@@ -166,8 +169,8 @@ def tried_once(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def sharing_captures(work: Callable[..., T]) -> Callable[..., T]:
-    """Decorates trainings of which several are of one model: to trace it each time, and to try its optimizer,
-    would take most of their time.
+    """Decorates a function with several trainings of one model: the model is traced once and its optimizer is
+    tried once, which would otherwise take most of the time.
     """
     for module, name, replacement in (
         (compiler, "capture", captured_once),
@@ -180,15 +183,17 @@ def sharing_captures(work: Callable[..., T]) -> Callable[..., T]:
 
 
 def traced_once(work: Callable[..., T]) -> Callable[..., T]:
-    """Decorates trainings of steps that read nothing that changes. Now and then a step is traced again, to
-    see whether it is still what was captured: that would take most of a short training's time, and is looked
-    at where guards are.
+    """Decorates a function with trainings of steps that read no state that changes. The package traces a step
+    again now and then to see whether it has changed, which would take most of the time of a short training.
+    The tests of guards check that.
     """
     return mock.patch.object(CapturedStep, "retrace", lambda self: None)(work)
 
 
 def values(module: torch.nn.Module) -> dict[str, Tensor]:
-    """What other processes have is on the meta device; stand-ins themselves cannot be written into a file."""
+    """A copy of the module's values. Values of other processes become tensors on the meta device, because
+    placeholders cannot be written to a file.
+    """
     return {
         name: torch.empty(x.shape, dtype=x.dtype, device="meta") if x.is_meta else x.detach().clone()
         for name, x in module.state_dict().items()
@@ -196,19 +201,19 @@ def values(module: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    """Bitwise."""
+    """Whether two sets of tensors are equal bit for bit."""
     return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
 def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    """The largest difference, relative to the largest value of the tensor in question."""
+    """The largest difference, relative to the largest value of the tensor in which it occurs."""
     assert a.keys() == b.keys()
     pairs = [(a[n].double(), b[n].double()) for n in a]
     return max(float((x - y).abs().max() / x.abs().max().clamp_min(1e-12)) for x, y in pairs)
 
 
 def apart(found: Any, wanted: Any, where: str = "") -> dict[str, float]:
-    """Relative distances of all numbers, by the way to them. Everything else is equal."""
+    """The relative distances of all numbers, by the path to each. All other values must be equal."""
     if isinstance(wanted, dict):
         assert found.keys() == wanted.keys(), where
         return {k: v for key in wanted for k, v in apart(found[key], wanted[key], f"{where}/{key}").items()}

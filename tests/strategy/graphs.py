@@ -1,5 +1,5 @@
 """Trainings on batches that hold more than tensors of one size: graphs in objects of their own classes,
-texts, paths, arrays.
+texts, paths and arrays.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Outcome = dict[str, Any]
 
 
 class Store:
-    """As graph libraries have it: attributes in a mapping, and a way back to the graph."""
+    """Attributes in a mapping and a reference back to the graph, as graph libraries have them."""
 
     def __init__(self, owner: Any, **tensors: Any) -> None:
         self._mapping, self._owner = tensors, weakref.ref(owner)
@@ -64,7 +64,9 @@ def named(seed: int) -> Graph:
 
 
 class Messages(L.LightningModule):
-    """Each node gets the sum of its neighbours; a graph is the mean of its nodes."""
+    """A network in which each node gets the sum of its neighbours, and in which a graph's value is the mean
+    of its nodes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +101,7 @@ def make(cls: type[L.LightningModule] = Messages) -> L.LightningModule:
         return cls()
 
 
-SEEDS = [[1, 2, 1, 3], [4, 5, 6, 4]]  # of two replicas
+SEEDS = [[1, 2, 1, 3], [4, 5, 6, 4]]  # seeds of the batches of two replicas
 STAGES = [piper.Place(filter={"PP": 0}, devices=[0]), piper.Place(filter={"PP": 1}, devices=[1])]
 REPLICAS = [piper.Place(filter={}, devices=[0, 1]), piper.Replicate(filter={}, devices=[0, 1])]
 
@@ -114,7 +116,7 @@ def train(rank: int) -> Outcome:
 
 
 class Encoding(UserDict[str, Any]):
-    """As a tokenizer gives it."""
+    """The result of a tokenizer."""
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -1,5 +1,5 @@
-"""Trainings in which every hook of the module and of a callback notes its call: under DDP, and under programs
-of directives.
+"""Trainings in which every hook of the module and of a callback records its call, under DDP and under
+programs of directives.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def hooks_of(cls: type) -> list[str]:
 
 
 def noting(cls: type, calls: list[str]) -> type:
-    """`cls`, with hooks that note their calls."""
+    """A subclass of `cls` whose hooks record their calls in `calls`."""
 
     def noted(name: str) -> Any:
         original = getattr(cls, name)
@@ -43,7 +43,7 @@ def noting(cls: type, calls: list[str]) -> type:
             calls.append(f"{cls.__name__}.{name}")
             return original(self, *args, **kwargs)
 
-        del call.__wrapped__  # by which Lightning would see that nothing is overridden
+        del call.__wrapped__  # this attribute would tell Lightning that nothing is overridden
         return call
 
     return type(cls.__name__, (cls,), {name: noted(name) for name in hooks_of(cls)})
@@ -77,7 +77,7 @@ class Module(MLP):
 
     def configure_optimizers(self) -> Any:
         found = super().configure_optimizers()
-        found["optimizer"].param_groups[1]["params"].pop()  # the bias of the last layer
+        found["optimizer"].param_groups[1]["params"].pop()  # removes the bias of the last layer
         return found
 
     def on_fit_start(self) -> None:
@@ -109,7 +109,7 @@ STRATEGIES: dict[str, Any] = {
 
 
 def made(name: str, callbacks: list[L.Callback], **options: Any) -> tuple[L.Trainer, Module, list[str]]:
-    """A Trainer, a module, and where their calls will be."""
+    """A Trainer, a module, and the list in which they record their calls."""
     calls: list[str] = []
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -124,8 +124,8 @@ def made(name: str, callbacks: list[L.Callback], **options: Any) -> tuple[L.Trai
 def fit(
     name: str, folder: Path, fails: int | None = None, resume: bool = False
 ) -> tuple[list[str], dict[str, torch.Tensor]]:
-    """Two epochs of five batches, or the third one from the checkpoint of the second; the calls, and the
-    values of module and optimizer.
+    """Train two epochs of five batches, or the third epoch from the checkpoint of the second one. Returns the
+    calls, and the values of the module and of the optimizer.
     """
     save = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
     trained, module, calls = made(
@@ -142,7 +142,7 @@ def fit(
     with contextlib.suppress(ZeroDivisionError):
         trained.fit(module, ckpt_path=str(folder / "epoch=1.ckpt") if resume else None)
     found, seen = values(module), list(calls)
-    if fails is None:  # the optimizer is what it was, also after an evaluation
+    if fails is None:  # the optimizer is unchanged, also after an evaluation
         trained.validate(module, verbose=False)
         trained.save_checkpoint(folder / "validated.ckpt")
         (saved,) = torch.load(folder / "validated.ckpt", weights_only=True)["optimizer_states"]
@@ -151,7 +151,7 @@ def fit(
 
 
 def evaluate(name: str) -> tuple[list[str], dict[str, torch.Tensor]]:
-    """Without a fit; the calls, and the predictions."""
+    """Evaluate without a fit. Returns the calls and the predictions."""
     run, module, calls = made(name, [])
     run.validate(module, verbose=False)
     run.test(module, verbose=False)

@@ -20,23 +20,27 @@ from tests.zoo.train import KINDS, PROGRAMS, Outcome, outcomes
 
 Found = Mapping[tuple[str, str], list[Outcome]]
 LEVELS = ["one", *PROGRAMS]
-# Of the largest value of a tensor. Measured: 2.6e-10, of biases of attention, whose gradients are zero but
-# for rounding, which Adam makes steps of; 5e-16 without them.
+# Relative to the largest value of a tensor. The largest distance measured is 2.6e-10, for biases of
+# attention: their gradients are zero except for rounding, which Adam turns into steps. Without these biases
+# it is 5e-16.
 ROUNDING = 2e-9
 SINGLE = 1e-6  # Lightning keeps what `validate` logs in single precision
 PROVED, EXCEPT, EXECUTED = "proved", "verified except", "executed"
 
 
 def references(level: str) -> list[str]:
-    """Levels that a level may be compared with: plain training on one device, or what several make of it."""
+    """The levels with which a level is compared: plain training on one device for `one` and `stages`,
+    otherwise DDP, and plain training on the whole batches.
+    """
     return ["plain"] if level in ("one", "stages") else ["ddp", "whole"]
 
 
 def verdict(kind: Kind, level: str, found: Found) -> tuple[str, str]:
-    """In a few words, and at length.
+    """The verdict on a training in a few words, and the explanation.
 
-    What is proved is one device's training on the whole batch. What is executed, or verified except for
-    something, is DDP's, which takes the mean of what the replicas compute.
+    A training that is proved is compared with plain training on one device with the whole batch. One that is
+    executed, or verified except for something, is compared with DDP, which takes the mean of what the
+    replicas compute.
     """
     ranks = found[kind.name, level]
     if "OneModule" in ranks[0].get("error", ""):
@@ -57,7 +61,7 @@ def verdict(kind: Kind, level: str, found: Found) -> tuple[str, str]:
     one, other, replicas = (
         mean([seen(x) for x in found[kind.name, at]]) for at in (level, wanted, references(level)[0])
     )
-    if kind.predict and "predicted" in replicas:  # each process has its own
+    if kind.predict and "predicted" in replicas:  # each process has its own predictions
         other["predicted"] = replicas["predicted"]
     left_out = kind.of_batch if how == EXCEPT else ()
     far = {
@@ -74,7 +78,7 @@ def verdict(kind: Kind, level: str, found: Found) -> tuple[str, str]:
 
 
 def manner(outcome: Outcome) -> str:
-    """How a training was made sure of, by what the package said."""
+    """How the package made sure that a training is right, told from its warnings."""
     said = " ".join(outcome["warned"])
     if "runs uncaptured" in said or "captured in part" in said:
         return EXECUTED
@@ -93,7 +97,7 @@ def seen(outcome: Outcome) -> Outcome:
 
 
 def mean(ranks: Sequence[Any]) -> Any:
-    """Of the processes' numbers; what is no number is that of the first one."""
+    """The mean of the processes' numbers. Values that are no numbers are taken from the first process."""
     if isinstance(ranks[0], dict):
         return {k: mean([rank[k] for rank in ranks]) for k in ranks[0]}
     if isinstance(ranks[0], list):
@@ -104,7 +108,9 @@ def mean(ranks: Sequence[Any]) -> Any:
 
 
 def distances(found: Any, wanted: Any, where: str = "") -> dict[str, float]:
-    """Relative distances of all numbers, by the way to them; infinite where something else is there."""
+    """The relative distances of all numbers, by the path to each; infinite where the structures or other
+    values differ.
+    """
     if isinstance(wanted, dict) and isinstance(found, dict):
         pairs = [
             distances(found.get(k), wanted.get(k), f"{where}/{k}") for k in sorted({*wanted, *found}, key=str)
@@ -123,7 +129,7 @@ def distances(found: Any, wanted: Any, where: str = "") -> dict[str, float]:
 
 
 def cases(kinds: Sequence[str], levels: Sequence[str]) -> list[tuple[str, str]]:
-    """These, and what they are compared with."""
+    """The cases of these kinds at these levels, and the cases with which they are compared."""
     needed = {name: sorted({*levels, *(r for level in levels for r in references(level))}) for name in kinds}
     return [(name, level) for name in kinds for level in needed[name]]
 

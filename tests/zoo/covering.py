@@ -1,4 +1,4 @@
-"""The trainings of which the tests compare the verdicts with the page: each kind in replicas, at one ZeRO
+"""Chooses the trainings whose verdicts the tests compare with the page: each kind in replicas, at one ZeRO
 level and in stages, and each verdict of each level. `make zoo` trains all kinds at all levels.
 """
 
@@ -11,10 +11,11 @@ ZERO = ("zero1", "zero2", "zero3")
 
 
 def covering(verdicts: Mapping[tuple[str, str], str]) -> list[tuple[str, str]]:
-    """Kinds with levels, chosen by the verdicts of the page.
+    """Choose kinds and levels by the verdicts of the page.
 
-    The ZeRO levels take turns among the kinds with the same verdict there. A kind trains on one device only
-    if its verdict is another one in stages, because both are compared with the same plain training.
+    The ZeRO levels take turns among the kinds that have the same verdict at them. A kind is trained on one
+    device only if its verdict there differs from the one in stages, because both are compared with the same
+    plain training.
     """
     kinds = list(dict.fromkeys(name for name, _ in verdicts))
     turns, chosen = Counter[str](), dict[tuple[str, str], None]()

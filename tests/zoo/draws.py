@@ -1,7 +1,8 @@
-"""Random numbers that are not: every sample gets the same ones, whoever draws them, and however often.
+"""Replaces random numbers by fixed ones: every sample gets the same numbers, whichever process draws them and
+however often.
 
-Processes draw for themselves, and a captured step draws in another order than a plain one. So trainings are
-compared without chance. What Python and NumPy draw (`random`, `numpy.random`) begins with the same seed
+Each process draws its own numbers, and a captured step draws in another order than a plain one; with fixed
+numbers the trainings can be compared. Python's `random` and `numpy.random` start from the same seed
 everywhere.
 """
 
@@ -60,7 +61,7 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = Fa
 
 @contextlib.contextmanager
 def fixed() -> Iterator[None]:
-    """Without chance in the functions that steps draw with."""
+    """Within this context, the functions with which steps draw return fixed numbers."""
     attention = F.scaled_dot_product_attention
 
     def certain(*args: Any, dropout_p: float = 0.0, **options: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a kind of module is: how it is made, its data, and the Trainer's options."""
+"""A kind of module: how it is made, its data, and the options of the Trainer."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def integers(high: int, *shape: int, seed: int = 0, low: int = 0) -> Tensor:
 
 
 def tensors(*made: Tensor) -> Callable[[], Any]:
-    """Makes a loader of samples that are rows of tensors."""
+    """Return a function that makes a loader whose samples are rows of these tensors."""
     return lambda: DataLoader(TensorDataset(*made), batch_size=BATCH)
 
 
 def samples(items: Sequence[Any], collate: Callable[[list[Any]], Any] | None = None) -> Callable[[], Any]:
-    """Makes a loader of samples that are objects."""
+    """Return a function that makes a loader whose samples are these objects."""
     return lambda: DataLoader(list(items), batch_size=BATCH, collate_fn=collate)  # type: ignore[arg-type]

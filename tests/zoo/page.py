@@ -1,5 +1,5 @@
-"""docs/zoo.md, made from trainings: `python -m tests.zoo.page` runs them all and writes it, with names of
-kinds only their rows.
+"""Makes docs/zoo.md from trainings: `python -m tests.zoo.page` trains all kinds and writes the page; with
+names of kinds it writes only their rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.zoo.compared import LEVELS, cases, verdict
 from tests.zoo.train import KINDS, MODULES, outcomes
 
 PAGE = Path(__file__).parents[2] / "docs" / "zoo.md"
-AT_ONCE = 4  # kinds in a launch
+AT_ONCE = 4  # kinds that are trained in one launch
 HEAD = """# Kinds of modules
 
 This page shows how typical LightningModules train under `PiperStrategy`. The columns are:
@@ -50,18 +50,18 @@ Cells = dict[tuple[str, str], tuple[str, str]]
 
 
 def measured(names: Sequence[str]) -> Cells:
-    """The verdicts on kinds, at all levels."""
+    """The verdicts on these kinds at all levels."""
     with tempfile.TemporaryDirectory() as folder:
         trained = outcomes(cases(names, LEVELS), Path(folder))
     return {(name, level): verdict(KINDS[name], level, trained) for name in names for level in LEVELS}
 
 
 def reason(text: str) -> str:
-    """The first sentence of what was said, without the place of a file."""
+    """The first sentence of a message, without names of files."""
     text = re.sub(r" ?\[PIPER-\w+\]", "", text)
     text = re.sub(r"\S*/(\w+\.py):\d+ \(", r"(", " ".join(text.split()))
     text = re.sub(r"^.*? runs uncaptured .*? Reason: ", "", re.sub(r"^\w+Error: ", "", text))
-    text = text.replace(f"{PAGE.parents[1]}/", "")  # no folder of a machine
+    text = text.replace(f"{PAGE.parents[1]}/", "")  # without the folder of this machine
     said = re.split(r"; |\. [A-Z]", text)[0].rstrip(".")
     return said.replace("|", "\\|").replace("*", "\\*")
 
@@ -75,7 +75,7 @@ def row(name: str, found: Mapping[tuple[str, str], tuple[str, str]]) -> str:
 
 
 def page(rows: Mapping[str, str]) -> str:
-    """The page, of the rows of kinds."""
+    """The text of the page, given the row of each kind."""
     parts = [HEAD]
     for module in MODULES:
         title = (module.__doc__ or "").strip().rstrip(".")
@@ -85,7 +85,7 @@ def page(rows: Mapping[str, str]) -> str:
 
 
 def cells(text: str) -> dict[tuple[str, str], str]:
-    """The verdicts that a page has."""
+    """The verdicts that the text of a page contains."""
     rows = [
         [cell.strip() for cell in line.split(" | ")] for line in text.splitlines() if line.startswith("| ")
     ]
@@ -98,7 +98,7 @@ def cells(text: str) -> dict[tuple[str, str], str]:
 
 
 def main(names: Sequence[str]) -> None:
-    """Measure kinds, a few at a time, and put their rows into the page."""
+    """Train kinds, a few at a time, and write their rows into the page."""
     for at in range(0, len(names), AT_ONCE):
         some = names[at : at + AT_ONCE]
         found = measured(some)

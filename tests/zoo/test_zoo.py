@@ -1,5 +1,5 @@
-"""Modules of the kinds that people write train as on one device, or as under DDP, or are refused: as
-docs/zoo.md says. `covering.py` chooses the trainings; `make zoo` runs all and writes the page.
+"""Modules of the kinds that people write: each trains as on one device or as under DDP, or is refused, as
+docs/zoo.md says. `covering.py` chooses the trainings; `make zoo` runs all of them and writes the page.
 """
 
 from __future__ import annotations

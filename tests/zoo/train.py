@@ -1,5 +1,5 @@
-"""Trains kinds of modules at levels: plain, under DDP, and under this package's strategy, many in a launch of
-processes.
+"""Trains kinds of modules at levels: plainly, under DDP, and under this package's strategy. One launch of
+processes runs many trainings.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def sharded(**levels: bool) -> list[Any]:
     return [piper.Place(filter={}, devices=[0, 1]), piper.Replicate(filter={}, devices=[0, 1], **levels)]
 
 
-# Directives of levels over processes; none is data parallelism.
+# The directives of each level that uses several processes; an empty program is data parallelism.
 PROGRAMS: dict[str, list[Any] | None] = {
     "replicate": None,
     "zero1": sharded(shard_optimizer=True),
@@ -58,7 +58,7 @@ PROGRAMS: dict[str, list[Any] | None] = {
     "zero3": sharded(shard_params=True),
     "stages": [piper.Place(filter={"PP": i}, devices=[i]) for i in range(PROCESSES)],
 }
-ALONE = ["plain", "whole", "one"]  # in one process
+ALONE = ["plain", "whole", "one"]  # the levels that use one process
 OVER = ["ddp", *PROGRAMS]
 
 
@@ -73,10 +73,12 @@ def strategy(level: str) -> Any:
 
 
 class Joined:
-    """The batches that replicas have, joined: as Lightning's samplers divide the samples."""
+    """A batch sampler for one device: each batch joins the batches that Lightning's samplers give to the
+    replicas.
+    """
 
     def __init__(self, dataset: Any, size: int, shuffle: bool) -> None:
-        self.size, self.sampler = size, self  # Lightning tells a sampler the epoch
+        self.size, self.sampler = size, self  # Lightning sets the epoch of a loader's sampler
         self.parts = [
             DistributedSampler(dataset, PROCESSES, rank, shuffle=shuffle) for rank in range(PROCESSES)
         ]
@@ -108,7 +110,7 @@ def loader(made: Any, level: str, shuffle: bool) -> Any:
 
 
 def plain_numbers(x: Any) -> Any:
-    """What can be written to a file and compared; tensors are copied."""
+    """Values that can be written to a file and compared. Tensors are copied."""
     if isinstance(x, torch.Tensor):
         return x.detach().clone()
     if isinstance(x, dict):
@@ -119,7 +121,7 @@ def plain_numbers(x: Any) -> Any:
 
 
 class Watch(L.Callback):
-    """What the steps returned, and what was logged by the end of each epoch."""
+    """Records what each step returns, and what is logged."""
 
     def __init__(self, seen: Outcome) -> None:
         self.seen = seen
@@ -152,11 +154,11 @@ def module_of(kind: Kind, level: str) -> L.LightningModule:
 
 
 class OneModule(PiperError):
-    """There are no two modules to make stages of."""
+    """The module does not have two submodules of which stages could be made."""
 
 
 def last_stage(step: Any) -> Any:
-    """A step, in which what is in no annotated module belongs to the last stage."""
+    """Wrap a step so that work outside of annotated modules belongs to the last stage."""
 
     @functools.wraps(step)
     def annotated(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -167,8 +169,8 @@ def last_stage(step: Any) -> Any:
 
 
 def units(name: str, module: nn.Module) -> Iterator[str]:
-    """Names of the modules with parameters that are no containers of torch's, in the order in which they are
-    made.
+    """The names of the modules that have parameters and are no containers of torch, in the order in which
+    they are registered.
     """
     if not name or isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
         for key, child in module.named_children():
@@ -184,8 +186,8 @@ def seed(number: int) -> None:
 
 
 def work(kind: Kind, level: str, folder: Path) -> Outcome:
-    """Fit two epochs, validate, predict; and the second epoch again, in another module, from the checkpoint
-    of the first one.
+    """Fit for two epochs, validate and predict. Then train another module for the second epoch, from the
+    checkpoint of the first one.
     """
     seen: Outcome = {"steps": [], "logged": []}
 
@@ -223,7 +225,7 @@ def work(kind: Kind, level: str, folder: Path) -> Outcome:
 
 @contextlib.contextmanager
 def noted(found: Outcome) -> Iterator[None]:
-    """Keep what the package warns of."""
+    """Record the package's warnings in `found`."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
@@ -231,11 +233,13 @@ def noted(found: Outcome) -> Iterator[None]:
 
 
 def train(kind: Kind, level: str, folder: Path, rank: int = 0) -> Outcome:
-    """All that one can see of a kind's training, or its error."""
+    """Everything that a training of a kind shows: steps, logged values, predictions, parameters and warnings,
+    or its error.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     found, begun = Outcome(), time.monotonic()
-    # One process traces the steps again to see whether they are still what was captured: a step reads the
-    # same at all levels.
+    # Only one process traces the steps again to see whether they have changed, because a step reads the same
+    # state at all levels.
     run = work if level in ("one", "stages") and rank == 0 else traced_once(work)
     with noted(found), draws.fixed(), torch.random.fork_rng():
         try:
@@ -248,7 +252,7 @@ def train(kind: Kind, level: str, folder: Path, rank: int = 0) -> Outcome:
 
 
 def train_all(rank: int, cases: Sequence[tuple[str, str]], folder: Path) -> dict[tuple[str, str], Outcome]:
-    """One process's side of kinds, each with its level. What became of each is written down at once."""
+    """Train kinds at levels in this process. The result of each is written to a file at once."""
     torch.set_num_threads(1)
     found = {}
     for name, level in cases:
@@ -258,7 +262,9 @@ def train_all(rank: int, cases: Sequence[tuple[str, str]], folder: Path) -> dict
 
 
 def outcomes(cases: Sequence[tuple[str, str]], folder: Path) -> dict[tuple[str, str], list[Outcome]]:
-    """Of each case, what every process saw. After one that ends processes, others take up the rest."""
+    """For each case, what every process has seen. If a case ends the processes, new ones run the remaining
+    cases.
+    """
     found = {case: [train_all(0, [case], folder)[case]] for case in cases if case[1] in ALONE}
     over = [case for case in cases if case[1] in OVER]
     while over:
