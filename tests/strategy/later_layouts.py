@@ -29,7 +29,7 @@ from lightning_piper.ops.update import Deliver
 from lightning_piper.runtime.step_outputs import StepOutputs
 from tests.strategy.fitting import QUIET
 
-BATCHES = 4  # in an epoch
+BATCHES = 4  # batches in an epoch
 
 
 class Net(L.LightningModule):
@@ -62,21 +62,21 @@ class Net(L.LightningModule):
 
 
 class Joins(Net):
-    """A layer, in the second epoch."""
+    """A layer joins in the second epoch."""
 
     def end(self, h: Tensor) -> Tensor:
         return self.second(torch.tanh(self.extra(h)) if self.later else h)
 
 
 class Clips(Net):
-    """With torch's own function, which is given what the module has."""
+    """Clips gradients with torch's own function, which gets the parameters of the module."""
 
     def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
         torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05)
 
 
 class TakesTurns(Clips):
-    """Two layers do, from batch to batch."""
+    """Two layers take turns from batch to batch."""
 
     def end(self, h: Tensor) -> Tensor:
         layer = self.extra if self.trainer.fit_loop.epoch_loop.batch_idx % 2 else self.spare
@@ -95,7 +95,9 @@ class JoinsBoth(Net):
 
 
 class Counts(Net):
-    """In a buffer that no forward pass reads, in the second epoch, on the stage that rank 0 is not."""
+    """Counts batches of the second epoch in a buffer that no forward pass reads, on the stage that rank 0
+    does not have.
+    """
 
     def end(self, h: Tensor) -> Tensor:
         if self.later:
@@ -104,7 +106,7 @@ class Counts(Net):
 
 
 class Freezes(Net):
-    """A layer, by an attribute."""
+    """Freezes a layer by setting an attribute."""
 
     def begin(self, x: Tensor) -> Tensor:
         if self.later:
@@ -114,14 +116,16 @@ class Freezes(Net):
 
 
 class FreezesBetween(Net):
-    """A layer, by an attribute, between the batches of an accumulation, so the step runs uncaptured."""
+    """Freezes a layer by setting an attribute between the batches of an accumulation, so that the step runs
+    uncaptured.
+    """
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.first.requires_grad_(batch_idx % 2 == 0)
 
 
 class Unties(Net):
-    """A layer that both stages share, for an epoch in which the first one alone uses it."""
+    """Both stages share a layer, except for an epoch in which only the first stage uses it."""
 
     def begin(self, x: Tensor) -> Tensor:
         return self.extra(self.first(x))
@@ -159,7 +163,7 @@ def stages(kind: str, **options: Any) -> piper.PiperStrategy:
 
 
 def sharded(stage: int) -> piper.PiperStrategy:
-    # Parameters of the first layer may lie across the boundary of two shards, or whole in one.
+    # The parameters of the first layer either cross the boundary of two shards or lie whole in one.
     shard_by = "parameter" if stage == 2 else "elements"
     return piper.PiperStrategy([piper.Place([0, 1]), piper.Replicate(zero=stage, shard_by=shard_by)])
 

@@ -1,5 +1,5 @@
-"""Trainings whose later steps use other parameters and buffers than the first one: alone, and in stages on
-two processes.
+"""Trainings whose later steps use other parameters and buffers than the first one, in one process and in
+stages on two processes.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Joining(L.LightningModule):
-    """A layer of one stage joins after some batches; a buffer there counts what it sees, and nothing reads
-    it.
+    """A layer of one stage joins after some batches. A buffer of that layer counts what it sees, and nothing
+    reads the buffer.
     """
 
     def __init__(self, stage: int, batch: int) -> None:
@@ -64,7 +64,7 @@ class Joining(L.LightningModule):
 
 
 def fit(case: dict[str, Any], folder: Path, strategy: Any, **options: Any) -> dict[str, Any]:
-    """What the module and the checkpoints have: after each epoch, and after the fit."""
+    """The values that the module and the checkpoints have after each epoch and after the fit."""
     module = Joining(case["stage"], case.get("batch", 99))
     data = torch.randn(48, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     kept = ModelCheckpoint(folder, "{epoch}", save_top_k=-1, every_n_epochs=1)
@@ -90,7 +90,7 @@ def fit(case: dict[str, Any], folder: Path, strategy: Any, **options: Any) -> di
 
 
 def train(rank: int, folder: Path) -> dict[str, Any]:
-    """Each case, and once more from its checkpoint after the second epoch."""
+    """Run each case, and run it again from its checkpoint after the second epoch."""
     found = {}
     for name, case in CASES.items():
         for _ in range(2):

@@ -15,18 +15,19 @@ from tests.lengths import Causal, Deeper, tokens
 from tests.strategy.fitting import Batches, sharing_captures, trainer, values
 from tests.strategy.replicated import PROGRAMS
 
-SAMPLES = 4  # of a replica's batch
-# The lengths of the replicas' batches in each step. In the second, replica 0 goes on while replica 1
-# compiles; later, one has known lengths, or both, while the other has new ones.
+SAMPLES = 4  # in the batch of one replica
+# The lengths of the replicas' batches in each step. In the second step, replica 0 goes on while replica 1
+# compiles. In later steps the lengths are known to both replicas, or known to one and new to the other.
 LENGTHS = {
     "alike at first": [(6, 6), (6, 9), (7, 9), (9, 6), (6, 6), (8, 8), (30, 7), (7, 30)],
     "never alike": [(5, 8), (5, 9), (8, 5), (11, 12)],
-    # From the fourth step on a note rides with the gradients: both have a new length in it, and later only
-    # one has.
+    # From the fourth step on, the processes exchange a note together with the gradients. In the fourth step
+    # both have a new length, and later only one has.
     "alike later": [(6, 9), (9, 6), (5, 8), (7, 7), (9, 9), (9, 9)],
     "alike for long": [(6, 6), (6, 6), (6, 6), (9, 9), (6, 6), (6, 6), (9, 7), (8, 6), (6, 6)],
 }
-ACCUMULATED = {"alike later": 2}  # batches; lengths are first equal in the second one of an accumulation
+# Accumulated batches; the lengths are first equal in the second batch of an accumulation.
+ACCUMULATED = {"alike later": 2}
 
 
 def net(make: type[Causal] = Causal) -> Causal:
@@ -35,7 +36,7 @@ def net(make: type[Causal] = Causal) -> Causal:
 
 
 def batches(name: str, replica: int) -> list[Any]:
-    """Those of a replica. No two steps have the same samples."""
+    """The batches of a replica. No two steps have the same samples."""
     return [
         tuple(x.roll(step, 0) for x in tokens(SAMPLES + replica, lengths[replica]))
         for step, lengths in enumerate(LENGTHS[name])
@@ -77,8 +78,8 @@ def strategy(processes: int, **options: Any) -> piper.PiperStrategy:
 
 
 def refused(processes: int, replica: int) -> str:
-    """What is said where the replicas' lengths lead to other regions. Two stages refuse a third one
-    before.
+    """The error that is raised if the replicas' lengths lead to different regions. With two stages, the third
+    region is refused before that.
     """
     fit, _ = trainer(strategy(processes), devices=processes, max_steps=-1, max_epochs=1)
     try:
@@ -90,7 +91,7 @@ def refused(processes: int, replica: int) -> str:
 
 @sharing_captures
 def train(rank: int, processes: int) -> dict[str, Any]:
-    """One process's side."""
+    """Run all trainings in this process."""
     found: dict[str, Any] = {"refused": refused(processes, rank * 2 // processes)}
     for name in LENGTHS:
         module, replica = net(), rank * 2 // processes

@@ -1,6 +1,6 @@
-"""What people do with a Trainer, under every kind of strategy: `train` runs all scenarios of some rows, one
-after another in the same processes; `one_device` does the same with a plain Trainer, on the batches of all
-replicas together.
+"""Trains with everything that people do with a Trainer, under every kind of strategy. `train` runs all
+scenarios of some rows, one after another in the same processes; `one_device` runs them with a plain Trainer
+on the batches of all replicas together.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ Outcome = dict[str, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """What is trained, by which directives, on how many processes, and whose batches these draw."""
+    """The module, the directives and the number of processes of a row, and the number of replicas whose
+    batches they read.
+    """
 
     kind: str
     program: Callable[[], list[Directive]]
@@ -40,7 +42,7 @@ class Row:
 
 
 def replicas(level: int) -> list[Directive]:
-    """Of a whole step, which no microbatches divide."""
+    """Directives for replicas of the whole step, without microbatches."""
     return [
         piper.Place(filter={}, devices=[0, 1]),
         piper.Replicate(filter={}, devices=[0, 1], **LEVELS[level]),
@@ -76,13 +78,15 @@ def net(kind: str, optimizer: Optimizer = sgd, seed: int = 0) -> Net:
 
 
 def data(samples: int, seed: int) -> Dataset[Any]:
-    """Something to learn, and noise. In single precision; a Trainer in double precision converts it."""
+    """A dataset with something to learn, and noise. It is in single precision; a Trainer in double precision
+    converts it.
+    """
     x, noise = (x.float() for x in evaluated.data(samples, seed).tensors)
     return TensorDataset(x, x[:, :4] + noise / 2)
 
 
 class Norms(L.Callback):
-    """Of all gradients together, before they are clipped."""
+    """Records the norm of all gradients together before they are clipped."""
 
     def __init__(self) -> None:
         self.norms: list[float] = []
@@ -93,7 +97,7 @@ class Norms(L.Callback):
 
 @dataclass(frozen=True)
 class Run:
-    """How a scenario runs, and where it may write."""
+    """How a scenario runs, and its folder."""
 
     row: Row
     folder: Path
@@ -111,14 +115,14 @@ class Run:
         return L.Trainer(strategy=how, devices=self.row.processes, callbacks=list(callbacks), **options)
 
     def batches(self, found: Dataset[Any]) -> DataLoader[Any]:
-        """Of 8 samples over all replicas. For validation, test and prediction, Lightning gives every replica
-        its own.
+        """Batches of 8 samples over all replicas. For validation, test and prediction, Lightning divides them
+        among the replicas.
         """
         return DataLoader(found, batch_size=8 // self.row.replicas)
 
     def training_data(self, seed: int) -> DataLoader[Any]:
-        """Three batches of an epoch, the last of them half as large. A sampler of Lightning's would shuffle
-        them.
+        """Three batches in an epoch, of which the last one is half as large. They come without a sampler of
+        Lightning's, which would shuffle them.
         """
         found, row = data(20, seed), self.row
         if row.replicas == 1:
@@ -138,7 +142,7 @@ class Run:
         resumed: Path | None = None,
         **options: Any,
     ) -> Outcome:
-        """Train with validation after each epoch: all that one can see of it."""
+        """Train with a validation after each epoch, and return everything that can be seen of it."""
         steps, validations = Record(), evaluated.Recorded()
         trainer = self.trainer(
             [steps, validations, *callbacks], num_sanity_val_steps=0, **{"max_epochs": 2, **options}
@@ -175,7 +179,7 @@ def test(run: Run, seed: int = 2) -> Outcome:
 
 
 def predict(run: Run, seed: int = 3) -> Outcome:
-    """One replica has more samples than the other."""
+    """Predict with one replica that has more samples than the other."""
     found: Any = run.trainer().predict(run.net(), run.batches(data(13, seed)))
     return {"result": [torch.cat(parts) for parts in zip(*found, strict=True)]}
 
@@ -196,10 +200,10 @@ def resume(run: Run, forget: bool = False) -> Outcome:
             for state in content["optimizer_states"]:
                 state["state"].clear()
             torch.save(content, path)
-        # In single precision, it would round what it loads.
+        # In single precision, loading would round the values.
         found = run.fit(run.net(adamw, seed=1).double(), max_epochs=3, resumed=path)
-    # What was logged in the epoch before is shown until there is something new, but it is not kept in a
-    # checkpoint.
+    # Values logged in the previous epoch are shown until new ones are logged, but a checkpoint does not keep
+    # them.
     logged = [
         {k: x for k, x in seen.items() if k.startswith("train_") and k.endswith("_step")}
         for seen in found["logged"]
@@ -210,7 +214,7 @@ def resume(run: Run, forget: bool = False) -> Outcome:
     return {**found, "logged": logged, "validations": validations}
 
 
-LARGEST = 0.1  # norm of the gradients
+LARGEST = 0.1  # maximum norm of the gradients
 
 
 def clip(run: Run, largest: float | None = LARGEST) -> Outcome:
@@ -232,7 +236,7 @@ SCENARIOS: dict[str, Callable[..., Outcome]] = {
     "fit+validate": fit_and_validate, "test": test, "predict": predict, "resume": resume, "clip": clip,
     "accumulate": accumulate, "bf16-mixed": bf16_mixed, "early stopping": early_stopping,
 }  # fmt: skip
-# What must show: other data, and scenarios that do not do what they are for.
+# Differences that must show: other data, and scenarios without the thing that they test.
 CONTROLS: dict[str, dict[str, Any]] = {
     "fit+validate": {"seed": 7}, "test": {"seed": 7}, "predict": {"seed": 7}, "resume": {"forget": True},
     "clip": {"largest": None},
@@ -256,7 +260,7 @@ def controls(kind: str, folder: Path) -> dict[str, Outcome]:
 
 
 def trace_all(names: list[str], folder: Path) -> None:
-    """Every step that is captured, of batches and of their parts."""
+    """Trace every step that is captured, for batches and for their parts."""
     for kind in {ROWS[name].kind for name in names}:
         for precision in ("64-true", "bf16-mixed"):
             if KINDS[kind].captured:
@@ -269,8 +273,8 @@ def trace_all(names: list[str], folder: Path) -> None:
 
 @sharing_captures
 def train(rank: int, names: list[str], folder: Path) -> dict[str, dict[str, Any]]:
-    """One process's side of all scenarios of some rows, and what it was told of steps that run as they
-    are.
+    """Run all scenarios of some rows in this process. Also returns the messages about steps that run
+    uncaptured.
     """
     found: dict[str, dict[str, Any]] = {}
     for name in names:

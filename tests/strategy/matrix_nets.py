@@ -1,5 +1,5 @@
-"""Modules of the matrix: one whose training step is captured, and two whose training step cannot be, so that
-it runs as it is.
+"""The modules of the matrix: one whose training step is captured, and two whose training step cannot be
+captured and runs uncaptured.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 
 class Net(evaluated.Net):
-    """Also: logs its loss, and has its metrics in double precision."""
+    """A model that also logs its loss and has metrics in double precision."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Net(evaluated.Net):
 
     def on_validation_epoch_start(self) -> None:
         for metric in (self.mean_output, self.mean_target):
-            metric.set_dtype(torch.float64)  # which moving them to a device undoes
+            metric.set_dtype(torch.float64)  # moving the metric to a device undoes this
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -53,7 +53,7 @@ class Net(evaluated.Net):
 
 
 class Recurrent(Net):
-    """Looks at each sample as often as its values say: so do the replicas, each at its own samples."""
+    """Works on each sample as often as the sample's values demand; each replica does so with its own samples."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -69,8 +69,8 @@ class Recurrent(Net):
 
 
 class Adversarial(Net):
-    """Two networks, each with its optimizer and its schedule, by hand: one is stepped at each batch, the
-    other one each epoch.
+    """Two networks that are optimized by hand, each with its optimizer and its schedule: one schedule takes a
+    step at each batch, the other at each epoch.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

@@ -1,5 +1,5 @@
-"""Steps that use metric objects as people write them, for one device and for processes. The model is in
-double precision.
+"""Steps that use metric objects as people write them, on one device and on processes. The model is in double
+precision.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "black", "d
 
 
 class Positions(Metric):
-    """Depends on the order of the samples of a batch."""
+    """A metric that depends on the order of the samples of a batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,8 +54,8 @@ class Positions(Metric):
 
 
 class Detection(Metric):
-    """Mean average precision in one dimension. Takes what torchmetrics' takes, a dict for each image, and
-    keeps such lists.
+    """Mean average precision in one dimension. Its arguments are those of torchmetrics' metric, with a dict
+    for each image, and its states are lists, too.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Detection(Metric):
 
 
 class Embedded(Metric):
-    """Has a network inside, which no step uses."""
+    """A metric with a network inside, which no step uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Embedded(Metric):
 
 
 class Count(nn.Module):
-    """Not of torchmetrics."""
+    """A metric that is not of torchmetrics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,12 +116,12 @@ def few(prefix: str) -> MetricCollection:
     same = {
         "precision": MulticlassPrecision(CLASSES),
         "recall": MulticlassRecall(CLASSES),
-    }  # they share their states
+    }  # these metrics share their states
     return MetricCollection({**same, "ap": MulticlassAveragePrecision(CLASSES)}, prefix=prefix)
 
 
 class Metrics(nn.Module):
-    """Those of one step."""
+    """The metrics of one step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,16 +143,16 @@ class Metrics(nn.Module):
 
 
 class Net(L.LightningModule):
-    """Two stages. What is logged says how the metric is used."""
+    """Two stages. The name of each logged value tells how its metric is used."""
 
-    alone = True  # no replicas
+    alone = True  # whether there are no replicas
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Sequential(nn.Linear(6, 8), nn.Tanh()), nn.Linear(8, 2 * CLASSES)
         self.metrics = nn.ModuleDict({step: Metrics() for step in ("fit", "validate", "test")})
         self.tracked, self.fresh = MetricTracker(MeanMetric(), maximize=False), MeanMetric()
-        self.listed = [SumMetric()]  # no submodule
+        self.listed = [SumMetric()]  # not a submodule
         self.seen: list[Any] = []
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -231,7 +231,7 @@ class Net(L.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         self.tracked.increment()
-        self.fresh = MeanMetric()  # another one
+        self.fresh = MeanMetric()  # another object than before
 
     def _end(self, step: str) -> None:
         m = self.metrics[step]
@@ -258,7 +258,7 @@ class Net(L.LightningModule):
 
 
 class InReplicas(Net):
-    """Without metrics that must have all samples in one place."""
+    """The model without metrics that need all samples in one process."""
 
     alone = False
 
@@ -297,7 +297,7 @@ def loader(replicas: int, samples: int = SAMPLES, seed: int = 0) -> DataLoader[A
 
 
 def training_loader(replicas: int, processes: int) -> DataLoader[Any]:
-    """In the order of the samples, also over replicas."""
+    """A loader in the order of the samples, also over replicas."""
     if replicas == 1:
         return loader(1)
     replica = int(os.environ["LOCAL_RANK"]) * replicas // processes
@@ -308,8 +308,8 @@ def training_loader(replicas: int, processes: int) -> DataLoader[Any]:
 
 
 class Logged(L.Callback):
-    """What can be seen after every batch, epoch and evaluation. Saves after two steps, if it is told
-    where.
+    """Records what can be seen after every batch, epoch and evaluation. If it has a path, saves a checkpoint
+    there after two steps.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -392,7 +392,7 @@ class Runs:
         return L.Trainer(strategy=self.strategy(), callbacks=[logged], **options)
 
     def fitted(self) -> dict[str, Any]:
-        """A fit with validations, and a test."""
+        """Fit with validations, then test."""
         fitted, tested, module = Logged(), Logged(), net(self.replicas)
         self.trainer(fitted, max_epochs=2).fit(
             module, training_loader(self.replicas, self.devices), loader(self.replicas, seed=1)
@@ -401,7 +401,7 @@ class Runs:
         return {"fitted": fitted.found, "tested": tested.found, "seen": module.seen}
 
     def resumed(self) -> dict[str, Any]:
-        """In the middle of an epoch, with states in the checkpoint."""
+        """Resume in the middle of an epoch, from a checkpoint with states of metrics."""
         path = self.folder / "middle.ckpt"
         before, after, data = Logged(path), Logged(), training_loader(self.replicas, self.devices)
         self.trainer(before, max_epochs=1, limit_val_batches=0).fit(persistent(net(self.replicas)), data)
@@ -424,7 +424,7 @@ def persistent(module: Net) -> Net:
 
 
 def trace_all(names: Sequence[str], folder: Path) -> None:
-    """Before ranks are forked."""
+    """Trace the steps before ranks are forked."""
     example = collate([Data()[i] for i in range(BATCH)])
     for name in names:
         for step in ("training_step", "validation_step", "test_step"):
@@ -433,7 +433,7 @@ def trace_all(names: Sequence[str], folder: Path) -> None:
 
 @sharing_captures
 def train(rank: int, names: Sequence[str], folder: Path) -> dict[str, Any]:
-    """By program: what this process saw, or the error."""
+    """Run all scenarios in this process. Returns for each program what this process has seen, or the error."""
     found: dict[str, Any] = {}
     for name in names:
         program, devices, replicas = PROGRAMS[name]

@@ -1,4 +1,6 @@
-"""A small zoo: two pipeline stages each, everything that makes a step more than a stack of layers."""
+"""A small zoo of models with two pipeline stages each, which together have everything that makes a step more
+than a stack of layers.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ import lightning_piper as piper
 
 
 class Model(L.LightningModule):
-    """Logs its loss and trains with AdamW."""
+    """A module that logs its loss and trains with AdamW."""
 
     lr = 1e-2
 
@@ -28,8 +30,8 @@ class Model(L.LightningModule):
 
 
 class MLP(Model):
-    """Also: several metrics, a parameter that nothing uses, a frozen one, two groups of which one lies on the
-    second stage.
+    """A model that also has several metrics, a parameter that nothing uses, a frozen parameter, and two
+    parameter groups, of which one is on the second stage.
     """
 
     def __init__(self, dropout: float = 0.0) -> None:
@@ -62,7 +64,7 @@ class MLP(Model):
 
 
 class Tied(Model):
-    """Token embedding and output layer are one parameter, used on both stages."""
+    """Token embedding and output layer share one parameter, which both stages use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +124,7 @@ class Images:
 
 
 class ConvNet(Model):
-    """Batch normalisation on both stages: buffers that the step changes."""
+    """Batch norms on both stages, so that the step changes buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,21 +158,21 @@ def _images(samples: list[tuple[Tensor, Tensor]]) -> Images:
 
 
 def vectors(samples: int = 40, batch_size: int = 8, shuffle: bool = False, seed: int = 0) -> DataLoader[Any]:
-    """Batches for `MLP`."""
+    """A loader for `MLP`."""
     g = torch.Generator().manual_seed(seed)
     data = TensorDataset(torch.randn(samples, 8, generator=g), torch.randn(samples, 4, generator=g))
     return DataLoader(data, batch_size=batch_size, shuffle=shuffle)
 
 
 def texts(samples: int = 40, batch_size: int = 8, length: int = 6) -> DataLoader[Any]:
-    """Batches for `Tied`: dicts."""
+    """A loader for `Tied`, whose batches are dicts."""
     g = torch.Generator().manual_seed(1)
     tokens, targets = (torch.randint(11, (samples, length), generator=g) for _ in range(2))
     return DataLoader(_Mapped(TensorDataset(tokens, targets), ("tokens", "targets")), batch_size=batch_size)
 
 
 def images(samples: int = 40, batch_size: int = 8) -> DataLoader[Any]:
-    """Batches for `ConvNet`: dataclass instances with a constant."""
+    """A loader for `ConvNet`, whose batches are dataclass instances with a constant."""
     g = torch.Generator().manual_seed(2)
     data = TensorDataset(torch.rand(samples, 1, 8, 8, generator=g), torch.randint(3, (samples,), generator=g))
     return DataLoader(data, batch_size=batch_size, collate_fn=_images)
@@ -186,7 +188,7 @@ ZOO: dict[str, tuple[Any, Any]] = {
 
 
 def make(name: str, seed: int = 0, **data: Any) -> tuple[Model, DataLoader[Any]]:
-    """A model of the zoo with the same values at every call, and its data."""
+    """A model of the zoo, with the same values at every call, and its data."""
     model, loader = ZOO[name]
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Steps that break, or seem to break, what a program takes for granted; as users write them."""
+"""Steps, as users write them, that break an assumption of a program or seem to break one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DOUBLE = torch.float64
 
 
 class Net(L.LightningModule):
-    """A hidden layer `h`, an output, a table, and buffers that steps may change."""
+    """A model with a hidden layer `h`, an output, a table, and buffers that steps may change."""
 
     def __init__(self, step: Step) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def out(net: Net, x: Tensor) -> Tensor:
 
 
 def errors(net: Net, x: Tensor, y: Tensor) -> Tensor:
-    """Of each sample."""
+    """The error of each sample."""
     return (out(net, x) - y).square().mean(1)
 
 
@@ -299,7 +299,7 @@ def first_few(net: Net, x: Tensor, y: Tensor) -> Tensor:
     return mse(net, x[:few], y[:few])
 
 
-# Steps that break nothing
+# Steps that break no assumption
 
 
 def weighted(net: Net, x: Tensor, y: Tensor) -> Tensor:
@@ -322,7 +322,7 @@ def focal(net: Net, x: Tensor, y: Tensor) -> Tensor:
     return F.binary_cross_entropy(p, t, reduction="sum") / t.sum().clamp(min=1)
 
 
-# Under microbatches and replicas alike: another result than one device's, and a warning.
+# With microbatches and with replicas: the result differs from that of one device, and there is a warning.
 NAMED: dict[str, Step] = {
     **{f.__name__: f for f in (
         sinkhorn, similarities, standardised, correlation, neighbours, running_mean, groups, mixup, rolled,
@@ -343,17 +343,17 @@ NAMED: dict[str, Step] = {
     "a logarithm of the size": lambda net, x, y: mse(net, x, y) / math.log(len(x) + 1),
     "a condition on the size": lambda net, x, y: mse(net, x, y) * 2 if x.size(0) > 5 else mse(net, x, y),
 }  # fmt: skip
-# Refused under microbatches; replicas train them as under DDP, and say so.
+# Refused with microbatches. Replicas train these steps as under DDP, and say so.
 NOT_LINEAR: dict[str, Step] = {
     "signs": signs,
     "clamped": hooked(lambda grad: grad.clamp(-0.001, 0.001)),
     "normalised": hooked(lambda grad: grad / (grad.norm() + 1e-8)),
 }
-# Another result under microbatches, with a warning; replicas are not captured.
+# With microbatches the result differs, and there is a warning. With replicas the step is not captured.
 STATE: dict[str, Step] = {"centred": centred, "queued": queued, "scaled by an average": scaled_by_average}
-# Refused under microbatches; replicas are not captured.
+# Refused with microbatches. With replicas the step is not captured.
 PYTHON: dict[str, Step] = {"attribute": attribute, "kept losses": kept_losses}
-# One device's result, and no word.
+# The result is that of one device, and there is no message.
 EQUAL: dict[str, Step] = {
     "mean": mse,
     "weighted": weighted,

@@ -1,5 +1,5 @@
 """Trainings of PP2 x DP2 on four processes, with sharded parameters and with whole ones. As a script, whose
-second argument is the number of nodes, each process writes what it ended with.
+second argument is the number of nodes, each process writes the values with which it ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ GROUPS = [[0, 2], [1, 3]]
 
 @sharing_captures
 def fit(nodes: int, sharded: bool) -> dict[str, torch.Tensor]:
-    """Seven steps, of which the last ones are of a second epoch; losses, and the whole module afterwards."""
+    """Train for seven steps, of which the last ones belong to a second epoch. Returns the losses and the
+    parameters of the whole module.
+    """
     program = [
         *piper.schedules.one_f_one_b(stages=2, microbatches=2, devices=GROUPS),
         Replicate(filter={}, devices=GROUPS, shard_params=sharded),
@@ -40,14 +42,14 @@ def train(rank: int, nodes: int) -> list[dict[str, torch.Tensor]]:
 
 
 def train_in_torchrun(rank: int) -> list[dict[str, torch.Tensor]]:
-    """As one of four processes of a node that torchrun starts."""
+    """Train as one of four processes of a node that torchrun starts."""
     os.environ |= {"TORCHELASTIC_RUN_ID": "1234", "RANK": str(rank), "GROUP_RANK": "0"}
     assert TorchElasticEnvironment.detect()
     return train(rank, 1)
 
 
 def train_in_slurm(rank: int) -> list[dict[str, torch.Tensor]]:
-    """As the task of this rank in a job of SLURM, with two tasks on each of two nodes. All are this
+    """Train as the task of this rank in a SLURM job with two tasks on each of two nodes. Both nodes are this
     machine.
     """
     for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):

@@ -1,5 +1,5 @@
-"""Trainings of modules that are built on the meta device, over processes and in one, and the same module
-built whole.
+"""Trainings of modules that are built on the meta device, over processes and in one process, and of the same
+module built whole.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ PROGRAM_OF = {
 
 
 class Scaled(nn.Module):
-    """A frozen parameter, buffers of which one is not saved, and a parameter that is not contiguous."""
+    """A module with a frozen parameter, a parameter that is not contiguous, and buffers, of which one is not
+    saved.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +103,7 @@ class Configured(L.LightningModule):
 
 
 class Hooked(Net):
-    """Gives its linear layers initial values of its own."""
+    """A module that gives initial values to its linear layers itself."""
 
     def piper_init_parameters(self, name: str, part: nn.Module) -> None:
         part.reset_parameters()  # type: ignore[operator]
@@ -118,8 +120,8 @@ def batches(count: int = 3, size: int = 8) -> list[dict[str, Tensor]]:
 
 
 class Seen(L.Callback):
-    """How much of the module a process has during the fit, in elements of parameters, and what it starts
-    from.
+    """Records how many elements of the module's parameters the process holds during the fit, and the values
+    from which it starts.
     """
 
     def __init__(self, early: bool) -> None:
@@ -137,7 +139,7 @@ class Seen(L.Callback):
         own = trainer.strategy.phase.fit.ownership  # type: ignore[attr-defined]
         self.elements = sum(p.numel() for p in own.owned_params.values())
         self.marks = [p.__dict__.get("decays") for p in own.owned_params.values()]
-        # What the process starts from, put together on rank 0.
+        # The values from which the process starts, put together on rank 0.
         with own.whole_on_rank_zero():
             self.initial = values(module)
 
@@ -177,7 +179,7 @@ class Job:
 
 @sharing_captures
 def fit(job: Job, folder: Path, rank: int | None = None) -> dict[str, Any]:
-    """Train for three steps, over four processes (a rank is given) or in one."""
+    """Train for three steps: over four processes if a rank is given, otherwise in one."""
     L.seed_everything(job.seed, verbose=False)
     if job.build is Configured or (job.mixed and rank == 1):
         module = job.build()
@@ -241,7 +243,7 @@ def validate(folder: Path, rank: int | None = None, half: int = 0) -> list[float
 
 
 class Experts(Model):
-    """A layer of experts, with initial values of its own."""
+    """A layer of experts that sets its initial values itself."""
 
     def piper_init_parameters(self, name: str, part: nn.Module) -> None:
         for p in part.parameters(recurse=False):
@@ -250,7 +252,7 @@ class Experts(Model):
 
 @sharing_captures
 def experts(name: str, rank: int | None = None) -> dict[str, Any]:
-    """Initial values, and losses of three steps, of a model whose experts are divided over four processes."""
+    """Initial values of a model whose experts are divided over four processes, and its losses in three steps."""
     L.seed_everything(3, verbose=False)
     module, seen = Experts(Spec(("linear", "experts"), (0, 0))).to("meta"), Seen(early=False)
     strategy = piper.PiperStrategy(
@@ -276,6 +278,6 @@ def trace_all(jobs: Iterable[Job], folder: Path) -> None:
 
 
 def train(rank: int, jobs: Iterable[Job], folder: Path) -> dict[str, Any]:
-    """One process's side of all jobs, one after another."""
+    """Run all jobs in this process, one after another."""
     found = {job.name: fit(job, folder, rank) for job in jobs}
     return {**found, "validated": validate(folder, rank), "experts": experts("ep2 dp2 zero3", rank)}

@@ -1,6 +1,6 @@
-"""Callbacks and Trainer options as a new user would try them, each in a short training of its own: on one
-device with plain Lightning, and on two processes as pipeline and with sharded replicas that draw the same
-batches, so that all train alike.
+"""Callbacks and Trainer options as a new user would try them, each in a short training. They run on one
+device with plain Lightning, and on two processes as a pipeline and with sharded replicas. All of them use the
+same batches, so that their results can be compared.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Seen = dict[str, Any]
 
 
 class Net(MLP):
-    """With a scheduler that a trial may choose."""
+    """A model with a scheduler that a trial chooses."""
 
     schedule: Callable[[torch.optim.Optimizer, L.Trainer], dict[str, Any]] | None = None
 
@@ -46,7 +46,7 @@ class Net(MLP):
 
 
 class Validated(Net):
-    """With a sanity check."""
+    """A model that runs a validation, so that there is a sanity check."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         with piper.annotate("PP"):
@@ -59,7 +59,7 @@ class Validated(Net):
 
 
 class Keeping(Validated):
-    """With an optimizer made in the constructor, the same one for all fits."""
+    """A model whose optimizer is made in the constructor, and used in all fits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Keeping(Validated):
 
 
 class Sized(Net):
-    """With its own data, in batches of a size that can be changed."""
+    """A model with its own data, in batches of a size that can be changed."""
 
     batch_size = 4
 
@@ -79,7 +79,7 @@ class Sized(Net):
 
 
 class Rates(L.Callback):
-    """The learning rate at every step."""
+    """Records the learning rate at every step."""
 
     def __init__(self) -> None:
         self.rates: list[float] = []
@@ -89,7 +89,7 @@ class Rates(L.Callback):
 
 
 class Run:
-    """How a trial trains: with which strategy, and where it may write."""
+    """How a trial trains: its strategy and its folder."""
 
     def __init__(self, program: str | None, folder: Path) -> None:
         self.program, self.folder = program, folder
@@ -272,7 +272,9 @@ def accumulation_schedule(run: Run) -> Seen:
 
 @trial
 def schedulers(run: Run) -> Seen:
-    """Per epoch, per step, by a number of steps that the Trainer estimates, on plateaus of metrics."""
+    """Schedulers that take steps per epoch, per batch, by a number of steps that the Trainer estimates, and
+    on plateaus of metrics.
+    """
     found: Seen = {}
     kinds: dict[str, Any] = {
         "epoch": lambda o, t: {"scheduler": lr_scheduler.ExponentialLR(o, 0.5)},
@@ -337,8 +339,8 @@ def lr_finder(run: Run) -> Seen:
 
 @trial
 def gradient_norms(run: Run) -> Seen:
-    """Of the whole module on every process; Lightning's own function sees what a process has, and must not
-    give that out as all.
+    """The norm of the whole module's gradients on every process. Lightning's own function sees only what a
+    process holds, and must not return that as the norm of all.
     """
     found: list[dict[str, float]] = []
     refusals: set[str] = set()
@@ -358,7 +360,7 @@ def gradient_norms(run: Run) -> Seen:
 
 @trial
 def gradients_changed_in_hooks(run: Run) -> Seen:
-    """Over the module's parameters, as code for one device has it."""
+    """Hooks that change gradients by iterating over the module's parameters, as code for one device does."""
     found: list[torch.Tensor] = []
 
     class Changes(L.Callback):
@@ -387,7 +389,9 @@ def gradients_changed_in_hooks(run: Run) -> Seen:
 
 @trial
 def clipping_by_hand(run: Run) -> Seen:
-    """Of all gradients, and group by group; with several kinds of norms, by a name that was imported."""
+    """Clip all gradients together and group by group, with several kinds of norms and with a function that
+    was imported by name.
+    """
     found: list[torch.Tensor] = []
 
     class ByHand(Net):
@@ -412,10 +416,10 @@ def clipping_by_hand(run: Run) -> Seen:
                     [x.grad for group in groups for x in group if x.grad is not None]
                 )
             )
-            found.append(torch.nn.utils.get_total_norm([torch.ones(4)]))  # of anything else
+            found.append(torch.nn.utils.get_total_norm([torch.ones(4)]))  # tensors that are no gradients
 
         def optimizer_zero_grad(self, *args: Any) -> None:
-            self.zero_grad()  # also of pieces, which are not in the module
+            self.zero_grad()  # also the shards, which are not in the module
 
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -425,7 +429,7 @@ def clipping_by_hand(run: Run) -> Seen:
 
 @trial
 def changes_before_the_first_batch(run: Run) -> Seen:
-    """After the sanity check, too, a module is whole, of the parameters that the optimizer has."""
+    """The module is whole after the sanity check, too, and has the parameters that the optimizer has."""
 
     class Changes(cb.BaseFinetuning):
         def freeze_before_training(self, module: Any) -> None:
@@ -455,7 +459,7 @@ def changes_before_the_first_batch(run: Run) -> Seen:
 
 @trial
 def an_optimizer_made_before(run: Run) -> Seen:
-    """A validation comes before the fit."""
+    """The optimizer exists before the fit, and a validation comes before the fit."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         module = Keeping()
@@ -464,7 +468,7 @@ def an_optimizer_made_before(run: Run) -> Seen:
 
 
 def trace_all(*args: Any) -> None:
-    """What most trials train."""
+    """Trace the steps that most trials train."""
     trace(Net(), next(iter(vectors())), (8, 4, 2), "training_step", precision="64-true")
 
 

@@ -50,7 +50,7 @@ class Net(L.LightningModule):
 
 
 class Unfreezes(Net):
-    """The first layer trains with every second batch."""
+    """The first layer is trained only in every second batch."""
 
     def hidden(self, x: Tensor) -> Tensor:
         with torch.set_grad_enabled(self.trainer.fit_loop.epoch_loop.batch_idx % 2 == 1):
@@ -99,13 +99,13 @@ def _reads_absent(net: Net, batch: Batch) -> tuple[Tensor, float]:
 
 
 class SetsLater(Net):
-    """A hook gives the loader an attribute that the step has not found before."""
+    """A hook gives the loader an attribute that the step did not find before."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.trainer.train_dataloader.factor = 3.0  # type: ignore[union-attr]
 
 
-# By what the step changes: the step, and the part of the batch that the warning names.
+# Name of what the step changes -> the step, and the part of the batch that the warning names.
 CHANGES = {
     "a tensor in place": (_in_place, "['x']"),
     "an entry removed": (_pops, "['x']"),
@@ -149,7 +149,7 @@ def shared() -> Net:
 
 
 def train_in_stages(rank: int, folder: Path) -> dict[str, list[str]]:
-    """The warnings of two stages on two processes, by what their step reads."""
+    """Train in two stages on two processes. Returns the warnings, by what the step reads."""
     places = [piper.Place(filter={"PP": i}, devices=[i]) for i in range(2)]
     return {
         name: fit(Net(step), piper.PiperStrategy(places), 2)[1]

@@ -1,5 +1,5 @@
-"""Training steps of which only the calls of annotated modules can be captured, and what one device makes of
-them.
+"""Training steps of which only the calls of annotated modules can be captured, and the results of one device
+for them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import lightning_piper as piper
 from lightning_piper import schedules
 
 SAMPLES, BATCH = 24, 8
-LIMIT = 4.0  # of losses, of which some are below it
+LIMIT = 4.0  # some losses are below this, others are not
 
 
 class Body(nn.Module):
@@ -33,7 +33,7 @@ class Body(nn.Module):
 
 
 class Branch(L.LightningModule):
-    """Two stages, and a loss that Python decides."""
+    """Two stages, and a loss on which a Python branch depends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Twice(Branch):
 
 
 class Tied(Branch):
-    """A head outside of the calls, whose weight the first stage has, too."""
+    """A head outside of the captured calls, which shares its weight with the first stage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Tied(Branch):
 
 
 class Chain(Branch):
-    """Calls that hand on to each other; the value of the first is read once more."""
+    """Captured calls that pass values to each other; the value of the first call is read once more."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         hidden = self.body.first(batch[0])
@@ -99,7 +99,7 @@ class Found:
 
 
 class Structured(Branch):
-    """The module itself is called, and returns an object."""
+    """The call of the annotated module itself returns an object."""
 
     def forward(self, x: Tensor) -> Found:
         hidden = self.body.first(x)
@@ -124,7 +124,7 @@ class Before(Branch):
 
 
 class Blocks(Branch):
-    """Nothing is annotated: the calls of repeated blocks are the regions."""
+    """A model without annotations, in which the calls of repeated blocks are the regions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Together(Tied):
 
 
 class Measured(Branch):
-    """Metric objects that the rest updates, and hooks compute."""
+    """The uncaptured part updates metric objects, and hooks compute them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,7 +247,9 @@ def fit(
 
 
 def made(kind: str, parts: int = 0) -> Branch:
-    """A module. With `parts`, its step takes the mean of so many parts of a batch, one after the other."""
+    """A module of this kind. With `parts`, its step takes the mean over that many parts of a batch, one after
+    the other.
+    """
     torch.manual_seed(0)
     cls = KINDS[kind]
 
@@ -263,7 +265,7 @@ def made(kind: str, parts: int = 0) -> Branch:
 
 
 def train(rank: int, folder: Path) -> dict[str, Any]:
-    """Over two processes: two stages, and replicas with shards, which DDP trains alike."""
+    """Train on two processes: in two stages, and as replicas with shards, which DDP trains alike."""
     outcome: dict[str, Any] = {}
     module = made("Branch")
     trainer = fit(module, piper.PiperStrategy(program("Branch")), devices=2)

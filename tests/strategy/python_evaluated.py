@@ -1,5 +1,5 @@
-"""Python state that validation, test and prediction steps read, one class a kind, and what hooks change of it
-between batches.
+"""The Python state that validation, test and prediction steps read, with one class for each kind; hooks
+change it between batches.
 """
 
 from __future__ import annotations
@@ -51,13 +51,15 @@ class Evaluated(L.LightningModule):
             self.build()
 
     def build(self) -> None:
-        """What the row reads, as it is to begin with."""
+        """Sets what the row reads to its initial value."""
 
     def factor(self, batch_idx: int, dataloader_idx: int) -> Any:
         return 1.0
 
     def change(self, n: int) -> None:
-        """After the batch that was number `n` of all that were evaluated, counted from 1."""
+        """Changes what the row reads, after the batch with this number among all evaluated batches, counted
+        from 1.
+        """
 
     def out(self, batch: Any) -> Tensor:
         with piper.annotate("PP", 0):
@@ -308,7 +310,7 @@ class AddsUp(Evaluated):
 
 
 class Record(L.Callback):
-    """What every evaluated batch gave, and what it left logged."""
+    """Records the result of every evaluated batch and what it has left logged."""
 
     def __init__(self) -> None:
         self.outputs: list[Tensor] = []
@@ -360,12 +362,10 @@ def rows() -> dict[str, type[Evaluated]]:
 
 
 def evaluate_all(rank: int, cases: Sequence[tuple[str, str]]) -> dict[tuple[str, str], dict[str, Any]]:
-    """One process's side of rows, each with the way in which it is evaluated: one of `WAYS`, `unguarded` or
-    `unkept`.
-    """
+    """Evaluate rows in this process, each in the given way: one of `WAYS`, `unguarded` or `unkept`."""
     found = {}
     for name, way in cases:
-        # Guards see what these rows change: that a step is also traced again is looked at elsewhere.
+        # The guards see what these rows change. Other tests check that a step is also traced again.
         wrong = {"unguarded": unguarded, "unkept": lambda: mock.patch.object(side_effects, "replay")}
         with wrong[way]() if way in wrong else mock.patch.object(CapturedStep, "retrace", lambda self: None):
             found[name, way] = evaluate(rows()[name], "PP2" if way in wrong else way)

@@ -1,8 +1,8 @@
-"""Python state that training steps read, one class a kind: what the step reads, and a hook that changes it
-between steps.
+"""The Python state that training steps read. Each class is a row: it says what the step reads, and has a hook
+that changes it between steps.
 
-`train` trains one of them, on one device or under a strategy; the files `python_*.py` beside this one have
-the rows.
+`train` trains a row on one device or under a strategy. The rows are in the files `python_*.py` of this
+folder.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from tests.strategy import replicated, sharded
 from tests.strategy.fitting import QUIET, Record, values
 
 Outcome = dict[str, Any]
-BATCHES = 3  # of an epoch, of 8 samples; two epochs
+BATCHES = 3  # batches of 8 samples in an epoch; there are two epochs
 
 
 def undivided(program: list[Directive], microbatches: int) -> list[Directive]:
     return [d for d in program if microbatches > 1 or not isinstance(d, piper.Split)]
 
 
-# How each row trains: directives for so many microbatches, and how many replicas there are.
+# How each row trains: the directives for a number of microbatches, and the number of replicas.
 WAYS: dict[str, tuple[Callable[[int], list[Directive]], int]] = {
     "local": (lambda n: list(piper.schedules.one_f_one_b(stages=2, microbatches=n)), 1),
     "PP2": (lambda n: list(piper.schedules.one_f_one_b(stages=2, microbatches=n)), 1),
@@ -76,7 +76,7 @@ class Net(L.LightningModule):
             self.build()
 
     def build(self) -> None:
-        """What the row reads, as it is to begin with."""
+        """Sets what the row reads to its initial value."""
 
     def hidden(self, x: Tensor) -> Tensor:
         return torch.tanh(self.first(x))
@@ -98,11 +98,11 @@ class Net(L.LightningModule):
 
     @classmethod
     def error(cls, way: str) -> str | None:
-        """What the error says under this way, if there is to be one."""
+        """The text of the error under this way; None if there must be none."""
         return cls.refused_in_pieces or cls.refused if way == "ZeRO-3" else cls.refused
 
     def change(self, step: int) -> None:
-        """After the batch that was number `step`, counted from 1."""
+        """Changes what the row reads, after the batch with this number, counted from 1."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not self.still:
@@ -117,7 +117,7 @@ class Net(L.LightningModule):
 
 
 class Data:
-    """The same batches in every epoch; of a replica, its own samples."""
+    """The same batches in every epoch; a replica gets only its own samples."""
 
     def __init__(self, replica: int, replicas: int) -> None:
         torch.manual_seed(1)
@@ -173,7 +173,7 @@ def train(row: type[Net], way: str | None, still: bool = False, rank: int = 0) -
 
 @contextlib.contextmanager
 def unguarded() -> Iterator[None]:
-    """Nobody looks whether what was captured still holds."""
+    """Within this context, nothing checks whether the captured code is still valid."""
     first: dict[int, Any] = {}
 
     def frozen(self: NumberInputs, device: Any, values: Any = NumberInputs.values) -> list[Tensor]:
@@ -200,13 +200,13 @@ def changes_tensors(row: type[Net]) -> bool:
 
 
 def ways(name: str) -> list[str]:
-    """How a row trains over processes."""
+    """The ways in which a row trains over processes."""
     return [way for way in WAYS if way != "local" and way in rows()[name].ways]
 
 
 def train_all(rank: int, cases: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Outcome]:
-    """One process's side of rows, each with the way in which it trains. What one capture says against another
-    is looked at in one process, but where it is the point.
+    """Run rows in this process, each in one of its ways. That one capture is compared with another is tested
+    in one process, except where it is the point of the test.
     """
     found = {}
     for name, way in cases:

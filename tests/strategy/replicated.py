@@ -47,7 +47,7 @@ PROCESSES = 2
 
 
 class Seen(L.Callback):
-    """The batches of this process."""
+    """Records the batches of this process."""
 
     def __init__(self) -> None:
         self.batches: list[Any] = []
@@ -121,7 +121,7 @@ def accumulated() -> Outcome:
 
 
 def without_sum() -> Outcome:
-    """Each replica trains on its own gradients, and nothing refuses it."""
+    """Each replica trains on its own gradients, which nothing notices."""
     kept, complete = replicate.reduce_gradients, pipeline.complete
     replicate.reduce_gradients = lambda *_: []
     pipeline.complete = lambda dag: None
@@ -139,7 +139,7 @@ def long() -> Outcome:
 
 
 def ddp() -> Outcome:
-    """Lightning's own strategy on the same data."""
+    """The same data under Lightning's own strategy."""
 
     class Known(MLP):
         def training_step(self, *args: Any) -> Any:
@@ -148,7 +148,7 @@ def ddp() -> Outcome:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         module = Known()
-    module.unused.requires_grad_(False)  # which DDP would wait for
+    module.unused.requires_grad_(False)  # DDP would wait for its gradient
     loader = vectors(samples=80, batch_size=4)
     seen = Seen()
     from lightning.pytorch.strategies import DDPStrategy
@@ -159,7 +159,7 @@ def ddp() -> Outcome:
 
 
 def last_smaller() -> Outcome:
-    """Own samplers; the last batch of an epoch has 2 samples instead of 4."""
+    """Samplers of the user's; the last batch of an epoch has 2 samples instead of 4."""
     module, loader = make("mlp", samples=20, batch_size=4)
     replica = int(os.environ["LOCAL_RANK"]) * 2 // PROCESSES
     sampler: DistributedSampler[Any] = DistributedSampler(
@@ -171,7 +171,7 @@ def last_smaller() -> Outcome:
 
 
 class Counting(MLP):
-    """Logs and metrics of hooks, in which each replica has seen its own samples."""
+    """Hooks log values and update metrics, each replica with its own samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ FOLDER = Path()
 
 
 def checkpoints() -> Outcome:
-    """From processes; and one that one device wrote, which goes on here."""
+    """Write checkpoints on processes, and resume from one that one device has written."""
     module, loader = make("tied", samples=40, batch_size=4)
     save = ModelCheckpoint(FOLDER, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     fit, record, seen = processes(callbacks=[save], max_steps=10, enable_checkpointing=True)
@@ -215,19 +215,19 @@ def checkpoints() -> Outcome:
 
 
 def ordered(data: Callable[..., DataLoader[Any]]) -> Any:
-    """Each replica's half of batches of 8, in their order."""
+    """Each replica's half of batches of 8 samples, in the order of the samples."""
     rank = int(os.environ["LOCAL_RANK"]) * 2 // PROCESSES
     return Batches({k: x[4 * rank : 4 * rank + 4] for k, x in batch.items()} for batch in data())
 
 
 def refused() -> Outcome:
-    """Errors that all processes raise alike, and after which they go on."""
+    """Requests that raise the same error in all processes, and after which the processes can go on."""
     rank = int(os.environ["LOCAL_RANK"])
     replica = rank * 2 // PROCESSES
     data = vectors()
 
     class Pairs(MLP):
-        """Reads two tensors of a batch, whatever is beside them."""
+        """A model that reads two tensors of a batch, whatever else the batch has."""
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return super().training_step(batch[:2], batch_idx)
@@ -291,7 +291,7 @@ SCENARIOS = {work.__name__: work for work in ALL}
 
 @sharing_captures
 def train(rank: int, names: list[str], folder: Path, processes: int) -> dict[str, Outcome]:
-    """One process's side of trainings, one after another."""
+    """Run trainings in this process, one after another."""
     global FOLDER, PROCESSES
     PROCESSES = processes
     found = {}
@@ -303,7 +303,7 @@ def train(rank: int, names: list[str], folder: Path, processes: int) -> dict[str
 
 
 def joined(batches: list[Any]) -> Any:
-    """The global batch of replicas' batches."""
+    """The batch that the batches of all replicas make together."""
     first = batches[0]
     if isinstance(first, Tensor):
         return torch.cat(batches)

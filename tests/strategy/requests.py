@@ -1,5 +1,5 @@
-"""What a fit over processes says to requests that it cannot fulfil, and what collectives in hooks give; with
-all of `options`, one launch.
+"""The errors of a fit over processes for requests that it cannot fulfil, and the results of collectives in
+hooks. They run in one launch together with the trials of `options`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ from tests.strategy.options import Keeping, Net, Run, Seen, Sized, run_all
 
 
 def refusals(run: Run) -> dict[str, str]:
-    """What is asked for -> what a fit says to it."""
+    """Name of the request -> the error of a fit."""
 
     class SAM(torch.optim.SGD):
-        """Goes uphill by a step whose length is measured over all gradients, and takes the gradients from
-        there.
-        """
+        """Takes a step uphill whose length depends on all gradients, and uses the gradients at that point."""
 
         @torch.no_grad()
         def step(self, closure: Any = None) -> Any:  # type: ignore[override]
@@ -52,10 +50,10 @@ def refusals(run: Run) -> dict[str, str]:
 
     class Zeroing(Net):
         def optimizer_zero_grad(self, *args: Any) -> None:
-            self.zero_grad()  # also what is not in this process's optimizer
+            self.zero_grad()  # also gradients that are not in this process's optimizer
 
     class Apart(Net):
-        """What the processes do differently, one thing at a time."""
+        """The processes do different things, one thing at a time."""
 
         def __init__(self, what: str) -> None:
             super().__init__()
@@ -83,7 +81,7 @@ def refusals(run: Run) -> dict[str, str]:
                 self.trainer.optimizers[0].param_groups[1]["lr"] = self.by_rank("later", 0.05, 0.06)
 
     class Norms(L.Callback):
-        """Of some gradients of the optimizer, each given to torch."""
+        """Gives some gradients of the optimizer to torch's functions of norms."""
 
         def __init__(self, chosen: Any) -> None:
             self.chosen = chosen
@@ -98,7 +96,7 @@ def refusals(run: Run) -> dict[str, str]:
                 trainer.optimizers[0].add_param_group({"params": [module.second[0].bias]})
 
     class Replaces(L.Callback):
-        """Replaces the optimizer when a number of steps is done."""
+        """Replaces the optimizer after a number of steps."""
 
         def __init__(self, steps: int) -> None:
             self.steps = steps
@@ -160,7 +158,7 @@ def refusals(run: Run) -> dict[str, str]:
 
 
 def collectives(run: Run) -> Seen:
-    """What each process gets from the operations that hooks may use."""
+    """The results in each process of the operations that hooks may use."""
     found: Seen = {}
 
     class Asks(L.Callback):
@@ -180,7 +178,7 @@ def collectives(run: Run) -> Seen:
 
 @sharing_captures
 def work(rank: int, programs: list[str], folder: Path) -> dict[str, dict[str, Seen]]:
-    """One process's side: program -> trial -> what it saw."""
+    """Run all trials of some programs in this process: program -> trial -> what it has seen."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     found: dict[str, dict[str, Seen]] = {}
     for program in programs:

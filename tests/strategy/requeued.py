@@ -1,5 +1,5 @@
-"""Two tasks of a job of SLURM, which is told to end soon: each at another moment, one in the middle of a
-step.
+"""Two tasks of a SLURM job that is told to end soon. Each gets the signal at another moment, one of them in
+the middle of a step.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tests.strategy.models import make
 from tests.strategy.sharded import dp2
 
 STEPS = 6
-SAVED = 3  # steps that are done when both save
+SAVED = 3  # finished steps when both tasks save
 
 
 class Told(L.Callback):
-    """Gets the signal in the third step: rank 0 in the middle of its plan, rank 1 when it has updated."""
+    """Gets the signal in the third step: rank 0 in the middle of its plan, rank 1 after its update."""
 
     def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
         if trainer.global_step == SAVED - 1 and trainer.global_rank == 0:
@@ -53,7 +53,7 @@ class Told(L.Callback):
 
 @sharing_captures
 def train(rank: int, folder: Path, checkpoint: Any, told: bool) -> dict[str, Any]:
-    """As one of two tasks of a node; `scontrol` is a program of the test."""
+    """Train as one of two tasks of a node; `scontrol` is a program of the test."""
     os.environ |= {
         "SLURM_JOB_ID": "1234",
         "SLURM_JOB_NAME": "train",
@@ -67,7 +67,7 @@ def train(rank: int, folder: Path, checkpoint: Any, told: bool) -> dict[str, Any
         "PATH": f"{folder}:{os.environ['PATH']}",
     }
     assert SLURMEnvironment.detect()
-    module, loader = make("dropout", samples=8 * SAVED, batch_size=4)  # of two replicas
+    module, loader = make("dropout", samples=8 * SAVED, batch_size=4)  # samples for two replicas
     strategy = piper.PiperStrategy(
         dp2(1), timeout=PATIENCE, checkpoint=checkpoint, checkpoint_io=AsyncCheckpointIO()
     )

@@ -1,5 +1,5 @@
-"""A script for torchrun with two processes: a training that goes on from its last checkpoint. The first
-attempt loses one.
+"""A script for torchrun with two processes, whose training resumes from its last checkpoint. In the first
+attempt one process fails.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Trainings that go on from one another's sharded checkpoints, under other directives, on processes or all
-devices in one.
+"""Trainings that resume from sharded checkpoints of other trainings, under other directives, on processes or
+with all devices in one process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.strategy.fitting import Batches, sharing_captures, trainer, values
 from tests.strategy.models import make
 
 GROUPS = [[0, 2], [1, 3]]
-BATCHES = 2  # of an epoch; trainings end with one
+BATCHES = 2  # batches in an epoch; each training ends at the end of an epoch
 
 
 def replicas(**sharded: bool) -> list[Directive]:
@@ -43,7 +43,7 @@ def stages_of_replicas(first: dict[str, bool], second: dict[str, bool]) -> list[
 
 @dataclass(frozen=True)
 class How:
-    """Directives, and on how many processes; 0: all devices in this one."""
+    """The directives, and the number of processes; 0: all devices are in this process."""
 
     program: Callable[[], list[Directive]]
     processes: int
@@ -69,7 +69,7 @@ HOW = {
 
 
 def part(batch: Any, replicas: int, replica: int) -> Any:
-    """A replica's samples."""
+    """The samples of a replica."""
     if replicas == 1:
         return batch
     if isinstance(batch, dict):
@@ -88,7 +88,7 @@ def train(
     kind: str = "sharded",
     **options: Any,
 ) -> dict[str, Any]:
-    """One process's side of a training that saves its end."""
+    """Run a training in this process, and save a checkpoint at its end."""
     setting = HOW[how]
     size = max(1, setting.processes)
     module, loader = make(model, seed=0 if resume is None else 1, samples=8 * BATCHES)

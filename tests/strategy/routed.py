@@ -1,4 +1,4 @@
-"""Trainings of a model with experts, in float64: on one device, and divided over four processes."""
+"""Trainings of a model with experts in float64, on one device and divided over four processes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _one_stage(owners: list[list[int]], **sharded: bool) -> list[Directive]:
 
 
 STAGES = [[0, 2], [1, 3]]
-# Name -> (replicas, over how many devices experts are divided, program).
+# Name -> (number of replicas, number of devices over which experts are divided, program).
 PROGRAMS: dict[str, tuple[int, int, Callable[[], list[Directive]]]] = {
     "pp2 ep2 zero3": (
         2,
@@ -75,7 +75,7 @@ class Job:
 
 
 class Held(L.Callback):
-    """How many elements of experts' parameters, and of their optimizer state, a process has."""
+    """Records how many elements of the experts' parameters and of their optimizer state a process holds."""
 
     def __init__(self) -> None:
         self.params = self.state = self.grads = 0
@@ -128,7 +128,7 @@ def fit(job: Job, folder: Path, rank: int = 0) -> dict[str, Any]:
 
 
 def trace_all(jobs: Iterable[Job], folder: Path) -> None:
-    """The steps of all jobs, whole and with experts divided."""
+    """Trace the steps of all jobs, whole and with divided experts."""
     degrees = {(PROGRAMS[job.program][1],) * 2 for job in jobs if job.program}
     for name in {job.model for job in jobs}:
         trace(
@@ -141,5 +141,5 @@ def trace_all(jobs: Iterable[Job], folder: Path) -> None:
 
 
 def train(rank: int, jobs: Iterable[Job], folder: Path) -> list[dict[str, Any]]:
-    """One process's side of all jobs, one after another."""
+    """Run all jobs in this process, one after another."""
     return [fit(job, folder, rank) for job in jobs]

@@ -1,7 +1,7 @@
 """Trainings that run on real processes and, for comparison, with all devices in one process.
 
-`train` runs those that are named one after another in the same processes. As a script, started by Lightning's
-launcher or by torchrun, so does this file, and each process writes what it saw of each.
+`train` runs the named trainings one after another in the same processes. As a script that Lightning's
+launcher or torchrun starts, this file runs them as well, and each process writes what it has seen.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ GPIPE = tuple(piper.schedules.gpipe(stages=2, microbatches=4))
 
 @dataclass
 class Setting:
-    """How a scenario runs: on processes, or all in one; and where it may write."""
+    """How a scenario runs (on processes, or with all devices in one process), and its folder."""
 
     local: bool
     folder: Path
@@ -64,7 +64,7 @@ def scenario(work: Callable[[Setting], Outcome]) -> Callable[[Setting], Outcome]
 
 
 class Holdings(L.Callback):
-    """What this process holds in the middle of the training."""
+    """Records what this process holds in the middle of the training."""
 
     def __init__(self) -> None:
         self.held: list[str] = []
@@ -169,7 +169,9 @@ def dtypes(setting: Setting, strategy: Any = None) -> Outcome:
 
 @scenario
 def sizes(setting: Setting) -> Outcome:
-    """Other numbers of samples than the first batch has, among them fewer than there are microbatches."""
+    """Batches with other numbers of samples than the first batch, among them fewer samples than there are
+    microbatches.
+    """
     g = torch.Generator().manual_seed(5)
     batches = Batches(
         (torch.randn(n, 8, generator=g), torch.randn(n, 4, generator=g)) for n in (8, 2, 8, 12, 5)
@@ -182,7 +184,9 @@ def sizes(setting: Setting) -> Outcome:
 
 @scenario
 def stream(setting: Setting) -> Outcome:
-    """Data that can be read only once, by name of the strategy and with the module's own program."""
+    """Data that can be read only once, with the strategy given by its name and the program given by the
+    module.
+    """
     module, loader = make("tied")
     module.piper_directives = lambda: list(GPIPE)  # type: ignore[assignment]
     strategy: Any = piper.PiperStrategy(transport="local") if setting.local else "piper"
@@ -193,7 +197,7 @@ def stream(setting: Setting) -> Outcome:
 
 @scenario
 def unseeded_shuffle(setting: Setting) -> Outcome:
-    """Processes that start with other parameters and other random numbers train as rank 0 would."""
+    """Processes that start with different parameters and random numbers train as rank 0 would."""
     rank = int(os.environ.get("LOCAL_RANK", 0))
     module, _ = make("mlp", seed=rank)
     torch.manual_seed(100 + rank)
@@ -205,7 +209,7 @@ def unseeded_shuffle(setting: Setting) -> Outcome:
 
 @scenario
 def checkpoints(setting: Setting) -> Outcome:
-    """Save on processes, go on from there under another program; and save after the fit."""
+    """Save on processes, resume under another program, and save after the fit."""
     module, loader = make("tied")
     save = ModelCheckpoint(setting.folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     fit, record = setting.trainer(callbacks=[save], max_steps=5, enable_checkpointing=True)
@@ -218,7 +222,7 @@ def checkpoints(setting: Setting) -> Outcome:
 
 
 class Equipped(MLP):
-    """With everything that could run into the missing parts of a module in parts."""
+    """A module with everything that could meet the missing parts of a module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -275,7 +279,7 @@ def equipped(setting: Setting) -> Outcome:
 
 @scenario
 def leaks(setting: Setting) -> Outcome:
-    """Sockets and threads of this process after each of five fits."""
+    """The sockets and threads of this process after each of five fits."""
     counts = []
     for _ in range(5):
         module, loader = make("mlp")
@@ -305,7 +309,7 @@ class Stops(L.Callback):
 
 @scenario
 def communicators(setting: Setting) -> Outcome:
-    """Those that live on after runs whose Trainers do, if nothing looks for cycles."""
+    """The communicators that outlive their runs while the runs' Trainers exist, without a search for cycles."""
     made: list[weakref.ref[Any]] = []
 
     make = groups.new_group_of_members
@@ -315,7 +319,7 @@ def communicators(setting: Setting) -> Outcome:
         made.append(weakref.ref(group))
         return group
 
-    setting.trainer()[0].fit(MLP(), vectors())  # makes one that all fits share
+    setting.trainer()[0].fit(MLP(), vectors())  # makes a communicator that all fits share
     kept = []
     gc.collect()
     gc.disable()
@@ -339,7 +343,7 @@ def communicators(setting: Setting) -> Outcome:
 
 @scenario
 def refused(setting: Setting) -> Outcome:
-    """Errors that all processes raise alike, and after which they go on."""
+    """Requests that raise the same error in all processes, and after which the processes can go on."""
 
     class Hidden(MLP):
         def __init__(self, width: int) -> None:
@@ -397,12 +401,12 @@ def run(names: list[str], folder: Path, local: bool) -> dict[str, Outcome]:
 
 @sharing_captures
 def train(rank: int, names: list[str], folder: Path) -> dict[str, Outcome]:
-    """One process's side of scenarios."""
+    """Run scenarios in this process."""
     return run(names, folder, local=False)
 
 
 def launch_script(names: list[str], folder: Path, torchrun: bool) -> list[dict[str, Outcome]]:
-    """Run scenarios on two processes that Lightning or torchrun starts; returns what each process saw."""
+    """Run scenarios on two processes that Lightning or torchrun starts. Returns what each process has seen."""
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if torchrun else []
     command = [sys.executable, *command, __file__, str(folder), *names]
     done = popen(command)
@@ -416,7 +420,7 @@ def launch_script(names: list[str], folder: Path, torchrun: bool) -> list[dict[s
 
 
 def popen(command: list[str], **more: str) -> subprocess.Popen[str]:
-    """Start what starts processes; `more` is added to its environment."""
+    """Start the command that starts the processes; `more` is added to its environment."""
     own = ("LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED")
     env = {k: v for k, v in os.environ.items() if k not in own}
     env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
@@ -426,7 +430,7 @@ def popen(command: list[str], **more: str) -> subprocess.Popen[str]:
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Bitwise, through lists and dicts."""
+    """Whether two values, which may be lists and dicts, are equal bit for bit."""
     if isinstance(a, Tensor):
         return torch.equal(a, b)
     if isinstance(a, dict):

@@ -1,5 +1,5 @@
-"""Trainings with sharded optimizers, gradients and parameters, on two processes (DP2) or four (PP2 x DP2),
-and the same with all devices in one process or on one device.
+"""Trainings with sharded optimizers, gradients and parameters on two processes (DP2) or four (PP2 x DP2), and
+the same trainings with all devices in one process or on one device.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def with_hook_and_sgd(module: Any) -> None:
 
 
 class Holdings(L.Callback):
-    """What the process holds between two steps."""
+    """Records what the process holds between two steps."""
 
     def __init__(self, counts: list[int]) -> None:
         self.bytes, self.groups, self.sums, self._counts = 0, [], [], counts
@@ -194,7 +194,7 @@ class Overflow(L.Callback):
 
 
 class Reload(L.Callback):
-    """As the learning-rate finder does it."""
+    """Reloads values as the learning-rate finder does."""
 
     def __init__(self, initial: dict[str, Tensor]) -> None:
         self.initial = initial
@@ -301,7 +301,7 @@ def _fit(
 
 
 def train(rank: int, jobs: Iterable[Job], folder: Path) -> list[dict[str, Any]]:
-    """One process's side of all jobs, one after another."""
+    """Run all jobs in this process, one after another."""
     jobs = list(jobs)
     replica = rank * 2 // PROCESSES[jobs[0].program]
 

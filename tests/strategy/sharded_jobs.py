@@ -1,4 +1,4 @@
-"""The trainings of `sharded`, each run once for all tests, one after another in launches of two and four
+"""The trainings of `sharded`. Each runs once for all tests, one after another in launches of two and four
 processes.
 """
 
@@ -50,7 +50,7 @@ OTHERS = [
     ),
     Job("other sizes", "dp2 zero3", samples=28, options={"max_steps": -1, "max_epochs": 1}),
 ]
-# The last batch is smaller: gradients of two sizes are accumulated.
+# The last batch is smaller, so that gradients of two sizes are accumulated.
 SUMS = [Job(f"{program}, accumulated", program, samples=28, options=ACCUMULATED, change=sharded.with_sgd)
         for program in ("dp2 zero0", "dp2 zero1", "dp2 zero3", "pp2 dp2 zero3, zero1")]  # fmt: skip
 SCALED = [
@@ -126,13 +126,13 @@ def trace_all(jobs: Sequence[Job], folder: Path) -> None:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where all trainings write and read checkpoints."""
+    """The folder in which all trainings write and read checkpoints."""
     return tmp_path_factory.mktemp("sharded")
 
 
 @pytest.fixture(scope="session")
 def sharded_ranks(folder: Path) -> Callable[[str], list[dict[str, Any]]]:
-    """What every rank saw of a job, by its name."""
+    """What every rank has seen of a job, by the name of the job."""
     with torch.random.fork_rng():
         fit(ON_ONE, folder, None)
 

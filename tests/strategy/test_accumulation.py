@@ -1,5 +1,5 @@
-"""Gradients of several batches: summed over replicas once, with the last one; and loss scales, which all
-processes share.
+"""Gradients of several batches are summed over replicas once, with the last batch. All processes have the
+same loss scale.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Hooked(MLP):
 
 
 class Indirect(MLP):
-    """In a way that is not found in the code."""
+    """Clips gradients in a way that the search of the code does not find."""
 
     def on_after_backward(self):
         getattr(torch.nn.utils, "clip_grad_norm" + "_")(self.parameters(), 0.05)
@@ -189,7 +189,7 @@ def test_gradients_summed_in_another_dtype(job, sharded_ranks, folder):
 
 
 class Steep(Model):
-    """Its gradients overflow in float16 if they are 2**16 times as large, but not if 2**14 times."""
+    """A model whose gradients overflow in float16 with a scale of 2**16, but not with a scale of 2**14."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class Steep(Model):
 
 
 class Scales(L.Callback):
-    """The scale of the loss before each step."""
+    """Records the scale of the loss before each step."""
 
     def __init__(self) -> None:
         self.found: list[float] = []
@@ -218,7 +218,7 @@ class Scales(L.Callback):
 
 @sharing_captures
 def scales_of(strategy: Any, accumulated: int) -> list[float]:
-    """Of the loss, before each step."""
+    """The scale of the loss before each step."""
     torch.manual_seed(0)
     scales = Scales()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=2)

@@ -1,5 +1,5 @@
-"""Under `Trainer(detect_anomaly=True)` a healthy module trains as on one device; a NaN in a backward pass
-ends all processes.
+"""Under `Trainer(detect_anomaly=True)`, a module without NaNs trains as on one device, and a NaN in a
+backward pass ends all processes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STRATEGIES = {
     "simulated": lambda: piper.PiperStrategy(list(PROGRAM), transport="simulated"),
     "whole": lambda: local([piper.Place(filter={}, devices=[0])], capture="always"),
 }
-TOLERANCE = 1e-5  # of float32: microbatches are summed in another order
+TOLERANCE = 1e-5  # for float32, because microbatches are summed in another order
 NAMED = r"B\[PP=0(,MB=2)?\].* the gradient of first\.\w+ has a NaN.* begins at \S+anomaly\.py:\d+"
 
 pytestmark = pytest.mark.filterwarnings("ignore:Error detected in:UserWarning")

@@ -1,4 +1,6 @@
-"""What trains under DistributedDataParallel in a way that one device has not, trains so here."""
+"""Modules that DistributedDataParallel trains, though one device would give other results, train under this
+strategy as under DDP.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program takes for granted holds, or one warning at the first batch names what breaks it, and by how
+"""The assumptions of a program hold, or one warning at the first batch names what breaks them, and by how
 much.
 """
 
@@ -34,7 +34,7 @@ def data() -> Batches:
 
 
 def trained(module: Step, strategy: object) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """The values afterwards, and what the strategy warned of."""
+    """The values after the training, and the warnings of the strategy."""
     fit, _ = trainer(strategy, max_steps=3)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
@@ -73,7 +73,7 @@ def test_without_microbatches_all_is_equal_and_nothing_is_said(name: str) -> Non
 
 
 class Later(Step):
-    """Mixes samples in later batches only: in long ones, or in those with a third tensor."""
+    """Mixes samples only in later batches: in long ones, or in those with a third tensor."""
 
     def training_step(self, batch: tuple[torch.Tensor, ...], batch_idx: int) -> torch.Tensor:
         x, y, *more = batch

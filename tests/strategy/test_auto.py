@@ -1,4 +1,4 @@
-"""Programs that a search finds at the first batch of a fit, in processes that draw data of their own."""
+"""Programs that a search finds at the first batch of a fit, in processes that each read their own data."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ WIDTH, SAMPLES = 16, 24
 
 
 class Net(L.LightningModule):
-    """Says nothing of stages. Its loss is a mean over what counts, of which processes have different
-    numbers.
+    """A model without annotations. Its loss is a mean over the elements that count, of which the processes
+    have different numbers.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ def data() -> TensorDataset:
 
 
 def fit(module: L.LightningModule, strategy: Any, rank: int | None = None, **options: Any) -> L.Trainer:
-    """`rank`: of two, which draws every other sample."""
+    """Train, and return the Trainer. `rank` is one of two ranks, each of which reads every other sample."""
     about: dict[str, Any] = (
         QUIET | {"max_epochs": 2, "num_sanity_val_steps": 1, "use_distributed_sampler": False} | options
     )
@@ -195,7 +195,9 @@ class Alive(Net):
 
 
 class Whole(torch.optim.SGD):
-    """Updates a parameter by its norm, and all of them together: neither a shard nor a stage will do."""
+    """An optimizer that uses the norm of each parameter and of all parameters together, so that neither
+    shards nor stages are possible.
+    """
 
     def step(self, closure: Any = None) -> Any:
         with torch.enable_grad():
@@ -211,7 +213,7 @@ class Together(Net):
         return Whole(self.parameters(), lr=0.1)
 
 
-CHOICES: dict[str, tuple[type[Net], str, bool]] = {  # what is said, and is the whole module kept?
+CHOICES: dict[str, tuple[type[Net], str, bool]] = {  # the message, and whether the whole module is kept
     "replicas": (Alive, "replicas fit into memory", True),
     "no room": (Net, "stages on 2 ranks", True),
     "an optimizer": (Together, "chose 2 replicas at ZeRO 0", False),
@@ -227,7 +229,7 @@ def train_choices(rank: int, folder: str) -> dict[str, Any]:
         module, told = cls().double(), list[str]()
         room = (
             33_000 if kind == "no room" else 2**30
-        )  # bytes; a replica needs 65 KB, half of the module 24 KB
+        )  # in bytes; a replica needs 65 KB, and half of the module 24 KB
         with (
             mock.patch.object(strategy, "rank_zero_info", told.append),
             mock.patch.object(available_memory, "_own", return_value=room),
@@ -262,7 +264,7 @@ def test_what_nobody_asked_for_keeps_the_module_whole(tmp_path):
     (lambda params: torch.optim.AdamW(params), (0, 1, 2, 3), None),
     (lambda params: torch.optim.Adafactor(params), (0,), None),
     (lambda params: Whole(params, lr=0.1), (0,), 1),
-    (lambda params: torch.optim.SparseAdam(list(params)), (0,), 1),  # which cannot be tried
+    (lambda params: torch.optim.SparseAdam(list(params)), (0,), 1),  # it cannot be tried
 ])  # fmt: skip
 def test_an_optimizer_is_known_before_the_choice(optimizer, levels, ranks):
     found = [
@@ -468,7 +470,9 @@ def test_processes_agree_how_many_of_them_work_at_once(tmp_path):
 
 
 def measure_on_other_machines(rank: int) -> tuple[int | None, ...]:
-    """On one machine, where each takes all cores, and then as if each had a machine of its own."""
+    """Measure with both processes on one machine, where each of them uses all cores, and then as if each had
+    a machine of its own.
+    """
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     world = World(rank, 2, torch.device("cpu"), timeout=PATIENCE)
     batch, found = tuple(x[:4] for x in data().tensors), []
@@ -484,7 +488,8 @@ def test_machines_do_not_share_their_cores(tmp_path):
 
 def measure_three(rank: int) -> list[int]:
     module, batch = net(), tuple(x[:6] for x in data().tensors)
-    torch.set_default_dtype(torch.float64 if rank == 0 else torch.float32)  # the user's affair, as under DDP
+    # The user may choose this per process, as under DDP.
+    torch.set_default_dtype(torch.float64 if rank == 0 else torch.float32)
     world = World(rank, 3, torch.device("cpu"), timeout=PATIENCE)
     _, hardware = measured_together(module, batch, world)
     return [*hardware.collectives]

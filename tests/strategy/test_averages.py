@@ -1,4 +1,4 @@
-"""Averages of the weights over processes are those of one device, or refused."""
+"""Averages of the weights over processes are those of one device, or they are refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tests.strategy.averaged import BY_HAND, PROGRAMS, TRIALS, run_all, trace_al
 from tests.strategy.test_options import differences
 
 QUICK = [("ZeRO-3", "ema"), ("PP2", "swa, sharded checkpoint")]
-# The trials take turns over the programs: each program has three of them, and each of them three programs.
+# The trials take turns among the programs: each program has three of the trials, and each trial has three of
+# the programs.
 JOBS = [
     (program, name)
     for i, program in enumerate(PROGRAMS)
@@ -41,7 +42,7 @@ QUICK_OWN = [
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What each process saw in a job."""
+    """What each process has seen in a job."""
 
     def run(jobs):
         folder = tmp_path_factory.mktemp("averages")
@@ -53,7 +54,7 @@ def ranks(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """What one device sees in a trial."""
+    """What one device has seen in a trial."""
 
     def run(names):
         with torch.random.fork_rng():

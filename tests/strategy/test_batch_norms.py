@@ -1,4 +1,4 @@
-"""Batch norms over replicas, with the statistics of the whole batch: as on one device that gets it."""
+"""Batch norms over replicas use the statistics of the whole batch, as one device with the whole batch does."""
 
 from __future__ import annotations
 

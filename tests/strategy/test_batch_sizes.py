@@ -1,5 +1,5 @@
-"""Steps whose Python code does something else for the number of samples of a microbatch or replica than for
-that of the batch.
+"""Steps whose Python code depends on the number of samples, so that a microbatch or a replica runs other
+operations than the whole batch.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Hooks that drop gradients, or change what is trained after the first batch: it trains as on one device, or
-is refused.
+"""Hooks that drop gradients, or that change after the first batch which parameters are trained: the module
+trains as on one device, or is refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Checkpoints are plain Lightning ones: any Trainer writes them, any Trainer goes on from them."""
+"""Checkpoints are plain Lightning checkpoints: any Trainer can write them, and any Trainer can resume from
+them.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ PROGRAMS = {
 
 @sharing_captures
 def run(how, folder, steps, ckpt_path=None, name="tied"):
-    """Train to `steps` steps, saving the last one; returns the module's values and the path."""
+    """Train for `steps` steps and save the last one. Returns the module's values, the path of the checkpoint
+    and the record.
+    """
     module, loader = make(name)
     program = PROGRAMS[how]
     save = ModelCheckpoint(

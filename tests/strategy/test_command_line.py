@@ -1,4 +1,4 @@
-"""LightningCLI: the strategy from arguments and YAML files, and what is said of those that are wrong."""
+"""LightningCLI: the strategy from arguments and from YAML files, and the errors for wrong ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LOCAL = "--trainer.strategy.transport=local"
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with a program, a file that is none, and configurations."""
+    """The current folder, with a program, with a file that is no program, and with configurations."""
     (tmp_path / "program.json").write_text(json.dumps(to_json(PROGRAM)))
     (tmp_path / "broken.json").write_text('[\n  {"op": "place",\n   "filter": {}, "devices" [0]}\n]\n')
     (tmp_path / "config.yaml").write_text(YAML)
@@ -163,7 +163,7 @@ def test_wrong_files_say_who_named_them(path: str, where: str, monkeypatch: pyte
         piper.PiperStrategy()
 
 
-STRATEGIES = {  # arguments in the file, and the same program
+STRATEGIES = {  # the arguments in the file -> the same program
     "degrees": ({"pp": 2, "microbatches": 4}, PROGRAM),
     "a name": ({"directives": "zero1", "dp": 2}, piper.parallel(dp=2, zero=1)),
 }

@@ -1,5 +1,5 @@
-"""Steps that communicate with other processes: refused where these may run another part of the step, and left
-alone elsewhere.
+"""Steps that communicate with other processes: they are refused where the processes may run different parts
+of the step, and otherwise left as they are.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CALLS = {
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
-    """A world of one process, where every call would return."""
+    """A world of one process, in which every call would return."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -1,5 +1,5 @@
-"""What a user has compiled with `torch.compile` trains as what is not, and as under
-DistributedDataParallel.
+"""Modules that a user has compiled with `torch.compile` train like modules that are not compiled, and as
+under DistributedDataParallel.
 """
 
 from __future__ import annotations

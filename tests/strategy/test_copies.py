@@ -1,4 +1,4 @@
-"""Trainers and strategies are copied and pickled as plain ones are, also after a fit."""
+"""Trainers and strategies can be copied and pickled like plain ones, also after a fit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dum
 
 @sharing_captures
 def further(fit, steps):
-    """The values of a new module that a Trainer which has had a fit trains."""
+    """The values of a new module, trained by a Trainer that has run a fit before."""
     fit.fit_loop.epoch_loop.max_steps = steps
     module, loader = make("tied")
     fit.fit(module, loader)

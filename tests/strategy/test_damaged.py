@@ -1,4 +1,4 @@
-"""A checkpoint whose bits have changed is never loaded with other values than were saved."""
+"""A checkpoint with changed bits is never loaded with other values than those that were saved."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FLIPS = 200
 
 @pytest.fixture(scope="module", params=["consolidated", "sharded"])
 def saved(request, tmp_path_factory):
-    """A checkpoint of each kind, and a trainer that can load it."""
+    """A checkpoint of each kind, and a Trainer that can load it."""
     path = tmp_path_factory.mktemp(request.param) / "a.ckpt"
     module, loader = make("mlp")
     module.save_hyperparameters({"rate": 0.1, "name": "abc", "sizes": [1, 2, 3]})
@@ -38,7 +38,7 @@ def saved(request, tmp_path_factory):
 
 
 def content_of(path, strategy):
-    """All that loading gives, over the strategy's own path."""
+    """Everything that loading returns, through the strategy's own code."""
     if not path.is_dir():
         return strategy.load_checkpoint(path, weights_only=True)
     consolidate(path, path.with_name("plain.ckpt"))
@@ -46,7 +46,7 @@ def content_of(path, strategy):
 
 
 def flips(path, count, pattern):
-    """Change one bit of the files after the other, and put it back."""
+    """Change one bit of the files at a time, and restore it afterwards."""
     files = sorted(path.glob(pattern)) if path.is_dir() else [path]
     before = {file: file.read_bytes() for file in files}
     bits = [(file, bit) for file, content in before.items() for bit in range(8 * len(content))]
@@ -104,7 +104,7 @@ def plain(tmp_path):
 
 
 def flip(path, text):
-    """One bit within the content that begins so."""
+    """Change one bit within the content that begins with `text`."""
     content = bytearray(path.read_bytes())
     content[content.index(text) + 10] ^= 4
     path.write_bytes(content)
@@ -150,7 +150,7 @@ def test_files_without_checksums_load_as_before(how, plain):
 
 
 class Shared(World):
-    """One of several processes that run one after the other."""
+    """The world of one of several processes that run one after the other."""
 
     def __init__(self, rank, files):
         super().__init__(rank, len(files), torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Training data are read as with any strategy: the step is captured from the batch that it is run on."""
+"""Training data are read as with any strategy: the step is captured with the batch on which it then runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.strategy.models import MLP, vectors
 
 
 class Seeing(MLP):
-    """Keeps what it is trained on."""
+    """Keeps the batches on which it is trained."""
 
     def __init__(self):
         super().__init__()
@@ -28,7 +28,7 @@ class Seeing(MLP):
 
 
 class Stream(IterableDataset):
-    """Reads on where it stopped: a second iteration does not begin anew."""
+    """Continues where it has stopped: a second iteration does not start anew."""
 
     def __init__(self, samples):
         self.samples = samples

@@ -1,6 +1,7 @@
-"""Validation, test and prediction over processes: every process sees what a plain Trainer on one device sees.
+"""In validation, test and prediction over processes, every process sees what a plain Trainer on one device
+sees.
 
-The model is in double precision; what the metrics of torchmetrics add up is not.
+The model is in double precision; the sums of torchmetrics' metrics are not.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ IN_METRICS = 2e-6  # measured: 5e-7, from sums in single precision
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What each process saw, by program."""
+    """What each process has seen, by program."""
 
     def run(names):
         processes, folder = 4 if names == ["pp2_zero3"] else 2, tmp_path_factory.mktemp(names[0])
@@ -52,7 +53,7 @@ def without(outcome, *keys):
     return {key: value for key, value in outcome.items() if key not in keys}
 
 
-OWN = ("outputs", "held", "saved")  # of each process
+OWN = ("outputs", "held", "saved")  # values that differ between processes
 
 
 @EACH

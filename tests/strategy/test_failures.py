@@ -1,4 +1,4 @@
-"""When one process fails, all end soon, and say which one was the first."""
+"""When one process fails, all others end soon and say which one was the first."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def run(kind: str, folder: Path) -> list[Ended]:
 
 
 def launched(*kind: str) -> tuple[int, str]:
-    """A training that Lightning's launcher starts: (return code, what it said).
+    """Run a training that Lightning's launcher starts: its return code and its output.
 
-    None of its processes is left: what they said ends when the last one does.
+    None of its processes is left, because the output ends when the last of them does.
     """
     running = popen([sys.executable, failing.__file__, *kind])
     try:
@@ -137,7 +137,9 @@ def test_a_process_that_hangs_does_not_outlive_the_one_that_launched_it():
 
 
 def check_left(left: Ended, other: Ended, rank: int, batches: int, why: str) -> None:
-    """One has left, and is ended; so the other one's wait breaks."""
+    """Check the messages of both ranks after `rank` has left the training loop: both name it as the first to
+    fail.
+    """
     after = f"{batches} batches ({batches} in its last epoch), because {why}, while rank "
     said = f"rank {rank}: it has left the training loop after {after}"
     assert (

@@ -1,4 +1,4 @@
-"""Faults on one of four processes, of which `benchmarks/faults.py` draws more; and recovery by torchrun."""
+"""Faults on one of four processes (`benchmarks/faults.py` draws more of them), and recovery by torchrun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fits with all logical devices in this process, against the interpreter and against one device."""
+"""Fits with all logical devices in this process, compared with the interpreter and with one device."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_five_steps_are_bitwise_those_of_the_interpreter(name):
 
 
 class Unfreeze(L.Callback):
-    """Lets the optimizer have a parameter that `configure_optimizers` left out, as those callbacks do that
-    fine-tune.
+    """Gives the optimizer a parameter that `configure_optimizers` has not given it, as callbacks for
+    fine-tuning do.
     """
 
     def on_train_start(self, trainer, module):
@@ -408,7 +408,7 @@ def test_verify(verify, said, caplog):
 
 
 def _told(caplog, strategy, module, loader):
-    """The messages of a fit that begin with the strategy's name, with T in the place of times."""
+    """The messages of a fit that begin with the strategy's name, with T in place of times."""
     with caplog.at_level(logging.INFO):
         trainer(strategy, max_steps=2)[0].fit(module, loader)
     texts = [text for text in caplog.messages if text.startswith("PiperStrategy")]
@@ -456,7 +456,7 @@ def test_what_is_verified_is_not_warned_of(verify):
 
 
 def _warned(strategy, module, loader):
-    """What is said of the whole batch in two steps."""
+    """The warnings about the whole batch in two steps."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         trainer(strategy, max_steps=2)[0].fit(module, loader)
@@ -464,7 +464,9 @@ def _warned(strategy, module, loader):
 
 
 class Freezing(L.Callback):
-    """Only the second half is trained, and the first one drops nothing."""
+    """Before the first batch, freezes the first half of the model and puts it into eval mode, so that it has
+    no dropout.
+    """
 
     def on_train_start(self, trainer, module):
         module.first.requires_grad_(False).eval()

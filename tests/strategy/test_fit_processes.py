@@ -1,4 +1,4 @@
-"""Fits on two real processes: bit for bit what one process computes with all devices, and what the
+"""Fits on two real processes: bit for bit what one process with all devices computes, and what the
 interpreter computes.
 """
 

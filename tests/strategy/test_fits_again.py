@@ -1,5 +1,5 @@
-"""A Trainer that fits several times, its step captured in one fit and run as it is in another: of what an
-earlier fit logged, with other arguments of `self.log`, nothing is left.
+"""A Trainer that fits several times, with its step captured in one fit and uncaptured in another: nothing is
+left of the values that an earlier fit logged with other arguments of `self.log`.
 """
 
 from __future__ import annotations

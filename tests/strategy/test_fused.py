@@ -1,4 +1,4 @@
-"""Trainings of which devices have parts of weights that lie beside each other: states and checkpoints are
+"""Trainings in which devices hold parts of weights that lie next to each other: states and checkpoints are
 those of one device.
 """
 
@@ -62,7 +62,7 @@ def train(rank: int, folder: Path, name: str, epochs: int, before: str | None) -
     return module.state_dict()
 
 
-@pytest.mark.long  # checkpoints in shards for other programs: test_sharded_checkpoint.py
+@pytest.mark.long  # checkpoints in shards for other programs are tested in test_sharded_checkpoint.py
 @pytest.mark.parametrize("names", [("stages", "zero3", "four")], ids=" ".join)
 def test_processes_go_on_with_what_other_programs_have_saved_in_shards(names, tmp_path):
     """Elements lie in another order in each of the files: of runs over two, over two and shards, over

@@ -1,4 +1,4 @@
-"""Losses that compare all samples of a batch train under every program as on one device, in float64."""
+"""Losses that compare all samples of a batch train as on one device under every program, in float64."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class CLIP(Compared):
 
 
 class VICReg(Compared):
-    """With a term for each sample."""
+    """A loss with an additional term for each sample."""
 
     def loss(self, one: Tensor, other: Tensor, y: Tensor) -> Tensor:
         loss = 2.0 * F.mse_loss(one, other)
@@ -87,8 +87,8 @@ class VICReg(Compared):
 
 
 class DRO(Compared):
-    """The worst group of samples, by labels that are not gathered by hand, and samples weighed by their
-    losses.
+    """A loss of the worst group of samples, whose labels the user does not gather, and of samples that are
+    weighted by their losses.
     """
 
     def loss(self, one: Tensor, other: Tensor, y: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class DRO(Compared):
 
 
 class Uncaptured(CLIP):
-    """It branches on a value, so it has no graph."""
+    """A step that branches on a value, so that it cannot be captured."""
 
     def loss(self, one: Tensor, other: Tensor, y: Tensor) -> Tensor:
         loss = super().loss(one, other, y)
@@ -135,7 +135,7 @@ def batches(count: int) -> list[Any]:
 
 
 def fit(module: L.LightningModule, strategy: Any = "auto", **options: Any) -> dict[str, Tensor]:
-    """Losses, last logged values and parameters of a training."""
+    """The losses, the last logged values and the parameters of a training."""
     run, record = trainer(strategy, max_steps=3, **options)
     run.fit(module, Batches(batches(6)))
     weights = {name: x.detach().clone() for name, x in module.state_dict().items()}
@@ -180,7 +180,9 @@ def test_without_it_another_model_is_trained(module: type[Compared]) -> None:
 
 
 def in_processes(rank: int) -> dict[str, dict[str, Tensor]]:
-    """Two replicas, each of which loads its half of each batch, with a graph and without, and two stages."""
+    """Train two replicas, each of which loads its half of each batch, captured and uncaptured; then train two
+    stages.
+    """
     own = slice(rank * SAMPLES // 2, (rank + 1) * SAMPLES // 2)
     found = {}
     for name, module, program in (

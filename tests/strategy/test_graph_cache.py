@@ -1,5 +1,5 @@
-"""Processes that trace a step once, together, and a run that takes it from the one before, train to the same
-bits.
+"""Processes that trace a step once for all of them, and runs that take the traced step from an earlier run,
+train to the same bits.
 """
 
 from __future__ import annotations

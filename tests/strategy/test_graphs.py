@@ -1,4 +1,4 @@
-"""Trainings on batches that hold more than tensors of one size, against a plain Trainer on one device."""
+"""Trainings on batches that hold more than tensors of one size, compared with a plain Trainer on one device."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Arrays(MLP):
         )
 
     def done(self, loss: Any) -> Any:
-        self.log("train_loss", loss, batch_size=4)  # which Lightning does not find in arrays
+        self.log("train_loss", loss, batch_size=4)  # Lightning does not find the batch size in arrays
         return loss
 
     def log_dict(self, *args: Any, **kwargs: Any) -> None:

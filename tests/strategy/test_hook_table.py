@@ -1,4 +1,6 @@
-"""The table of docs/design.md has every method of Lightning's Strategy that Piper overrides, with its files."""
+"""The table of docs/design.md names every method of Lightning's Strategy that Piper overrides, and the files
+that do it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ LIGHTNINGS = set(dir(ParallelStrategy)) | {"configure_launcher", "set_world_rank
 
 
 def overridden(strategy: type) -> dict[str, set[str]]:
-    """Public methods and properties of Lightning's, and the files of `strategy/` that override each."""
+    """The public methods and properties of Lightning's Strategy that are overridden, and the files of
+    `strategy/` that do it.
+    """
     found: dict[str, set[str]] = {}
     for each in strategy.__mro__:
         if each.__module__.startswith("lightning_piper."):

@@ -1,4 +1,4 @@
-"""Hooks of modules and callbacks are called as often as under DDP, in the same order, on every process."""
+"""On every process, hooks of modules and callbacks are called as often as under DDP, and in the same order."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A step that takes another layout after the first batch, in stages or under ZeRO: modules, norms of
-gradients, optimizers and checkpoints are those of one device.
+"""Steps whose layout changes after the first batch, in stages or under ZeRO: modules, norms of gradients,
+optimizers and checkpoints are those of one device.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Lightning starts the script once for each device: what is no script is refused before anything is
-started.
+"""Lightning starts the script once for each device. A main module that is no script is refused before
+anything is started.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.strategy.replicated import dp2
 
 
 def launched(monkeypatch, argv, name=None, file=None, devices=2):
-    """A Trainer in a process whose main module is of this name (`python -m`) or file."""
+    """A Trainer in a process whose main module has this name (`python -m`) or this file."""
     main = ModuleType("__main__")
     main.__spec__ = None if name is None else ModuleSpec(name, None)
     if file is not None:
@@ -66,7 +66,7 @@ def test_processes_that_something_else_starts_need_no_script(monkeypatch):
 
 
 def told(rank: int, others: list[dict[str, Any]]) -> dict[int, str]:
-    """Fits of which rank 1 is told something else than rank 0 is; what each said."""
+    """Run fits in which rank 1 is told something else than rank 0. Returns the error of each rank."""
     said = {}
     for number, other in enumerate(others):
         options: dict[str, Any] = {"directives": "auto"}

@@ -1,5 +1,5 @@
-"""Parameters and buffers that the first step does not use, and later ones do, are those of one device: in
-every process's module after the fit, in checkpoints, and in trainings that go on from one.
+"""Parameters and buffers that the first step does not use, and later steps do, are those of one device: in
+the module of every process after the fit, in checkpoints, and in trainings that resume from one.
 """
 
 from __future__ import annotations

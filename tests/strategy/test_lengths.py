@@ -1,5 +1,5 @@
-"""Fits on batches of many lengths: equal to plain Lightning, and with replicas to the mean over all of their
-tokens.
+"""Fits on batches of many lengths: equal to plain Lightning, and with replicas equal to the mean over the
+tokens of all replicas.
 """
 
 from __future__ import annotations

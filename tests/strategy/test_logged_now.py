@@ -1,4 +1,6 @@
-"""What a step logs and reads from the Trainer at once is this step's value, or the step is not captured."""
+"""If a step logs a value and reads it from the Trainer at once, it gets the value of this step, or the step
+is not captured.
+"""
 
 from __future__ import annotations
 

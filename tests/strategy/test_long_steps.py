@@ -1,4 +1,4 @@
-"""A step of very many operations runs uncaptured, if nothing but the checks is lost."""
+"""A step with very many operations runs uncaptured, if nothing but the checks is lost by that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Losses over tokens, trained under schedules, replicas and shards as on one device with the whole batch."""
+"""Losses over tokens, trained under schedules, replicas and shards: the results are those of one device with
+the whole batch.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,13 @@ from tests.strategy.fitting import Batches, Record, local, trainer
 pytest.importorskip("transformers")
 
 VOCABULARY, LENGTH, SAMPLES_A_BATCH = 29, 7, 16
-BOUND = 2e-12  # float64, ten steps of an optimizer; the largest distance seen is 4e-14
+BOUND = 2e-12  # in float64, after ten steps of an optimizer; the largest distance measured is 4e-14
 
 
 class Llama(L.LightningModule):
-    """A causal language model with padding, class weights, and the z-loss of its logits beside it."""
+    """A causal language model with padding, class weights, and the z-loss of its logits as an additional
+    term.
+    """
 
     def __init__(self, optimizer: str = "sgd", auxiliary: bool = True) -> None:
         super().__init__()
@@ -70,7 +74,7 @@ class Llama(L.LightningModule):
 
 
 def batches(count: int, samples: int = SAMPLES_A_BATCH) -> list[dict[str, Tensor]]:
-    """Sequences of 2 to 7 tokens, padded; the second half of a batch has short ones."""
+    """Padded sequences of 2 to 7 tokens; those in the second half of a batch are short."""
     generator = torch.Generator().manual_seed(5)
     found = []
     for _ in range(count):
@@ -90,7 +94,9 @@ def fit(
 
 
 def distance(one: tuple[dict[str, Tensor], Record], two: tuple[dict[str, Tensor], Record]) -> float:
-    """Of losses, logged values and parameters, relative to the largest of each."""
+    """The largest distance of losses, logged values and parameters, each relative to the largest value of its
+    kind.
+    """
     pairs = [(one[0][name], two[0][name]) for name in one[0]]
     pairs += list(zip(one[1].losses, two[1].losses, strict=True))
     for a, b in zip(one[1].logged, two[1].logged, strict=True):
@@ -251,7 +257,7 @@ class Rooted(Tokens):
 
 
 class Beside(Tokens):
-    """Compares each sample with the one before."""
+    """Compares each sample with the previous one."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step((batch[0].roll(1, 0), *batch[1:]), batch_idx)

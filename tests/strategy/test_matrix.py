@@ -1,5 +1,5 @@
-"""Every strategy with everything that people do with a Trainer: each process sees what a plain Trainer on one
-device sees, which is given the batches of all replicas together.
+"""Every strategy with everything that people do with a Trainer. Each process sees what a plain Trainer on one
+device sees that gets the batches of all replicas together.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from tests.strategy.fitting import apart
 from tests.strategy.matrix import CONTROLS, KINDS, LARGEST, ROWS, SCENARIOS
 from tests.strategy.scenarios import equal
 
-# Of the largest value of a tensor. In double precision, measured: 1.0e-15.
+# Relative to the largest value of a tensor. In double precision, 1.0e-15 was measured.
 ROUNDING = dict.fromkeys(SCENARIOS, 1e-14)
-# Each microbatch's activations and gradients are rounded to 8 bits by themselves, which are 2**-9 of a
-# number. Measured, after three steps: 3.3e-3, and 5.3e-3 of two networks against each other. Without
+# Each microbatch's activations and gradients are rounded to 8 bits separately, which is a relative error of
+# 2**-9. After three steps, 3.3e-3 was measured, and 5.3e-3 for two networks against each other. Without
 # microbatches there is no difference: see below.
 ROUNDING["bf16-mixed"] = 1e-2
-WRONG = 0.2  # measured, of the controls: 0.21 and more
-OWN = 0.05  # of one replica's samples in place of all; measured: 0.072 and more
+WRONG = 0.2  # at least 0.21 was measured for the controls
+OWN = 0.05  # for one replica's samples in place of all; at least 0.072 was measured
 LOGS = ("logged", "epochs", "validations")
 
 QUICK = ["PP2xDP2 ZeRO-3", "two optimizers, DP2 ZeRO-1"]
@@ -41,7 +41,7 @@ LAUNCHES = [
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What each process saw in a row, by scenario."""
+    """What each process has seen in a row, by scenario."""
 
     def run(names):
         size, folder = ROWS[names[0]].processes, tmp_path_factory.mktemp("matrix")
@@ -61,7 +61,7 @@ def plain(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wrong(tmp_path_factory):
-    """The scenarios on one device, each with something missing or other data: see `CONTROLS`."""
+    """The scenarios on one device, each with something missing or with other data: see `CONTROLS`."""
     return on_demand(
         [[kind] for kind in KINDS],
         lambda kinds: {k: matrix.controls(k, tmp_path_factory.mktemp("wrong")) for k in kinds},
@@ -69,8 +69,8 @@ def wrong(tmp_path_factory):
 
 
 def seen_by(row, rank, scenario, outcome):
-    """What of one device's outcome a process must see: all of it, but the predictions of its own replica's
-    samples only.
+    """The part of one device's outcome that a process must see: everything, except that predictions are only
+    those of its own replica's samples.
     """
     if scenario != "predict":
         return outcome
@@ -78,8 +78,8 @@ def seen_by(row, rank, scenario, outcome):
 
 
 def shared(row, outcome):
-    """What all processes must see alike: in a fit whose training step runs as it is, neither losses nor what
-    is logged without `sync_dist`, which are of each replica's own samples.
+    """The part that all processes must see alike. In a fit whose step runs uncaptured, this excludes losses
+    and values logged without `sync_dist`, which belong to each replica's own samples.
     """
     if KINDS[row.kind].captured or "losses" not in outcome:
         return outcome

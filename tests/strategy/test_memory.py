@@ -1,5 +1,5 @@
-"""An operation that finds no memory is known as such: by its class, and by Lightning, which then tries a
-smaller batch.
+"""An operation that finds no memory raises an error of the right class, and Lightning recognizes it and tries
+a smaller batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WHOLE = [piper.Place(filter={}, devices=[0])]
 
 
 class Large(L.LightningModule):
-    """From 32 samples on it asks for more memory than there can be: addresses have 47 bits."""
+    """From 32 samples on, the model asks for more memory than can exist: addresses have 47 bits."""
 
     def __init__(self):
         super().__init__()

@@ -1,5 +1,5 @@
-"""Metric objects in training, validation and test steps: what is logged is what a plain Trainer on one device
-logs.
+"""Metric objects in training, validation and test steps: the logged values are those of a plain Trainer on
+one device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROUNDING = {
     torch.float64: 1e-14,
     torch.float32: 3e-6,
 }  # measured: 4e-15, and 7e-7 of sums over replicas in single precision
-ALONE = {"positions", "count"}  # are not logged where there are replicas
+ALONE = {"positions", "count"}  # these are not logged if there are replicas
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def plain(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What each process saw, by program."""
+    """What each process has seen, by program."""
 
     def run(names):
         folder = tmp_path_factory.mktemp(names[0])
@@ -80,7 +80,7 @@ def test_states_go_on_in_the_middle_of_an_epoch(name, ranks, plain):
 
 @pytest.fixture
 def in_one_process(tmp_path):
-    """All devices in this process."""
+    """Train with all devices in this process."""
 
     def run(program, work="fitted"):
         runs = metric_jobs.Runs(lambda: local(program), 1, 1, tmp_path)

@@ -1,5 +1,5 @@
-"""Each step of the museum is one device's, or a warning names what breaks it, or it is refused: none differs
-in silence.
+"""For each step of the museum, the result is that of one device, or a warning names what breaks it, or the
+step is refused. No step gives another result without a message.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Two nodes, tried on one machine: as two sets of processes over loopback, by Lightning's launcher and by
-SLURM's variables, and as two network namespaces with addresses of their own, by torchrun.
+"""Two nodes, tried on one machine: as two sets of processes over loopback, started by Lightning's launcher
+and with SLURM's variables, and as two network namespaces with their own addresses, started by torchrun.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LOOPBACK = Network([[], []], "127.0.0.1", ["lo", "lo"])
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    """Two network namespaces, joined by a pair of virtual interfaces; loopback where those cannot be made."""
+    """Two network namespaces, joined by a pair of virtual interfaces; loopback if they cannot be made."""
     names = [f"piper-{os.getpid()}-{node}" for node in range(2)]
     problem = joined(*names)
     if problem:
@@ -52,7 +52,7 @@ def network() -> Iterator[Network]:
 
 
 def joined(first: str, second: str) -> str:
-    """Make two namespaces of these names; returns what cannot be done."""
+    """Make two network namespaces with these names. Returns why they cannot be made, if so."""
     commands = [f"ip netns add {first}", f"ip netns add {second}"]
     commands.append(f"ip -n {first} link add veth0 type veth peer name veth1 netns {second}")
     for node, name in enumerate((first, second)):
@@ -70,7 +70,7 @@ def joined(first: str, second: str) -> str:
 def on_two_nodes(
     folder: Path, torchrun: bool, network: Network = LOOPBACK
 ) -> list[list[dict[str, torch.Tensor]]]:
-    """What each of four processes ended with."""
+    """The values with which each of four processes has ended."""
     port = str(free_port())
     running = []
     for node in range(2):

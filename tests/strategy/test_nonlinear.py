@@ -1,5 +1,5 @@
-"""Steps whose backward pass is not linear in the gradient of the loss: as DDP has them in replicas, as one
-device where nothing is split, and refused in microbatches, unless the split accepts them.
+"""Steps whose backward pass is not linear in the gradient of the loss. In replicas they train as under DDP,
+and as on one device if nothing is split. With microbatches they are refused, unless the split accepts them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def replicas(**levels: bool) -> list[Any]:
 
 
 class Penalty(torch.autograd.Function):
-    """Adds the gradient of a penalty on scores to that of the loss, whatever comes in."""
+    """Adds the gradient of a penalty on the scores to the gradient of the loss, whatever that gradient is."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, scores: Tensor) -> Tensor:
@@ -55,8 +55,8 @@ class Ones(torch.autograd.Function):
 
 
 class Net(L.LightningModule):
-    """Classifies tokens of which some do not count, so that the loss is a ratio; with a second term that is a
-    mean over samples.
+    """Classifies tokens, of which some do not count, so that the loss is a ratio. A second term of the loss
+    is a mean over samples.
     """
 
     def __init__(self, kind: str, factor: float = 1.0) -> None:
@@ -101,8 +101,8 @@ def fit(module: Net, strategy: Any, accumulate: int = 1) -> dict[str, Tensor]:
 
 
 def by_hand(kind: str, parts: int, accumulate: int = 1, microbatches: int = 1) -> dict[str, Tensor]:
-    """What DDP makes of replicas, each of which has one of `parts` of the batch; or, of each, the mean over
-    microbatches.
+    """What DDP gives for replicas that each have one of `parts` of the batch, and for which the mean over
+    microbatches is taken.
     """
     module = Net(kind)
     optimizer = module.configure_optimizers()

@@ -1,5 +1,5 @@
-"""Gradients of several dtypes are clipped by one norm, which is one device's: two stages, and shards, in two
-processes.
+"""Gradients of several dtypes are clipped by one norm, which is that of one device: in two stages and with
+shards, on two processes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Trainings in which what forward passes keep waits on the host, over processes."""
+"""Trainings over processes in which the values that forward passes keep are stored on the host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.tensors import far
 
 ROUNDING = 1e-14  # 2e-16 measured
 ZERO3 = [Place(filter={}, devices=[0, 1]), Replicate(filter={}, devices=[0, 1], shard_params=True)]
-JOBS: dict[str, tuple[list[Any], bool]] = {  # the program, and whether processes draw batches of their own
+JOBS: dict[str, tuple[list[Any], bool]] = {  # the program, and whether each process reads batches of its own
     "zero3": ([*ZERO3, Recompute(filter={}), Offload(filter={})], True),
     "stages": ([*schedules.zero_bubble(stages=2, microbatches=4), Offload(filter={}, ahead=2)], False),
 }

@@ -1,5 +1,5 @@
-"""Modules on the meta device: initial values do not depend on who computes them, and no process has more than
-its part.
+"""Modules on the meta device: their initial values do not depend on the process that computes them, and no
+process holds more than its part.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(folder):
-    """What each rank saw of each job."""
+    """What each rank has seen of each job."""
     return launch_trainings(
         4, on_meta.train, folder / "run", [*TRAINED, *LOADED, *REFUSED], folder, prepare=on_meta.trace_all
     )
@@ -54,7 +54,7 @@ def ranks(folder):
 
 @pytest.fixture(scope="module")
 def one(folder):
-    """The same in one process."""
+    """What one process has seen of each job."""
     return {job.name: fit(dataclasses.replace(job, save="", ckpt=""), folder) for job in TRAINED}
 
 
@@ -179,7 +179,7 @@ def test_values_depend_on_names_and_seed_alone():
 
 
 class Partial(nn.Module):
-    """`reset_parameters` leaves the mask as it is."""
+    """A layer whose `reset_parameters` does not set the mask."""
 
     def __init__(self):
         super().__init__()

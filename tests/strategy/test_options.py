@@ -1,6 +1,4 @@
-"""Callbacks and options of the Trainer do over processes what they do on one device, or say that they
-cannot.
-"""
+"""Callbacks and options of the Trainer do over processes what they do on one device, or raise an error."""
 
 from __future__ import annotations
 
@@ -21,13 +19,13 @@ from tests.strategy.options import PROGRAMS, TRIALS, run_all, trace_all
 from tests.strategy.requests import work
 
 EACH = pytest.mark.parametrize("program", marked(PROGRAMS, ["ZeRO-3"]))
-# What Lightning does in the process of rank 0 only.
+# What Lightning does only in the process of rank 0.
 LEADS = {"summary": ("rows", "counts"), "throughput": ("samples", "factors")}
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What each process saw under a program."""
+    """What each process has seen under a program."""
 
     def run(names):
         folder = tmp_path_factory.mktemp("options")
@@ -44,7 +42,7 @@ def plain(tmp_path_factory):
 
 
 def differences(a: Any, b: Any, path: str = "") -> list[str]:
-    """Where two nested outcomes are not equal but for the rounding of float64."""
+    """The paths at which two nested outcomes differ by more than the rounding of float64."""
     if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
         return [found for key in a for found in differences(a[key], b[key], f"{path}.{key}")]
     if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):

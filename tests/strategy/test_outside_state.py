@@ -1,5 +1,6 @@
 """State outside of the module: what a step changes in its batch, attributes of parameters, settings of torch,
-and the number of processes."""
+and the number of processes.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Steps that cannot be captured, in programs that cut them: calls of annotated modules are captured, and the
-rest runs as it is.
+"""Steps that cannot be captured, in programs that divide them: the calls of annotated modules are captured,
+and the rest runs uncaptured.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ class Pointed(Counting):
 
 
 class Replaced(Counting):
-    """A parameter of a module whose call is captured."""
+    """A model that replaces a parameter of a module whose call is captured."""
 
     def counted(self) -> None:
         self.body.first.bias = nn.Parameter(torch.zeros(8))

@@ -1,4 +1,4 @@
-"""The phases of a strategy: what each of them leaves when its run is over."""
+"""The phases of a strategy, and what each of them leaves when its run has ended."""
 
 from __future__ import annotations
 

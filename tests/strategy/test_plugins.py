@@ -1,4 +1,4 @@
-"""Checkpoint plugins that write elsewhere or later, and what is raised where there is nothing to load."""
+"""Checkpoint plugins that write elsewhere or later, and the errors for checkpoints that do not exist."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class InFolders(TorchCheckpointIO):
     def remove_checkpoint(self, path):
         self.removed = str(path)
         with self.one_at_a_time:
-            shutil.rmtree(path, ignore_errors=True)  # it may be not there yet
+            shutil.rmtree(path, ignore_errors=True)  # it may not exist yet
 
 
 def folders_later():

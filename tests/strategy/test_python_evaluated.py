@@ -1,5 +1,5 @@
-"""Validation, test and prediction steps that read Python state give what one device gives, or are refused:
-the error names it.
+"""Validation, test and prediction steps that read Python state give the results of one device, or are refused
+with an error that names the state.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ EVERY = list(dict.fromkeys([*EVERY, *(case for case in QUICK if case[1] in OVER)
 ROUNDING = (
     1e-14  # of the largest value of a tensor: replicas sum the gradients of the training in another order
 )
-WRONG = 1e-3  # measured, of the controls: 0.2 and more
+WRONG = 1e-3  # at least 0.2 was measured for the controls
 
 
 @pytest.fixture(scope="module")

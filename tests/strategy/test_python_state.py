@@ -1,5 +1,5 @@
 """Steps that read Python state which changes between steps train as on one device, or are refused with an
-error that names it.
+error that names the state.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.strategy.fitting import apart
 
 ROWS = python_state.rows()
 OVER = ["DP2", "PP2", "ZeRO-3"]
-# One of each kind; the others are more of the same.
+# One of each kind; the others test similar rows.
 QUICK_APART = ["ForwardHook", "Pruning", "BufferReplaced", "BufferIsNone", "TargetReplaced", "BatchNorm",
     "GlobalStep",
                "RateOfTheScheduler", "DrawnByNumpy", "Clock", "GlobalNumber", "List", "Float"]  # fmt: skip
@@ -51,7 +51,7 @@ def over(number, name):
 APART = list(
     dict.fromkeys([*QUICK_OVER, *((name, way) for i, name in enumerate(ROWS) for way in over(i, name))])
 )
-WRONG = 1e-3  # measured, of the controls: 0.01 and more
+WRONG = 1e-3  # at least 0.01 was measured for the controls
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def ranks(tmp_path_factory):
 
 
 def furthest(found, wanted):
-    """The largest distance; infinite where something else is logged or stands in the module."""
+    """The largest distance; infinite if other values are logged, or if the module has other attributes."""
     try:
         return max(apart({**found, "captures": 0}, {**wanted, "captures": 0}).values())
     except AssertionError:

@@ -1,4 +1,4 @@
-"""The same strategy under the Trainer of the package `pytorch_lightning`, whose classes are others of the
+"""The same strategy under the Trainer of the package `pytorch_lightning`, which has other classes with the
 same names.
 """
 

@@ -1,5 +1,5 @@
-"""Models as their users write them, of kinds that once broke behind the capture: fits with all devices in one
-process give what a plain Trainer gives.
+"""Models as their users write them, of kinds that have once failed after the capture: fits with all devices
+in one process give what a plain Trainer gives.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Tagger(Module):
 
 
 class Normed(Module):
-    """A layer whose weight is made of others by torch. Batch: (input [n, 4], target [n, 4])."""
+    """A layer whose weight torch computes from other parameters. Batch: (input [n, 4], target [n, 4])."""
 
     def __init__(self, norm: Callable[[nn.Linear], nn.Module]) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Normed(Module):
 
 
 class Penalized(Normed):
-    """A gradient penalty: the step differentiates by a tensor of the batch, twice."""
+    """A gradient penalty: the step differentiates twice with respect to a tensor of the batch."""
 
     def __init__(self) -> None:
         super().__init__(lambda layer: layer)
@@ -70,8 +70,8 @@ class Penalized(Normed):
 
 
 class Noised(Normed):
-    """Noise that is made before the stages: the first one works on noised inputs, the last one tells the
-    noise.
+    """Noise that is made before the stages: the first stage works on noised inputs, and the last stage
+    predicts the noise.
     """
 
     def __init__(self) -> None:
@@ -86,8 +86,8 @@ class Noised(Normed):
 
 
 class Sampled(Module):
-    """A variational autoencoder: distributions look at their arguments' values, unless they are told not
-    to.
+    """A variational autoencoder, whose distributions read the values of their arguments unless they are told
+    not to.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What does not work is refused before any training, with the way out."""
+"""Requests that do not work are refused before any training, with a way to solve the problem."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_an_error_leaves_the_module_as_it_was():
 
 
 class Moody(L.LightningModule):
-    """Uses one parameter in both regions, or one layer not at all, where the batch says so."""
+    """Depending on the batch, uses one parameter in both regions, or does not use one layer at all."""
 
     def __init__(self):
         super().__init__()

@@ -1,5 +1,5 @@
-"""Replicas under Lightning's Trainer: equal to one device on the concatenated batches, bit for bit the same
-over processes.
+"""Replicas under Lightning's Trainer give what one device gives for the concatenated batches, and on
+processes bit for bit what they give in one process.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ OPTIONS = {
     "long": {"max_steps": 20},
     "last_smaller": {"max_steps": 6},
 }
-ONLY = {"ddp": 2, "twice": 2, "clipped": 4}  # on so many processes; all others on both numbers
+# On this number of processes only; all others run on both numbers.
+ONLY = {"ddp": 2, "twice": 2, "clipped": 4}
 MODEL = {"accumulated": "mlp", "long": "mlp", "last_smaller": "mlp", "clipped": "tied", "ddp": "mlp"}
 
 
 def one_device(folder):
-    """A checkpoint of a plain training, which the processes go on from."""
+    """A checkpoint of a plain training, from which the processes resume."""
     module, loader = make("tied")
     save = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     fit, _ = trainer(callbacks=[save], max_steps=5, enable_checkpointing=True)
@@ -43,7 +44,7 @@ def one_device(folder):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What the processes of each number saw, when first asked for."""
+    """What the processes have seen, for each number of processes; they run when they are first asked for."""
     found = {}
 
     def get(processes):
@@ -59,9 +60,7 @@ def ranks(tmp_path_factory):
 
 
 def by_replica(ranks, name):
-    """One process's outcome for each replica: the processes of one are next to each other in no program
-    here.
-    """
+    """The outcome of one process of each replica: in no program here are the processes of one replica apart."""
     return [ranks[0][name], ranks[len(ranks) // 2][name]]
 
 
@@ -210,7 +209,7 @@ REFUSED = [
     (4, "sampler", "gives process 0 part 1 of 2, but this process belongs to replica 0 of 2"),
     (2, "length", "have [2, 1] batches, by rank, but every replica needs the same number"),
     (4, "length", "have [2, 2, 1, 1] batches, by rank, but every replica needs the same number"),
-    (2, "limited", "no error, []"),  # as many as are drawn
+    (2, "limited", "no error, []"),  # as many as there are in the data
     (2, "size", "works on samples 0:3, which cannot be divided evenly over 2 replicas"),
     (2, "devices", "4 logical device(s), the Trainer runs 2 process(es)"),
     (4, "devices", "2 logical device(s), the Trainer runs 4 process(es)"),

@@ -1,5 +1,5 @@
-"""Jobs of SLURM that are told to end save once, all processes between the same two batches, and go on from
-there.
+"""When SLURM tells a job to end, it saves once, with all processes between the same two batches, and resumes
+from there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Trainings in which keys go round, over processes."""
+"""Trainings over processes in which attention keys are passed around a ring."""
 
 from __future__ import annotations
 

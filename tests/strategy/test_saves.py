@@ -1,5 +1,5 @@
-"""Checkpoints that are written behind the training: the same ones, whole or absent, and nothing that fails is
-lost.
+"""Checkpoints that are written in the background are the same as others; each is whole or absent, and no
+failure goes unnoticed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PATIENCE = 300.0  # seconds
 
 
 class Gate(L.Callback):
-    """What is written behind the training from a step on waits until a later one is over."""
+    """Lets background writes that start within `holding` wait until the step `opens` is over."""
 
     def __init__(self, opens: int) -> None:
         self.opens, self.gate = opens, threading.Event()
@@ -66,8 +66,8 @@ class SaveAt(L.Callback):
 def fit(
     folder: Path, kind: Any, io: Any, *callbacks: L.Callback, steps: int = 4, **options: Any
 ) -> tuple[L.Trainer, Any]:
-    """A training of ZeRO-1, all devices in this process."""
-    module, loader = make("dropout", samples=16, batch_size=8)  # two steps an epoch
+    """A training with ZeRO-1 and all devices in this process."""
+    module, loader = make("dropout", samples=16, batch_size=8)  # two steps in an epoch
     strategy = local(dp2(1), checkpoint=kind, checkpoint_io=io)
     torch.manual_seed(3)
     saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)

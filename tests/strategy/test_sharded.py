@@ -1,5 +1,5 @@
-"""ZeRO under Lightning's Trainer: equal to one device, bit for bit the same over processes and in one
-process.
+"""ZeRO under Lightning's Trainer: the results are those of one device, and are the same bit for bit over
+processes and in one process.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def test_pieces_keep_their_groups_and_marks(sharded_ranks):
 
 
 def whole_of(local_shards):
-    """The tensors that all processes' pieces make, in the order of their memory, and how often each element
-    came.
+    """The tensors that the shards of all processes make together, in their memory order, and how often each
+    element occurred.
     """
     found, counts = {}, {}
     for shard in local_shards:

@@ -1,4 +1,4 @@
-"""Sharded checkpoints of fits: any directives go on from those of any others."""
+"""Sharded checkpoints of fits: trainings under any directives can resume from checkpoints of any others."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ CHAIN = [
 
 
 def run(how, model, path, steps, resume=None, **options):
-    """A training on as many processes as it needs; what the first one saw, which is what all saw."""
+    """Train on as many processes as the directives need. Returns what the first process has seen, which is
+    what all have seen.
+    """
     if not HOW[how].processes:
         with torch.random.fork_rng():
             found = [train(0, how, model, path, steps, resume, **options)]
@@ -56,7 +58,7 @@ def work_of(rank, how, model, path, steps, resume, options):
 
 
 def plain(model, steps, path=None):
-    """The same training without directives, on one device."""
+    """The same training without directives on one device."""
     module, loader = make(model, samples=8 * BATCHES)
     callbacks = [] if path is None else [ModelCheckpoint(path.parent, filename=path.stem, save_top_k=-1)]
     fit, record = trainer(
@@ -68,7 +70,7 @@ def plain(model, steps, path=None):
 
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory):
-    """Each training goes on from the one before: (directives, outcome, checkpoint)."""
+    """Trainings that each resume from the one before: (directives, outcome, checkpoint)."""
     folder = tmp_path_factory.mktemp("chain")
     found, before = [], None
     for i, how in enumerate(CHAIN):

@@ -1,4 +1,4 @@
-"""Fits on a simulated accelerator: to the bit what the CPU computes, or an error that names the missing
+"""Fits on a simulated accelerator give what the CPU computes to the bit, or an error that names the missing
 event.
 """
 
@@ -67,7 +67,7 @@ def test_accumulated_gradients_stay_on_it() -> None:
 def without(
     kind: type[Instruction], change: Callable[[Any], Instruction | None]
 ) -> Callable[[list[Instruction]], None]:
-    """Every instruction of this kind becomes another one, or none."""
+    """An edit that replaces every instruction of this kind by another one, or removes it."""
 
     def edit(instructions: list[Instruction]) -> None:
         instructions[:] = [
@@ -98,7 +98,7 @@ def test_a_plan_with_a_fault_is_an_error(fault: str, monkeypatch: pytest.MonkeyP
 
 
 class Seen(MLP):
-    """Has steps of every kind, and keeps what they return."""
+    """A module with steps of every kind, which keeps what they return."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         with piper.annotate("PP", 0):

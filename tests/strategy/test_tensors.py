@@ -1,4 +1,4 @@
-"""Trainings of which an axis of devices has parts of tensors: in one process, and over processes."""
+"""Trainings in which the devices along an axis hold parts of tensors, in one process and over processes."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_batch_norms_have_the_statistics_of_the_batch(program, options):
 
 
 class Counting(Decoder):
-    """Keeps a metric object of what it has seen."""
+    """Keeps a metric object of the samples that it has seen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ def test_metric_objects_see_each_sample_once():
 
 # Over processes
 
-LIMIT = timedelta(seconds=800)  # one takes 20 s where nothing else runs
+LIMIT = timedelta(seconds=800)  # one training takes 20 s if nothing else runs
 JOBS: dict[
     str, tuple[Any, list[Any], int]
 ] = {  # the module, its program, and samples that each process draws

@@ -1,4 +1,4 @@
-"""Steps that cannot be captured run as they are: on one device as in a Trainer without the strategy, in
+"""Steps that cannot be captured run uncaptured: on one device as in a Trainer without the strategy, and in
 replicas as with DDP.
 """
 
@@ -14,9 +14,9 @@ from tests.distributed.processes import launch_trainings
 from tests.groups import marked
 from tests.strategy.uncaptured import KINDS, SEEDED, fit, train, train_seeded
 
-# Adam divides the gradient of a bias in front of a batch norm, which is rounding alone, by its size.
+# The gradient of a bias before a batch norm is only rounding, and Adam divides it by its size.
 NEAR = {"BatchNorm": 1e-7}
-LATER = ("Later", "File", "changed in an accumulation")  # whose first losses are those of all replicas
+LATER = ("Later", "File", "changed in an accumulation")  # kinds whose first losses are those of all replicas
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
-"""Steps that are not captured, under programs that shard: each process has a part of the optimizer's state,
-and trains as with DDP, to the bit.
+"""Steps that are not captured, under programs that shard: each process holds a part of the optimizer's state,
+and trains to the bit as with DDP.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from tests.distributed.processes import launch_trainings
 from tests.strategy.test_uncaptured import far
 from tests.strategy.uncaptured_sharded import REFUSED, ROWS, SEEDED, train, train_seeded
 
-# A captured step adds up in another order. Of gradients that two passes of a step leave in one parameter, DDP
-# averages the sum of what each process has so far; here each pass is averaged, and then added.
+# A captured step adds in another order. If two passes of a step leave gradients in one parameter, DDP
+# averages the sum that each process has at that point; here each pass is averaged and then added.
 ROUNDED = ("Later", "Afterwards")
 
 

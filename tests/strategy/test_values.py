@@ -1,5 +1,5 @@
-"""Trainings whose steps take numbers out of tensors and log them, and check values, against a plain Trainer
-on one device.
+"""Trainings whose steps take numbers out of tensors, log them, and check values, compared with a plain
+Trainer on one device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SPLIT = piper.Split(filter={}, dim_name="MB", num_microbatches=2)
 
 
 class Classifier(L.LightningModule):
-    """Float64, so that what Python computes is what tensors compute."""
+    """A model in float64, so that Python computes what tensors compute."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
-"""What trainings on processes trace of the zoo, traced when this is imported: by the server that the
-processes are forked from, so that it is done once, and not by every rank of every launch.
+"""Traces, when it is imported, the models of the zoo that trainings on processes use. The server from which
+the processes are forked imports it, so that each model is traced once instead of by every rank of every
+launch.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from tests.strategy.resumed import replicas
 
 @sharing_captures
 def trace() -> None:
-    """Of batches of eight samples: what four microbatches need, and two replicas of two microbatches."""
+    """Trace batches of eight samples, for four microbatches and for two replicas of two microbatches."""
     for program, names in (
         (PROGRAM, ["mlp", "dropout", "tied", "conv", "varied"]),
         (replicas(), ["mlp", "dropout", "tied", "varied"]),

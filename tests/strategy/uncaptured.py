@@ -1,5 +1,5 @@
-"""Modules whose training step no graph can have, as people write them, and trainings of them: by Lightning
-alone, by its DDP, and as replicas of a program. Two processes serve all.
+"""Modules, as people write them, whose training step cannot be captured, and trainings of them: by Lightning
+alone, by its DDP, and as replicas of a program. One launch of two processes runs all of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BATCHES = 3
 
 
 class Net(L.LightningModule):
-    """Asks for values, and returns more than the loss."""
+    """A model that reads values and returns more than the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Net(L.LightningModule):
         x, y = batch
         loss = F.mse_loss(self.net(x), y)
         self.outputs.append(loss)
-        self.log("batches", loss, sync_dist=True)  # captured in the sanity check, and not later
+        self.log("batches", loss, sync_dist=True)  # captured in the sanity check, but not later
 
     def on_validation_epoch_end(self) -> None:
         self.log("validated", torch.stack(self.outputs).mean(), sync_dist=True)
@@ -94,14 +94,14 @@ class Gan(Net):
 
 
 class Raw(Gan):
-    """Not by `manual_backward`, at which DDP fails."""
+    """Calls `backward` instead of `manual_backward`; DDP fails at that."""
 
     def pass_back(self, loss: Tensor) -> None:
         loss.backward()
 
 
 class Afterwards(Gan):
-    """With one more backward pass and update in a hook behind the step."""
+    """Runs one more backward pass and update in a hook after the step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         super().training_step(batch, batch_idx)
@@ -121,8 +121,8 @@ class BatchNorm(Net):
 
 
 class Sometimes(Net):
-    """Parameters that are used by one replica, by none in a step, or never; weight decay would change them
-    otherwise.
+    """Has parameters that only one replica uses, that no step of the first epoch uses, or that are never
+    used. Weight decay would change them if they had gradients of zero.
     """
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class Sometimes(Net):
 
 
 class Attack(Net):
-    """A backward pass of its own makes the gradient of the input."""
+    """Computes the gradient of the input in a separate backward pass."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -209,7 +209,7 @@ class Player(Net):
 
 
 class Ranked(Net):
-    """Each process runs another step, of which each could be captured."""
+    """Each process runs another step, each of which could be captured."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = F.mse_loss(self.net(batch[0]), batch[1])
@@ -218,7 +218,7 @@ class Ranked(Net):
 
 
 class Later(Net):
-    """Can be captured in the first epoch, and up to a batch of the second."""
+    """Can be captured in the first epoch and up to a batch in the second one."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = F.mse_loss(self.net(batch[0]), batch[1])
@@ -250,7 +250,7 @@ class Later(Net):
 
 
 class File(Net):
-    """Reads a file, which a hook of the last process changes. No guard sees that, but the next trace."""
+    """Reads a file that a hook of the last process changes. No guard notices that, but the next trace does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -314,7 +314,7 @@ def fit(
     validated: bool = True,
     accelerator: str = "cpu",
 ) -> dict[str, Any]:
-    """Two epochs, and a third one of another Trainer that resumes."""
+    """Train for two epochs, and for a third one by another Trainer that resumes."""
     torch.manual_seed(0)
     module, losses, seen = KINDS[kind]().double(), Losses(), {}
     warned: list[str] = []
@@ -362,7 +362,7 @@ def ddp() -> Any:
 
 
 def refused(folder: Path) -> dict[str, str]:
-    """What cannot run as it is, and what may not."""
+    """The errors of steps that cannot run uncaptured or must not."""
     stages = [piper.Place(filter={}, devices=[0]), piper.Place(filter={"PP": 1}, devices=[1])]
     found = {}
     for name, make in (
@@ -419,7 +419,7 @@ def _all_found(self: EagerStep, given: list[Tensor]) -> tuple[Tensor, ...]:
 
 
 BACKWARD, LOCAL_BACKWARD = EagerStep._backward, EagerReplicas._backward
-# Bugs, and the kind that shows each.
+# Bugs, and the kind of module that shows each of them.
 SEEDED: dict[str, tuple[str, Any, str, Any]] = {
     "gradients are summed, not averaged": ("Sometimes", EagerStep, "_backward", _not_weighed),
     "gradients stay in their process": ("Gan", EagerReplicas, "average", _nothing),
@@ -443,7 +443,7 @@ SEEDED: dict[str, tuple[str, Any, str, Any]] = {
 
 
 def train_seeded(rank: int, folder: Path) -> dict[str, Any]:
-    """Each bug, and what its kind is without it."""
+    """Run each bug, and the same kind of module without it."""
     outcome: dict[str, Any] = {}
     for what, (name, owner, attribute, wrong) in SEEDED.items():
         kind, accumulate = ("Net", 2) if name == "accumulated" else (name, 1)

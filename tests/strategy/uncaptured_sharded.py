@@ -1,6 +1,4 @@
-"""Trainings of steps that no graph can have, as replicas of which each has a part of the optimizer's
-state.
-"""
+"""Trainings of steps that cannot be captured, as replicas that each hold a part of the optimizer's state."""
 
 from __future__ import annotations
 
@@ -28,7 +26,9 @@ LEVELS: dict[str, dict[str, Any]] = {
 
 
 class Clamped(Gan):
-    """Changes parameters by hand, gives them other memory, and clips what it looks at itself."""
+    """Changes parameters by hand, gives them other memory, and clips gradients by a norm that it computes
+    itself.
+    """
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         super().training_step(batch, batch_idx)
@@ -45,7 +45,7 @@ class Clamped(Gan):
 
 
 class Wide(Net):
-    """A parameter that lies in the shards of both processes, in an order of memory that is not that of its
+    """Has a parameter that lies in the shards of both processes, and whose memory order is not that of its
     dimensions.
     """
 
@@ -57,7 +57,7 @@ class Wide(Net):
 
 
 class Frozen(Net):
-    """Groups with rates of their own, a parameter without dimensions, one that is frozen, and one that no
+    """Has groups with different rates, a parameter without dimensions, a frozen parameter, and one that no
     optimizer has.
     """
 
@@ -81,7 +81,7 @@ class Frozen(Net):
 
 
 class Grown(Net):
-    """Groups that get parameters in hooks, and a schedule that is made in one."""
+    """Has groups that get parameters in hooks, and a schedule that a hook makes."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW([{"params": [self.net[0].weight]}], lr=0.01)
@@ -98,7 +98,7 @@ class Grown(Net):
 
 
 class Whole(Net):
-    """An optimizer that looks at whole matrices."""
+    """An optimizer that needs whole matrices."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adafactor(self.parameters(), lr=0.01)
@@ -112,7 +112,7 @@ ROWS = [
 
 
 class Parts(Losses):
-    """Also, how many numbers the optimizers' states of this process have."""
+    """Also records how many numbers the optimizers' states of this process have."""
 
     numbers = 0
 
@@ -127,7 +127,7 @@ class Parts(Losses):
 
 
 class Inner(torch.optim.SGD):
-    """Looks at the loss again, at other parameters, when it is told to."""
+    """Evaluates the loss again at other parameters, if it is told to."""
 
     again = False
 
@@ -138,7 +138,7 @@ class Inner(torch.optim.SGD):
 
 
 class Unasked(torch.optim.SGD):
-    """Leaves the closure to somebody else."""
+    """Leaves the closure to another optimizer."""
 
     def step(self, closure: Any = None) -> None:
         super().step()
@@ -264,7 +264,7 @@ def _own_state(self: EagerOptimizer) -> Any:
 
 
 RUN, LAY, FULL_STATE = ProcessRuntime.run, AliasedShards.lay, EagerOptimizer.full_state
-# Bugs, and the kind that shows each.
+# Bugs, and the kind of module that shows each of them.
 SEEDED: dict[str, tuple[str, Any, str, Any]] = {
     "shards are not gathered": ("Gan", ProcessRuntime, "run", _run_but_gathers),
     "each shard gets the gradient of the first one": (
@@ -280,7 +280,7 @@ SEEDED: dict[str, tuple[str, Any, str, Any]] = {
 
 
 def train_seeded(rank: int, folder: Path) -> dict[str, Any]:
-    """Each bug, and what its kind is without it."""
+    """Run each bug, and the same kind of module without it."""
     outcome: dict[str, Any] = {}
     for what, (kind, owner, attribute, wrong) in SEEDED.items():
         if kind not in outcome:
