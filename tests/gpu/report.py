@@ -30,14 +30,14 @@ FIGURES = {"ms": "ms a step", "peak": "peak MB", "loss": "loss, relative differe
 
 @dataclass(frozen=True)
 class Row:
-    """One thing that was tried.
+    """The result of one test, system or command.
 
     Attributes:
-        part: of the report.
-        outcome: passed, failed or skipped.
-        seconds: that it took; None where nobody measured.
-        said: why it failed or was skipped.
-        figures: what was measured, by the keys of `FIGURES`.
+        part: The part of the report.
+        outcome: `passed`, `failed` or `skipped`.
+        seconds: Its duration; None if it was not measured.
+        said: Why it failed or was skipped.
+        figures: The measurements, by the keys of `FIGURES`.
     """
 
     part: str

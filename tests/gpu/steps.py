@@ -74,7 +74,7 @@ def slowed(seed: int, wait: Callable[[int], None], cycles: int = 200_000) -> Obs
     """An observer of an executor that lets streams fall behind here and there.
 
     Args:
-        wait: occupies the current stream for so many cycles.
+        wait: Occupies the current stream for a number of cycles.
     """
     draw = random.Random(seed)
 

@@ -23,12 +23,12 @@ def found_browser() -> str | None:
 
 
 class Browser:
-    """One page of a browser. Close it at the end.
+    """A page of a browser. Close it at the end.
 
     Args:
-        path: of the browser.
-        profile: a folder for its files.
-        width, height: of the page, in pixels.
+        path: The path of the browser.
+        profile: A folder for the files of the browser.
+        width, height: The size of the page in pixels.
     """
 
     def __init__(self, path: str, profile: Path, width: int = 1500, height: int = 1300) -> None:

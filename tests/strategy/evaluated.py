@@ -190,9 +190,9 @@ class Runs:
     """The scenarios, with a Trainer of one device or of several processes.
 
     Args:
-        name: of the program; None for one device.
-        replicas: whose batches are drawn.
-        folder: for checkpoints.
+        name: The name of the program; None for one device.
+        replicas: The number of replicas whose batches are read.
+        folder: The folder for checkpoints.
     """
 
     def __init__(self, name: str | None, replicas: int, folder: Path) -> None:

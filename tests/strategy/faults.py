@@ -76,8 +76,8 @@ class Fault:
 @dataclass(frozen=True)
 class Outcome:
     """Attributes:
-    seconds: from the fault until the last other rank had ended.
-    wrong: what does not hold, in words.
+    seconds: The time from the fault until the last other rank had ended.
+    wrong: The conditions that do not hold, in words.
     """
 
     fault: Fault
@@ -86,10 +86,10 @@ class Outcome:
 
 
 def draw(count: int, seed: int, behind: bool = False) -> list[Fault]:
-    """All pairs of a kind and a moment come up before one does again.
+    """Random faults. Every pair of a kind and a moment occurs once before any pair occurs again.
 
     Args:
-        behind: checkpoints are written behind the training.
+        behind: Checkpoints are written in the background of the training.
     """
     chance = random.Random(seed)
     pairs: list[tuple[str, str]] = []

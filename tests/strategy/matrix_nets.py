@@ -119,10 +119,10 @@ class Kind:
     """A kind of training.
 
     Attributes:
-        module: what is trained.
-        captured: whether its training step is; else each replica has losses of its own, of which one device
-            has the mean.
-        without: the scenarios that Lightning refuses for it, and in which words.
+        module: The module that is trained.
+        captured: Whether its training step is captured. If not, each replica has its own losses, and one
+            device has their mean.
+        without: The scenarios that Lightning refuses for it -> the error.
     """
 
     module: Callable[[Optimizer], Net]

@@ -373,9 +373,9 @@ class Runs:
     """The scenarios, with a Trainer of one device or of several processes.
 
     Args:
-        strategy: makes one.
-        replicas: whose batches are drawn.
-        folder: for checkpoints.
+        strategy: Makes the strategy.
+        replicas: The number of replicas whose batches are read.
+        folder: The folder for checkpoints.
     """
 
     def __init__(self, strategy: Callable[[], Any], devices: int, replicas: int, folder: Path) -> None:

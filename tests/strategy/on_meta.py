@@ -149,17 +149,17 @@ class Job:
     """A training.
 
     Attributes:
-        program: one of `PROGRAM_OF`.
-        build: of the module.
-        ckpt: file or directory in the folder to start from.
-        save: what to write at the end, in the folder; `sharded`: in pieces.
-        seed: given to `seed_everything`.
-        verify: of the strategy.
-        mixed: rank 1 alone has values.
-        again: the same module is trained once more.
-        steps: of which the checkpoint's training has had three.
-        early: a checkpoint is saved before the first step.
-        checked: there is a sanity check before the first step, and a validation.
+        program: One of `PROGRAM_OF`.
+        build: The way in which the module is built.
+        ckpt: The file or directory in the folder from which the training starts.
+        save: The name in the folder under which the end is saved; `sharded`: the checkpoint is sharded.
+        seed: The argument of `seed_everything`.
+        verify: The argument of the strategy.
+        mixed: Only rank 1 has values.
+        again: The same module is trained a second time.
+        steps: The total number of steps; if there is a checkpoint, its training has done three of them.
+        early: A checkpoint is saved before the first step.
+        checked: There is a sanity check before the first step, and a validation.
     """
 
     name: str
@@ -179,7 +179,7 @@ class Job:
 
 @sharing_captures
 def fit(job: Job, folder: Path, rank: int | None = None) -> dict[str, Any]:
-    """Train for three steps: over four processes if a rank is given, otherwise in one."""
+    """Train for the steps of the job: over four processes if a rank is given, otherwise in one."""
     L.seed_everything(job.seed, verbose=False)
     if job.build is Configured or (job.mixed and rank == 1):
         module = job.build()

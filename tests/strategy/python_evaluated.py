@@ -35,7 +35,7 @@ class Evaluated(L.LightningModule):
     Attributes:
         refused: what the error says, if the row is not to be evaluated over processes. (In one process the
             module's own steps run.)
-        loaders: how many there are.
+        loaders: The number of loaders.
     """
 
     refused: ClassVar[str | None] = None
@@ -332,7 +332,7 @@ def evaluate(row: type[Evaluated], way: str | None) -> dict[str, Any]:
     that what it logs is what one device logs.
 
     Args:
-        way: one of `WAYS`; None for a plain Trainer.
+        way: One of `WAYS`; None for a plain Trainer.
     """
     module, record = row(), Record()
     options: dict[str, Any] = {**QUIET, "accelerator": "cpu", "precision": "64-true", "devices": 1}

@@ -51,11 +51,12 @@ class Net(L.LightningModule):
     batch in `change`.
 
     Attributes:
-        refused: what the error says, if the row is not to be trained.
-        refused_in_pieces: the same, only where parameters are in pieces.
-        ways: under which it is.
-        microbatches: of a step. Where the batch is whole, the bits are those of one device.
-        captures: that it may need.
+        refused: The text of the error if the row must be refused.
+        refused_in_pieces: The same, but only if parameters are sharded.
+        ways: The ways in which the row is trained or refused.
+        microbatches: The number of microbatches. If it is 1, and there are no replicas, the bits are those
+            of one device.
+        captures: The maximum number of captures.
         alone: no guard is needed, for the plans work on the same memory; it is enough that the change counts.
     """
 
@@ -134,11 +135,11 @@ class Data:
 
 
 def train(row: type[Net], way: str | None, still: bool = False, rank: int = 0) -> Outcome:
-    """All that one can see of a training, or its error.
+    """Everything that can be seen of a training, or its error.
 
     Args:
-        way: one of `WAYS`; None for a plain Trainer.
-        still: leave out the changes.
+        way: One of `WAYS`; None for a plain Trainer.
+        still: Run without the changes.
     """
     module, record, replicas = row(), Record(), 1
     module.still = still

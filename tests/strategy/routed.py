@@ -60,10 +60,10 @@ PROGRAMS: dict[str, tuple[int, int, Callable[[], list[Directive]]]] = {
 @dataclass(frozen=True)
 class Job:
     """Attributes:
-    program: one of `PROGRAMS`; None for one device.
-    model: one of `SPECS`.
-    save: writes a checkpoint after three steps, of this kind.
-    resume: name of a job whose checkpoint to begin with.
+    program: One of `PROGRAMS`; None for one device.
+    model: One of `SPECS`.
+    save: The kind of checkpoint that is written after three steps.
+    resume: The name of the job from whose checkpoint this one resumes.
     """
 
     name: str

@@ -72,13 +72,13 @@ class Job:
     """A training.
 
     Attributes:
-        samples: of the data, in batches of 8.
-        options: of the Trainer.
-        change: is done to the module before.
-        resume, save: file to go on from; whether to write one every five steps.
+        samples: The number of samples, which come in batches of 8.
+        options: The options of the Trainer.
+        change: A function that changes the module before the training.
+        resume, save: The file to resume from; whether a checkpoint is written every five steps.
         scaled: precision 16-mixed, with one gradient that overflows, on rank 1 alone.
-        reload: half of the initial values are loaded after the third step.
-        alone: each rank decides by itself whether gradients have overflowed.
+        reload: Half of the initial values are loaded after the third step.
+        alone: Each rank decides by itself whether gradients have overflowed.
     """
 
     name: str
@@ -209,7 +209,7 @@ class Reload(L.Callback):
 
 
 class Alone:
-    """In place of `LossScaling`: the scale alone, no agreement."""
+    """Replaces `LossScaling`: it scales, but the processes do not agree on overflows."""
 
     def __init__(self, plugin: Any, *args: Any) -> None:
         self._scaler = plugin.scaler
@@ -246,7 +246,7 @@ def counting_sums() -> Iterator[list[int]]:
 def fit(
     job: Job, folder: Path, transport: str | None, share: Callable[[Any], Any] = lambda batch: batch
 ) -> dict[str, Any]:
-    """Train. `transport` None: on one device, without directives."""
+    """Train. If `transport` is None, train on one device without directives."""
     with (
         counting_sums() as counts,
         mock.patch.object(fit_module, "LossScaling", Alone if job.alone else fit_module.LossScaling),

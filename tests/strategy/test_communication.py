@@ -39,9 +39,9 @@ def alone() -> Iterator[None]:
 class Communicates(Branch):
     """
     Args:
-        call: which of `CALLS` its step makes.
-        when: "before" its captured call, or "after" it, or "backward" in a hook there.
-        decides: does it ask for a value, too, so that it cannot be captured for that alone?
+        call: The name in `CALLS` of the call that the step makes.
+        when: "before" or "after" the captured call, or "backward" in a hook of the backward pass.
+        decides: Whether the step also reads a value, so that it cannot be captured for that reason alone.
     """
 
     def __init__(self, call: str, when: str = "before", decides: bool = False) -> None:

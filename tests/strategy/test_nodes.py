@@ -24,9 +24,9 @@ from tests.strategy.scenarios import equal, popen
 @dataclass(frozen=True)
 class Network:
     """Attributes:
-    enter: for each node, the command that runs another one on it.
-    address: of the first node.
-    interfaces: of each node, over which it reaches the other.
+    enter: For each node, the command that runs another command on it.
+    address: The address of the first node.
+    interfaces: For each node, the interface over which it reaches the other.
     """
 
     enter: list[list[str]]

@@ -19,10 +19,10 @@ class Kind:
     """A module as people write them.
 
     Attributes:
-        what: what there is in it that a strategy may stumble over.
-        train, val: make the loaders; without `val` there is no validation.
-        predict: whether there is a `predict_step`, for the batches of `val`.
-        options: of the Trainer.
+        what: The property of the module that may be difficult for a strategy.
+        train, val: Make the loaders; without `val` there is no validation.
+        predict: Whether there is a `predict_step`, for the batches of `val`.
+        options: The options of the Trainer.
         mixes: a hook changes the batch that it sees as a whole, which is a replica's: so it trains as under
             DDP.
         drifts: DDP does not average what is frozen when it begins, so its processes come apart: one device is
