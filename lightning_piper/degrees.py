@@ -7,15 +7,18 @@ devices of a tensor-parallel group have consecutive numbers, and so have the rep
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
 
+from lightning_piper.argument_names import problem_of
 from lightning_piper.capture import capture
 from lightning_piper.directives import Directive, Place, Shard, Split
+from lightning_piper.directives.base import set_degrees
 from lightning_piper.errors import DirectiveError, PiperError
 from lightning_piper.limits import DEVICES, integer, shown
 from lightning_piper.search.analytic_costs import analytic
@@ -28,6 +31,8 @@ from lightning_piper.search.workload import Work
 from lightning_piper.simulate.hardware import Hardware
 from lightning_piper.tensor_parallel import tensor_parallel
 
+P = ParamSpec("P")
+R = TypeVar("R")
 SHORT = {"1f1b": "one_f_one_b", "interleaved": "interleaved_one_f_one_b"}
 NAMES = {
     "ddp": 0,
@@ -98,6 +103,15 @@ class Degrees:
         """Whether the directives depend on the module: on its weights, or on the location of its stages."""
         return self.pp > 1 or self.tp > 1
 
+    def __str__(self) -> str:
+        """The degrees that differ from their defaults, such as "pp=2, dp=2"."""
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return ", ".join(
+            f"{field.name}={given[field.name]!r}"
+            for field in dataclasses.fields(self)
+            if given[field.name] != field.default
+        )
+
     def on(self, devices: int) -> Degrees:
         """Return the same degrees with the number of replicas that uses all devices.
 
@@ -117,6 +131,13 @@ class Degrees:
             raise DirectiveError(f"degrees {product} on {devices} devices: {must} [PIPER-D023]")
         return dataclasses.replace(self, dp=dp)
 
+    def program(self, module: nn.Module | None = None, batch: Any = None) -> Written:
+        """Return the program of these degrees, like `directives`. Its errors name the degrees, not directives."""
+        written = self.directives(module, batch)
+        for directive in written.directives:
+            set_degrees(directive, str(self))
+        return written
+
     def directives(self, module: nn.Module | None = None, batch: Any = None) -> Written:
         """Return the program of these degrees.
 
@@ -128,7 +149,7 @@ class Degrees:
         """
         cut: BlockCut | None = None
         params: Params | None = {} if self.tp > 1 else None
-        if module is not None and self.pp > 1 and not _annotated(module, batch):
+        if module is not None and self.pp > 1 and not self._annotates(module, batch):
             cut = blocks_of(module, batch)
         if module is not None and self.tp > 1:
             params = tensor_parallel(module, batch, self.tp)[1].params  # type: ignore[attr-defined]
@@ -137,6 +158,22 @@ class Degrees:
         else:
             written = write_stages(self._candidate(self._cuts(cut, module, batch)), cut, params)
         return dataclasses.replace(written, directives=self._with_lines(written.directives))
+
+    def _annotates(self, module: nn.Module, batch: Any) -> bool:
+        """Return whether the module annotates its stages itself.
+
+        Raises:
+            DirectiveError: It annotates other stages than these degrees need.
+        """
+        step, stages = capture(module, batch, _device_of(module)), self._candidate(()).layout.stages
+        found = {region.tags[TAG] for region in step.at(step.size).regions if TAG in region.tags}
+        if found and found != set(range(stages)):
+            raise DirectiveError(
+                f"degrees {self}: {stages} stages, but {type(module).__name__} annotates "
+                f"{', '.join(f'{TAG}={i}' for i in sorted(found))}. Annotate {TAG}=0 to {TAG}={stages - 1}, or "
+                "choose other degrees [PIPER-D023]"
+            )
+        return bool(found)
 
     def _candidate(self, cuts: tuple[int, ...]) -> Candidate:
         per_rank = SHAPES[self.builder].per_rank[0]
@@ -225,6 +262,19 @@ def _check_name(name: str) -> None:
     )
 
 
+def _checks_names(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function to name the accepted arguments if a keyword argument is misspelt."""
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **arguments: P.kwargs) -> R:
+        if (problem := problem_of(function, arguments)) is not None:
+            raise DirectiveError(f"{problem} [PIPER-D023]")
+        return function(*args, **arguments)
+
+    return checked
+
+
+@_checks_names
 def parallel(
     *,
     pp: int = 1,
@@ -306,12 +356,6 @@ def even_cuts(costs: Sequence[float], stages: int) -> tuple[int, ...]:
 
 def _seconds(work: Work) -> float:
     return float(work.forward + work.backward_input + work.backward_weights)
-
-
-def _annotated(module: nn.Module, batch: Any) -> bool:
-    """Return whether the module annotates its stages itself."""
-    step = capture(module, batch, _device_of(module))
-    return any(TAG in region.tags for region in step.at(step.size).regions)
 
 
 def _device_of(module: nn.Module) -> str:

@@ -230,3 +230,61 @@ def test_the_strategy_takes_degrees(marked: bool, degrees: dict[str, Any]) -> No
 def test_the_strategy_refuses_wrong_degrees_at_once() -> None:
     with pytest.raises(piper.DirectiveError, match="pp=0"):
         piper.PiperStrategy(pp=0)
+
+
+class Apart(Net):
+    """Four blocks, each under its own stage of `stages`; None is code without an annotation."""
+
+    def __init__(self, *stages: int | None) -> None:
+        super().__init__()
+        self.stages = stages
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        for stage, block in zip(self.stages, self.blocks, strict=False):
+            if stage is None:
+                x = block(x)
+            else:
+                with piper.annotate("PP", stage):
+                    x = block(x)
+        with piper.annotate("PP", self.stages[-1] or 0):
+            return nn.functional.mse_loss(x, y)
+
+
+@pytest.mark.parametrize(
+    "stages, degrees, message",
+    [
+        ((1, 0), {}, r"PP=0 \(.*\) runs after PP=1 \(.*\), so the stages are not numbered in the order in which"),
+        ((0, None, 1), {}, r"no stage runs the code at .*:\d+ \(x = block\(x\)\), with blocks.1.0.weight, .*, "
+                           r"between PP=0 and PP=1. Annotate this code .*: with piper.annotate\('PP', 0\)"),
+        ((0, None, 1), {"dp": 2}, r"no stage runs the code at .*, between PP=0 and PP=1; annotate this code"),
+        ((0, 1), {"dp": 2, "microbatches": 16}, "16 samples cannot be split into 16 microbatches for each of 2 "
+                                                "replicas; give at most 8, or a batch of at least 32 samples"),
+        ((0, 1, 2), {}, "2 stages, but Apart annotates PP=0, PP=1, PP=2. Annotate PP=0 to PP=1"),
+    ],
+)  # fmt: skip
+def test_errors_of_degrees_name_the_cause_in_the_module(
+    stages: tuple[int | None, ...], degrees: dict[str, int], message: str
+) -> None:
+    module, whole = Apart(*stages), batch()
+    found = given(None, pp=2, **degrees)
+    assert found is not None
+    with pytest.raises(piper.DirectiveError, match=message) as caught:
+        piper.compile(module, whole, found.program(module, whole).directives)
+    assert "directive" not in str(caught.value) and "pp=2" in str(caught.value)
+    assert not getattr(caught.value, "__notes__", [])
+    if stages != (0, 1, 2):  # the directives themselves are the user's own
+        with pytest.raises(piper.DirectiveError, match=r"directive \d+ \(|the program places some regions"):
+            piper.compile(module, whole, piper.parallel(**{"pp": 2, **degrees}))
+
+
+def test_microbatches_have_an_equal_part_for_each_replica() -> None:
+    module = Net()
+    piper.verify(module, batch(6), piper.parallel(pp=2, dp=2, microbatches=2)).require()
+    compiled = piper.compile(module, batch(), piper.parallel(pp=2, dp=2))
+    sizes = [[len(part) for part in compiled.at(size).dag.microbatches() or ()] for size in (16, 12, 6)]
+    assert sizes == [[2] * 8, [2, 2, 1, 1] * 2, [1, 1, 1] * 2]
+    with pytest.raises(
+        piper.DirectiveError, match=r"the batch has 7 samples, .*the first batch had 16.*drop_last=True"
+    ):
+        compiled.at(7)

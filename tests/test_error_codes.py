@@ -20,6 +20,8 @@ WRAPPERS = {
     "PiperError(SKIPPED)",
     "CaptureError(described(error))",
     "DirectiveError(f'directive {index} {error}')",
+    "DirectiveError(f'PiperStrategy({degrees}): {message}')",
+    "DirectiveError(f'{found}. {advice[0].upper()}{advice[1:]}')",
     "self.refuse('devices', f'{chunk.label} is {where}', advice)",
     "DirectiveError(f'({self.op}): field {field!r}: {found}; {accepted}')",
     "VerificationError(f'after directive {each.index} ({each.name}), {error}')",

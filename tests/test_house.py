@@ -24,6 +24,7 @@ PACKAGES = {
         "errors",
         "lightning_packages",
         "regular_files",
+        "argument_names",
         "garbage_collection",
         "user_files",
         "user_lines",

@@ -5,11 +5,13 @@ JSON form.
 from __future__ import annotations
 
 import dataclasses
+import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
-from typing import Any, ClassVar, Literal, NoReturn, TypeVar, get_args
+from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar, get_args
 
+from lightning_piper.argument_names import problem_of
 from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import Filter, Index, describe, matches, names_split_backward, problem_with
@@ -20,7 +22,9 @@ from lightning_piper.user_lines import user_frame
 
 Contract = Literal["bitwise", "reassociated", "bounded"]
 ENTRY_POINTS = "lightning_piper.directives"
-LINE = "_built_at"  # The attribute of `built_at`. It is not a field, because equality and JSON leave it out.
+# The attributes of `built_at` and `written_for`. They are not fields, because equality and JSON leave them out.
+LINE, DEGREES = "_built_at", "_written_for"
+FIELD = re.compile(r"^\(\w+\): field '[^']*': ")  # the beginning of a message of `Directive.refuse`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +45,12 @@ class Directive:
     op: ClassVar[str]
     contract: ClassVar[Contract]
 
+    def __new__(cls, *args: Any, **fields: Any) -> Self:
+        known = fields.keys() <= cls.__dataclass_fields__.keys()  # a quick answer for most calls
+        if not known and (problem := problem_of(cls, fields)) is not None:
+            raise DirectiveError(f"{problem} [PIPER-D002]")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         """Convert numpy integers to Python integers, because fields are written as JSON and compared by
         `type`.
@@ -55,6 +65,12 @@ class Directive:
     def built_at(self) -> str | None:
         """`file:line` of the user's code that built this directive. None for a directive from JSON."""
         return vars(self).get(LINE)
+
+    @property
+    def written_for(self) -> str | None:
+        """The degrees for which Piper wrote this directive, such as "pp=2, dp=2". None for a directive that the
+        user built."""
+        return vars(self).get(DEGREES)
 
     @abstractmethod
     def apply(self, dag: TrainingDAG) -> Contract | None:
@@ -260,13 +276,28 @@ def set_line(directive: Directive, line: str | None) -> None:
     object.__setattr__(directive, LINE, line)
 
 
+def set_degrees(directive: Directive, degrees: str | None) -> None:
+    """Set `written_for`."""
+    object.__setattr__(directive, DEGREES, degrees)
+
+
 def error_at(index: int, directive: Directive | None, error: DirectiveError | str) -> DirectiveError:
     """Return an error with the index of its directive, and with a note that names the line that built the
-    directive."""
+    directive.
+
+    A user who gave degrees did not write the directive, so the error names the degrees instead.
+    """
+    if directive is not None and directive.written_for is not None:
+        return error_of(directive.written_for, FIELD.sub("", str(error)))
     found = DirectiveError(f"directive {index} {error}")
     if directive is not None and directive.built_at is not None:
         found.add_note(f"directive {index} ({directive.op}) was built at {directive.built_at}")
     return found
+
+
+def error_of(degrees: str, message: str) -> DirectiveError:
+    """Return the error of a program that Piper wrote for these degrees."""
+    return DirectiveError(f"PiperStrategy({degrees}): {message}")
 
 
 D = TypeVar("D", bound=type[Directive])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import NoReturn
 
 import networkx as nx
 
@@ -16,6 +18,8 @@ from lightning_piper.ops.gather_samples import GatherSamples, ScatterSamples, ex
 from lightning_piper.ops.metrics import Metrics, MetricsSum, metrics_value
 from lightning_piper.ops.samples import Concat, Cut
 from lightning_piper.ops.total import Total
+
+ORDER = "order"  # the op of the directive
 
 
 def shard_batch(dag: TrainingDAG, mesh: Mesh, directive: Directive) -> None:
@@ -47,25 +51,46 @@ def shard_batch(dag: TrainingDAG, mesh: Mesh, directive: Directive) -> None:
         )
     for chunk in dag.of_type(Chunk) if replicas > 1 else ():
         if local := [name for name in dag.interface(chunk).state if name in dag.code.local]:
-            changed = ", ".join(local[:3])
-            directive.refuse(
-                "filter",
-                f"{chunk.label} updates {changed} from its own samples, so the values would differ between "
-                "replicas",
-                "let batch norms take the statistics of the whole batch (Trainer(sync_batchnorm=True), "
-                "nn.SyncBatchNorm), or use a layer without running statistics, such as GroupNorm or "
-                "LayerNorm [PIPER-D011]",
-            )
+            _refuse_statistics(dag, directive, chunk, local)
         if chunk.slice.start % replicas or chunk.slice.stop % replicas:
-            directive.refuse(
-                "devices",
-                f"{chunk.label} works on samples {chunk.slice}, which cannot be divided evenly over "
-                f"{replicas} replicas",
-                f"give the batch and each microbatch a multiple of {replicas} samples [PIPER-D012]",
-            )
+            _refuse_uneven(dag, replicas, directive, chunk)
     dag.mesh = mesh
     for node_id in list(nx.topological_sort(dag.graph)):
         _shrink(dag, dag.nodes[node_id], replicas)
+
+
+def _refuse_statistics(
+    dag: TrainingDAG, directive: Directive, chunk: Chunk, local: Sequence[str]
+) -> NoReturn:
+    """Raise an error for buffers whose values would differ between the replicas."""
+    advice = "let batch norms take the statistics of the whole batch (Trainer(sync_batchnorm=True), nn.SyncBatchNorm)"
+    if any(len(parts) > 1 for parts in dag.slices().values()) and ORDER in dag.program.ops:
+        # An order of microbatches contradicts these statistics.
+        advice = "use one microbatch (microbatches=1) with Trainer(sync_batchnorm=True)"
+    directive.refuse(
+        "filter",
+        f"{chunk.label} updates {', '.join(local[:3])} from its own samples, so the values would differ between "
+        "replicas",
+        f"{advice}, or use a layer without running statistics, such as GroupNorm or LayerNorm [PIPER-D011]",
+    )
+
+
+def _refuse_uneven(dag: TrainingDAG, replicas: int, directive: Directive, chunk: Chunk) -> NoReturn:
+    """Raise an error for samples that cannot be divided evenly over the replicas."""
+    evenly = f"which cannot be divided evenly over {replicas} replicas"
+    if dag.size % replicas == 0:
+        directive.refuse(
+            "devices",
+            f"{chunk.label} works on samples {chunk.slice}, {evenly}",
+            f"give each microbatch a multiple of {replicas} samples [PIPER-D012]",
+        )
+    advice = f"give a multiple of {replicas} samples"
+    if dag.program.partial:
+        advice = (
+            f"the first batch had {dag.step.size} samples. Leave out a smaller last batch of an epoch with "
+            f"DataLoader(drop_last=True), or {advice}"
+        )
+    directive.refuse("devices", f"the batch has {dag.size} samples, {evenly}", f"{advice} [PIPER-D012]")
 
 
 def _shrink(dag: TrainingDAG, node: Node, replicas: int) -> None:

@@ -30,6 +30,8 @@ from lightning_piper.limits import shown
 from lightning_piper.ops.order import Barrier
 from lightning_piper.ops.total import Total
 
+Cycle = Sequence[tuple[int, int]]  # the edges
+Cause = tuple[str, str] | None  # why orders make a cycle, in words of the module, and what to do
 Lanes = Sequence[Sequence[Node]]  # For a group: the nodes that each of its filters selects.
 
 
@@ -224,14 +226,17 @@ class Order(Directive):
         steps = []
         for a, b in cycle:
             steps.append(f"{_name(dag.nodes[a])} -> ({_why(dag, a, b)}) ")
-        advice = (
-            _summed(dag, cycle) or _entered_again(dag) or "remove or reverse one of the orders in this cycle"
+        found = f"this order closes a cycle: {''.join(steps)}{_name(dag.nodes[cycle[0][0]])}"
+        cause, advice = (
+            _summed(dag, cycle) or _entered_again(dag) or _numbered_backwards(dag, cycle) or ("", "")
         )
-        self.refuse(
-            "filters",
-            f"this order closes a cycle: {''.join(steps)}{_name(dag.nodes[cycle[0][0]])}",
-            f"{advice} [PIPER-D008]",
-        )
+        if not cause:
+            advice = "remove or reverse one of the orders in this cycle"
+        elif dag.program.degrees is not None:
+            found, advice = cause, f"{advice[0].lower()}{advice[1:]}"  # The user did not write the orders.
+        else:
+            advice = f"{cause}. {advice}"
+        self.refuse("filters", found, f"{advice} [PIPER-D008]")
 
 
 def _around_joined(dag: TrainingDAG, groups: list[Lanes]) -> list[Lanes]:
@@ -268,23 +273,29 @@ def _ancestors(dag: TrainingDAG, nodes: list[int]) -> set[int]:
     return found
 
 
-def _summed(dag: TrainingDAG, cycle: Sequence[tuple[int, int]]) -> str:
-    """Return advice for a cycle through a sum over the whole batch; empty for other cycles.
+def _summed(dag: TrainingDAG, cycle: Cycle) -> Cause:
+    """Return the cause of a cycle through a sum over the whole batch, else None.
 
     A reader of the sum cannot run for any microbatch before all microbatches have made their terms.
     """
     if not any(isinstance(dag.nodes[node], Total) for node, _ in cycle):
-        return ""
-    return (
+        return None
+    cause = (
         "statistics of the whole batch (a synchronised batch norm) need the earlier parts of the step for "
-        "all microbatches first. Remove the order, so that each part of the step runs for all microbatches "
-        "before the next part. Or use one microbatch (microbatches=1), or let the batch norms take the "
-        "statistics of each microbatch (sync_batchnorm=False)"
+        "all microbatches first"
     )
+    advice = (
+        "Use one microbatch (microbatches=1), or norms without statistics of a batch (GroupNorm, LayerNorm)"
+    )
+    if dag.program.degrees is None:
+        advice += ". Or remove the order, so that each part of the step runs for all microbatches before the next part"
+    if dag.program.replicas == 1:
+        advice += ". Or let the batch norms take the statistics of each microbatch (sync_batchnorm=False)"
+    return cause, advice
 
 
-def _entered_again(dag: TrainingDAG) -> str:
-    """Return advice for a step that enters the same tags twice; empty for other steps.
+def _entered_again(dag: TrainingDAG) -> Cause:
+    """Return the cause of a cycle in a step that enters the same tags twice, else None.
 
     An order by tags then orders both parts as one.
     """
@@ -294,9 +305,31 @@ def _entered_again(dag: TrainingDAG) -> str:
         if before is not region and region.tags:
             return (
                 f"the step enters {region.label} at {before.source} and, after other regions, again at "
-                f"{region.source}. Give the second part its own index, or order the parts by another tag"
+                f"{region.source}",
+                "Give the second part its own index, or order the parts by another tag",
             )
-    return ""
+    return None
+
+
+def _numbered_backwards(dag: TrainingDAG, cycle: Cycle) -> Cause:
+    """Return the cause of a cycle in a step whose stages are not numbered in the order in which it runs them,
+    else None."""
+    chunks: list[Chunk] = []
+    for before, _ in cycle:
+        node = dag.nodes[before]
+        if isinstance(node, Chunk):
+            chunks.append(node)
+    regions = sorted({chunk.region for chunk in chunks})
+    for first, second in itertools.combinations([dag.regions[i] for i in regions], 2):
+        for tag, number in first.tags.items():
+            if second.tags.get(tag, number) < number:
+                return (
+                    f"{second.label} ({second.source}) runs after {first.label} ({first.source}), so the "
+                    "stages are not numbered in the order in which the step runs them",
+                    f"Number the stages in that order: piper.annotate({tag!r}, {second.tags[tag]}) before "
+                    f"piper.annotate({tag!r}, {number})",
+                )
+    return None
 
 
 def _members(group: Filter | Sequence[Filter]) -> Sequence[Filter]:

@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_piper.annotate import annotate_modules
-from lightning_piper.directives.base import Directive, check_class, error_at, find, known, set_line
+from lightning_piper.argument_names import unknown
+from lightning_piper.directives.base import (
+    Directive,
+    check_class,
+    error_at,
+    find,
+    known,
+    set_degrees,
+    set_line,
+)
 from lightning_piper.errors import DirectiveError
 from lightning_piper.limits import DIRECTIVES, integer, is_name, shown
 from lightning_piper.user_files import read_json
@@ -64,6 +73,7 @@ def _completed(index: int, directive: Directive, program: Program) -> Directive:
     found = directive.completed(program)
     if found is not directive:
         set_line(found, directive.built_at)
+        set_degrees(found, directive.written_for)
         _check_fields(index, found)
     return found
 
@@ -179,9 +189,8 @@ def _from_json(entry: Any) -> Directive:
     given = {k: v for k, v in entry.items() if k != "op"}
     for name in given:
         if name not in fields and name not in (arguments := inspect.signature(cls).parameters):
-            accepted = dict.fromkeys([*fields, *arguments])
             raise DirectiveError(
-                f"({op}): field {shown(name)}: unknown; accepted are {', '.join(accepted)} [PIPER-D002]"
+                f"({op}): field {shown(name)}: {unknown(name, [*fields, *arguments])} [PIPER-D002]"
             )
     for name, field in fields.items():
         if (

@@ -21,6 +21,7 @@ from lightning_piper.directives.sharding import (
     reduce_gradients,
 )
 from lightning_piper.directives.transfers import connect
+from lightning_piper.directives.unplaced_regions import without_device
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import Filter
 from lightning_piper.ir.mesh import Mesh
@@ -223,6 +224,8 @@ class Replicate(Directive):
                     self.refuse(
                         "devices", found, "give the place and the replicate the same groups [PIPER-D005]"
                     )
+                if (forgotten := without_device(dag)) is not None:
+                    self.refuse("devices", *forgotten)
                 self.refuse(
                     "devices",
                     f"{chunk.label} is not placed yet",

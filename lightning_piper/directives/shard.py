@@ -18,6 +18,7 @@ from lightning_piper.directives.place import Place, groups_of
 from lightning_piper.directives.sharded_parameters import hold_parts
 from lightning_piper.directives.sharding import Conflict, gather_as_in_training, readers_of
 from lightning_piper.directives.transfers import connect
+from lightning_piper.directives.unplaced_regions import without_device
 from lightning_piper.ir import values
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import AGAIN, Filter
@@ -254,6 +255,8 @@ class Shard(Directive):
         here = [group for group in self._groups() if own.intersection(group)]
         if not here or sorted(device for group in here for device in group) != sorted(chunk.devices):
             given = [list(group) for group in self._groups()]
+            if not chunk.devices and (forgotten := without_device(dag)) is not None:
+                self.refuse("devices", *forgotten)
             advice = (
                 f"give groups that together have exactly these devices, not {given} [PIPER-D005]"
                 if chunk.devices

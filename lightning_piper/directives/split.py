@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import networkx as nx
 
@@ -44,8 +44,8 @@ class Split(Directive):
             may be split alone. Then values that enter it are cut along the batch, and values that leave it
             are joined.
         dim_name: The new tag (default: "MB"). Microbatch i has `dim_name=i`.
-        num_microbatches: The number of microbatches. Their sizes differ by one sample at most, and the larger
-            ones come first.
+        num_microbatches: The number of microbatches. Their sizes differ by one sample of each replica at most,
+            and the larger ones come first.
         accept_nonlinear: Whether to split a backward pass that is not linear in the gradient of the loss. For
             example, a hook clamps gradients, or an autograd function adds a gradient of its own. By default
             Piper raises an error. If accepted, the loss of each microbatch has a gradient of 1, and each
@@ -146,20 +146,31 @@ class Split(Directive):
 
     def _microbatches(self, dag: TrainingDAG, part: Slice) -> list[Slice]:
         """Return the parts of a slice, one for each microbatch."""
-        count = self.num_microbatches
-        if len(part) < count:
+        count, replicas = self.num_microbatches, dag.program.replicas
+        # Each replica needs an equal part of each microbatch.
+        unit = replicas if dag.replicas == 1 and len(part) % replicas == 0 else 1
+        units = len(part) // unit
+        if units < count:
             if not dag.program.partial:
-                self.refuse(
-                    "num_microbatches",
-                    f"{len(part)} samples cannot be split into {count} microbatches",
-                    f"give at most {len(part)} [PIPER-D012]",
-                )
-            dag.program.absent.setdefault(self.dim_name, set()).update(range(len(part), count))
-            count = len(part)
-        small, larger = divmod(len(part), count)
-        sizes = [small + 1] * larger + [small] * (count - larger)
+                self._refuse_few(len(part), unit)
+            dag.program.absent.setdefault(self.dim_name, set()).update(range(units, count))
+            count = units
+        small, larger = divmod(units, count)
+        sizes = [unit * (small + 1)] * larger + [unit * small] * (count - larger)
         starts = [part.start + sum(sizes[:i]) for i in range(count + 1)]
         return [Slice(a, b) for a, b in itertools.pairwise(starts)]
+
+    def _refuse_few(self, samples: int, replicas: int) -> NoReturn:
+        count = self.num_microbatches
+        found = f"{samples} samples cannot be split into {count} microbatches"
+        if replicas == 1:
+            self.refuse("num_microbatches", found, f"give at most {samples} [PIPER-D012]")
+        self.refuse(
+            "num_microbatches",
+            f"{found} for each of {replicas} replicas",
+            f"give at most {samples // replicas}, or a batch of at least {count * replicas} samples over all "
+            f"replicas ({count} for each replica) [PIPER-D012]",
+        )
 
     def _check(self, dag: TrainingDAG, chunks: list[Chunk]) -> None:
         selected = {chunk.id for chunk in chunks}

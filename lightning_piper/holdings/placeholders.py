@@ -16,10 +16,24 @@ from torch import nn
 
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.remote_gradient import RemoteGradient
+from lightning_piper.user_lines import user_frame
 
 WHOLE = (
     "keeps whole parameters in each process, if the program replicates the whole step: it shards only the "
     "optimizer state"
+)
+
+# The advice of errors about placeholders, by the kind of the access.
+SAVE = (
+    "To save the values, use trainer.save_checkpoint or ModelCheckpoint (in on_save_checkpoint, rank 0 has all "
+    "values)"
+)
+AVERAGE = (
+    "To average weights, use Lightning's EMAWeightAveraging, WeightAveraging or StochasticWeightAveraging"
+)
+RUN = (
+    "To run the module (a forward pass, generate), do it in validation_step, test_step or predict_step instead of "
+    "a hook: if Piper cannot capture the step, each process has the whole module while it runs"
 )
 
 
@@ -44,12 +58,12 @@ class Placeholder(torch.Tensor):
             torch.Tensor.data.__set__(self, tensor)  # type: ignore[attr-defined]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        raise _refusal(self)
+        raise _refusal(self, f"{SAVE}. {AVERAGE}", "copy.deepcopy")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise an error instead of letting `torch.save` and pickle silently write a file without the
         values."""
-        raise _refusal(self)
+        raise _refusal(self, SAVE)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -63,7 +77,7 @@ class Placeholder(torch.Tensor):
             if args and _writes(func.__name__):
                 _check_written(args)
             if func.__name__ in _COPIES or (func.__name__ in _MOVES and not isinstance(args[0], Placeholder)):
-                raise _refusal(_first(args))
+                raise _refusal(_first(args), f"{SAVE}. {AVERAGE}", func.__name__)
             try:
                 return _marked(func(*args, **(kwargs or {})), args)
             except (RuntimeError, TypeError) as error:
@@ -71,7 +85,8 @@ class Placeholder(torch.Tensor):
                     raise
                 if args and _writes(func.__name__) and isinstance(args[0], Placeholder):
                     return args[0].zero_()  # counts as a change of the placeholder
-                raise _refusal(_first([*args, *(kwargs or {}).values()])) from error
+                found = _first([*args, *(kwargs or {}).values()])
+                raise _refusal(found, RUN, func.__name__) from error
 
 
 class ParameterPlaceholder(Placeholder, nn.Parameter):
@@ -151,7 +166,7 @@ def check_values(content: Any) -> None:
         PiperError: They contain a placeholder.
     """
     if isinstance(content, Placeholder):
-        raise _refusal(content)
+        raise _refusal(content, SAVE)
     for part in (
         content.values()
         if isinstance(content, dict)
@@ -173,7 +188,7 @@ def _check_written(args: Any) -> None:
     target, others = args[0], args[1:]
     if isinstance(target, torch.Tensor):
         if not target.is_meta and (found := _first(others)) is not None:
-            raise _refusal(found)
+            raise _refusal(found, AVERAGE)
         return
     for other in others:  # lists of tensors, as in `torch._foreach_add_`
         if isinstance(other, list | tuple):
@@ -208,12 +223,12 @@ def _name(placeholder: Placeholder | None) -> str:
     return getattr(placeholder, "stands_for", _NOTHING)[0]
 
 
-def _refusal(placeholder: Placeholder | None) -> PiperError:
+def _refusal(placeholder: Placeholder | None, advice: str, operation: str = "") -> PiperError:
+    line = user_frame()
+    where = " at ".join(filter(None, (operation, line)))
     return PiperError(
-        f"PiperStrategy: the values of {_name(placeholder)!r} cannot be read or copied here, because the "
-        "parameter is sharded or on another rank. To save the values, use trainer.save_checkpoint or "
-        "ModelCheckpoint (in on_save_checkpoint, rank 0 has all values). To average weights, use Lightning's "
-        "EMAWeightAveraging, WeightAveraging or StochasticWeightAveraging. For other work, "
+        f"PiperStrategy: {where}{': ' * bool(where)}the values of {_name(placeholder)!r} cannot be read or copied "
+        f"here, because the parameter is sharded or on another rank. {advice}. For other work, "
         "trainer.optimizers have the parameters and shards of this process; before the first batch "
         "(on_fit_start, on_train_start), each process has the whole module. PiperStrategy(capture='never') "
         f"{WHOLE} [PIPER-S007]"

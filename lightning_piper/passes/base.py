@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import get_args
 
-from lightning_piper.directives.base import Contract, Directive, error_at
+from lightning_piper.directives.base import Contract, Directive, error_at, error_of
 from lightning_piper.errors import DirectiveError, PiperError, VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.limits import shown
@@ -99,9 +99,11 @@ def _applying(dag: TrainingDAG, each: Pass) -> Iterator[None]:
     try:
         yield
     except DirectiveError as error:
-        if each.index is None:
+        if each.index is not None:
+            raise error_at(each.index, each.directive, error) from None
+        if (degrees := dag.program.degrees) is None:
             raise
-        raise error_at(each.index, each.directive, error) from None
+        raise error_of(degrees, str(error)) from None
     except PiperError:
         raise
     except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_piper.directives.transfers import place_around
+from lightning_piper.directives.unplaced_regions import without_device
 from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
@@ -27,15 +28,9 @@ def complete(dag: TrainingDAG) -> None:
         _all_have_devices(dag)
         weigh(dag)
         return
-    if unplaced:
-        regions = {chunk.region: chunk for chunk in unplaced}
-        shown = "; ".join(_shown(dag, chunk) for chunk in list(regions.values())[:5])
-        raise DirectiveError(
-            f"the program places some regions but leaves {len(regions)} without a device: {shown}. Add a "
-            "place whose filter "
-            'selects them ({"TAG": "-"} selects code without a tag), or annotate that code as a part of a '
-            "placed region [PIPER-D009]"
-        )
+    if (forgotten := without_device(dag)) is not None:
+        found, advice = forgotten
+        raise DirectiveError(f"{found}. {advice[0].upper()}{advice[1:]}")
     _all_have_devices(dag)
     for chunk in dag.of_type(Chunk):
         if len(chunk.devices) != len(dag.mesh.places):
@@ -76,10 +71,3 @@ def _all_have_devices(dag: TrainingDAG) -> None:
                 "own nodes between them. Put the directive that makes the node after every place, and let it "
                 "give the node the devices of the node that it reads [PIPER-D007]"
             )
-
-
-def _shown(dag: TrainingDAG, chunk: Chunk) -> str:
-    """Return a region as text: its label, the line where it begins, and some parameters that identify it."""
-    region, params = dag.regions[chunk.region], dag.interface(chunk).params
-    uses = f", with {', '.join(params[:3])}{', ...' if len(params) > 3 else ''}" if params else ""
-    return f"{region.label} ({region.source}{uses})"

@@ -31,6 +31,7 @@ def passes_of(
         training: For a forward-only step, the training step's finished DAG, if there is one.
         divided: Whether tensors of the step are divided along axes (`Step.divisions`).
 
+
     Raises:
         DirectiveError: Two directives contradict each other. The message names the index of one of them.
     """
@@ -69,7 +70,7 @@ def run_pipeline(
 
     def run(earlier: Mapping[str, Mapping[tuple[int, ...], Bucket]] | None) -> TrainingDAG:
         dag = empty_dag(step, size)
-        dag.program.ops = tuple(directive.op for directive in program)
+        _describe(dag, program)
         dag.earlier_buckets = earlier
         return run_passes(
             dag, passes_of(program, dag.forward_only, training, bool(dag.step.divisions)), after
@@ -102,9 +103,19 @@ def apply_program(dag: TrainingDAG, program: Program) -> TrainingDAG:
         DirectiveError: A directive does not fit or contradicts an earlier directive. The message names its
             index.
     """
-    replicas_of(program)
-    dag.program.ops = tuple(directive.op for directive in program)
+    _describe(dag, program)
     return run_passes(dag, _directives(program))
+
+
+def _describe(dag: TrainingDAG, program: Program) -> None:
+    """Tell the directives about the program before the first one is applied.
+
+    Raises:
+        DirectiveError: Two directives contradict each other; names an index.
+    """
+    dag.program.ops = tuple(directive.op for directive in program)
+    dag.program.replicas = max(replicas_of(program).values(), default=0) + 1
+    dag.program.degrees = next((each.written_for for each in program), None)
 
 
 def _directives(program: Program) -> list[Pass]:

@@ -23,7 +23,7 @@ from lightning_piper.capture.eager.eager_step import EagerStep, is_of_none
 from lightning_piper.compiler import Compiled
 from lightning_piper.directives import replicas_of
 from lightning_piper.directives.zero_stages import divides_optimizer, shards_of, without_sharding
-from lightning_piper.errors import CaptureError, DirectiveError, ExecutionError, with_notes
+from lightning_piper.errors import CaptureError, DirectiveError, ExecutionError
 from lightning_piper.processes.world import RANK_ZERO, fill
 from lightning_piper.profile import Recording
 from lightning_piper.sample_gathering import exchanging_rows
@@ -49,11 +49,15 @@ def why_not(module: nn.Module, settings: Settings, device: torch.device) -> str 
         if any(map(shards_of, program)):
             compiled_eager(settings, divides_optimizer(program), step)
     except (CaptureError, DirectiveError) as error:
-        return f"the program does not fit an uncaptured step, which is a single region: {with_notes(error)}"
+        by = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))  # the line of the directive
+        return (
+            f"the program does more than replicate the whole step{by}. Change the step as the message above "
+            "says, or train replicas (PiperStrategy())"
+        )
     if any(plan.shards for plan in plans.representatives.values()):
         return (
             "an uncaptured step does not support the program's shards of parameters, gradients or optimizer "
-            "state"
+            "state. Change the step as the message above says, or remove the shards"
         )
     return None
 

@@ -17,7 +17,7 @@ import torch
 from lightning_piper.capture import difference
 from lightning_piper.capture.cutting.chunk_compiler import ChunkCompiler
 from lightning_piper.compiler import Compiled
-from lightning_piper.directives import Directive, replicas_of
+from lightning_piper.directives import Directive, Place, replicas_of
 from lightning_piper.errors import CaptureError, DirectiveError, PiperError
 from lightning_piper.holdings.gradients import changed_by
 from lightning_piper.holdings.ownership import Ownership
@@ -44,6 +44,7 @@ from lightning_piper.runtime.simulated_steps import OnSimulated
 from lightning_piper.session.metric_objects import MetricObjects
 from lightning_piper.session.replay import Replay
 
+PACKAGE = __name__.partition(".")[0]
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
@@ -456,19 +457,36 @@ def _sum(*texts: str) -> int:
     return zlib.crc32("\n".join(texts).encode())
 
 
+def check_placed(program: Sequence[Directive], processes: int) -> None:
+    """Check before a capture that there is a process for each logical device, as far as the directives show their
+    number.
+
+    Raises:
+        PiperError: There are more or fewer processes.
+    """
+    if processes == 1 or not all(type(each).__module__.startswith(f"{PACKAGE}.") for each in program):
+        return  # a step that runs uncaptured on one device needs no others; other directives may place chunks
+    placed = {device for each in program if isinstance(each, Place) for device in each.group}
+    if placed and placed == set(range(len(placed))):
+        _check_number(len(placed), processes)
+
+
+def _check_number(devices: int, processes: int) -> None:
+    if devices != processes:
+        raise PiperError(
+            f"the directives place the step on {devices} logical device(s), the Trainer runs {processes} "
+            f"process(es); give Trainer(devices={devices}), or all devices in one process with "
+            "PiperStrategy(transport='local') and devices=1 [PIPER-S003]"
+        )
+
+
 def check_devices(first: Compiled, world: World) -> None:
     """Check that each logical device has a process, and that each process draws the data of its replica.
 
     Raises:
         PiperError: This is not the case.
     """
-    devices = len(first.plans)
-    if devices != world.size:
-        raise PiperError(
-            f"the directives place the step on {devices} logical device(s), the Trainer runs {world.size} "
-            f"process(es); give Trainer(devices={devices}), or all devices in one process with "
-            "PiperStrategy(transport='local') and devices=1 [PIPER-S003]"
-        )
+    _check_number(len(first.plans), world.size)
     working = {device for chunk in first.dag.of_type(Chunk) for device in chunk.devices}
     if any(
         first.dag.replica_of(first.plans.place_of(device)) != world.replicas[device] for device in working

@@ -48,13 +48,20 @@ def check_may_be(
     trains = step == "training_step" or isinstance(error, BatchError)
     reason = why_not(before.module, settings, before.world.device) if trains else None
     if accumulate == "tokens":
-        reason = "accumulate='tokens' needs a captured loss, which has denominators"
+        reason = (
+            "accumulate='tokens' needs the denominators of a captured loss. Change the step as the message above "
+            "says, or use accumulate='batches'"
+        )
     elif not before.world.decide(
         not is_on_meta(before.module) if parts is None else parts.can_be_whole, all=True
     ):
-        reason = reason or "the module is on the meta device and has no values yet"
+        reason = reason or (
+            "the module is on the meta device and has no values yet. Change the step as the message above says, "
+            "or build the module with values"
+        )
     if reason is not None:
-        error.add_note(f"{step} cannot run uncaptured either, as under DDP: {reason}")
+        if not isinstance(error, DirectiveError):  # the cause of which is the program, not the capture
+            error.add_note(f"{step} cannot run uncaptured instead, like DDP, because {reason}")
         raise shown(error)
     if capture != "never":
         shards = sorted(
@@ -97,7 +104,7 @@ def _said(step: str, before: Standalone, problem: str | Exception, shards: Seque
         isinstance(each, Place | Replicate) and not each.filter and not shards_of(each) for each in program
     ):
         problem = re.sub(
-            r"^directive \d+ \(\w+\): field '\w+': (F\[\])?",
+            r"^(?:directive \d+ \(\w+\): field '\w+'|PiperStrategy\([^)]*\)): (F\[\])?",
             lambda found: "the step" * bool(found[1]),
             str(problem),
         )

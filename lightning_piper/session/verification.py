@@ -15,6 +15,7 @@ from torch import nn
 from lightning_piper.capture import as_before
 from lightning_piper.capture.proxies.batch_changes import contents
 from lightning_piper.compiler import Compiled
+from lightning_piper.directives import Order, Recompute
 from lightning_piper.errors import PiperError, VerificationError
 from lightning_piper.holdings.materialization import is_on_meta
 from lightning_piper.holdings.ownership import Ownership
@@ -263,9 +264,13 @@ def _plain_to_see(compiled: Compiled) -> Iterator[str]:
     dag = compiled.dag
     if found := list(batch_statistics(dag)):
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        ordered = any(isinstance(directive, Order) for directive in compiled.program)
+        # An order of microbatches contradicts statistics of the whole batch.
+        instead = "one microbatch (microbatches=1)" if ordered else "Trainer(sync_batchnorm=True)"
+        instead += ", or norms without statistics of a batch (GroupNorm, LayerNorm)"
         yield (
             f"the batch norm of region {found[0]}{more} computes its statistics over microbatches, not over "
-            f"the whole batch of {dag.size} samples [PIPER-W004]"
+            f"the whole batch of {dag.size} samples. Use {instead} [PIPER-W004]"
         )
     if any(len(parts) > 1 for parts in dag.slices().values()):
         yield from _dependent_samples(compiled)
@@ -321,6 +326,22 @@ def check_memory(compiled: Compiled, batch: Any) -> None:
             )
 
 
+def warn_of_checkpointing(compiled: Compiled, module: nn.Module, world: World) -> None:
+    """Warn that the checkpointing of activations of a Hugging Face model has no effect in a captured step."""
+    parts = module.named_modules()
+    found = next(
+        (name for name, part in parts if getattr(part, "gradient_checkpointing", False) is True), None
+    )
+    if found is None or compiled.step.executed:
+        return
+    if not any(isinstance(directive, Recompute) for directive in compiled.program):
+        world.warn(
+            f"{found or type(module).__name__} has gradient checkpointing on, which saves no memory in a captured "
+            "step. Use piper.Recompute instead (docs/howto/recompute.md), and turn it off "
+            "(gradient_checkpointing_disable()) [PIPER-W025]"
+        )
+
+
 def _dependent_samples(compiled: Compiled) -> Iterator[str]:
     """Describe the first operation that mixes samples which the program separates, or a loss that no weights
     can combine."""
@@ -338,7 +359,8 @@ def _dependent_samples(compiled: Compiled) -> Iterator[str]:
             apart = "As under DDP, each replica sees only its own samples, so"
         yield (
             f"the loss or a gradient mixes samples, or indexes into the batch, in {code.meet}. {apart} the "
-            f"result differs from that of all {dag.size} samples on one device [PIPER-W005]"
+            f"result differs from that of all {dag.size} samples on one device. To compute with the samples of "
+            "the whole batch, gather them with piper.gather_samples (docs/losses.md) [PIPER-W005]"
         )
     if code.nonlinear is not None:
         yield (

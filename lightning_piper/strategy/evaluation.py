@@ -7,12 +7,13 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_piper.argument_names import problem_of
 from lightning_piper.capture.cutting.chunk_compiler import checked_options
 from lightning_piper.degrees import Degrees
 from lightning_piper.directives import Directive, replicas_of
@@ -22,7 +23,7 @@ from lightning_piper.holdings.distributed_marks import parts_of, put_together
 from lightning_piper.holdings.materialization import is_on_meta, load_state, materialize
 from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.processes.settings import check_alike
-from lightning_piper.session.process_runtime import Settings
+from lightning_piper.session.process_runtime import Settings, check_placed
 from lightning_piper.session.program import (
     annotations_for_fit,
     annotations_given,
@@ -58,6 +59,11 @@ class EvaluatingStrategy(OverProcesses):
         simulated: Whether all devices are in this process, on a simulated accelerator.
         options: Arguments of `OverProcesses`.
     """
+
+    def __new__(cls, *args: Any, **arguments: Any) -> Self:
+        if (problem := problem_of(cls, arguments)) is not None:
+            raise PiperError(f"{problem} [PIPER-S001]")
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -154,6 +160,7 @@ class EvaluatingStrategy(OverProcesses):
         annotations = annotations_for_fit(self._given(), self._annotations, module)
         arguments = [(f"its argument {name!r}", repr(value)) for name, value in self._told]
         check_alike(self.world.gather((("the program", told(program, annotations, searched)), *arguments)))
+        check_placed(program, processes)
         for handle in annotate_as(module, annotations):
             self._chosen.callback(handle.remove)
         found = {} if self._local else replicas_of(program)
@@ -202,7 +209,7 @@ class EvaluatingStrategy(OverProcesses):
         """Return the directives passed to the strategy. If degrees were passed instead, directives that
         depend on the module may be missing."""
         degrees = self._degrees_here
-        return self._program if degrees is None else list(degrees.directives().directives)
+        return self._program if degrees is None else list(degrees.program().directives)
 
     def _is_searched(self, module: pl.LightningModule) -> bool:
         return self._degrees is None and is_searched(self._directives, module)

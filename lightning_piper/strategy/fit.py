@@ -43,6 +43,7 @@ from lightning_piper.session.verification import (
     check_memory,
     summary_of,
     verify_by_execution,
+    warn_of_checkpointing,
 )
 from lightning_piper.strategy.checks import check_optimizer_stays, check_runs_once
 from lightning_piper.strategy.compatibility import count_replicas, drops_gradients, resume, suspend
@@ -152,6 +153,7 @@ class Fit:
         """Check that the program may run, that it fits into memory, and that it fits the devices."""
         check(self.program)
         check_memory(self.program, batch)
+        warn_of_checkpointing(self.program, self._module, self.world)
         if not self.before.settings.local:
             check_devices(self.program, self.world)
 

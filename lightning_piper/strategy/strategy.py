@@ -304,7 +304,7 @@ class PiperStrategy(EvaluatingStrategy):
             self._choose(start, batch)
         degrees = self._degrees_here
         if degrees is not None and degrees.needs_module:
-            start.write(partial(degrees.directives, start.standalone.module, batch), self._chosen)
+            start.write(partial(degrees.program, start.standalone.module, batch), self._chosen)
         try:
             self._begin_fit(start, self._joined(batch))
         except PiperError:

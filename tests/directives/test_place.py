@@ -190,7 +190,7 @@ def test_a_region_left_without_a_place_is_named_with_its_line() -> None:
     said = str(caught.value)
     assert (
         f"leaves 1 without a device: PP=1 ({source}, with " in said
-        and "Add a place whose filter selects them" in said
+        and 'Add a place whose filter selects it ({"PP": 1})' in said
     )
     assert source.startswith(__file__.replace("directives/test_place.py", "models.py:"))
 

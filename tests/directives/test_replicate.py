@@ -169,10 +169,11 @@ REFUSED: list[tuple[list[Any], str]] = [
                                               "{0, 1}"),
     ([placed(), replicate(), replicate()], "are already summed over replicas; replicate each region only "
                                            "once"),
-    ([placed((0, 1, 2)), replicate([0, 1, 2])], "F[PP=0] works on samples 0:4, which cannot be divided "
-                                                "evenly over 3 replicas"),
-    ([placed(), *split(4), replicate()], "F[PP=0,MB=0] works on samples 0:1, which cannot be divided evenly "
-                                         "over 2 replicas"),
+    ([placed((0, 1, 2)), replicate([0, 1, 2])], "the batch has 4 samples, which cannot be divided evenly over "
+                                                "3 replicas; give a multiple of 3 samples"),
+    ([placed(), *split(4), replicate()], "4 samples cannot be split into 4 microbatches for each of 2 replicas; "
+                                         "give at most 2, or a batch of at least 8 samples over all replicas (4 "
+                                         "for each replica)"),
     (
         [placed((0, 1), PP=0), placed((1, 0), PP=1), replicate((0, 1), {"PP": 0}),
             replicate((1, 0), {"PP": 1})],

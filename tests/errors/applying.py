@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning_piper.capture import capture
 from lightning_piper.compiler import compile_step
+from lightning_piper.degrees import given
 from lightning_piper.directives import parse
 from lightning_piper.schedules import dualpipe, one_f_one_b
 from tests.errors.case import GROUPS, PLACES, REPLICATE, SPLIT, Case, Cases, batch, net, program
@@ -24,6 +25,13 @@ def ordered(*filters: object) -> dict[str, object]:
     return {"op": "order", "filters": list(filters)}
 
 
+def degrees(**numbers: int) -> None:
+    """A step with a layer between the stages, under degrees."""
+    module, found = net("pass", *BETWEEN), given(None, **numbers)
+    assert found is not None
+    compile_step(capture(module, batch()), found.program(module, batch()).directives)
+
+
 AGAIN = {"op": "recompute", "filter": {}}
 F0, B0, F1, B1 = ({"PP": i, "PASS": kind} for i in (0, 1) for kind in "FB")
 BATCH_NORM = [
@@ -34,6 +42,19 @@ BATCH_NORM = [
     ),
 ]
 TIED = [("self.second(h)", "F.linear(h @ self.first.weight, self.first.weight[:1])")]
+BACKWARDS = [
+    ('with piper.annotate("PP", 0)', 'with piper.annotate("PP", 2)'),
+    ('with piper.annotate("PP", 1)', 'with piper.annotate("PP", 0)'),
+    ('with piper.annotate("PP", 2)', 'with piper.annotate("PP", 1)'),
+]
+BETWEEN = [
+    ("self.seen,", "self.middle, self.seen,"),
+    ("[], torch.ones(())", "nn.Linear(6, 6), [], torch.ones(())"),
+    (
+        '        with piper.annotate("PP", 1)',
+        '        h = self.middle(h)\n        with piper.annotate("PP", 1)',
+    ),
+]
 ROWS = [
     ("self.first(x))", "self.first(x)).reshape(-1, 3)"),
     ("self.second(h)", "self.second(h.reshape(-1, 6))"),
@@ -61,6 +82,9 @@ CASES: Cases = [
     program("stages on groups of different sizes", {"op": "place", "filter": {"PP": 0}, "devices": [0, 1]},
         PLACES[1]),
     program("a stage without a place", PLACES[0]),
+    on("stages that are not numbered in the order of the step", BACKWARDS, *one_f_one_b(2, 2)),
+    on("a layer between two stages without an annotation", BETWEEN, *PLACES),
+    Case("the same with degrees, `PiperStrategy(pp=2)`", lambda: degrees(pp=2)),
     Case("an order where the step comes back to a stage that it has left", entered_again),
     program("devices with a gap", PLACES[0], {"op": "place", "filter": {"PP": 1}, "devices": [2]}),
     program("more microbatches than samples", *PLACES, {**SPLIT, "num_microbatches": 16}),

@@ -54,6 +54,24 @@ def test_reading_is_refused(read):
         read(torch.ones(3), elsewhere())
 
 
+@pytest.mark.parametrize(
+    "read, operation, advice",
+    [
+        (lambda x, p: nn.functional.linear(x, p.detach()), "linear", "To run the module"),
+        (lambda x, p: p.clone(), "clone", "To save the values"),
+        (lambda x, p: x.add_(p), "", "To average weights"),
+        (lambda x, p: torch.save(p, io.BytesIO()), "", "To save the values"),
+    ],
+    ids=["linear", "clone", "average", "save"],
+)
+def test_the_error_names_the_line_and_what_to_do_instead(read, operation, advice):
+    with torch.no_grad(), pytest.raises(PiperError) as caught:
+        read(torch.ones(3), elsewhere())
+    told = str(caught.value)
+    assert f"PiperStrategy: {operation + ' at ' if operation else ''}{__file__}:" in told
+    assert next(word for word in ("To run the module", "To save", "To average") if word in told) in advice
+
+
 def test_torch_would_leave_it_out():
     x = torch.ones(3)
     assert torch.equal(x.add_(torch.ones(3, device="meta")), torch.ones(3))

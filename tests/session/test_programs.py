@@ -13,11 +13,18 @@ from torch import Tensor, nn
 
 import lightning_piper as piper
 from lightning_piper.capture import flatten
+from lightning_piper.directives import parse
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.materialization import Known
 from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.processes.world import World
-from lightning_piper.session.process_runtime import Prepared, ProcessRuntime, Settings, check_devices
+from lightning_piper.session.process_runtime import (
+    Prepared,
+    ProcessRuntime,
+    Settings,
+    check_devices,
+    check_placed,
+)
 from lightning_piper.session.programs import TRAINING, Programs
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -124,3 +131,12 @@ def test_python_state_has_a_capture_of_its_own(session):
 def test_processes_that_do_not_fit_the_program(session):
     with pytest.raises(PiperError, match=r"on 2 logical device\(s\), the Trainer runs 1 process\(es\)"):
         check_devices(session.first, ALONE)
+
+
+def test_the_number_of_processes_is_checked_before_a_capture() -> None:
+    program = parse(piper.schedules.one_f_one_b(2, 4))
+    with pytest.raises(PiperError, match=r"on 2 logical device\(s\), the Trainer runs 4 process\(es\)"):
+        check_placed(program, 4)
+    check_placed(program, 2)
+    check_placed(program, 1)  # an uncaptured step runs on one device
+    check_placed(parse([piper.Place(devices=[0, 2])]), 2)  # gaps have their own error

@@ -39,7 +39,7 @@ def test_the_reason_names_the_line_that_built_the_directive() -> None:
     context = contextlib.nullcontext
     settings = Settings(program, 1, True, context, context, local=True, timeout=None)
     reason = why_not(nn.Linear(2, 2), settings, torch.device("cpu"))
-    assert reason is not None and reason.endswith(f"; directive 1 (split) was built at {program[1].built_at}")
+    assert reason is not None and f" (directive 1 (split) was built at {program[1].built_at})." in reason
     assert program[1].built_at is not None and "test_uncaptured_steps.py" in program[1].built_at
     settings = dataclasses.replace(settings, program=program[:1])
     assert why_not(nn.Linear(2, 2), settings, torch.device("cpu")) is None

@@ -4,12 +4,12 @@ processes bit for bit what they give in one process.
 
 from __future__ import annotations
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_piper.directives import replicate
+from lightning_piper.errors import DirectiveError
 from lightning_piper.passes import pipeline
 from lightning_piper.passes.batch_weights import weigh
 from tests.distributed.processes import launch_trainings
@@ -210,7 +210,7 @@ REFUSED = [
     (2, "length", "have [2, 1] batches, by rank, but every replica needs the same number"),
     (4, "length", "have [2, 2, 1, 1] batches, by rank, but every replica needs the same number"),
     (2, "limited", "no error, []"),  # as many as there are in the data
-    (2, "size", "works on samples 0:3, which cannot be divided evenly over 2 replicas"),
+    (2, "size", "no error, []"),  # microbatches of 4 and 2 samples
     (2, "devices", "4 logical device(s), the Trainer runs 2 process(es)"),
     (4, "devices", "2 logical device(s), the Trainer runs 4 process(es)"),
     (2, "own", "no error, []"),
@@ -270,7 +270,22 @@ def test_one_process_refuses_what_replicas_cannot_divide():
     module, _ = make("mlp")
     fit, _ = trainer(local(dp2()))
     with pytest.raises(
-        Exception, match=r"directive 2 \(replicate\).*cannot be divided evenly over 2 replicas"
-    ):
-        fit.fit(module, vectors(batch_size=6))
-    assert isinstance(fit, L.Trainer)
+        DirectiveError, match=r"directive 2 \(replicate\).*cannot be divided evenly over 2 replicas"
+    ) as caught:
+        fit.fit(module, vectors(batch_size=5))
+    notes = getattr(caught.value, "__notes__", [])  # nothing about uncaptured steps
+    assert all("was built at" in note for note in notes)
+
+
+@sharing_captures
+def test_replicas_and_microbatches_divide_a_smaller_last_batch():
+    """Batches of 8 samples, and a last one of 6: its microbatches have two samples and one sample of each replica."""
+    results = []
+    for strategy in ("auto", local(pp2_dp2())):
+        module, _ = make("mlp")
+        fit, record = trainer(strategy, precision="64-true")
+        fit.fit(module, vectors(samples=22))
+        results.append((values(module), record.logged))
+    (plain, logged), (found, ours) = results
+    assert len(logged) == 5 and distance(plain, found) < 1e-12
+    assert all(distance(a, b) < 1e-12 for a, b in zip(logged, ours, strict=True))

@@ -79,8 +79,8 @@ def test_without_any_capture_it_is_the_same(ranks):
 
 
 @pytest.mark.parametrize("kind, words", [
-    ("stages", "training_step cannot run uncaptured either, as under DDP: the program does not fit an "
-               "uncaptured step"),
+    ("stages", "training_step cannot run uncaptured instead, like DDP, because the program does more than "
+               "replicate the whole step"),
     ("always", "if loss.item() > 0.9"),
 ])  # fmt: skip
 def test_what_may_not_is_refused_by_all(kind, words, ranks):

@@ -93,6 +93,11 @@ def own_line(node: Node) -> str:
     return shown_line(file, int(number)) if file else source_line(node)
 
 
+def _first_line(node: Node) -> str:
+    """Return the line at which a region begins. Code outside of any annotation begins at its first operation."""
+    return source_line(node) if tags_of(node) else own_line(node)
+
+
 def assign(graph: torch.fx.Graph, state: frozenset[Node]) -> RegionAssignment:
     """Assign every node of a joint graph to a region.
 
@@ -211,7 +216,7 @@ def _segments(
             first.setdefault((run, False, 0), node)
     number = {place: i for i, place in enumerate(sorted(first))}
     regions = [
-        Region(i, tags_of(first[at]), source_line(first[at]), joined=at[1]) for at, i in number.items()
+        Region(i, tags_of(first[at]), _first_line(first[at]), joined=at[1]) for at, i in number.items()
     ]
     of |= {node: number[place] for node, (place, _) in places.items()}
     if not regions:  # if all nodes are glue, the whole step is one untagged region

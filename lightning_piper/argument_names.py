@@ -1,0 +1,30 @@
+"""The names of arguments and fields, and the nearest name to a misspelt one."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+SIMILAR = 0.5  # of two names, on the scale of difflib
+
+
+def unknown(name: object, accepted: Iterable[str]) -> str:
+    """Return what an error says about an unknown name: the accepted names and the nearest one."""
+    names = list(dict.fromkeys(accepted))
+    near = difflib.get_close_matches(str(name), names, 1, SIMILAR)
+    question = f". Did you mean {near[0]!r}?" if near else ""
+    return f"unknown; accepted are {', '.join(names)}{question}"
+
+
+def problem_of(function: Callable[..., Any], given: Iterable[str]) -> str | None:
+    """Return the text of an error for keyword arguments that a function or class does not have.
+
+    Return None if it has all of them.
+    """
+    parameters = inspect.signature(function).parameters
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+        return None
+    name = next((name for name in given if name not in parameters), None)
+    return None if name is None else f"{function.__name__}({name}=...): {unknown(name, parameters)}"

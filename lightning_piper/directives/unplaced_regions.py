@@ -1,0 +1,61 @@
+"""The regions that a program leaves without a device."""
+
+from __future__ import annotations
+
+import json
+
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.nodes import Chunk
+from lightning_piper.ir.regions import Region
+
+SHOWN = 5  # regions in a message
+PLACE = "place"  # the op of the directive
+
+
+def without_device(dag: TrainingDAG) -> tuple[str, str] | None:
+    """Return which regions the program leaves without a device, and what to do, as texts of an error.
+
+    Return None if all regions have a device, if none has one, or if a later directive may place them.
+    """
+    unplaced: dict[int, Chunk] = {}
+    placed = set[int]()
+    for chunk in dag.of_type(Chunk):
+        if chunk.devices:
+            placed.add(chunk.region)
+        else:
+            unplaced.setdefault(chunk.region, chunk)
+    index, ops = dag.program.index, dag.program.ops
+    if not unplaced or not placed or (index is not None and PLACE in ops[index + 1 :]):
+        return None
+    chunks = list(unplaced.values())[:SHOWN]
+    first = dag.regions[chunks[0].region]
+    before = next((r for r in reversed(dag.regions[: first.index]) if r.index in placed), None)
+    after = next((r for r in dag.regions[first.index + 1 :] if r.index in placed), None)
+    neighbour = before or after
+    found = f"the program places some regions but leaves {len(unplaced)} without a device: "
+    found += "; ".join(f"{dag.regions[chunk.region].label} ({_shown(dag, chunk)})" for chunk in chunks)
+    if first.tags or neighbour is None or not neighbour.tags:
+        condition = json.dumps(dict(first.tags) or {"TAG": "-"})
+        return found, f"add a place whose filter selects it ({condition}) [PIPER-D009]"
+    tag, number = next(iter(neighbour.tags.items()))
+    advice = f"annotate this code as a part of a stage next to it: with piper.annotate({tag!r}, {number})"
+    if dag.program.degrees is None:
+        advice += ', or add a place whose filter selects it ({"TAG": "-"} selects code without a tag)'
+    else:
+        found = f"no stage runs the code at {'; '.join(_shown(dag, chunk) for chunk in chunks)}"
+    return f"{found}{_between(before, after)}", f"{advice} [PIPER-D009]"
+
+
+def _between(before: Region | None, after: Region | None) -> str:
+    if before is not None and after is not None:
+        return f", between {before.label} and {after.label}"
+    if before is not None:
+        return f", after {before.label}"
+    return "" if after is None else f", before {after.label}"
+
+
+def _shown(dag: TrainingDAG, chunk: Chunk) -> str:
+    """Return the line where a region begins, and some parameters that identify it."""
+    region, params = dag.regions[chunk.region], dag.interface(chunk).params
+    uses = f", with {', '.join(params[:3])}{', ...' if len(params) > 3 else ''}" if params else ""
+    return f"{region.source}{uses}"
