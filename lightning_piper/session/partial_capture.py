@@ -27,6 +27,8 @@ from lightning_piper.session.metric_objects import MetricObjects
 from lightning_piper.session.process_runtime import Settings
 from lightning_piper.session.replay import NOT_REPLAYED
 
+_NOTHING = contextlib.nullcontext()
+
 
 class InPart:
     """The training step of a fit that is captured in part.
@@ -90,18 +92,19 @@ class InPart:
             world.warn(_said(error, step))
         return compiled
 
+    def running(self, step: Step) -> contextlib.AbstractContextManager[None]:
+        """Return a context for one run of the step. It does nothing if the step is captured as a whole."""
+        self.extras = {}
+        return self._joining(step) if isinstance(step, PartlyCaptured) else _NOTHING
+
     @contextlib.contextmanager
-    def running(self, step: Step) -> Iterator[None]:
+    def _joining(self, step: PartlyCaptured) -> Iterator[None]:
         """Return a context for one run of the step. Afterwards it logs the step's values on all processes. An
         error of the step's own code is raised as on one device. Collective.
 
         Raises:
             PiperError: A parameter does not have a gradient.
         """
-        self.extras = {}
-        if not isinstance(step, PartlyCaptured):
-            yield
-            return
         remainder, world = step.remainder, self._world
         remainder.begin()
         try:

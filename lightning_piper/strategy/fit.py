@@ -32,6 +32,7 @@ from lightning_piper.session.eager_replicas import why_not
 from lightning_piper.session.evaluation import Evaluation
 from lightning_piper.session.hook_code import changes_gradients_of_each_batch
 from lightning_piper.session.partial_capture import InPart
+from lightning_piper.session.pending_step import PendingStep
 from lightning_piper.session.process_runtime import Prepared, ProcessRuntime, check_devices
 from lightning_piper.session.programs import TRAINING, Programs
 from lightning_piper.session.replay import Given
@@ -145,6 +146,7 @@ class Fit:
         rank_zero_info("PiperStrategy captures training_step with the first batch")
         with Stopwatch() as watch:
             compiled = self.programs.compile(TRAINING, self._batch_spec, None, agreed.apart)
+        self._variants = self.programs.variants(TRAINING)
         if (told := told_of_capture(TRAINING[0], watch.seconds)) is not None:
             rank_zero_info(told)
         return compiled
@@ -328,66 +330,120 @@ class Fit:
         self.ownership.check_unwritten()
         self._identities.follow()
         self._identities.check_trained()
-        programs, variants = self.programs, self.programs.variants(TRAINING)
-        captured = programs.find(TRAINING, self._batch_spec, batch_idx)
-        prepared = programs.prepared(TRAINING, self._batch_spec)
-        state = variants.state(captured)
-        first, self._epoch = epoch != self._epoch, epoch
-        changed = None if captured is None else variants.ran(captured, first)
-        if changed is not None:
-            prepared = None  # No program is valid any more. All processes learn that in the comparison.
-        scale = (
-            self._scaling.scale / self._module.trainer.accumulate_grad_batches
-        )  # `backward` will multiply the loss by this factor
-        closing: float | None = None
-        keeps = self._keeps_back and not last
-        carrier, result = None if keeps else self._digest_carrier(), None
-        if carrier is not None:
-            result = self._run_with_digest(prepared, carrier, state, number, scale)
+        pending = self._pending(number, batch_idx, epoch, last)
+        carrier = None if pending.keeps else self._digest_carrier()
+        result = None if carrier is None else self._run_with_digest(pending, carrier)
         if result is None:
-            agreed = Agreed(False)
-            if not self._compared or variants.number != 0:
-                # The first batch was compared before it was captured.
-                agreed = self._compare(
-                    variants.number,
-                    state,
-                    prepared,
-                    digests_differed=carrier is not None,
-                    retraced=captured is not None and variants.retraced,
-                )
-            if prepared is None or agreed.together:
-                compiled = programs.compile(
-                    TRAINING,
-                    self._batch_spec,
-                    captured,
-                    agreed.apart,
-                    alone=not agreed.together,
-                    changed=changed,
-                )
-                self._claim(compiled, captured is None, agreed.together)
-                prepared = programs.prepare(TRAINING, self._batch_spec, compiled)
-            if captured is None:
-                variants.ran(prepared.compiled, first)
-            if self.recording is not None:
-                self.recording.before(prepared)
-            if self._may_keep and prepared.plans != self._layout.plans:
-                self._sum_kept()
-            self.ownership.refresh()
-            factor, closing = self._weight_of_batch(prepared.compiled, last)
-            result = self._run(prepared, number, scale * factor, not keeps)
-            if self.recording is not None:
-                self.recording.after(prepared, number)
-        assert prepared is not None
-        self._follow(prepared, result)
-        prepared.replay(self._module, result, Given(self._batch_spec, self._leaves))
-        assert prepared.replay.dtype is not None
-        value = result.metrics[0].to(prepared.replay.dtype, copy=True)
-        nonlinear = prepared.compiled.dag.code.nonlinear
-        loss = self._injection.loss(
-            value, result.grads, scale, keeps and prepared.accumulates, closing, nonlinear
-        )
+            result = self._run_compared(pending, digests_differed=carrier is not None)
+        assert pending.prepared is not None
+        self._follow(pending.prepared, result)
+        pending.prepared.replay(self._module, result, Given(self._batch_spec, self._leaves))
+        loss = self._loss(pending, pending.prepared, result)
         self._in_accumulation = not last
         return {"loss": loss, **self._in_part.extras} if self._in_part.extras else loss
+
+    # The steps of `step`, in their order.
+
+    def _pending(self, number: int, batch_idx: int, epoch: int, last: bool) -> PendingStep:
+        """Find the capture and the program for the current batch."""
+        captured = self.programs.find(TRAINING, self._batch_spec, batch_idx)
+        prepared = self.programs.prepared(TRAINING, self._batch_spec)
+        state = self._variants.state(captured)
+        first, self._epoch = epoch != self._epoch, epoch
+        changed = None if captured is None else self._variants.ran(captured, first)
+        if changed is not None:
+            prepared = None  # No program is valid any more. All processes learn that in the comparison.
+        scale = self._scaling.scale / self._module.trainer.accumulate_grad_batches
+        keeps = self._keeps_back and not last
+        return PendingStep(number, last, first, captured, prepared, state, changed, scale, keeps)
+
+    def _digest_carrier(self) -> Prepared | None:
+        """Return the program that ran last, if digests in its all-reduce suffice to compare this step between
+        processes. Otherwise return None.
+
+        The decision is the same on all processes.
+        """
+        if (
+            self._compared
+            or self.recording is not None
+            or self._tokens is not None
+            or not self._check.may_use_digests
+        ):
+            return None
+        carrier = self._runtime.digest_carrier
+        return None if carrier is None or isinstance(carrier.compiled.step, PartlyCaptured) else carrier
+
+    def _run_with_digest(self, pending: PendingStep, carrier: Prepared) -> StepResult | None:
+        """Run a step whose all-reduce carries digests. Returns None if the digests differ: then the step's
+        result is void, and the processes must compare before they run the step again.
+
+        Args:
+            pending: The step to run. Other processes can run their programs together with its program only if
+                it has the plans that ran last.
+            carrier: The program that ran last.
+        """
+        prepared = pending.prepared
+        digest = self._check.digest(
+            self._batch_spec, self._settings(), pending.state, 0 if prepared is None else prepared.plans
+        )
+        if prepared is None or prepared.plans != carrier.plans:
+            carrier.executors[0].vote_abort()
+            return None
+        self.ownership.refresh()
+        try:
+            return self._run(prepared, pending.number, pending.scale, digest=digest)
+        except DigestMismatch:
+            return None
+
+    def _run_compared(self, pending: PendingStep, digests_differed: bool) -> StepResult:
+        """Compare the step with the other processes, compile its program if necessary, and run it. Sets the
+        program of `pending`. Collective."""
+        variants, captured = self._variants, pending.captured
+        agreed = Agreed(False)
+        if not self._compared or variants.number != 0:
+            # The first batch was compared before it was captured.
+            retraced = captured is not None and variants.retraced
+            agreed = self._compare(
+                variants.number, pending.state, pending.prepared, digests_differed, retraced
+            )
+        if pending.prepared is None or agreed.together:
+            pending.prepared = self._prepare(pending, agreed)
+        prepared = pending.prepared
+        if captured is None:
+            variants.ran(prepared.compiled, pending.first)
+        if self.recording is not None:
+            self.recording.before(prepared)
+        if self._may_keep and prepared.plans != self._layout.plans:
+            self._sum_kept()
+        self.ownership.refresh()
+        factor, pending.closing = self._weight_of_batch(prepared.compiled, pending.last)
+        result = self._run(prepared, pending.number, pending.scale * factor, not pending.keeps)
+        if self.recording is not None:
+            self.recording.after(prepared, pending.number)
+        return result
+
+    def _prepare(self, pending: PendingStep, agreed: Agreed) -> Prepared:
+        """Compile the program of a step. Collective, unless the other processes continue without it."""
+        compiled = self.programs.compile(
+            TRAINING,
+            self._batch_spec,
+            pending.captured,
+            agreed.apart,
+            alone=not agreed.together,
+            changed=pending.changed,
+        )
+        self._claim(compiled, pending.captured is None, agreed.together)
+        return self.programs.prepare(TRAINING, self._batch_spec, compiled)
+
+    def _loss(self, pending: PendingStep, prepared: Prepared, result: StepResult) -> torch.Tensor:
+        """Return the loss, whose `backward` gives the gradients of the plan to the parameters."""
+        assert prepared.replay.dtype is not None
+        value = result.metrics[0].to(prepared.replay.dtype, copy=True)
+        accumulates = pending.keeps and prepared.accumulates
+        nonlinear = prepared.compiled.dag.code.nonlinear
+        return self._injection.loss(
+            value, result.grads, pending.scale, accumulates, pending.closing, nonlinear
+        )
 
     def _follow(self, prepared: Prepared, result: StepResult) -> None:
         """Send gradients to all processes that hold their parameters. Collective."""
@@ -412,53 +468,6 @@ class Fit:
             return self._runtime.run(
                 prepared, step.inputs(self._leaves), self.seed + number, scale, sums, digest
             )
-
-    def _digest_carrier(self) -> Prepared | None:
-        """Return the program that ran last, if digests in its all-reduce suffice to compare this step between
-        processes. Otherwise return None.
-
-        The decision is the same on all processes.
-        """
-        if (
-            self._compared
-            or self.recording is not None
-            or self._tokens is not None
-            or not self._check.may_use_digests
-        ):
-            return None
-        carrier = self._runtime.digest_carrier
-        return None if carrier is None or isinstance(carrier.compiled.step, PartlyCaptured) else carrier
-
-    def _run_with_digest(
-        self,
-        prepared: Prepared | None,
-        carrier: Prepared,
-        state: int,
-        number: int,
-        scale: float,
-    ) -> StepResult | None:
-        """Run a step whose all-reduce carries digests. Returns None if the digests differ: then the step's
-        result is void, and the processes must compare before they run the step again.
-
-        Args:
-            prepared: The program to run. Other processes can run their programs together with it only if it
-                has the plans that ran last.
-            carrier: The program that ran last.
-            state: Checksum of the Python state that the step reads.
-            number: Number of the batch.
-            scale: Factor on the loss.
-        """
-        digest = self._check.digest(
-            self._batch_spec, self._settings(), state, 0 if prepared is None else prepared.plans
-        )
-        if prepared is None or prepared.plans != carrier.plans:
-            carrier.executors[0].vote_abort()
-            return None
-        self.ownership.refresh()
-        try:
-            return self._run(prepared, number, scale, digest=digest)
-        except DigestMismatch:
-            return None
 
     def _weight_of_batch(self, compiled: Compiled, last: bool) -> tuple[float, float | None]:
         """Return the factor on this batch's gradients and the factor on all gradients of an accumulation. The
@@ -534,7 +543,7 @@ class Fit:
             if compare:
                 self._compare()  # compares the settings of the last step
             self._check.finish()
-            if (told := self.programs.variants(TRAINING).told()) is not None:
+            if (told := self._variants.told()) is not None:
                 rank_zero_info(told)
             self.ownership.end()
         self.programs.clear()
