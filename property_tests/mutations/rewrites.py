@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_piper.capture.cutting import graph_cut as capture_chunks
-from lightning_piper.capture.tracing import step_trace
+from lightning_piper.capture.tracing import captured_module, step_trace
 from lightning_piper.directives import split
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Ref
@@ -117,7 +117,7 @@ mutation("weight used twice counted once", "a parameter that a region uses twice
 
 
 @mutation("frozen parameter trained", "the capture forgets that a parameter takes no gradient", "rewrite",
-          (step_trace, "_without_data"), scenario="used twice", recapture=True)  # fmt: skip
+          (step_trace, "without_data"), scenario="used twice", recapture=True)  # fmt: skip
 def _frozen_parameter_trained(original: Function, seeded: Seeded) -> Function:
     def without_data(module: nn.Module, mode: Any, device: torch.device, parts: Any, step: str) -> Any:
         def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -127,7 +127,7 @@ def _frozen_parameter_trained(original: Function, seeded: Seeded) -> Function:
                 seeded.hit()
             return nn.Parameter(data) if isinstance(tensor, nn.Parameter) else data
 
-        return step_trace.replacing_tensors(module, fake)
+        return captured_module.replacing_tensors(module, fake)
 
     return without_data
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lightning_piper.capture.steps.captured_step import CapturedStep
-from lightning_piper.capture.tracing.step_trace import as_captured, replacing_tensors
+from lightning_piper.capture.tracing.captured_module import as_captured, replacing_tensors
 from lightning_piper.ir.regions import LOSS, Logged
 from lightning_piper.ir.terms import Weighing
 from lightning_piper.ir.values import Kind, Slice

@@ -4,7 +4,6 @@ pass, other steps without."""
 from __future__ import annotations
 
 import contextlib
-import inspect
 import numbers
 import re
 import traceback
@@ -20,10 +19,10 @@ from lightning_piper.batch_norms import plain_batch_norms, whole_batch_norms
 from lightning_piper.capture.graph_cache.cached_graphs import traced_once
 from lightning_piper.capture.joint.joined_part import join_batch
 from lightning_piper.capture.joint.traced_graph import TracedGraph
-from lightning_piper.capture.metrics.metric_objects import MetricRecorder, intercepting_calls
+from lightning_piper.capture.metrics.metric_objects import MetricRecorder
 from lightning_piper.capture.proxies.arrays import ArrayProxy, from_numpy, to_array
 from lightning_piper.capture.proxies.batch import BatchSpec
-from lightning_piper.capture.proxies.batch_changes import BatchChanges, contents, own_attributes
+from lightning_piper.capture.proxies.batch_changes import BatchChanges, contents
 from lightning_piper.capture.proxies.data_dependent_shapes import DataDependentTensor
 from lightning_piper.capture.proxies.deferred_numbers import (
     holds_deferred,
@@ -37,15 +36,14 @@ from lightning_piper.capture.python_state.side_effects import ContainerGrowth
 from lightning_piper.capture.python_state.state_protection import (
     Attribute,
     attributes,
-    changes,
     check_unchanged,
     preserving_tensors,
     restoring_attributes,
 )
 from lightning_piper.capture.python_state.state_reads import RandomDraw, StateReads
-from lightning_piper.capture.python_state.trainer_proxy import TrainerProxy
 from lightning_piper.capture.torch_private import _torch, _torchmetrics
 from lightning_piper.capture.torch_private._torch_communication import without_communication
+from lightning_piper.capture.tracing.captured_module import as_captured, without_data
 from lightning_piper.capture.tracing.dtype_promotions import settle_dtypes
 from lightning_piper.capture.user_code.caught_refusals import recording_refusals
 from lightning_piper.capture.user_code.error_origin import is_own, where_kept
@@ -99,7 +97,7 @@ def trace(
     reading = step.reads.tracing(module, step.name) if step.reads is not None else contextlib.nullcontext()
     # anomaly detection would look for NaN in gradients, which have no values here
     plain = torch.autograd.set_detect_anomaly(False)
-    data = _without_data(module, mode, device, parts, step.name)
+    data = without_data(module, mode, device, parts, step.name)
     alone = without_communication(partial(_communicates, step.name), partial(_sized, step))
     if step.reads is not None:
         step.reads.guard_attributes(module)
@@ -118,7 +116,7 @@ def trace(
                 preserving_tensors, module, partial(_torch.functional_graph, mode, step, inputs, mark_called)
             )
             # `parts` is empty because the parameters already have the shape of one part
-            other = partial(_without_data, module, device=device, parts={}, step=step.name)
+            other = partial(without_data, module, device=device, parts={}, step=step.name)
             graph = (
                 traced_once(module, step, inputs, device, other, make)
                 if step.has_tracing_run and fakes is fakes_of
@@ -437,130 +435,6 @@ def _loss_of(result: Any) -> torch.Tensor:
             "without detach() and no_grad(), and leave some parameters unfrozen [PIPER-C006]"
         )
     return result.reshape(())
-
-
-@contextlib.contextmanager
-def as_captured(module: nn.Module, step: TracedStep) -> Iterator[None]:
-    """During the capture, replace the class of the module by a subclass that records `log` and `log_dict` and
-    watches `trainer`.
-
-    Raises:
-        CaptureError: the step has set a class attribute.
-    """
-    cls = type(module)
-    original = getattr(cls, "log", None)
-    signature = inspect.signature(original) if original is not None else None
-
-    def log(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        assert signature is not None
-        call = dict(signature.bind(self, *args, **kwargs).arguments)
-        call.pop("self")
-        step.log(call.pop("name"), call.pop("value"), call)
-
-    def log_dict(self: nn.Module, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        if (known := step.metrics.known(dictionary)) is not None:
-            call = dict(inspect.signature(cls.log_dict).bind(self, dictionary, *args, **kwargs).arguments)  # type: ignore[attr-defined]
-            step.metrics.log(
-                None,
-                known,
-                {k: x for k, x in call.items() if k not in ("self", "dictionary")},
-                len(step.logs),
-            )
-            return
-        for name, value in dictionary.items():
-            log(self, name, value, *args, **kwargs)
-
-    members: dict[str, Any] = {}
-    if original is not None:
-        members |= {"log": log, "log_dict": log_dict}
-    attached, reads = getattr(cls, "trainer", None), step.reads
-    if reads is not None and isinstance(attached, property) and attached.fget is not None:
-        get = attached.fget
-        watched = partial(
-            TrainerProxy, reads.inputs, where="self.trainer", step=step.name, check=step.check_read
-        )
-        members["trainer"] = property(lambda self: watched(get=lambda: get(self)), attached.fset)
-    stand_in = type(cls.__name__, (cls,), members | {"__module__": cls.__module__})
-    before = set(vars(stand_in))
-    module.__class__ = stand_in
-    try:
-        with intercepting_calls(
-            module, lambda metric, name, *given: step.metrics.call(metric, name, len(step.logs), *given)
-        ):
-            yield
-    finally:
-        module.__class__ = cls
-    if written := set(vars(stand_in)) - before:
-        raise changes(step.name, f"{cls.__name__}.{min(written)}")
-
-
-@contextlib.contextmanager
-def _without_data(
-    module: nn.Module, mode: Any, device: torch.device, parts: Mapping[str, int], step: str
-) -> Iterator[None]:
-    """Replace parameters and buffers by fake tensors on `device`, so that the trace neither reads nor changes
-    the user's values.
-
-    A parameter in `parts` gets the shape of one part along its first dimension.
-
-    Raises:
-        CaptureError: the step has set a Python attribute of a parameter or buffer.
-    """
-    divided = {
-        id(x): parts[name] for name, x in module.named_parameters(remove_duplicate=False) if name in parts
-    }
-
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        shape = list(tensor.shape)
-        if id(tensor) in divided:
-            shape[0] //= divided[id(tensor)]
-        with mode:
-            data = torch.empty_strided(shape, tensor.stride(), dtype=tensor.dtype, device=device)
-        made = (
-            nn.Parameter(data, requires_grad=tensor.requires_grad)
-            if isinstance(tensor, nn.Parameter)
-            else data
-        )
-        vars(made).update(own_attributes(tensor))
-        return made
-
-    with replacing_tensors(module, fake):
-        named = [*module.named_parameters(), *module.named_buffers()]
-        before = [own_attributes(x) for _, x in named]
-        yield
-        for (name, x), was in zip(named, before, strict=True):
-            now = own_attributes(x)
-            changed = next(
-                (key for key in now.keys() | was.keys() if now.get(key, was) is not was.get(key, was)), None
-            )
-            if changed is not None:
-                raise changes(step, f"self.{name}.{changed}")
-
-
-@contextlib.contextmanager
-def replacing_tensors(module: nn.Module, other: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Within this context, put `other(tensor)` in the place of every parameter and buffer. A tensor with
-    several names gets one replacement.
-
-    `torch.func.functional_call` works by names. It does not restore a module that is registered under two
-    names.
-    """
-    kept = [
-        (store, name, x)
-        for m in module.modules()
-        for store in (m._parameters, m._buffers)
-        for name, x in store.items()
-        if x is not None
-    ]
-    replacements = {id(x): x for _, _, x in kept}
-    replacements = {key: other(x) for key, x in replacements.items()}
-    try:
-        for store, name, tensor in kept:
-            store[name] = replacements[id(tensor)]  # type: ignore[assignment]
-        yield
-    finally:
-        for store, name, tensor in kept:
-            store[name] = tensor  # type: ignore[assignment]
 
 
 def _sized(step: TracedStep) -> None:

@@ -1,0 +1,145 @@
+"""The module while its step is traced: `self.log` is recorded, `self.trainer` is watched, and tensors do not
+have data."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lightning_piper.capture.metrics.metric_objects import intercepting_calls
+from lightning_piper.capture.proxies.batch_changes import own_attributes
+from lightning_piper.capture.python_state.state_protection import changes
+from lightning_piper.capture.python_state.trainer_proxy import TrainerProxy
+
+if TYPE_CHECKING:
+    from lightning_piper.capture.tracing.step_trace import TracedStep
+
+
+@contextlib.contextmanager
+def as_captured(module: nn.Module, step: TracedStep) -> Iterator[None]:
+    """During the capture, replace the class of the module by a subclass that records `log` and `log_dict` and
+    watches `trainer`.
+
+    Raises:
+        CaptureError: the step has set a class attribute.
+    """
+    cls = type(module)
+    original = getattr(cls, "log", None)
+    signature = inspect.signature(original) if original is not None else None
+
+    def log(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        assert signature is not None
+        call = dict(signature.bind(self, *args, **kwargs).arguments)
+        call.pop("self")
+        step.log(call.pop("name"), call.pop("value"), call)
+
+    def log_dict(self: nn.Module, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        if (known := step.metrics.known(dictionary)) is not None:
+            call = dict(inspect.signature(cls.log_dict).bind(self, dictionary, *args, **kwargs).arguments)  # type: ignore[attr-defined]
+            step.metrics.log(
+                None,
+                known,
+                {k: x for k, x in call.items() if k not in ("self", "dictionary")},
+                len(step.logs),
+            )
+            return
+        for name, value in dictionary.items():
+            log(self, name, value, *args, **kwargs)
+
+    members: dict[str, Any] = {}
+    if original is not None:
+        members |= {"log": log, "log_dict": log_dict}
+    attached, reads = getattr(cls, "trainer", None), step.reads
+    if reads is not None and isinstance(attached, property) and attached.fget is not None:
+        get = attached.fget
+        watched = partial(
+            TrainerProxy, reads.inputs, where="self.trainer", step=step.name, check=step.check_read
+        )
+        members["trainer"] = property(lambda self: watched(get=lambda: get(self)), attached.fset)
+    stand_in = type(cls.__name__, (cls,), members | {"__module__": cls.__module__})
+    before = set(vars(stand_in))
+    module.__class__ = stand_in
+    try:
+        with intercepting_calls(
+            module, lambda metric, name, *given: step.metrics.call(metric, name, len(step.logs), *given)
+        ):
+            yield
+    finally:
+        module.__class__ = cls
+    if written := set(vars(stand_in)) - before:
+        raise changes(step.name, f"{cls.__name__}.{min(written)}")
+
+
+@contextlib.contextmanager
+def without_data(
+    module: nn.Module, mode: Any, device: torch.device, parts: Mapping[str, int], step: str
+) -> Iterator[None]:
+    """Replace parameters and buffers by fake tensors on `device`, so that the trace neither reads nor changes
+    the user's values.
+
+    A parameter in `parts` gets the shape of one part along its first dimension.
+
+    Raises:
+        CaptureError: the step has set a Python attribute of a parameter or buffer.
+    """
+    divided = {
+        id(x): parts[name] for name, x in module.named_parameters(remove_duplicate=False) if name in parts
+    }
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        shape = list(tensor.shape)
+        if id(tensor) in divided:
+            shape[0] //= divided[id(tensor)]
+        with mode:
+            data = torch.empty_strided(shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        made = (
+            nn.Parameter(data, requires_grad=tensor.requires_grad)
+            if isinstance(tensor, nn.Parameter)
+            else data
+        )
+        vars(made).update(own_attributes(tensor))
+        return made
+
+    with replacing_tensors(module, fake):
+        named = [*module.named_parameters(), *module.named_buffers()]
+        before = [own_attributes(x) for _, x in named]
+        yield
+        for (name, x), was in zip(named, before, strict=True):
+            now = own_attributes(x)
+            changed = next(
+                (key for key in now.keys() | was.keys() if now.get(key, was) is not was.get(key, was)), None
+            )
+            if changed is not None:
+                raise changes(step, f"self.{name}.{changed}")
+
+
+@contextlib.contextmanager
+def replacing_tensors(module: nn.Module, other: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Within this context, put `other(tensor)` in the place of every parameter and buffer. A tensor with
+    several names gets one replacement.
+
+    `torch.func.functional_call` works by names. It does not restore a module that is registered under two
+    names.
+    """
+    kept = [
+        (store, name, x)
+        for m in module.modules()
+        for store in (m._parameters, m._buffers)
+        for name, x in store.items()
+        if x is not None
+    ]
+    replacements = {id(x): x for _, _, x in kept}
+    replacements = {key: other(x) for key, x in replacements.items()}
+    try:
+        for store, name, tensor in kept:
+            store[name] = replacements[id(tensor)]  # type: ignore[assignment]
+        yield
+    finally:
+        for store, name, tensor in kept:
+            store[name] = tensor  # type: ignore[assignment]
