@@ -28,7 +28,17 @@ from lightning_piper.errors import PiperError
 from lightning_piper.holdings.materialization import Known, is_on_meta, without_initial_values
 from lightning_piper.lightning_packages import is_a
 from lightning_piper.limits import is_number, shown
+from lightning_piper.session.verification import ACCEPTED
 from lightning_piper.strategy.checkpoints import is_behind
+
+# The values of the strategy's arguments that accept only some texts.
+CHOICES = {
+    "verify": ACCEPTED,
+    "transport": ("process", "local", "simulated"),
+    "checkpoint": ("consolidated", "sharded"),
+    "accumulate": ("batches", "tokens"),
+    "capture": ("auto", "always", "never"),
+}
 
 
 def check_fit(
@@ -331,14 +341,30 @@ def checked_capture(transport: str, capture: str, compile: object) -> str:
     return "always"
 
 
-def one_of(name: str, value: object, accepted: tuple[str, ...]) -> None:
-    """Check that an argument of the strategy has one of the accepted values.
+def check_choices(**arguments: object) -> None:
+    """Check that each of these arguments of the strategy has one of the values in `CHOICES`.
 
     Raises:
-        PiperError: The argument has another value. The error names the accepted values.
+        PiperError: An argument has another value. The error names the accepted values.
     """
-    if not isinstance(value, str) or value not in accepted:
+    for name, value in arguments.items():
+        accepted = CHOICES[name]
+        if not isinstance(value, str) or value not in accepted:
+            raise PiperError(
+                f"PiperStrategy({name}={shown(value)}): accepted are {', '.join(map(repr, accepted))}"
+                " [PIPER-S001]"
+            )
+
+
+def check_start_method(start_method: object) -> None:
+    """Check that the processes are started as this strategy needs them.
+
+    Raises:
+        PiperError: Processes are spawned or forked.
+    """
+    if not isinstance(start_method, str) or start_method != "popen":
         raise PiperError(
-            f"PiperStrategy({name}={shown(value)}): accepted are {', '.join(map(repr, accepted))}"
-            " [PIPER-S001]"
+            f"PiperStrategy(start_method={shown(start_method)}): a spawned or forked worker cannot "
+            "return a module whose parameters are on several processes. Use 'popen' (the script runs "
+            "once for each device), torchrun, or transport='local' [PIPER-S001]"
         )

@@ -34,14 +34,13 @@ from lightning_piper.errors import BatchError, PiperError
 from lightning_piper.holdings.materialization import is_on_meta
 from lightning_piper.holdings.optimizer import State, check_groups, names_in
 from lightning_piper.lightning_packages import is_a
-from lightning_piper.limits import shown
 from lightning_piper.profile import Schedule, schedule_of
 from lightning_piper.search.optimizers import states_of
 from lightning_piper.session.auto_search import choose
 from lightning_piper.session.available_memory import NoRoom, check_room
 from lightning_piper.session.standalone_module import Standalone
 from lightning_piper.session.uncaptured_steps import NOT_CAPTURED, check_may_be, is_as_under_ddp, summary_of
-from lightning_piper.session.verification import ACCEPTED, Verify
+from lightning_piper.session.verification import Verify
 from lightning_piper.strategy import _lightning
 from lightning_piper.strategy.checkpoints import (
     KEY,
@@ -54,11 +53,12 @@ from lightning_piper.strategy.checkpoints import (
     seed_of,
 )
 from lightning_piper.strategy.checks import (
+    check_choices,
     check_fit,
+    check_start_method,
     checked_capture,
     checked_timeout,
     needs_replicas,
-    one_of,
     uncapturable,
 )
 from lightning_piper.strategy.compatibility import averaging
@@ -154,17 +154,10 @@ class PiperStrategy(EvaluatingStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        one_of("verify", verify, ACCEPTED)
-        one_of("transport", transport, ("process", "local", "simulated"))
-        one_of("checkpoint", checkpoint, ("consolidated", "sharded"))
-        one_of("accumulate", accumulate, ("batches", "tokens"))
-        one_of("capture", capture, ("auto", "always", "never"))
-        if not isinstance(start_method, str) or start_method != "popen":
-            raise PiperError(
-                f"PiperStrategy(start_method={shown(start_method)}): a spawned or forked worker cannot "
-                "return a module whose parameters are on several processes. Use 'popen' (the script runs "
-                "once for each device), torchrun, or transport='local' [PIPER-S001]"
-            )
+        check_choices(
+            verify=verify, transport=transport, checkpoint=checkpoint, accumulate=accumulate, capture=capture
+        )
+        check_start_method(start_method)
         recorded = schedule_of(profile)
         degrees = degrees_given(
             directives,
@@ -194,20 +187,12 @@ class PiperStrategy(EvaluatingStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
+        self._told += [("profile", recorded), ("checkpoint", checkpoint)]
+        self._told += [("accumulate", accumulate), ("whole", whole)]
         self._profile, self._sharded, self._transport = profile, checkpoint == "sharded", transport
-        self._told += [
-            ("profile", recorded),
-            ("checkpoint", checkpoint),
-            ("accumulate", accumulate),
-            ("whole", whole),
-        ]
-        self._keeps_whole = whole
-        self._accumulating, self._accumulate, self._saves, self._requeue = (
-            False,
-            accumulate,
-            Saves(),
-            Requeue(),
-        )
+        self._keeps_whole, self._accumulate = whole, accumulate
+        self._accumulating = False  # whether the batch is not the last one of a gradient accumulation
+        self._saves, self._requeue = Saves(), Requeue()
 
     def __repr__(self) -> str:
         given = "no directives of its own" if self._program is None else f"{len(self._program)} directives"
