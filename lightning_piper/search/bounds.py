@@ -220,7 +220,8 @@ class Cutting:
         if self._by_memory:
             return 0
         f, bi, bw = self.costs.forward[-1], self.costs.inputs[-1], self.costs.weights[-1]
-        parts = (f, bi, bw) if self._back == BI and self.layout.schedule != "dualpipev" else (f, bi + bw)
+        shape = SHAPES[self.layout.schedule]
+        parts = (f, bi, bw) if shape.split and not shape.whole_too else (f, bi + bw)
         gather = (
             self.costs.ring((0, self.costs.blocks))
             if all(level == 3 for own in self._options for level, _ in own)

@@ -13,6 +13,7 @@ from lightning_piper import schedules
 from lightning_piper.annotate import annotate_modules
 from lightning_piper.directives import Directive, Offload, Order, Place, Recompute, Replicate, Shard
 from lightning_piper.directives.program import to_json
+from lightning_piper.search.rows import SHAPES
 from lightning_piper.search.space import Candidate
 
 TAG, MICROBATCH, TENSOR = "PP", "MB", "tp"
@@ -88,7 +89,8 @@ def write(
     layout = candidate.layout
     groups = [_devices(candidate, rank) for rank in range(layout.ranks)]
     builder = getattr(schedules, layout.schedule)
-    each = {"stages_per_device": layout.per_rank} if layout.schedule == "interleaved_one_f_one_b" else {}
+    argument = SHAPES[layout.schedule].argument
+    each = {} if argument is None else {argument: layout.per_rank}
     built: list[Directive] = builder(
         layout.stages, layout.microbatches, devices=groups, tag=TAG, dim_name=MICROBATCH, **each
     )

@@ -25,43 +25,55 @@ F, B, BI, BW = range(4)
 
 
 class Shape(NamedTuple):
-    """A form of a schedule.
+    """A schedule as the search sees it.
 
     Attributes:
+        rows: Returns the passes of each rank. Its arguments are the numbers of ranks, of microbatches and of
+            stages on each rank.
         per_rank: Numbers of stages on each rank that a search tries.
         folded: Whether the stages lie along a V: down the ranks and up again.
         split: Whether backward passes are split into BI and BW.
+        whole_too: Whether some backward passes are whole although others are split.
+        exists: Returns whether the schedule exists for a number of ranks and of microbatches.
+        alike: A schedule that has the same passes in the same order if there is one microbatch.
+        argument: The builder's argument for the number of stages on each rank. None if the number is fixed.
     """
 
-    per_rank: tuple[int, ...]
-    folded: bool
-    split: bool
+    rows: Callable[[int, int, int], list[Row]]
+    per_rank: tuple[int, ...] = (1,)
+    folded: bool = False
+    split: bool = False
+    whole_too: bool = False
+    exists: Callable[[int, int], bool] = lambda ranks, microbatches: ranks > 1
+    alike: str | None = None
+    argument: str | None = None
 
 
+# The schedules among which a search chooses. Each name is a builder of `lightning_piper.schedules`.
 SHAPES = {
-    "gpipe": Shape((1,), False, False),
-    "one_f_one_b": Shape((1,), False, False),
-    "zero_bubble": Shape((1,), False, True),
-    "interleaved_one_f_one_b": Shape((2, 3, 4, 5, 6, 7, 8), False, False),
-    "zb_h2": Shape((1,), False, True),
-    "zbv": Shape((2,), True, True),
-    "v_half": Shape((2,), True, True),
-    "v_min": Shape((2,), True, True),
-    "dualpipev": Shape((2,), True, True),
-}
-
-_BUILDERS: dict[
-    str, Callable[[int, int, int], list[Row]]
-] = {  # by stages on each rank, ranks, and microbatches
-    "gpipe": lambda _, ranks, m: gpipe_rows(ranks, m),
-    "one_f_one_b": lambda _, ranks, m: one_f_one_b_rows(ranks, m),
-    "zero_bubble": lambda _, ranks, m: zero_bubble_rows(ranks, m),
-    "interleaved_one_f_one_b": lambda each, ranks, m: interleaved_rows(ranks, m, each),
-    "zb_h2": lambda _, ranks, m: zb_h2_rows(ranks, m),
-    "zbv": lambda _, ranks, m: zbv_rows(ranks, m),
-    "v_half": lambda _, ranks, m: v_rows("v_half", ranks, m),
-    "v_min": lambda _, ranks, m: v_rows("v_min", ranks, m),
-    "dualpipev": lambda _, ranks, m: dualpipev_rows(ranks, m),
+    "gpipe": Shape(lambda ranks, m, _: gpipe_rows(ranks, m), exists=lambda ranks, m: True),
+    "one_f_one_b": Shape(
+        lambda ranks, m, _: one_f_one_b_rows(ranks, m), exists=lambda ranks, m: True, alike="gpipe"
+    ),
+    "zero_bubble": Shape(lambda ranks, m, _: zero_bubble_rows(ranks, m), split=True),
+    "interleaved_one_f_one_b": Shape(
+        interleaved_rows,
+        per_rank=(2, 3, 4, 5, 6, 7, 8),
+        exists=lambda ranks, m: ranks > 1 and m % max(1, m // ranks) == 0,
+        argument="stages_per_device",
+    ),
+    "zb_h2": Shape(lambda ranks, m, _: zb_h2_rows(ranks, m), split=True, alike="zero_bubble"),
+    "zbv": Shape(lambda ranks, m, _: zbv_rows(ranks, m), per_rank=(2,), folded=True, split=True),
+    "v_half": Shape(lambda ranks, m, _: v_rows("v_half", ranks, m), per_rank=(2,), folded=True, split=True),
+    "v_min": Shape(lambda ranks, m, _: v_rows("v_min", ranks, m), per_rank=(2,), folded=True, split=True),
+    "dualpipev": Shape(
+        lambda ranks, m, _: dualpipev_rows(ranks, m),
+        per_rank=(2,),
+        folded=True,
+        split=True,
+        whole_too=True,
+        exists=lambda ranks, m: ranks > 1 and m >= 2 * ranks,
+    ),
 }
 
 
@@ -71,17 +83,8 @@ def rank_of(stage: int, ranks: int, folded: bool) -> int:
 
 
 def is_possible(name: str, per_rank: int, ranks: int, microbatches: int) -> bool:
-    """Return whether the schedule exists for these numbers, with at most `PASSES` passes.
-
-    One rank has only `gpipe` and `one_f_one_b`.
-    """
-    if 2 * ranks * per_rank * microbatches > PASSES:
-        return False
-    if name == "interleaved_one_f_one_b":
-        return ranks > 1 and microbatches % max(1, microbatches // ranks) == 0
-    if name == "dualpipev":
-        return ranks > 1 and microbatches >= 2 * ranks
-    return ranks > 1 or name in ("gpipe", "one_f_one_b")
+    """Return whether the schedule exists for these numbers, with at most `PASSES` passes."""
+    return 2 * ranks * per_rank * microbatches <= PASSES and SHAPES[name].exists(ranks, microbatches)
 
 
 class RankPass(NamedTuple):
@@ -201,7 +204,7 @@ def _actions(name: str, per_rank: int, ranks: int, microbatches: int) -> list[li
             f"{name}: {ranks} ranks with {per_rank} stages each and {microbatches} microbatches do "
             "not fit together. See the schedule's builder [PIPER-D020]"
         )
-    rows = _BUILDERS[name](per_rank, ranks, microbatches)
+    rows = SHAPES[name].rows(ranks, microbatches, per_rank)
     return [[(stage, KINDS.index(kind), mb) for group in row for stage, kind, mb in group] for row in rows]
 
 

@@ -27,8 +27,6 @@ _UNITS = {
         for i in ("", "i")
     },
 }
-# Schedule -> the schedule with the same passes in the same order if there is one microbatch.
-_ALIKE = {"one_f_one_b": "gpipe", "zb_h2": "zero_bubble"}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -180,8 +178,9 @@ class Space:
 
     def _different(self, microbatches: int) -> list[str]:
         """Return the schedules without duplicates: with one microbatch, some schedules are equal."""
-        same = _ALIKE if microbatches == 1 else {}
-        return [name for name in self.schedules if same.get(name) not in self.schedules]
+        if microbatches > 1:
+            return list(self.schedules)
+        return [name for name in self.schedules if SHAPES[name].alike not in self.schedules]
 
     def _degrees(self) -> list[int]:
         known = [{members for _, members in block.work} for block in self.workload.blocks]
