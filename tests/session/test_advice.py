@@ -39,6 +39,7 @@ def warned(found: Compiled) -> list[str]:
     return [text for text in _plain_to_see(found) if "batch norm" in text]
 
 
+@pytest.mark.long
 def test_batch_norms_of_stages() -> None:
     (text,) = warned(compiled(nn.BatchNorm1d(8)))
     assert "Use one microbatch (microbatches=1), or norms without statistics of a batch (GroupNorm" in text
