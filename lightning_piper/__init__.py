@@ -18,6 +18,7 @@ from lightning_piper.directives import (
 )
 from lightning_piper.errors import CaptureError, DirectiveError, ExecutionError, PiperError, VerificationError
 from lightning_piper.grouped_matmul import grouped_linear
+from lightning_piper.pretrained import from_pretrained
 from lightning_piper.profile import PiperProfiler, Schedule
 from lightning_piper.routing import combine, dispatch
 from lightning_piper.sample_gathering import gather_samples
@@ -48,6 +49,7 @@ __all__ = [
     "combine",
     "compile",
     "dispatch",
+    "from_pretrained",
     "gather_samples",
     "grad_norm",
     "grouped_linear",

@@ -75,6 +75,10 @@ BEFORE = {
     "docs/directives.md 8": LAYERS,
     "docs/directives.md 9": LAYERS + "; program += [piper.Offload(filter={'LAYER': '*'})]",
     "docs/directives.md 10": "module = Pair()",
+    "docs/howto/pretrained.md 0": """
+pytest.importorskip("transformers")
+from transformers import AutoModelForCausalLM
+""",
     "docs/howto/profile.md 1": """
 from lightning.pytorch.loggers import CSVLogger
 L.Trainer(devices=2, strategy=strategy, max_epochs=5, logger=CSVLogger(".", name="lightning_logs")).fit(module, loader)

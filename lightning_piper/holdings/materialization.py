@@ -12,13 +12,14 @@ import hashlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
 from lightning_piper.errors import PiperError
+from lightning_piper.ir.values import TensorSpec
 
 Place = tuple[nn.Module, str]  # (submodule, name of its attribute that has a tensor)
 Places = Mapping[
@@ -29,6 +30,36 @@ HOOK = "piper_init_parameters"
 UNWRITTEN = 0xFF  # the bytes of fresh memory: a NaN in every floating-point dtype, and not a valid bool
 
 
+PRETRAINED = "_piper_pretrained"  # attribute of a submodule whose values are in files: its `Pretrained`
+
+
+class Stored(Protocol):
+    """A tensor whose values are in a file, of which a process reads any range of elements."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def whole(self) -> torch.Tensor:
+        """Read all elements."""
+
+    def read(self, spec: TensorSpec, start: int, stop: int) -> torch.Tensor:
+        """Read the elements `start:stop` in the order of a spec."""
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """The values that files have for a submodule on the meta device.
+
+    Attributes:
+        stored: Name in the submodule -> tensor in a file.
+        initialize: Name of the method of the submodule that fills one of its own submodules. It gives values
+            to tensors that no file has.
+    """
+
+    stored: Mapping[str, Stored]
+    initialize: str
+
+
 @dataclass(frozen=True)
 class Known:
     """The values that a checkpoint has for a module on the meta device.
@@ -37,13 +68,47 @@ class Known:
         loaded: Canonical name -> value.
         later: Names of tensors that are read after the module is distributed; until then they only need
             memory.
+        stored: Canonical name -> tensor in a file, of which each process reads its own part.
     """
 
     loaded: Mapping[str, torch.Tensor] = field(default_factory=dict)
     later: frozenset[str] = frozenset()
+    stored: Mapping[str, Stored] = field(default_factory=dict)
 
     def __contains__(self, name: str) -> bool:
-        return name in self.loaded or name in self.later
+        return name in self.loaded or name in self.later or name in self.stored
+
+    def with_stored(self, module: nn.Module) -> Known:
+        """Return these values, and stored values for all other tensors of a module on the meta device.
+
+        Raises:
+            PiperError: A tensor has another shape in its file.
+        """
+        stored: dict[int, Stored] = {}
+        for path, part in module.named_modules():
+            pretrained: Pretrained | None = part.__dict__.get(PRETRAINED)
+            if pretrained is None:
+                continue
+            for name, tensor in [
+                *part.named_parameters(remove_duplicate=False),
+                *part.named_buffers(remove_duplicate=False),
+            ]:
+                value = pretrained.stored.get(name)
+                if value is None or not tensor.is_meta:
+                    continue
+                if value.shape != tensor.shape:
+                    raise PiperError(
+                        f"PiperStrategy: {name!r} of submodule {path!r} has the shape {list(tensor.shape)}, "
+                        f"but {list(value.shape)} in its file. Do not resize a model from "
+                        "piper.from_pretrained before the fit [PIPER-K009]"
+                    )
+                stored[id(tensor)] = value
+        found = {
+            name: stored[id(tensor_at(at))]
+            for name, at in (places_of(module) if stored else {}).items()
+            if id(tensor_at(at)) in stored and name not in self
+        }
+        return Known(self.loaded, self.later, found)
 
 
 def is_on_meta(module: nn.Module) -> bool:
@@ -98,11 +163,13 @@ def without_initial_values(module: nn.Module, known: Known) -> str | None:
     these values."""
     if hasattr(module, HOOK):
         return None
+    pretrained = _initializers(module)
     for name, places in places_of(module).items():
         part, attribute = places[0]
         if (
             tensor_at(places).is_meta
             and name not in known
+            and id(part) not in pretrained
             and not callable(getattr(part, "reset_parameters", None))
         ):
             path = name.rpartition(".")[0]
@@ -113,6 +180,18 @@ def without_initial_values(module: nn.Module, known: Known) -> str | None:
                 "which Piper then calls for each such submodule instead [PIPER-S009]"
             )
     return None
+
+
+def _initializers(module: nn.Module) -> dict[int, Callable[[], None]]:
+    """Return the functions that fill submodules of models whose values are in files, by the submodule's
+    id."""
+    found: dict[int, Callable[[], None]] = {}
+    for model in module.modules():
+        pretrained: Pretrained | None = model.__dict__.get(PRETRAINED)
+        if pretrained is not None:
+            fill = getattr(model, pretrained.initialize)
+            found |= {id(part): partial(fill, part) for part in model.modules()}
+    return found
 
 
 def materialize(module: nn.Module, seed: int, known: Known) -> None:
@@ -129,8 +208,9 @@ def materialize(module: nn.Module, seed: int, known: Known) -> None:
     found: dict[str, torch.Tensor] = dict(known.loaded)
     missing = {n for n, at in places.items() if tensor_at(at).is_meta and n not in known}
     initialize(module, places, missing, seed, found.__setitem__)
-    for name, value in found.items():
+    for name in [*found, *known.stored]:
         old = tensor_at(places[name])
+        value = found[name] if name in found else known.stored[name].whole()
         put(places[name], like(old, value.to(old.dtype)))
 
 
@@ -182,7 +262,9 @@ def _initialize_one(
 ) -> None:
     part, path = places[group[0]][0][0], group[0].rpartition(".")[0]
     reset: Any = (
-        partial(getattr(module, HOOK), path, part) if hasattr(module, HOOK) else part.reset_parameters
+        partial(getattr(module, HOOK), path, part)
+        if hasattr(module, HOOK)
+        else _initializers(module).get(id(part)) or part.reset_parameters
     )
     absent = {name: tensor_at(places[name]) for name in group}
     versions = {}

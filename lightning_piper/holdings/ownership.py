@@ -265,6 +265,14 @@ class Ownership:
         for name in held:
             if name in known.loaded:
                 take(name, known.loaded[name])
+            elif name in known.stored and self.tensor_map.holds_whole(name, rank):
+                take(name, known.stored[name].whole())
+            elif name in known.stored and name in self._local_shards:
+                part = self.tensor_map.held(name, rank)
+                assert part is not None
+                shard = known.stored[name].read(self.tensor_map.specs[name], *part)
+                with torch.no_grad():
+                    self._local_shards[name].copy_(shard)
         return made
 
     def _lay_together(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins import AsyncCheckpointIO
+from torch import nn
 
 from lightning_piper.checkpoint.files import MANIFEST, located, prepare, publish, remove
 from lightning_piper.checkpoint.records import check_records
@@ -21,6 +22,7 @@ from lightning_piper.checkpoint.snapshot import HostRoom, snapshot
 from lightning_piper.checkpoint.state import Loading, referenced, resolved
 from lightning_piper.checkpoint.tensor_ranges import TensorRange
 from lightning_piper.errors import PiperError
+from lightning_piper.holdings.distributed_marks import parts_of
 from lightning_piper.holdings.materialization import Known
 from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.holdings.placeholders import check_values
@@ -47,10 +49,14 @@ class Restored:
     seed: int | None = None
     values: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
-    @property
-    def known(self) -> Known:
-        """The values that the checkpoint has for a module on the meta device."""
-        return Known(self.values, frozenset() if self.sharded is None else self.sharded.waiting)
+    def known(self, module: nn.Module) -> Known:
+        """The values that the checkpoint, and files of pretrained models, have for a module on the meta
+        device.
+
+        A module that is still distributed from an earlier run has newer values than the files.
+        """
+        known = Known(self.values, frozenset() if self.sharded is None else self.sharded.waiting)
+        return known if parts_of(module) is not None else known.with_stored(module)
 
     def read(self, parts: Ownership) -> None:
         """If the checkpoint is sharded, read this process's part of it. `parts` is the distributed module.

@@ -122,12 +122,13 @@ class EvaluatingStrategy(OverProcesses):
         assert self.lightning_module is not None
         self._failed, self.phase, self._eager_steps, self._join = False, Idle(self.phase.left), set(), None
         self._alone = False
-        put_together(self.lightning_module, self._restored.known)
+        put_together(self.lightning_module, self._restored.known(self.lightning_module))
 
     def _setup_evaluation(self, trainer: pl.Trainer) -> None:
         """Set up `validate`, `test` or `predict` without a fit."""
-        module, known = self.lightning_module, self._restored.known
+        module = self.lightning_module
         assert module is not None
+        known = self._restored.known(module)
         check_evaluation(module, known, self._local)
         if self._evaluates_plainly(module):
             materialize(module, draw_seed(self.world), known)
@@ -194,7 +195,14 @@ class EvaluatingStrategy(OverProcesses):
             averages.distribute(own)
 
         return Standalone(
-            module, settings, restored.known, seed, drawn, world, distributed, partial(resume, suspended)
+            module,
+            settings,
+            restored.known(module),
+            seed,
+            drawn,
+            world,
+            distributed,
+            partial(resume, suspended),
         )
 
     @property

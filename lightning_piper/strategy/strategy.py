@@ -210,7 +210,7 @@ class PiperStrategy(EvaluatingStrategy):
         module, restored = self.lightning_module, self._restored
         assert module is not None
         self.phase = Idle(Left(self.phase.left.seed))
-        check_fit(trainer, module, self.world.size, self.layer_sync, restored.known)
+        check_fit(trainer, module, self.world.size, self.layer_sync, restored.known(module))
         self.phase = phase = Starting(self._set_up(trainer, restored.seed))
         if self._local:
             self.model_to_device()

@@ -1,0 +1,186 @@
+"""Reads ranges of tensors from safetensors files, one file or several with an index.
+
+A file has eight bytes with the length of its header, the header in JSON, and the tensors' bytes in row-major
+order. So a process can read any range of elements without the elements around it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_piper.errors import PiperError
+from lightning_piper.ir.values import TensorSpec, flattened
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+LENGTH = 8  # bytes of the header's length
+LARGEST = 100_000_000  # bytes of a header, the limit of the format
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file.
+
+    Attributes:
+        path: The file.
+        key: The tensor's name in the file.
+        dtype: Its dtype in the file.
+        shape: Its shape.
+        offset: Where its bytes begin in the file.
+    """
+
+    path: Path
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    def whole(self) -> torch.Tensor:
+        """Read all elements."""
+        return self._elements(0, math.prod(self.shape)).view(self.shape)
+
+    def read(self, spec: TensorSpec, start: int, stop: int) -> torch.Tensor:
+        """Read the elements `start:stop` of the tensor in the order of a spec, `flattened(whole, spec)`."""
+        if spec.dim_order != tuple(range(len(self.shape))):
+            return flattened(self.whole(), spec)[start:stop].clone()
+        pieces = [self._elements(*piece) for piece in _pieces(spec, start, stop)]
+        return pieces[0] if len(pieces) == 1 else torch.cat([self._elements(0, 0), *pieces])
+
+    def _elements(self, start: int, stop: int) -> torch.Tensor:
+        if start == stop:
+            return torch.empty(0, dtype=self.dtype)
+        size = self.dtype.itemsize
+        data = read_bytes(self.path, self.offset + start * size, (stop - start) * size)
+        return torch.frombuffer(data, dtype=self.dtype)
+
+
+def _pieces(spec: TensorSpec, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of elements in row-major order that are `start:stop` in the order of a spec."""
+    if spec.runs is None:
+        yield start, stop
+        return
+    runs, parts = spec.runs
+    length = spec.numel // (runs * parts)
+    while start < stop:
+        block, inside = divmod(start, length)
+        part, run = divmod(block, runs)
+        count = min(length - inside, stop - start)
+        first = (run * parts + part) * length + inside
+        yield first, first + count
+        start += count
+
+
+def read_bytes(path: Path, offset: int, count: int) -> bytearray:
+    """Read bytes of a file.
+
+    Raises:
+        PiperError: The file is missing, unreadable or too short.
+    """
+    data = bytearray(count)
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(offset)
+            view, done = memoryview(data), 0
+            while done < count and (got := file.readinto(view[done:])):
+                done += got
+    except OSError as error:
+        raise PiperError(
+            f"the weights in {path} cannot be read: {error}. Check that all processes see the folder "
+            "[PIPER-K008]"
+        ) from error
+    if done < count:
+        raise _damaged(path, "it ends too early")
+    return data
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Return the tensors in the safetensors files of a folder, by their names in the files.
+
+    Raises:
+        PiperError: There are no such files, or they are damaged, or they differ from their index.
+    """
+    if (folder / SINGLE).is_file():
+        return _tensors_of(folder / SINGLE)
+    if not (folder / INDEX).is_file():
+        raise PiperError(
+            f"{folder} has neither {SINGLE} nor {INDEX}. Give the folder of a model that "
+            "save_pretrained has written with safetensors [PIPER-K008]"
+        )
+    try:
+        listed: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+        names = sorted(set(listed.values()))
+        outside = [name for name in names if Path(name).name != name]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(folder / INDEX, f"its weight_map cannot be read ({error})") from error
+    if outside:
+        raise _damaged(folder / INDEX, f"it names a file outside of its folder, {outside[0]!r}")
+    found: dict[str, StoredTensor] = {}
+    for name in names:
+        own = _tensors_of(folder / name)
+        wanted = {key for key, file in listed.items() if file == name}
+        if own.keys() != wanted:
+            key = sorted(own.keys() ^ wanted)[0]
+            raise _damaged(folder / INDEX, f"the index and the file {name} differ in {key!r}")
+        found |= own
+    return found
+
+
+class _Entry:
+    """An entry of a header: a tensor's dtype, shape, and first and last byte."""
+
+    def __init__(self, key: str, found: dict[str, Any]) -> None:
+        self.key, self.dtype = key, str(found["dtype"])
+        self.shape = tuple(map(int, found["shape"]))
+        self.first, self.last = map(int, found["data_offsets"])
+
+
+def _tensors_of(path: Path) -> dict[str, StoredTensor]:
+    length = int.from_bytes(read_bytes(path, 0, LENGTH), "little")
+    size, begin = path.stat().st_size, LENGTH + length
+    if length > LARGEST or begin > size:
+        raise _damaged(path, "its header does not fit into the file")
+    try:
+        header: dict[str, Any] = json.loads(read_bytes(path, LENGTH, length))
+        header.pop("__metadata__", None)
+        entries = [_Entry(key, each) for key, each in header.items()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(path, f"its header cannot be read ({error})") from error
+    found = {}
+    for each in entries:
+        if each.dtype not in DTYPES:
+            raise PiperError(
+                f"{path}: the tensor {each.key!r} has the dtype {each.dtype}, which Piper does not read. Save "
+                "the model in a floating-point dtype [PIPER-K008]"
+            )
+        dtype = DTYPES[each.dtype]
+        nbytes = math.prod(each.shape) * dtype.itemsize
+        if (
+            min(0, *each.shape, each.first) < 0
+            or each.last - each.first != nbytes
+            or begin + each.last > size
+        ):
+            raise _damaged(path, f"the tensor {each.key!r} does not fit into the file")
+        found[each.key] = StoredTensor(path, each.key, dtype, each.shape, begin + each.first)
+    return found
+
+
+def _damaged(path: Path, why: str) -> PiperError:
+    return PiperError(f"{path} is damaged: {why}. Copy or download it again [PIPER-K008]")

@@ -1,0 +1,208 @@
+"""Hugging Face models whose weights each process reads in part: what it holds, and nothing else.
+
+    class Tuned(L.LightningModule):
+        def configure_model(self):
+            if self.model is None:
+                self.model = piper.from_pretrained(LlamaForCausalLM, "weights")
+
+The model is built on the meta device. When the strategy distributes it, each process reads from the safetensors
+files the stages, shards and tensor slices that it holds.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_piper.checkpoint.safetensors_files import StoredTensor, stored_tensors
+from lightning_piper.errors import PiperError
+from lightning_piper.holdings.materialization import PRETRAINED, Pretrained
+
+MOST = 20  # names in a message
+
+
+def from_pretrained(model_class: Any, path: str | os.PathLike[str], **options: Any) -> Any:
+    """Build a `transformers` model on the meta device, with its weights to be read from safetensors files.
+
+    `PiperStrategy` reads the weights when it distributes the module. Each process reads what it holds. As with
+    transformers, the model is in evaluation mode: call `train()` to use dropout.
+
+    Args:
+        model_class: A model class such as `LlamaForCausalLM`, or an auto class such as
+            `AutoModelForCausalLM`.
+        path: A folder with `config.json` and `model.safetensors`, or shards of it with an index.
+        options: Changes of the configuration, such as `num_labels=3`; also `dtype` and
+            `attn_implementation`. Without `dtype`, the model has the dtype of its configuration.
+
+    Returns:
+        The model. Parameters that the files do not have and that are not in the base model, such as the head
+        of a new classifier, get initial values from the model, and a warning names them.
+
+    Raises:
+        PiperError: `transformers` is missing; or the files are missing or damaged; or they do not have the
+            base model's parameters in its shapes, or have others; or transformers would convert the weights.
+    """
+    folder = Path(os.path.abspath(path))
+    model = _built(model_class, folder, options)
+    stored, problems = _renamed(model, stored_tensors(folder))
+    problems += _differences(model, stored)
+    if problems:
+        raise PiperError(
+            f"piper.from_pretrained: the weights in {folder} do not fit {type(model).__name__}: "
+            f"{'; '.join(problems)}. Use the class that the weights were saved from, or load them with "
+            "transformers and save them again from this class [PIPER-K009]"
+        )
+    model.__dict__[PRETRAINED] = Pretrained(stored, "_init_weights")
+    return model.eval()
+
+
+def _built(model_class: Any, folder: Path, options: dict[str, Any]) -> Any:
+    try:
+        from transformers import AutoConfig, GenerationConfig
+        from transformers.core_model_loading import rename_source_key  # noqa: F401  since transformers 5
+    except ImportError as error:
+        raise PiperError(
+            "piper.from_pretrained: transformers 5 or later is not installed. Install it: "
+            "pip install 'transformers>=5' [PIPER-K010]"
+        ) from error
+    if not (folder / "config.json").is_file():
+        raise PiperError(
+            f"piper.from_pretrained: {folder} does not have a config.json. Give the folder of a model that "
+            "save_pretrained has written. A model of the Hub must be downloaded before "
+            "(huggingface_hub.snapshot_download) [PIPER-K008]"
+        )
+    given = {key: options.pop(key) for key in ("dtype", "attn_implementation") if key in options}
+    config_class = getattr(model_class, "config_class", None) or AutoConfig
+    config, unused = config_class.from_pretrained(folder, return_unused_kwargs=True, **options)
+    if unused:
+        raise PiperError(
+            f"piper.from_pretrained: {type(config).__name__} does not have {_names(unused)}. Remove these "
+            "arguments [PIPER-K009]"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise PiperError(
+            f"piper.from_pretrained: the weights in {folder} are quantized, which is not supported. Give "
+            "weights in a floating-point dtype [PIPER-K009]"
+        )
+    if "dtype" not in given and config.dtype is None:
+        dtypes = [each.dtype for each in stored_tensors(folder).values() if each.dtype.is_floating_point]
+        given["dtype"] = dtypes[0] if dtypes else torch.float32
+    build = getattr(model_class, "from_config", None) or model_class._from_config
+    with torch.device("meta"):
+        model = build(config, **given)
+    kept = [*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())]
+    if kept and model.dtype in (torch.float16, torch.bfloat16):
+        raise PiperError(
+            f"piper.from_pretrained: transformers keeps {_names(kept)} of {type(model).__name__} in float32, "
+            "which is not supported. Pass dtype=torch.float32 [PIPER-K009]"
+        )
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
+
+
+def _renamed(model: Any, tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], list[str]]:
+    """Return the tensors by their names in the model, and what is wrong with the names.
+
+    Transformers renames tensors of older files, and converts some: it stacks experts, for example. A range of
+    a converted tensor is not a range of the file, so conversions are not supported.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    transforms = get_model_conversion_mapping(model)
+    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    state, prefix = model.state_dict(), model.base_model_prefix
+    found: dict[str, StoredTensor] = {}
+    converted, twice = [], []
+    for key in sorted(tensors):
+        name, conversion = rename_source_key(key, renamings, converters, prefix, state)
+        if name not in state and key in state:
+            name, conversion = rename_source_key(key, [], [], prefix, state)
+        if conversion is not None:
+            converted.append(key)
+        elif name in found:
+            twice.append(f"{found[name].key} and {key}")
+        else:
+            found[name] = tensors[key]
+    problems = []
+    if converted:
+        problems.append(f"transformers converts {_names(converted)}, which is not supported")
+    if twice:
+        problems.append(f"two tensors are for one parameter, {_names(twice)}")
+    return found, problems
+
+
+def _differences(model: Any, stored: dict[str, StoredTensor]) -> list[str]:
+    """Return how names and shapes in the files differ from the model's. Names that need not match are
+    warnings, and tensors that the model does not have are removed from `stored`."""
+    persistent, ids = model.state_dict(), {}
+    for name, tensor in [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]:
+        ids[name] = id(tensor)
+    available = {ids[name] for name in stored if name in persistent}
+    base = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
+    missing = [name for name in persistent if ids[name] not in available]
+    missing = _without(missing, model._keys_to_ignore_on_load_missing)
+    unexpected = [name for name in stored if name not in persistent]
+    ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
+    unexpected = _without(unexpected, [*ignored, r"(^|\.)position_ids$"])
+    strange = _of_base(unexpected, stored, model.base_model_prefix)
+    for name in stored.keys() - persistent.keys():
+        del stored[name]
+    shapes = [
+        f"{name} ({list(value.shape)} in the files, {list(persistent[name].shape)} in the model)"
+        for name, value in stored.items()
+        if value.shape != persistent[name].shape
+    ]
+    tied: dict[int, list[str]] = {}
+    for name in stored:
+        tied.setdefault(ids[name], []).append(name)
+    several = [" and ".join(names) for names in tied.values() if len(names) > 1]
+    wrong = {
+        "they do not have": [name for name in missing if name.startswith(base)],
+        "the model does not have": strange,
+        "shapes differ of": shapes,
+        "the model ties tensors that the files have separately,": several,
+    }
+    new, unused = [name for name in missing if not name.startswith(base)], set(unexpected) - set(strange)
+    if not any(wrong.values()) and (new or unused):
+        _warn(model, new, sorted(unused))
+    return [f"{what} {_names(names)}" for what, names in wrong.items() if names]
+
+
+def _of_base(names: Iterable[str], stored: Mapping[str, StoredTensor], prefix: str) -> list[str]:
+    """Return the names whose tensors are of the base model. If no name in the files has the base model's
+    prefix, the files are of a base model without a head."""
+    has_head = any(each.key.startswith(f"{prefix}.") for each in stored.values())
+    return [name for name in names if not has_head or stored[name].key.startswith(f"{prefix}.")]
+
+
+def _without(names: Iterable[str], patterns: Iterable[str] | None) -> list[str]:
+    return [name for name in names if not any(re.search(each, name) for each in patterns or ())]
+
+
+def _warn(model: Any, new: list[str], unused: list[str]) -> None:
+    parts = []
+    if new:
+        parts.append(f"the files do not have {_names(new)}, which get initial values and must be trained")
+    if unused:
+        parts.append(f"the model does not use {_names(unused)}")
+    warnings.warn(
+        f"piper.from_pretrained({type(model).__name__}): {'; '.join(parts)} [PIPER-W025]", stacklevel=4
+    )
+
+
+def _names(names: Iterable[str]) -> str:
+    every = list(names)
+    more = f" and {len(every) - MOST} more" if len(every) > MOST else ""
+    return ", ".join(every[:MOST]) + more

@@ -1,0 +1,147 @@
+"""Small Hugging Face models in files, and their trainings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import lightning_piper as piper
+from lightning_piper.checkpoint import safetensors_files
+from tests.strategy.fitting import QUIET
+
+VOCABULARY = 32
+
+
+def llama() -> tuple[Any, Any, dict[str, Any]]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM, LlamaConfig, {**sizes, "num_hidden_layers": 2}
+
+
+def gpt2() -> tuple[Any, Any, dict[str, Any]]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return (
+        GPT2LMHeadModel,
+        GPT2Config,
+        {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16, **dropout},
+    )
+
+
+def bert() -> tuple[Any, Any, dict[str, Any]]:
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 2}
+    return BertForMaskedLM, BertConfig, {**sizes, "max_position_embeddings": 16}
+
+
+def t5() -> tuple[Any, Any, dict[str, Any]]:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+    return T5ForConditionalGeneration, T5Config, {**sizes, "decoder_start_token_id": 0, "pad_token_id": 0}
+
+
+KINDS: dict[str, Callable[[], tuple[Any, Any, dict[str, Any]]]] = {
+    "llama": llama,
+    "gpt2": gpt2,
+    "bert": bert,
+    "t5": t5,
+}
+STAGES = {
+    "llama": [
+        ["model.model.embed_tokens", "model.model.layers.0"],
+        ["model.model.layers.1", "model.model.norm", "model.lm_head"],
+    ],
+}
+
+
+def saved(kind: str, folder: Path, dtype: torch.dtype, sharded: bool) -> Path:
+    """A folder with a model's random weights, as transformers saves them."""
+    model_class, config_class, sizes = KINDS[kind]()
+    torch.manual_seed(3)
+    model = model_class(config_class(vocab_size=VOCABULARY, **sizes)).to(dtype)
+    model.save_pretrained(folder, max_shard_size="8KB" if sharded else "1GB")
+    return folder
+
+
+class Tuned(L.LightningModule):
+    """A model that Piper reads, or that transformers reads."""
+
+    def __init__(self, kind: str, path: Path, read: Callable[..., Any]) -> None:
+        super().__init__()
+        self.kind, self.path, self.read = kind, path, read
+        self.model: Any = None
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = self.read(KINDS[self.kind]()[0], self.path)
+            if self.kind in STAGES:
+                piper.annotate_modules(self, "PP", STAGES[self.kind])
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        options = {} if self.kind == "bert" else {"use_cache": False}
+        loss: Tensor = self.model(input_ids=batch, labels=batch, **options).loss
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def by_transformers(model_class: Any, path: Path) -> Any:
+    return model_class.from_pretrained(path)
+
+
+def fit(module: Tuned, strategy: Any = "auto", devices: int = 1, steps: int = 2) -> dict[str, Tensor]:
+    """The parameters after some steps."""
+    draw = torch.Generator().manual_seed(1)
+    tokens = torch.randint(2, VOCABULARY, (4 * steps, 6), generator=draw)
+    trainer = L.Trainer(
+        **{**QUIET, "accelerator": "cpu", "devices": devices, "max_steps": steps}, strategy=strategy
+    )
+    trainer.fit(module, DataLoader(tokens, batch_size=4))  # type: ignore[arg-type]
+    return {name: x.detach().clone() for name, x in module.named_parameters()}
+
+
+class Counting:
+    """Counts the bytes of tensors that are read from files."""
+
+    def __init__(self) -> None:
+        self.bytes, self._read = 0, safetensors_files.StoredTensor._elements
+
+    def __enter__(self) -> Counting:
+        def read(tensor: Any, start: int, stop: int) -> Tensor:
+            self.bytes += (stop - start) * tensor.dtype.itemsize
+            return self._read(tensor, start, stop)
+
+        safetensors_files.StoredTensor._elements = read  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        safetensors_files.StoredTensor._elements = self._read  # type: ignore[method-assign]
+
+
+def count(rank: int, path: Path, programs: dict[str, Any]) -> dict[Any, Any]:
+    """Bytes that this process reads and elements that it holds, by program."""
+    found: dict[Any, Any] = {}
+    for name, program in programs.items():
+        module = Tuned("llama", path, piper.from_pretrained)
+        held: list[int] = []
+
+        def begin(module: Any = module, held: list[int] = held) -> None:
+            own = module.__dict__["_piper_parts"]
+            held.append(sum(x.numel() for x in own.owned_params.values()))
+
+        module.on_train_batch_end = lambda *args, begin=begin: begin()  # type: ignore[method-assign, assignment, misc]
+        with Counting() as counting:
+            fit(module, piper.PiperStrategy(program), devices=2, steps=1)
+        found[name] = counting.bytes, held[0]
+    return found

@@ -1,0 +1,188 @@
+"""Weights of Hugging Face models: they train as with transformers' own loading, each process reads what it
+holds, and files that do not fit are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import lightning_piper as piper
+from lightning_piper.checkpoint.safetensors_files import StoredTensor, stored_tensors
+from lightning_piper.errors import PiperError
+from lightning_piper.holdings.materialization import Known, materialize
+from lightning_piper.ir.values import TensorSpec, flattened
+from tests import pretrained
+from tests.distributed.processes import launch_trainings
+from tests.pretrained import KINDS, Tuned, by_transformers, fit, saved
+
+pytest.importorskip("transformers", minversion="5.0")
+
+PROGRAMS = {
+    "replicas": [piper.Place([0, 1]), piper.Replicate()],
+    "zero3": [piper.Place([0, 1]), piper.Replicate(zero=3)],
+    "pp2": piper.schedules.one_f_one_b(stages=2, microbatches=2),
+}
+
+
+def distance(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in theirs)
+
+
+def read(kind: str, folder: Any, **options: Any) -> Any:
+    return piper.from_pretrained(KINDS[kind]()[0], folder, **options)
+
+
+def with_values(model: Any) -> Any:
+    materialize(model, 0, Known().with_stored(model))
+    return model
+
+
+@pytest.mark.parametrize(
+    "kind, program",
+    [("llama", "pp2"), ("llama", "zero3"), ("gpt2", "zero3"), ("bert", "replicas"), ("t5", "replicas")],
+)
+def test_training_is_that_of_transformers(tmp_path, kind, program):
+    saved(kind, tmp_path, torch.float64, sharded=kind != "bert")
+    one = fit(Tuned(kind, tmp_path, by_transformers))
+    module = Tuned(kind, tmp_path, piper.from_pretrained)
+    ours = fit(module, piper.PiperStrategy(PROGRAMS[program], transport="local"))
+    assert distance(ours, one) < 1e-12
+    assert distance(fit(Tuned(kind, tmp_path, by_transformers), steps=1), one) > 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_values_are_those_of_transformers(tmp_path, kind, sharded):
+    saved(kind, tmp_path, torch.float32, sharded)
+    model, other = with_values(read(kind, tmp_path)), by_transformers(KINDS[kind]()[0], tmp_path)
+    assert not model.training
+    ours, theirs = model.state_dict(), other.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].dtype == x.dtype and torch.equal(ours[name], x) for name, x in theirs.items())
+    buffers = dict(model.named_buffers())
+    assert all(torch.equal(buffers[name], x) for name, x in other.named_buffers())
+
+
+def test_each_process_reads_what_it_holds(tmp_path):
+    folder = saved("llama", tmp_path / "model", torch.float64, sharded=True)
+    programs = {name: PROGRAMS[name] for name in ("zero3", "pp2")}
+    ranks = launch_trainings(2, pretrained.count, tmp_path / "run", folder, programs)
+    total = sum(8 * torch.Size(x.shape).numel() for x in stored_tensors(folder).values())
+    for name in programs:
+        assert all(read == 8 * held for read, held in (rank[name] for rank in ranks))
+        assert sum(rank[name][0] for rank in ranks) == total
+
+
+@pytest.mark.parametrize("runs", [None, (3, 2), (1, 4), (12, 2)])
+def test_ranges_are_those_of_the_whole_tensor(tmp_path, runs):
+    whole = torch.arange(48, dtype=torch.float32).view(12, 4)
+    (tmp_path / "x").write_bytes(b"12345678" + whole.numpy().tobytes())
+    stored = StoredTensor(tmp_path / "x", "x", torch.float32, (12, 4), 8)
+    spec = TensorSpec((12, 4), torch.float32, (4, 1), runs)
+    for start in range(0, 48, 5):
+        for stop in range(start, 49, 3):
+            assert torch.equal(stored.read(spec, start, stop), flattened(whole, spec)[start:stop])
+    assert torch.equal(stored.whole(), whole)
+
+
+def test_a_new_head_has_initial_values(tmp_path):
+    from transformers import BertForSequenceClassification, BertForTokenClassification
+
+    saved("bert", tmp_path, torch.float32, sharded=False)
+    with pytest.warns(UserWarning, match=r"do not have classifier\.weight, classifier\.bias") as warned:
+        model = piper.from_pretrained(BertForTokenClassification, tmp_path, num_labels=3)
+    assert "the model does not use cls.predictions.bias" in str(warned[0].message)
+    with_values(model)
+    other = by_transformers(KINDS["bert"]()[0], tmp_path).state_dict()
+    state = model.state_dict()
+    assert all(torch.equal(x, other[name]) for name, x in state.items() if name in other)
+    assert state["classifier.weight"].shape == (3, 16)
+    assert 0 < state["classifier.weight"].std() < 0.1 and not state["classifier.bias"].any()
+    with pytest.raises(PiperError, match=r"they do not have bert\.pooler\.dense\.weight, .* \[PIPER-K009\]"):
+        piper.from_pretrained(BertForSequenceClassification, tmp_path)
+
+
+def test_prefixes_of_base_models(tmp_path):
+    from transformers import LlamaModel
+
+    saved("llama", tmp_path, torch.float32, sharded=False)
+    with pytest.warns(UserWarning, match=r"the model does not use lm_head\.weight"):
+        base = with_values(piper.from_pretrained(LlamaModel, tmp_path))
+    other = by_transformers(KINDS["llama"]()[0], tmp_path).model.state_dict()
+    assert all(torch.equal(x, other[name]) for name, x in base.state_dict().items())
+
+
+def changed(folder: Any, change: Any) -> None:
+    """Change the names and tensors of a file."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda x: x.pop("transformer.h.0.ln_1.bias"), "they do not have transformer.h.0.ln_1.bias"),
+        (lambda x: x.update({"transformer.h.7.x": torch.ones(1)}), "does not have transformer.h.7.x"),
+        (
+            lambda x: x.update({"transformer.ln_f.bias": torch.ones(3)}),
+            "shapes differ of transformer.ln_f.bias ([3] in the files, [16] in the model)",
+        ),
+        (lambda x: x.update({"lm_head.weight": torch.ones(32, 16)}), "that the files have separately"),
+    ],
+)
+def test_files_that_do_not_fit_are_refused(tmp_path, change, message):
+    saved("gpt2", tmp_path, torch.float32, sharded=False)
+    read("gpt2", tmp_path)
+    changed(tmp_path, change)
+    with pytest.raises(PiperError, match=re.escape(message)):
+        read("gpt2", tmp_path)
+
+
+def test_conversions_are_refused_by_name(tmp_path):
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = Qwen3MoeConfig(vocab_size=32, num_experts=2, moe_intermediate_size=8, head_dim=8, **sizes)
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(
+        PiperError, match=r"transformers converts model\.layers\.0\.mlp\.experts\.0\.down_proj"
+    ):
+        piper.from_pretrained(Qwen3MoeForCausalLM, tmp_path)
+
+
+def test_damaged_files_and_folders_are_refused(tmp_path):
+    with pytest.raises(PiperError, match=r"does not have a config\.json.*\[PIPER-K008\]"):
+        read("llama", tmp_path)
+    saved("llama", tmp_path, torch.float32, sharded=True)
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    first = min(content["weight_map"].values())
+    (tmp_path / first).write_bytes((tmp_path / first).read_bytes()[:-4])
+    with pytest.raises(PiperError, match="does not fit into the file"):
+        read("llama", tmp_path)
+    content["weight_map"] = dict.fromkeys(content["weight_map"], "../x")
+    index.write_text(json.dumps(content))
+    with pytest.raises(PiperError, match="outside of its folder"):
+        read("llama", tmp_path)
+    index.unlink()
+    with pytest.raises(PiperError, match=r"has neither model\.safetensors nor"):
+        read("llama", tmp_path)
+    with pytest.raises(PiperError, match="LlamaConfig does not have nonsense"):
+        read("llama", tmp_path, nonsense=1)
+
+
+def test_a_resized_model_is_refused(tmp_path):
+    saved("gpt2", tmp_path, torch.float32, sharded=False)
+    model = read("gpt2", tmp_path)
+    model.transformer.ln_f.bias = torch.nn.Parameter(torch.empty(3, device="meta"))
+    with pytest.raises(PiperError, match=r"has the shape \[3\], but \[16\] in its file"):
+        Known().with_stored(model)
