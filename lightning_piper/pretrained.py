@@ -1,4 +1,4 @@
-"""Hugging Face models whose weights each process reads in part: what it holds, and nothing else.
+"""Hugging Face models of which each process reads only the weights that it holds.
 
     class Tuned(L.LightningModule):
         def configure_model(self):
@@ -22,7 +22,7 @@ import torch
 
 from lightning_piper.checkpoint.safetensors_files import StoredTensor, stored_tensors
 from lightning_piper.errors import PiperError
-from lightning_piper.holdings.materialization import PRETRAINED, Pretrained
+from lightning_piper.holdings.materialization import PRETRAINED, Pretrained, named_tensors
 
 MOST = 20  # names in a message
 
@@ -63,33 +63,12 @@ def from_pretrained(model_class: Any, path: str | os.PathLike[str], **options: A
 
 
 def _built(model_class: Any, folder: Path, options: dict[str, Any]) -> Any:
-    try:
-        from transformers import AutoConfig, GenerationConfig
-        from transformers.core_model_loading import rename_source_key  # noqa: F401  since transformers 5
-    except ImportError as error:
-        raise PiperError(
-            "piper.from_pretrained: transformers 5 or later is not installed. Install it: "
-            "pip install 'transformers>=5' [PIPER-K010]"
-        ) from error
-    if not (folder / "config.json").is_file():
-        raise PiperError(
-            f"piper.from_pretrained: {folder} does not have a config.json. Give the folder of a model that "
-            "save_pretrained has written. A model of the Hub must be downloaded before "
-            "(huggingface_hub.snapshot_download) [PIPER-K008]"
-        )
+    """Return the model on the meta device, without values."""
+    _require_transformers()
+    from transformers import GenerationConfig
+
     given = {key: options.pop(key) for key in ("dtype", "attn_implementation") if key in options}
-    config_class = getattr(model_class, "config_class", None) or AutoConfig
-    config, unused = config_class.from_pretrained(folder, return_unused_kwargs=True, **options)
-    if unused:
-        raise PiperError(
-            f"piper.from_pretrained: {type(config).__name__} does not have {_names(unused)}. Remove these "
-            "arguments [PIPER-K009]"
-        )
-    if getattr(config, "quantization_config", None) is not None:
-        raise PiperError(
-            f"piper.from_pretrained: the weights in {folder} are quantized, which is not supported. Give "
-            "weights in a floating-point dtype [PIPER-K009]"
-        )
+    config = _configuration(model_class, folder, options)
     if "dtype" not in given and config.dtype is None:
         dtypes = [each.dtype for each in stored_tensors(folder).values() if each.dtype.is_floating_point]
         given["dtype"] = dtypes[0] if dtypes else torch.float32
@@ -105,6 +84,41 @@ def _built(model_class: Any, folder: Path, options: dict[str, Any]) -> Any:
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
+
+
+def _require_transformers() -> None:
+    try:
+        from transformers.core_model_loading import rename_source_key  # noqa: F401  since transformers 5
+    except ImportError as error:
+        raise PiperError(
+            "piper.from_pretrained: transformers 5 or later is not installed. Install it: "
+            "pip install 'transformers>=5' [PIPER-K010]"
+        ) from error
+
+
+def _configuration(model_class: Any, folder: Path, options: dict[str, Any]) -> Any:
+    """Return the configuration in a folder, with changes."""
+    from transformers import AutoConfig
+
+    if not (folder / "config.json").is_file():
+        raise PiperError(
+            f"piper.from_pretrained: {folder} does not have a config.json. Give the folder of a model that "
+            "save_pretrained has written. A model of the Hub must be downloaded before "
+            "(huggingface_hub.snapshot_download) [PIPER-K008]"
+        )
+    config_class = getattr(model_class, "config_class", None) or AutoConfig
+    config, unused = config_class.from_pretrained(folder, return_unused_kwargs=True, **options)
+    if unused:
+        raise PiperError(
+            f"piper.from_pretrained: {type(config).__name__} does not have {_names(unused)}. Remove these "
+            "arguments [PIPER-K009]"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise PiperError(
+            f"piper.from_pretrained: the weights in {folder} are quantized, which is not supported. Give "
+            "weights in a floating-point dtype [PIPER-K009]"
+        )
+    return config
 
 
 def _renamed(model: Any, tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], list[str]]:
@@ -141,21 +155,14 @@ def _renamed(model: Any, tensors: Mapping[str, StoredTensor]) -> tuple[dict[str,
 
 
 def _differences(model: Any, stored: dict[str, StoredTensor]) -> list[str]:
-    """Return how names and shapes in the files differ from the model's. Names that need not match are
-    warnings, and tensors that the model does not have are removed from `stored`."""
-    persistent, ids = model.state_dict(), {}
-    for name, tensor in [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]:
-        ids[name] = id(tensor)
-    available = {ids[name] for name in stored if name in persistent}
-    base = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
-    missing = [name for name in persistent if ids[name] not in available]
-    missing = _without(missing, model._keys_to_ignore_on_load_missing)
-    unexpected = [name for name in stored if name not in persistent]
-    ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
-    unexpected = _without(unexpected, [*ignored, r"(^|\.)position_ids$"])
+    """Return how names and shapes in the files differ from the model's names and shapes.
+
+    Differences outside of the base model are warnings. Tensors that the model does not have are removed from
+    `stored`.
+    """
+    persistent = model.state_dict()
+    ids = {name: id(tensor) for name, tensor in named_tensors(model)}
+    missing, unexpected = _missing(model, stored, ids), _unexpected(model, stored)
     strange = _of_base(unexpected, stored, model.base_model_prefix)
     for name in stored.keys() - persistent.keys():
         del stored[name]
@@ -167,17 +174,35 @@ def _differences(model: Any, stored: dict[str, StoredTensor]) -> list[str]:
     tied: dict[int, list[str]] = {}
     for name in stored:
         tied.setdefault(ids[name], []).append(name)
-    several = [" and ".join(names) for names in tied.values() if len(names) > 1]
+    base = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
     wrong = {
         "they do not have": [name for name in missing if name.startswith(base)],
         "the model does not have": strange,
         "shapes differ of": shapes,
-        "the model ties tensors that the files have separately,": several,
+        "the model ties tensors that the files have separately,": [
+            " and ".join(names) for names in tied.values() if len(names) > 1
+        ],
     }
     new, unused = [name for name in missing if not name.startswith(base)], set(unexpected) - set(strange)
     if not any(wrong.values()) and (new or unused):
         _warn(model, new, sorted(unused))
     return [f"{what} {_names(names)}" for what, names in wrong.items() if names]
+
+
+def _missing(model: Any, stored: Mapping[str, StoredTensor], ids: Mapping[str, int]) -> list[str]:
+    """Return the names for which neither the files nor a tied tensor has a value."""
+    persistent = model.state_dict()
+    available = {ids[name] for name in stored if name in persistent}
+    missing = [name for name in persistent if ids[name] not in available]
+    return _without(missing, model._keys_to_ignore_on_load_missing)
+
+
+def _unexpected(model: Any, stored: Mapping[str, StoredTensor]) -> list[str]:
+    """Return the names in the files that the model does not have and that transformers does not ignore."""
+    persistent = model.state_dict()
+    ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
+    unexpected = [name for name in stored if name not in persistent]
+    return _without(unexpected, [*ignored, r"(^|\.)position_ids$"])
 
 
 def _of_base(names: Iterable[str], stored: Mapping[str, StoredTensor], prefix: str) -> list[str]:

@@ -61,6 +61,7 @@ PACKAGES = {
         "checkpoint",
         "session",
         "strategy",
+        "pretrained",
         "cli_search",
         "cli",
         "testing",

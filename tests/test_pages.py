@@ -76,8 +76,10 @@ BEFORE = {
     "docs/directives.md 9": LAYERS + "; program += [piper.Offload(filter={'LAYER': '*'})]",
     "docs/directives.md 10": "module = Pair()",
     "docs/howto/pretrained.md 0": """
-pytest.importorskip("transformers")
-from transformers import AutoModelForCausalLM
+pytest.importorskip("transformers", minversion="5.0")
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2)).save_pretrained("weights")
+loader = DataLoader(torch.randint(32, (16, 8)), batch_size=4)
 """,
     "docs/howto/profile.md 1": """
 from lightning.pytorch.loggers import CSVLogger

@@ -28,8 +28,6 @@ Places = Mapping[
 
 HOOK = "piper_init_parameters"
 UNWRITTEN = 0xFF  # the bytes of fresh memory: a NaN in every floating-point dtype, and not a valid bool
-
-
 PRETRAINED = "_piper_pretrained"  # attribute of a submodule whose values are in files: its `Pretrained`
 
 
@@ -89,10 +87,7 @@ class Known:
             pretrained: Pretrained | None = part.__dict__.get(PRETRAINED)
             if pretrained is None:
                 continue
-            for name, tensor in [
-                *part.named_parameters(remove_duplicate=False),
-                *part.named_buffers(remove_duplicate=False),
-            ]:
+            for name, tensor in named_tensors(part):
                 value = pretrained.stored.get(name)
                 if value is None or not tensor.is_meta:
                     continue
@@ -109,6 +104,12 @@ class Known:
             if id(tensor_at(at)) in stored and name not in self
         }
         return Known(self.loaded, self.later, found)
+
+
+def named_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return all parameters and buffers, with each of their names."""
+    parameters = module.named_parameters(remove_duplicate=False)
+    return [*parameters, *module.named_buffers(remove_duplicate=False)]
 
 
 def is_on_meta(module: nn.Module) -> bool:
