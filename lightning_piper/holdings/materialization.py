@@ -31,7 +31,7 @@ UNWRITTEN = 0xFF  # the bytes of fresh memory: a NaN in every floating-point dty
 PRETRAINED = "_piper_pretrained"  # attribute of a submodule whose values are in files: its `Pretrained`
 
 
-class Stored(Protocol):
+class StoredValue(Protocol):
     """A tensor whose values are in a file, of which a process reads any range of elements."""
 
     @property
@@ -54,7 +54,7 @@ class Pretrained:
             to tensors that no file has.
     """
 
-    stored: Mapping[str, Stored]
+    stored: Mapping[str, StoredValue]
     initialize: str
 
 
@@ -71,7 +71,7 @@ class Known:
 
     loaded: Mapping[str, torch.Tensor] = field(default_factory=dict)
     later: frozenset[str] = frozenset()
-    stored: Mapping[str, Stored] = field(default_factory=dict)
+    stored: Mapping[str, StoredValue] = field(default_factory=dict)
 
     def __contains__(self, name: str) -> bool:
         return name in self.loaded or name in self.later or name in self.stored
@@ -82,7 +82,7 @@ class Known:
         Raises:
             PiperError: A tensor has another shape in its file.
         """
-        stored: dict[int, Stored] = {}
+        stored: dict[int, StoredValue] = {}
         for path, part in module.named_modules():
             pretrained: Pretrained | None = part.__dict__.get(PRETRAINED)
             if pretrained is None:
