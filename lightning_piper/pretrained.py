@@ -223,7 +223,7 @@ def _warn(model: Any, new: list[str], unused: list[str]) -> None:
     if unused:
         parts.append(f"the model does not use {_names(unused)}")
     warnings.warn(
-        f"piper.from_pretrained({type(model).__name__}): {'; '.join(parts)} [PIPER-W025]", stacklevel=4
+        f"piper.from_pretrained({type(model).__name__}): {'; '.join(parts)} [PIPER-W026]", stacklevel=4
     )
 
 
