@@ -33,8 +33,8 @@ from tests import seconds
 
 LIMIT = timedelta(seconds=400)  # nothing here takes that long, also on a slow machine; a test that hangs ends
 PATIENCE = timedelta(seconds=300)  # of communication: what waits in vain says so before the limit is over
-# Since torch 2.15 a forked process cannot run backward passes once the process that it comes from has traced one.
-TRACES_BEFORE_FORKS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15)
+# In a CUDA build of torch, a fork cannot run backward passes after the process that it comes from has traced one.
+TRACES_BEFORE_FORKS = torch.version.cuda is None
 IMPORTS = ["torch", "torch.distributed", "lightning", "lightning_piper"]  # and what a conftest.py adds
 
 
