@@ -56,7 +56,8 @@ def from_pretrained(model_class: Any, path: str | os.PathLike[str], **options: A
         raise PiperError(
             f"piper.from_pretrained: the weights in {folder} do not fit {type(model).__name__}: "
             f"{'; '.join(problems)}. Use the class that the weights were saved from, or load them with "
-            "transformers and save them again from this class [PIPER-K009]"
+            "transformers and save them again from this class, with "
+            "save_pretrained(folder, save_original_format=False) [PIPER-K009]"
         )
     model.__dict__[PRETRAINED] = Pretrained(stored, "_init_weights")
     return model.eval()

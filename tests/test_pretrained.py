@@ -152,11 +152,14 @@ def test_conversions_are_refused_by_name(tmp_path):
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
     config = Qwen3MoeConfig(vocab_size=32, num_experts=2, moe_intermediate_size=8, head_dim=8, **sizes)
-    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    model = Qwen3MoeForCausalLM(config)
+    model.save_pretrained(tmp_path)
     with pytest.raises(
         PiperError, match=r"transformers converts model\.layers\.0\.mlp\.experts\.0\.down_proj"
     ):
         piper.from_pretrained(Qwen3MoeForCausalLM, tmp_path)
+    model.save_pretrained(tmp_path / "stacked", save_original_format=False)  # what the message says to do
+    assert piper.from_pretrained(Qwen3MoeForCausalLM, tmp_path / "stacked").device.type == "meta"
 
 
 def test_damaged_files_and_folders_are_refused(tmp_path):
