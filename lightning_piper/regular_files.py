@@ -29,5 +29,7 @@ def open_regular(path: Path) -> BinaryIO:
         ) from None
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise PiperError(f"{path} is not a regular file, so Piper does not read it [PIPER-R003]")
+        raise PiperError(
+            f"{path} is not a regular file, so Piper does not read it. Give the path of a file [PIPER-R003]"
+        )
     return os.fdopen(handle, "rb")

@@ -193,7 +193,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if body.get("version") != VERSION:
         raise PiperError(
             f"{path} has version {body.get('version')} of the format, but this lightning_piper reads "
-            f"version {VERSION} [PIPER-K002]"
+            f"version {VERSION}. Load it with the release of lightning_piper that saved it [PIPER-K002]"
         )
     if strange := _strange(body):
         raise PiperError(

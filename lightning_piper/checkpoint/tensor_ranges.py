@@ -134,7 +134,8 @@ class SaveRanges(SavePlanner):
             for key, spec in plan.planner_data.items():
                 if self.specs.setdefault(key, spec) != spec:
                     raise PiperError(
-                        f"{key} is {spec} on rank {rank}, but {self.specs[key]} on a lower rank [PIPER-K002]"
+                        f"saving a sharded checkpoint: {key} is {spec} on rank {rank}, but {self.specs[key]} on "
+                        "a lower rank. Make buffers and optimizer states equal on all ranks [PIPER-K002]"
                     )
         plans = [
             replace(plan, items=items, planner_data=None)

@@ -325,11 +325,13 @@ def check_class(cls: type[Directive]) -> None:
     """Raise an error for a directive class without a valid `op` and `contract`."""
     op = getattr(cls, "op", None)
     if not isinstance(op, str) or not op:
-        raise DirectiveError(f"{cls.__name__} has no op; give it a class attribute op = 'name' [PIPER-D019]")
-    if getattr(cls, "contract", None) not in get_args(Contract):
+        found = f"has the op {shown(op)}" if op else "has no op"
+        raise DirectiveError(f"{cls.__name__} {found}; give it a class attribute op = 'name' [PIPER-D019]")
+    contract = getattr(cls, "contract", None)
+    if contract not in get_args(Contract):
+        found = f"has the contract {shown(contract)}" if contract else "has no contract"
         raise DirectiveError(
-            f"{cls.__name__} has no contract; give it contract = 'bitwise', 'reassociated' or 'bounded'"
-            " [PIPER-D019]"
+            f"{cls.__name__} {found}; give it contract = 'bitwise', 'reassociated' or 'bounded' [PIPER-D019]"
         )
 
 

@@ -178,8 +178,8 @@ class GlobalNorms:
         if (asked or not given) and self._keeps():
             raise PiperError(
                 "PiperStrategy: the norm of gradients was asked for in the middle of a gradient "
-                "accumulation, but gradients are summed over replicas only with its last batch. Ask in "
-                "on_before_optimizer_step or configure_gradient_clipping [PIPER-S008]"
+                "accumulation, but gradients are summed over replicas only with its last batch. Compute the "
+                "norm in on_before_optimizer_step or configure_gradient_clipping [PIPER-S008]"
             )
         if self._whole or (given and not asked):
             return self._torchs(given, norm_type, error_if_nonfinite, foreach)
@@ -234,8 +234,8 @@ class GlobalNorms:
             raise PiperError(f"{_SOME}. {_ADVICE} [PIPER-S008]")
         if int(asked.sum(1).max()) < 2:
             raise PiperError(
-                "PiperStrategy: torch was asked for the norm of one gradient in each process. Piper cannot tell "
-                "whether this means one parameter or a group of parameters on several processes. "
+                "PiperStrategy: torch's norm function got one gradient in each process. Piper cannot tell whether "
+                "this is the norm of one parameter, or of all these parameters together. "
                 f"{_ADVICE} [PIPER-S008]"
             )
 

@@ -5,11 +5,12 @@ They take time linear in the number of instructions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import zip_longest
 
 from lightning_piper.errors import VerificationError
+from lightning_piper.ir.values import TensorSpec
 from lightning_piper.plan.clocks import problems_of
 from lightning_piper.plan.deadlock import run_symbolically
 from lightning_piper.plan.instructions import (
@@ -197,15 +198,15 @@ def _check_channels(plans: Mapping[int, Plan]) -> None:
             where = f"channel {_name(channel)}, message {i}"
             if send is None or irecv is None:
                 one, other = (irecv.where, "send") if send is None else (send.where, "receive")
-                raise VerificationError(f"{where}: {one} has no matching {other} [PIPER-V003]")
+                raise VerificationError(f"{where}: {one} has no matching {other}{ADVICE} [PIPER-V003]")
             if send.node != irecv.message:
                 raise VerificationError(
                     f"{where}: {irecv.where} expects %{irecv.message} but meets {send.where} [PIPER-V003]"
                 )
             if send.tensors != irecv.tensors:
                 raise VerificationError(
-                    f"{where}: {send.where} and {irecv.where} disagree on the shape or dtype of the message"
-                    " [PIPER-V003]"
+                    f"{where}: {send.where} sends {_shapes(send.tensors)}, but {irecv.where} expects "
+                    f"{_shapes(irecv.tensors)}{ADVICE} [PIPER-V003]"
                 )
 
 
@@ -225,9 +226,18 @@ def _check_groups(plans: Mapping[int, Plan], image: Image) -> None:
             found = by_device.get(device, [])
             if found != first:
                 raise VerificationError(
-                    f"group {members}, stream {stream}: device {device} runs {found}, device {own[0]} runs "
-                    f"{first} [PIPER-V003]"
+                    f"group {members}, stream {stream}: device {device} runs the collectives "
+                    f"{_numbers(found)}, but device {own[0]} runs {_numbers(first)}. All devices of a group must "
+                    f"run the same collectives in one order{ADVICE} [PIPER-V003]"
                 )
+
+
+def _numbers(nodes: Iterable[int]) -> str:
+    return ", ".join(f"%{node}" for node in nodes) or "none"
+
+
+def _shapes(tensors: Iterable[TensorSpec]) -> str:
+    return ", ".join(f"{x.dtype}{list(x.shape)}".removeprefix("torch.") for x in tensors) or "nothing"
 
 
 def _name(channel: Channel) -> str:

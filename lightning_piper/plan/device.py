@@ -127,7 +127,8 @@ class DevicePlan:
                 produce(self, maker, ref)
             else:
                 raise VerificationError(
-                    f"%{reader.id} {reader.label} reads %{ref[0]} {maker.label}, which has no output"
+                    f"%{reader.id} {reader.label} reads %{ref[0]} {maker.label}, which has no output. "
+                    "If you wrote a directive or an operation, read a node that has one; otherwise report this"
                     " [PIPER-V002]"
                 )
         return Read(self._slot[ref])

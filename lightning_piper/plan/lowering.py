@@ -28,7 +28,10 @@ def lower(dag: TrainingDAG, order: Sequence[Node], columns: Columns, column: Col
     here: dict[int, list[DevicePlan]] = {}  # by identity of a group: the plans of its devices in the column
     for node in dag.nodes.values():
         if not node.devices:
-            raise VerificationError(f"%{node.id} {node.label} has no device [PIPER-V002]")
+            raise VerificationError(
+                f"%{node.id} {node.label} has no device. If you wrote a directive, give its nodes devices in "
+                "`apply`; otherwise report this [PIPER-V002]"
+            )
         if id(node.devices) not in here:
             here[id(node.devices)] = [plans[device] for device in node.devices if device in plans]
         if node.reads_from != "channel":  # a receive reads the channel, not the value

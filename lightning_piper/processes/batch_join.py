@@ -63,8 +63,8 @@ class BatchJoin:
         dist.all_gather(found, own, group=self._world.host_group)
         if any(bool(each[1]) for each in found):
             raise BatchError(
-                f"{_CHOSEN}, but the tensors of a batch do not share a first dimension along which Piper "
-                f"could join them. {_ADVICE} [PIPER-L004]"
+                f"{_CHOSEN}, but the tensors of a batch do not have a common first dimension, along which "
+                f"Piper could join them. Give all tensors the samples in dimension 0. {_ADVICE} [PIPER-L004]"
             )
         if any(each[0] != found[0][0] for each in found):
             shapes = self._world.gather(_shapes(spec))

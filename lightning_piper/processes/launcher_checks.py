@@ -21,7 +21,8 @@ def check_one_process(devices: int, nodes: int) -> None:
     if devices * nodes != 1:
         raise PiperError(
             "PiperStrategy(transport='local') runs all logical devices in one process; found "
-            f"Trainer(devices={devices}, num_nodes={nodes}). Use devices=1 [PIPER-S003]"
+            f"Trainer(devices={devices}, num_nodes={nodes}). Use "
+            "Trainer(devices=1, num_nodes=1) [PIPER-S003]"
         )
 
 
@@ -69,11 +70,11 @@ def check_address(main: str) -> None:
     name = socket.gethostname()
     found = next(filter(_is_own, _addresses(name)), None)
     if found is None or ipaddress.ip_address(found).is_loopback:
-        why = "has no address of this machine" if found is None else f"resolves to {found}"
+        why = "does not resolve to an address of this machine" if found is None else f"resolves to {found}"
         raise PiperError(
             f"PiperStrategy: this machine's name {name!r} {why}, so processes on other machines cannot reach "
             "this one. Set GLOO_SOCKET_IFNAME on each machine to the network interface that connects them "
-            "(GLOO_SOCKET_IFNAME=eth0), or let the name resolve to the machine's address (/etc/hosts)"
+            "(GLOO_SOCKET_IFNAME=eth0), or make the name resolve to the machine's address (/etc/hosts)"
             " [PIPER-L002]"
         )
 

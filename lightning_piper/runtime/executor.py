@@ -328,6 +328,7 @@ def _checked(plan: Plan, shards: Mapping[Bucket, torch.Tensor]) -> Mapping[Bucke
             given = "nothing" if found is None else f"{found.dtype}{list(found.shape)}"
             raise ExecutionError(
                 f"device {plan.device}: the bucket of {names} needs a flat tensor {bucket.dtype}[{wanted}], "
-                f"it was given {given} [PIPER-X001]"
+                f"but got {given}. If you added an operation, check its `bind`; otherwise report this "
+                "[PIPER-X001]"
             )
     return shards

@@ -77,7 +77,10 @@ def _read(text: str) -> list[Row]:
     try:
         lines = list(csv.reader(io.StringIO(text)))
     except csv.Error as error:
-        raise DirectiveError(f"from_csv: the text cannot be read as CSV: {error} [PIPER-D021]") from None
+        raise DirectiveError(
+            f"from_csv: the text cannot be read as CSV: {error}. Give one line for each rank, with cells such "
+            "as 0F0 [PIPER-D021]"
+        ) from None
     for number, cells in enumerate(lines):
         row: Row = []
         for column, cell in enumerate(map(str.strip, cells)):

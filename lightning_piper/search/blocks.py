@@ -231,14 +231,17 @@ def _with_left_out(made: Shortened, blocks: Sequence[_ChainBlock], code: StepCod
     for name, layer in made.left_out.items():
         if not {layer.after, *layer.like} <= by_name.keys():
             raise CaptureError(
-                f"the layers beside {made.original(layer.after)} are not separate blocks [PIPER-C024]"
+                f"the layers beside {made.original(layer.after)} are not separate blocks. "
+                "Write the program yourself: PiperStrategy(directives=...) [PIPER-C024]"
             )
         for like in layer.like:
             texts.setdefault(like, "\n".join(text_of(code, region) for region in by_name[like].run.regions))
         if len({texts[like] for like in layer.like}) > 1:
             raise CaptureError(
                 f"the search treats {made.original(layer.like[0])} and {made.original(layer.like[1])} "
-                "as copies, because they are of one class, but their computations differ [PIPER-C024]"
+                "as copies, because they are of one class, but their computations differ. Make the "
+                "layers compute the same, or write the program yourself: PiperStrategy(directives=...) "
+                "[PIPER-C024]"
             )
         like = layer.like[-1]
         more.setdefault(layer.after, []).append(_ChainBlock((name,), by_name[like].run, (name, like)))

@@ -72,7 +72,7 @@ def from_recording(
     if {stage for stage, _ in recorded} != set(range(len(stages))):
         there = sorted({stage for stage, _ in recorded})
         raise PiperError(
-            f"the recorded program has stages {tag}={there}, but stages= lists {len(stages)}. Give the stages "
+            f"the recorded program has stages {tag}={there}, but stages= lists {len(stages)} stages. Give the stages "
             "of the recorded program [PIPER-R002]"
         )
     blocks = list(workload.blocks)

@@ -146,8 +146,9 @@ class EagerOptimizer:
             if not entered:
                 raise PiperError(
                     f"PiperStrategy: {type(self.optimizer).__name__}.step has not called the closure that it "
-                    "was given, so its state cannot be sharded over the replicas. Remove shard_* from "
-                    "replicate [PIPER-S004]"
+                    "was given, so its state cannot be sharded over the replicas. Use an optimizer that "
+                    "calls its closure once, or zero=0 (in directives, a replicate without shard_*) "
+                    "[PIPER-S004]"
                 )
             self._tensors.updated()
             self._runtime.run(self._gathering, [], seed=0)
@@ -160,8 +161,9 @@ class EagerOptimizer:
         if self._inside:
             raise PiperError(
                 f"PiperStrategy: {type(self.optimizer).__name__} runs its closure twice in a step. At the "
-                "second call, each process has updated only its own shard of the parameters. Remove shard_* "
-                "from replicate [PIPER-S004]"
+                "second call, each process has updated only its own shard of the parameters. Use an "
+                "optimizer that calls its closure once, or zero=0 (in directives, a replicate without shard_*) "
+                "[PIPER-S004]"
             )
         found = closure()
         self._enter()

@@ -80,9 +80,9 @@ class Variants:
                 f"{self._step} was captured {MANY} times for one kind of batch, because Python values that "
                 f"it reads changed: {self._causes()}. Each capture takes as long as the first step. A number "
                 "needs no new capture if the step only combines it with tensors (loss * self.weight); int(), "
-                "float(), an index or an `if` on it needs one. Keep an array or a growing list in a buffer "
-                "(register_buffer), and write into the buffer in a hook: its values need no capture"
-                " [PIPER-W017]"
+                "float(), an index or an `if` on it needs one. Store an array, or a list of at most N numbers, in "
+                "a buffer of fixed size (register_buffer), and write to the buffer in a hook: new values need no "
+                "capture [PIPER-W017]"
             )
         return compiled
 

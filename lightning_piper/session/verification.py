@@ -337,8 +337,8 @@ def warn_of_checkpointing(compiled: Compiled, module: nn.Module, world: World) -
     if not any(isinstance(directive, Recompute) for directive in compiled.program):
         world.warn(
             f"{found or type(module).__name__} has gradient checkpointing on, which saves no memory in a captured "
-            "step. Use piper.Recompute instead (docs/howto/recompute.md), and turn it off "
-            "(gradient_checkpointing_disable()) [PIPER-W025]"
+            "step. Call gradient_checkpointing_disable(), and use piper.Recompute to save memory "
+            "(docs/howto/recompute.md) [PIPER-W025]"
         )
 
 

@@ -87,7 +87,9 @@ class Hardware:
         try:
             content = read_json(own[0] if own else name)
         except FileNotFoundError:
-            raise SimulationError(f"hardware file {name_of(name)} does not exist [PIPER-T002]") from None
+            raise SimulationError(
+                f"hardware file {name_of(name)} does not exist. Give the path of a JSON file [PIPER-T002]"
+            ) from None
         except (OSError, ValueError) as error:
             raise SimulationError(
                 f"hardware file {name_of(name)} cannot be read as JSON: {error} [PIPER-T002]"

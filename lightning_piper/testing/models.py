@@ -95,8 +95,8 @@ class Spec:
             raise PiperError(f"Spec(exact={shown(self.exact)}): give True or False [PIPER-A001]")
         if len(self.blocks) != len(self.stages) or not self.blocks:
             raise PiperError(
-                f"{len(self.blocks)} blocks with {len(self.stages)} stages; give one stage for each block, "
-                "at least one [PIPER-A001]"
+                f"Spec: {len(self.blocks)} blocks with {len(self.stages)} stages; give one stage for each block, "
+                "and at least one block [PIPER-A001]"
             )
         for block in self.blocks:
             if block not in (EXACT_BLOCKS if self.exact else BLOCKS):

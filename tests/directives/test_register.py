@@ -103,7 +103,7 @@ def test_a_directive_needs_an_op_and_a_contract() -> None:
         register(Nameless)
     with pytest.raises(
         DirectiveError,
-        match="Careless has no contract; give it contract = 'bitwise', 'reassociated' or 'bounded'",
+        match="Careless has the contract 'whatever'; give it contract = 'bitwise', 'reassociated' or 'bounded'",
     ):
         register(Careless)
 

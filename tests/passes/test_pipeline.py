@@ -264,6 +264,6 @@ def test_a_contract_that_is_none_is_refused() -> None:
         contract = "exact"  # type: ignore[assignment]
 
     with pytest.raises(
-        DirectiveError, match=r"^directive 0 Careless has no contract; give it contract = 'bitwise'"
+        DirectiveError, match=r"^directive 0 Careless has the contract 'exact'; give it contract = 'bitwise'"
     ):
         compile(captured("mlp").module, torch.zeros(4, 4), [Careless()])

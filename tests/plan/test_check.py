@@ -146,11 +146,11 @@ FAULTS: dict[str, tuple[int, Edit, str]] = {
         r"is read after deliver %\d+ update.* emptied it",
     ),
     "chunk run twice": (0, lambda x: x.insert(0, x[where(x, Run)]), r"slot s\d+ is (ready|empty)"),
-    "other shape": (0, send_other_shape, "disagree on the shape or dtype of the message"),
+    "other shape": (0, send_other_shape, "sends .*, but .* expects "),
     "reduced twice": (
         0,
         reduce_twice,
-        r"group \(0, 1\), stream metrics: device 1 runs \[\d+\], device 0 runs \[\d+, 999\]",
+        r"group \(0, 1\), stream metrics: device 1 runs the collectives %\d+, but device 0 runs %\d+, %999\. ",
     ),
     "dropped event": (0, drop(Record, 0), r"event e0 is awaited before it is recorded"),
     "dropped wait for an event": (

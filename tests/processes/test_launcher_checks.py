@@ -34,8 +34,8 @@ def check(monkeypatch: pytest.MonkeyPatch, name: str | None, main: str = OTHER) 
     [
         (OWN, "resolves to 127.0.0.1"),
         ("::1", "resolves to ::1|has no address"),
-        (OTHER, "has no address of this machine"),
-        (None, "has no address of this machine"),
+        (OTHER, "does not resolve to an address of this machine"),
+        (None, "does not resolve to an address of this machine"),
     ],
 )
 def test_a_name_that_only_this_machine_understands(monkeypatch, name, why):

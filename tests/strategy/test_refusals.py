@@ -78,7 +78,7 @@ def test_no_directives_at_all(monkeypatch):
 
 
 def test_local_transport_takes_one_device():
-    with pytest.raises(piper.PiperError, match=r"devices=2.*Use devices=1"):
+    with pytest.raises(piper.PiperError, match=r"devices=2.*Use Trainer\(devices=1, num_nodes=1\)"):
         trainer(local(), devices=2)
 
 
