@@ -61,7 +61,10 @@ def opened() -> AnnotationRecord:
 
 @contextmanager
 def numbering() -> Iterator[None]:
-    """Activate annotations, and number from zero. Entered once for each traced run of the step."""
+    """A context in which annotations take effect. Annotations without an index are numbered from zero.
+
+    Each traced run of the step enters this context once.
+    """
     global _counters, _entered, _opened
     before = _counters, _entered, _opened
     _counters, _entered, _opened = Counter(), [], AnnotationRecord()

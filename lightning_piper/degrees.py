@@ -341,7 +341,8 @@ def parallel(
 
 def even_cuts(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     """Return where to cut a chain so that the cost of its most expensive part is as low as possible."""
-    # best[k]: for the first k blocks in this many stages, the cost of the most expensive stage, and the cuts
+    # best[k]: the lowest cost of the most expensive stage, and the cuts of the first k blocks. It begins with
+    # one stage, and each turn of the loop adds a stage.
     total = [0.0]
     for cost in costs:
         total.append(total[-1] + cost)

@@ -37,7 +37,7 @@ def _zero(dag: TrainingDAG, program: Program) -> str:
 
 
 def _trades(dag: TrainingDAG, program: Program) -> Iterator[str]:
-    """Return the microbatches, and the directives that trade time for memory."""
+    """Yield the summary's phrases on what trades time for memory: microbatches, `recompute`, `offload`."""
     slices = dag.microbatches()
     if slices is None:
         yield "regions with different microbatches"

@@ -45,7 +45,7 @@ class _Kind(NamedTuple):
             yield from ((x, name in self.changes) for x in _tensors([value]))
 
     def new(self, found: Any) -> list[Any]:
-        """Return the new tensors among its results."""
+        """Return the new tensors in `found`, the results of a call of the operation."""
         return [
             x
             for x, name in zip(found if len(self.returns) > 1 else (found,), self.returns, strict=True)

@@ -71,7 +71,7 @@ def _is_dimension(value: Any) -> bool:
 
 
 def _is_placement(value: Any) -> bool:
-    """Return whether `value` is a dimension, or a dimension with a number of runs."""
+    """Return whether `value` is a dimension, or a pair of a dimension and a number of blocks (`Shard.blocks`)."""
     if isinstance(value, Sequence) and len(value) == 2:
         return _is_dimension(value[0]) and type(value[1]) is int and value[1] > 0
     return _is_dimension(value)

@@ -1,5 +1,5 @@
-"""Trial runs of copies of an optimizer: a few steps on small parameters that resemble the
-optimizer's. The gradients show what the optimizer depends on."""
+"""Decides by a trial whether an optimizer may run on shards: copies of the optimizer take a few steps on small
+parameters, whole and in parts, with gradients that reveal a difference."""
 
 from __future__ import annotations
 

@@ -68,8 +68,8 @@ class Placeholder(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _DEVICE:
-            # A tensor that a user creates on this device, or moves to it, must be on this process's device
-            # and have values.
+            # A placeholder's `device` is this process's device, not meta, because user code creates tensors on it
+            # or moves tensors to it (`x.to(p.device)`).
             return _NOTHING[1] if (of := _first(args)) is None else of.stands_for[1]
         with torch._C.DisableTorchFunctionSubclass():
             if func.__name__ == "__get__" or func.__name__ in _OFTEN:

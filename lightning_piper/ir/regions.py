@@ -418,7 +418,7 @@ class Step(Protocol):
 
     @property
     def member(self) -> Step:
-        """The same step as one member of these axes runs it."""
+        """The same step as one rank of the axes in `divisions` runs it, on its shards."""
         ...
 
     def divided(self, divisions: Sequence[Division]) -> Step:

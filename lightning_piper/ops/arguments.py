@@ -1,4 +1,5 @@
-"""Arguments of metric objects: made slice by slice, then joined in the order of the samples."""
+"""The operation that joins the arguments of a torchmetrics call, which each slice of the batch makes, in the
+order of the samples: its check, reference, lowering and binding (`ops.base`)."""
 
 from __future__ import annotations
 

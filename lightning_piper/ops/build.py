@@ -131,6 +131,7 @@ def chain_state(dag: TrainingDAG) -> None:
 
 
 def _final_buffers(dag: TrainingDAG, last: set[Ref]) -> None:
+    """Let each buffer's `Update` read the buffer's last value. `last` has one value for each changed buffer."""
     updates: dict[tuple[str, ...], list[Update]] = {}
     for update in dag.of_type(Update):
         if dag.value(update.inputs[0]).kind == Kind.BUFFER:

@@ -30,7 +30,7 @@ def rules_for(node: Node, degree: int, blocks: Collection[int] = ()) -> list[Rul
     """Return the sharding rules of an operation; first the rule for whole tensors.
 
     Args:
-        blocks: The numbers of runs in the placements of the operation's inputs (`Shard.blocks`).
+        blocks: The values of `Shard.blocks` in the placements of the operation's inputs.
     """
     inputs, outputs = tensors_of(node), made_by(node)
     whole = Rule((R,) * len(inputs), tuple(R if isinstance(x, torch.Tensor) else None for x in outputs))

@@ -22,7 +22,11 @@ IGNORED = -100  # an index that picks no element
 
 @torch.library.custom_op("lightning_piper::rows", mutates_args=())
 def _rows(table: Tensor, index: Tensor, ids: Tensor, size: int) -> Tensor:
-    """Return rows of a table (`embedding`). `size` is the number of rows of the whole table."""
+    """Return the `embedding` from one rank's shard of the table, whose rows have the indices `ids`.
+
+    The result is zero for indices of other ranks, so the sum over ranks is the embedding. `size` is the number
+    of rows of the whole table.
+    """
     own = _own(index, ids)
     found = torch.nn.functional.embedding(_local(index, ids, own, size), table)
     return found.masked_fill_(~own.unsqueeze(-1), 0)

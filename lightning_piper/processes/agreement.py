@@ -237,8 +237,9 @@ class BatchCheck:
         """Wait for the running comparison and check its result.
 
         Raises:
-            PiperError: The batches or settings differ.
-            CaptureError: Replicas read different Python state, and all processes waited for the comparison.
+            PiperError: The batches, settings, plans or Python state differ.
+            CaptureError: The Python state differs, each replica is one process, and no process has run the
+                step yet. The replicas may then continue uncaptured.
             ExecutionError: Another process has failed.
         """
         if self._running is None:

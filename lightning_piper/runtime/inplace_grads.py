@@ -74,7 +74,7 @@ def destinations_of(plan: Plan, sums: bool) -> dict[int, GradDestination]:
         for slot in each.writes
     }
     readers: dict[int, list[Instruction]] = {}
-    ends: dict[int, list[PackInstruction | Add]] = {}  # by the slot in which they end
+    ends: dict[int, list[PackInstruction | Add]] = {}  # slot -> the instructions that write it
     for each in plan.instructions:
         for read in each.reads:
             if read.slot in makers:

@@ -275,7 +275,11 @@ class ProcessEndpoint:
         return members
 
     def vote_abort(self) -> None:
-        """Take part in a step that this process cannot run but other processes may run. Needs a piggyback."""
+        """Take part, with zeros, in the sums of a step that this process cannot run.
+
+        So no process waits for these sums, and the step is void for all processes. The plan must have a
+        `Piggyback`.
+        """
         assert self.piggyback is not None
         self.piggyback.vote_abort(lambda each: self._members[each.node])
 

@@ -1,4 +1,4 @@
-"""The work of blocks, from the seconds of their regions' passes."""
+"""Turns measured seconds of regions' passes into the work of blocks, which a search distributes over stages."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""A candidate's time and memory: its schedule in virtual time, as `simulate` runs the plans of its program.
+"""Estimates the time and memory of a candidate by running its schedule in virtual time, like the simulator but
+without a plan.
 
 Each rank runs its passes one after the other. A message leaves when its pass is done, and takes the time of
 its link while both sides go on computing. Before that it waits for the previous message on its channel, and
 for the receiver to start the receive (`plan.irecv`). The gradients of a stage are summed over the replicas
-when its last pass is done (levels 2 and 3: after each run of its backward passes). A rank sums one stage at a
+when its last pass is done (ZeRO levels 2 and 3: after each run of its backward passes). A rank sums one stage at a
 time. With levels 1 and 2, parameters are gathered at the beginning of the step. The estimate differs from the
 simulator in three points:
 

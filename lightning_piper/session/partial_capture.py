@@ -93,7 +93,11 @@ class InPart:
         return compiled
 
     def running(self, step: Step) -> contextlib.AbstractContextManager[None]:
-        """Return a context for one run of the step. It does nothing if the step is captured as a whole."""
+        """Return the context in which to run the step.
+
+        At its end, the values that the uncaptured part logged are logged on all processes. It does nothing if
+        the whole step is captured.
+        """
         self.extras = {}
         return self._joining(step) if isinstance(step, PartlyCaptured) else _NOTHING
 

@@ -101,8 +101,8 @@ class Programs:
         return variants.find(self._last[1])
 
     def prepared(self, step: Step, batch_spec: BatchSpec) -> Prepared | None:
-        """Return the prepared program for this batch spec and the capture that `find` last returned for this
-        step. None if it is not prepared yet."""
+        """Return the program that was prepared for this batch spec with the last capture that `find` returned
+        for this step; None if there is none yet."""
         return self._prepared.get((self.variants(step).number, step, batch_spec.key))
 
     def compile(

@@ -311,7 +311,8 @@ class LossTerms:
             return Combination(WHOLE)  # a sum of zeros is 0 on every part
         inner = self.of(source)
         if inner.reduction in OTHER_END:
-            return Combination(OTHER)  # the extremes of different columns may be in different parts
+            # A sum of maxima does not combine: the maxima of two columns may come from different microbatches.
+            return Combination(OTHER)
         if inner.reduction != ROWS or (node.meta["val"].ndim and self.dependence.has_rows(node)):
             return inner
         if node.target in SUMS and inner.denominator is None and self.dependence.is_scaled_by_size(source):

@@ -47,8 +47,11 @@ _CLASSES: dict[torch.dtype, type] = {
 
 
 def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a torch function in a step. If it needs a tensor's value, return a `DeferredNumber` or a
-    `DataDependentTensor`.
+    """Call a torch function in a step.
+
+    If `item` needs a tensor's value, return a `DeferredNumber`; `tolist` returns a list of them. If an operation
+    that selects elements needs a value, return a `DataDependentTensor`. Printing a traced tensor returns
+    `LATER`. Any other function that needs a value raises torch's own error.
 
     Raises:
         CaptureError: `bool` was called on a tensor without values.

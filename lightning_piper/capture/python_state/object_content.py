@@ -1,5 +1,6 @@
 """Read the content of objects that hold values but are not lists or dicts: buffers of bytes, queues, context
-variables, thread-local values, and functions that cache their results."""
+variables, thread-local values, and functions that cache their results. Guards compare the content, and a failed
+trace restores it."""
 
 from __future__ import annotations
 

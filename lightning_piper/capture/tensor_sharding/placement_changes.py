@@ -89,8 +89,8 @@ class PlacementWriter:
     def _seen_through(self, x: Node, wanted: Placement) -> Placement | None:
         """Return the placement of a view's source that gives the view the placement `wanted`.
 
-        Return None if the change cannot come before the view, for example because the number of runs would be
-        the number of samples.
+        Return None if the change cannot come before the view, for example because the number of blocks would
+        depend on the number of samples.
         """
         if x.target not in VIEWS or FOLLOWS in x.meta:  # `_changed_in_runs` has made the view itself
             return None
