@@ -60,7 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("releases", nargs="*", metavar="torch", help="releases of torch, all if left out")
+    parser.add_argument("releases", nargs="*", metavar="torch", help="releases of torch (default: all)")
     parser.add_argument("--all", action="store_true", help="all tests of make test")
     parser.add_argument("--environments", type=Path, default=ROOT / "build" / "versions")
     args = parser.parse_args()

@@ -115,7 +115,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Return the tensors in the safetensors files of a folder, by their names in the files.
 
     Raises:
-        PiperError: There are no such files, or they are damaged, or they differ from their index.
+        PiperError: The files are missing or damaged, or differ from their index.
     """
     if (folder / SINGLE).is_file():
         return _tensors_of(folder / SINGLE)

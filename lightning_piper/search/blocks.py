@@ -176,7 +176,7 @@ def _runs(code: StepCode) -> list[_RegionRun]:
 
     If work returns to modules that ran before, all regions in between are one run. Untagged work belongs to
     the run before it. All untagged work must be in one stage, so everything from the first to the last
-    untagged region is one run, too.
+    untagged region is also one run.
     """
     tags = [region.tags.get(TAG) for region in code.regions]
     last = {tag: i for i, tag in enumerate(tags)}

@@ -327,7 +327,7 @@ class Costs:
 
         Args:
             alone: Leave out the gathered blocks, this buffer, and parameters that several blocks use. The
-                result is then a lower bound for all lower levels, too.
+                result is then also a lower bound for all lower levels.
         """
         n, own = self.layout.replicas, self.layout.replicas // self.layout.routed
 
