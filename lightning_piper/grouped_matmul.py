@@ -117,8 +117,8 @@ def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
     x, weight, counts = ctx.saved_tensors
     gradient = gradient.contiguous()
     into = _grouped_mm(gradient, weight.transpose(1, 2), counts) if ctx.needs_input_grad[0] else None
-    # `weight` is a transposed parameter. Transposing this gives the gradient the memory layout of the
-    # parameter.
+    # `weight` is a transposed parameter. `_grouped_outer` makes the gradient of the parameter, in the
+    # parameter's memory layout. Its transpose is the gradient of `weight`.
     return (
         into,
         _grouped_outer(gradient, x, counts).transpose(1, 2) if ctx.needs_input_grad[1] else None,

@@ -45,7 +45,8 @@ def integer(value: object) -> int | None:
 
 
 def is_number(value: object, positive: bool = False) -> bool:
-    """Return whether the value is 0 or a positive number within `NUMBER`. With `positive`, 0 is not valid."""
+    """Return whether the value is 0, or a number from 1 / `NUMBER` to `NUMBER`. With `positive`, 0 is not
+    valid."""
     if not isinstance(value, int | float | Fraction) or isinstance(value, bool):
         return False
     return (value == 0 and not positive) or 1 / NUMBER <= value <= NUMBER

@@ -39,7 +39,8 @@ def gather_samples(x: torch.Tensor) -> torch.Tensor:
 
     Returns:
         `[N, ...]` for the N samples of the whole batch, joined over its microbatches and replicas. Gradients
-            reach each row once. On one device, and outside of a training step, `x` itself.
+            reach each row once. On one device that has the whole batch, and under a plain Trainer, these are
+            the rows of `x`.
 
     Raises:
         CaptureError: `x` is not a tensor with one row for each sample.

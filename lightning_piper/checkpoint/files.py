@@ -168,7 +168,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """Return the entries that `write_manifest` wrote.
 
     Raises:
-        PiperError: There is no manifest, it is damaged, or it has an entry that no checkpoint can have.
+        PiperError: `folder` is a file or has no manifest. Or the manifest is damaged, has another version of
+            the format, or has an entry that no checkpoint can have.
     """
     if not folder.is_dir():
         raise PiperError(f"{folder} is a file, not the directory of a sharded checkpoint [PIPER-K001]")

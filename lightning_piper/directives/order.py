@@ -31,7 +31,8 @@ from lightning_piper.ops.order import Barrier
 from lightning_piper.ops.total import Total
 
 Cycle = Sequence[tuple[int, int]]  # the edges
-Cause = tuple[str, str] | None  # why orders make a cycle, in words of the module, and what to do
+# Why orders make a cycle, as a text about the user's module, and what to do. None: the cause is not known.
+Cause = tuple[str, str] | None
 Lanes = Sequence[Sequence[Node]]  # For a group: the nodes that each of its filters selects.
 
 
@@ -274,7 +275,7 @@ def _ancestors(dag: TrainingDAG, nodes: list[int]) -> set[int]:
 
 
 def _summed(dag: TrainingDAG, cycle: Cycle) -> Cause:
-    """Return the cause of a cycle through a sum over the whole batch, else None.
+    """Return the cause of a cycle through a sum over the whole batch. Return None for any other cycle.
 
     A reader of the sum cannot run for any microbatch before all microbatches have made their terms.
     """
@@ -295,9 +296,9 @@ def _summed(dag: TrainingDAG, cycle: Cycle) -> Cause:
 
 
 def _entered_again(dag: TrainingDAG) -> Cause:
-    """Return the cause of a cycle in a step that enters the same tags twice, else None.
+    """Return the cause of a cycle in a step that enters the same tags twice. Return None for any other step.
 
-    An order by tags then orders both parts as one.
+    An order by tags then orders both parts of the step as one part.
     """
     first: dict[str, Region] = {}
     for region in dag.code.regions:
@@ -312,8 +313,8 @@ def _entered_again(dag: TrainingDAG) -> Cause:
 
 
 def _numbered_backwards(dag: TrainingDAG, cycle: Cycle) -> Cause:
-    """Return the cause of a cycle in a step whose stages are not numbered in the order in which it runs them,
-    else None."""
+    """Return the cause of a cycle in a step whose stages are not numbered in the order in which they run.
+    Return None if the stages of the cycle are numbered in this order."""
     chunks: list[Chunk] = []
     for before, _ in cycle:
         node = dag.nodes[before]

@@ -77,7 +77,8 @@ class Known:
         return name in self.loaded or name in self.later or name in self.stored
 
     def with_stored(self, module: nn.Module) -> Known:
-        """Return these values, and stored values for all other tensors of a module on the meta device.
+        """Return the values of `self`, with the stored values of further tensors: the module's tensors on the
+        meta device that `piper.from_pretrained` found in files.
 
         Raises:
             PiperError: A tensor has another shape in its file.

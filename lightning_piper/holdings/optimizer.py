@@ -340,11 +340,10 @@ class ShardedOptimizer:
         return found
 
     def once(self) -> dict[tuple[str, str], Any]:
-        """Return the state that is not elementwise, such as step counts: (parameter, key) -> value, each on
-        one process.
+        """Return the state that is not elementwise, such as step counts: (parameter, key) -> value.
 
-        The result includes all state of parameters without dimensions, for which both kinds of state have the
-        same shape.
+        Over all processes, each value occurs once. The result includes all state of parameters without
+        dimensions, because their elementwise state has the same shape as a step count.
         """
         found = {}
         for name, p, state in self._canonical_state():

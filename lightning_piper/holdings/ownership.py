@@ -276,6 +276,16 @@ class Ownership:
         return made
 
     def _lay_together(self) -> None:
+        """In the one process that has all devices, make the parameters of each bucket views of a flat tensor.
+
+        Each device gets its shard of that tensor, or all of it if the device keeps the bucket gathered.
+        A bucket whose parameters are divided along an axis (`degree` above 1) gets a flat tensor of its own
+        for each part. `refresh` copies the parameters into these tensors. Every other tensor moves to the
+        device whole.
+
+        Raises:
+            PiperError: A parameter is in two buckets.
+        """
         flats: dict[Bucket, torch.Tensor] = {}
         laid: set[str] = set()
         for bucket, _ in buckets_of_parameters(self._compiled):
@@ -383,14 +393,15 @@ class Ownership:
             self._before.clear()
             self._pieces.clear()
             for name in self._whole_in_shards:
-                # It is no longer a view of a larger tensor.
+                # `distribute` has made the parameter a view of this process's shard.
                 self._get(name).data = self._get(name).data.clone()
             self.whole = True
         elif self._world.size == 1:
+            # One process never drops a tensor, but its sharded parameters are views of flat tensors.
             for bucket in dict.fromkeys(bucket for shards in self.shards.values() for bucket in shards):
                 for name in bucket.names:
                     tensor = self._get(name)
-                    tensor.data = tensor.data.clone()  # It is no longer a view of a larger tensor.
+                    tensor.data = tensor.data.clone()
 
     def held_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """Return the part of `whole` that corresponds to this process's part of the parameter. `whole` has

@@ -89,13 +89,15 @@ def choose(
 
 
 def by_keys(node: Node, held: PlacementMap, degree: int, attention: str | None) -> bool:
-    """Return whether each member keeps its shard of the queries, and keys and values are gathered for it.
+    """Return whether each member keeps its shard of the queries' sequences, and gathers keys and values.
 
-    If not, each member gets whole sequences of some heads.
+    False if the queries are not sharded along their sequences, or if each member gets whole sequences of some
+    heads instead.
 
     Args:
-        attention: The user's choice, "keys" or "heads". None, or "ring" if ring attention is not possible,
-            chooses by the elements moved.
+        attention: The user's choice, "keys" or "heads". With None or "ring", Piper chooses what moves fewer
+            elements. "ring" counts like None, because it reaches this function only if ring attention is not
+            possible.
     """
     q, k, v = attended(node)
     if not _is_sequence(held[q]):

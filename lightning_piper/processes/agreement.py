@@ -68,9 +68,9 @@ def agree_on_batch(
         return lacking, False
     rest, shapes = batch_spec.key
     own = (_sum((key, rest)), _sum(shapes), _checksum(leaves, step) ^ state)
-    sums = (
-        [NOTHING] * 6 * world.count
-    )  # for each replica, the largest and the smallest value of each of three sums
+    # For each replica and each of the three checksums in `own`: the largest value, and the largest negated
+    # value, which shows the smallest value.
+    sums = [NOTHING] * 6 * world.count
     sums[6 * world.replica : 6 * world.replica + 6] = [end for x in own for end in (x, -x)]
     message = torch.tensor([int(lacking), *sums])
     dist.all_reduce(message, op=dist.ReduceOp.MAX, group=world.host_group)

@@ -179,8 +179,10 @@ class Executor:
 
     @property
     def carries_digest(self) -> bool:
-        """Whether the processes exchange a digest in the next step, if that step is the last of an
-        accumulation."""
+        """Whether the processes would exchange a digest of each process in a step with `last=True`.
+
+        False if no message of the plan can carry the digest, or if gradients of earlier batches are kept.
+        """
         return self._endpoint.piggyback is not None and not self._gradient_buffer
 
     def step(

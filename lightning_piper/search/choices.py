@@ -26,7 +26,7 @@ class Choice(NamedTuple):
 
     Attributes:
         layout: The layout of the stages.
-        levels: ZeRO stages in their order along the chain: the highest first.
+        levels: ZeRO levels in their order along the chain: the highest first.
         shared: For each level but the last, the range of its possible ends. An end is the first stage after
             the level.
         kept: The range of possible ends of the stages that recompute, and of the stages that offload.
@@ -83,7 +83,11 @@ class Choice(NamedTuple):
 
 
 def everything(layout: Layout, levels: tuple[int, ...]) -> Choice:
-    """Return all choices of a layout with any of these levels, which are given from the highest on."""
+    """Return the set of all choices of a layout with any of these ZeRO levels.
+
+    Args:
+        levels: ZeRO levels, the highest first.
+    """
     some = (0, layout.stages)
     return Choice(layout, levels, (some,) * (len(levels) - 1), (some, some))
 

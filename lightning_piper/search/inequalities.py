@@ -1,4 +1,11 @@
-"""Inequalities that hold for the ranks of a schedule, whatever its stages; `joint_bounds` weights them."""
+"""Inequalities that hold for the ranks of a schedule, whatever blocks its stages contain.
+
+- Time: the passes of a span of a rank's work, and what must run before and after the span, take at most the
+  time of the step.
+- Memory: the bytes that a rank keeps in a state of the schedule are at most its memory.
+
+`joint_bounds` adds these inequalities, each with a weight, to get a lower bound of the step's time.
+"""
 
 from __future__ import annotations
 
@@ -60,6 +67,16 @@ class Table(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def table_of(key: Key) -> Table:
+    """Return the inequalities of a schedule.
+
+    Each span of a rank (`Between`) gives an inequality "pass". It counts the passes and messages that lead to
+    the span, the span, and the backward passes of earlier stages that wait for it. If the last pass makes
+    gradients of weights, the span also gives an inequality "sum", which ends with the sum of these gradients
+    over the replicas.
+
+    Each rank gives memory inequalities: of the states in which it keeps most, of its host, and of the update
+    of its parameters. The same inequality of neighbouring ranks is replaced by its mean (`GROUPS`).
+    """
     rows = rows_of(*key)
     group = [rank * GROUPS // max(rows.ranks, GROUPS) for rank in range(rows.ranks)]
     times: dict[tuple[object, ...], list[tuple[Array, Array, Array]]] = {}

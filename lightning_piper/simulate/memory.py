@@ -242,6 +242,8 @@ class _Work:
     """A pass: its arguments, its outputs, and its peak memory."""
 
     def __init__(self, dag: TrainingDAG, run: Run, held: dict[int, _LiveValue]) -> None:
+        # The storage of each argument of the code, in the order of the code's inputs. The code's own storages
+        # are numbered after them. None: an argument that is not counted, such as the device's own parameter.
         code, interface = dag.code_at(run.key, run.samples), dag.code.interface_of(run.key)
         self._found: Footprint = footprint(code)
         read = [held[each.slot].storages for each in run.reads]
@@ -291,9 +293,14 @@ class _Work:
 def _most_of_sum(total: Sequence[int], freed: int) -> int:
     """Return by how many bytes the peak of adding two bundles stays below the terms plus the whole sum.
 
-    Each pair of terms is freed when it has been added.
+    The tensors are added one after another. After each addition, its two terms are freed, if nothing else
+    holds them.
+
+    Args:
+        total: Bytes of each tensor of the sum.
+        freed: Bytes of both bundles that the addition frees.
     """
-    each = freed // sum(total) if sum(total) else 0  # number of terms (of two) that nothing else holds
+    each = freed // sum(total) if sum(total) else 0  # how many of the two bundles the addition frees: 0 to 2
     made, most = 0, 0
     for nbytes in total:
         most = max(most, made + nbytes - each * made)

@@ -309,7 +309,10 @@ class Eager:
         return cls(before, EagerReplicas(before.module, before), named)
 
     def record(self, profile: Schedule | bool | None, trainer: pl.Trainer) -> None:
-        """Record the passes that the strategy's argument or the Trainer's profiler selects. Collective."""
+        """Record the steps that the strategy's argument or the Trainer's profiler selects. Collective.
+
+        On one device, an uncaptured step does not have a plan to record. Warn if the argument selects steps.
+        """
         if self.over is not None:
             self.over.recording = recording_of(profile, trainer, self.before.world, None)
         elif profile:

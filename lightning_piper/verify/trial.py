@@ -107,7 +107,10 @@ def _by_code(
     leaves: Sequence[torch.Tensor],
     parts: Sequence[Slice],
 ) -> Difference | None:
-    """Try the user's code. The captured code names the results, at any size, so no other trace is needed."""
+    """Run the user's code on all samples and on their parts. Return the result that differs most.
+
+    The existing capture says which loss, logged values and buffers to compare, so no further trace is needed.
+    """
     whole = [Slice(0, parts[-1].stop)]
     draws = SameDraws(parts[-1].stop) if step.draws else None
 
@@ -128,7 +131,8 @@ def _by_graph(
     leaves: Sequence[torch.Tensor],
     parts: Sequence[Slice],
 ) -> Difference | None:
-    """Try the captured code, in which each term of the loss can have its own weight."""
+    """Run the captured code on all samples and on their parts, because there each term of the loss can have
+    its own weight. Return the result that differs most."""
     if step.draws:
         return None
     step = step.resized(parts[-1].stop)

@@ -218,7 +218,12 @@ def _counts(lengths: list[int], fixed: list[torch.Tensor]) -> torch.Tensor:
 
 def _made_up(specs: Sequence[torch.Tensor], here: int) -> list[torch.Tensor]:
     """Return parameters and buffers with positive values that differ between experts. To save memory, they
-    are overlapping views of one tensor for each dtype and device."""
+    are overlapping views of one tensor for each dtype and device.
+
+    Args:
+        specs: Tensors with the shapes and dtypes of the parameters and buffers.
+        here: The number of experts. A tensor whose first dimension has this size has a part for each expert.
+    """
     width = max(max(spec.shape[-2:], default=1) for spec in specs)
     extents = [_strided(spec, here) for spec in specs]
     pools: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}

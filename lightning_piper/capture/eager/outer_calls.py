@@ -19,7 +19,7 @@ from lightning_piper.annotate import opened
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.capture.user_code.caught_refusals import recording_refusals
 
-Key = tuple[str, int]  # name of a module, and the number of earlier such calls of the module
+Key = tuple[str, int]  # name of a module, and how many earlier calls of this module the step's own code made
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class ModuleCall:
         tags, marks: Number of regions, and number of repeated blocks, that were annotated during the call.
         has: Names of the parameters and buffers of the called module. If the step's module itself was called,
             names of the parameters and buffers that the call read.
-        handed_on: Whether only other such calls read its result, as far as the step was traced.
+        handed_on: Whether only other calls of this kind read the result, as far as the step was traced.
     """
 
     key: Key

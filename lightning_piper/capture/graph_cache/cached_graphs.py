@@ -62,8 +62,8 @@ def traced_once(
 
     def tracing_run() -> tuple[str, Graph | None, torch.device]:
         mode = _torch.FakeTensorMode()
-        # The capture raises an error for a step that draws random numbers in Python, so such a step needs no
-        # trace.
+        # `without_drawing` raises `RandomDraw` if the step draws random numbers in Python. The capture
+        # rejects such a step, so it needs no trace.
         with without_drawing(), restoring_attributes(module), without_data(mode), mode:
             _untie(module)
             others = [

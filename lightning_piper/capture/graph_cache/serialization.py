@@ -234,7 +234,8 @@ class _GraphReader:
 
 
 def name_of(device: torch.device, own: torch.device) -> str:
-    """Return the name of a device in a content that is written on the device `own`."""
+    """Return the text for a device in a written graph. `own` is the device of the trace: its text is the same
+    for every index, so a process with another device index can read the graph."""
     return _OWN if device == own else str(device)
 
 

@@ -118,7 +118,7 @@ class _OperationLog(_torch.TorchDispatchMode):
         return self._hash.hexdigest()
 
     def enter(self, name: str, tensor: torch.Tensor) -> None:
-        """Give a number to a tensor that exists before the step runs."""
+        """Give a number to a tensor that no operation of the step makes, and add the tensor to the digest."""
         self._numbers.setdefault(id(tensor), len(self._kept))
         self._kept.append(tensor)
         self.say(name, tensor)

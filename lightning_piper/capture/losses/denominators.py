@@ -141,7 +141,9 @@ def denominator_of(
         batch: placeholder of the joint graph -> index of a tensor of the batch.
         buffers: placeholder -> name of a buffer.
         constants: the module that holds the graph's constant tensors.
-        again: Losses over labels whose values the backward pass reads.
+        again: The losses over labels whose value, or a value computed from it, the backward pass reads. They
+            need a guard (`Denominator.guarded`), because the value is 0 / 0 on a part of the batch in which
+            no label counts.
     """
     stats = {stat.key: stat for stat in stats_of(expression)}
     emit = _SumCodeBuilder()

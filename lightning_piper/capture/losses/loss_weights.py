@@ -169,10 +169,13 @@ class _LossWeighting:
         )
 
     def _start_backward(self, way: Linearity) -> None:
-        """If the backward pass is not linear in the loss gradient, let each part of the batch start it with 1.
+        """If the backward pass is not linear in the loss gradient, start it with 1 on each part of the batch.
+
+        Do the same if the user's uncaptured code runs in the backward pass, because the analysis cannot tell
+        whether that code is linear. But a step that gathers samples assumes that it is linear.
 
         Raises:
-            CaptureError: It is not linear, and the step gathers samples.
+            CaptureError: The backward pass is not linear, and the step gathers samples.
         """
         if way.broken is not None and self.found.joined:
             raise CaptureError(

@@ -125,8 +125,8 @@ def _behind(graph: torch.fx.Graph, tangent: Node, found: LossTerms) -> set[Node]
 
 
 def _way(graph: torch.fx.Graph, loss: Node, sums: LossSum, behind: Collection[Node]) -> _GradientPath | None:
-    """Return the gradients from the loss to its summands. Return None if their backward passes are not
-    separate."""
+    """Return the gradients from the loss to its summands. Return None if several of these gradients enter the
+    backward pass of one operation, or if one operation makes several of the summands."""
     by_number: dict[Any, list[Node]] = {}
     for node in graph.nodes:
         if _torch.is_backward(node) and node.op == "call_function":

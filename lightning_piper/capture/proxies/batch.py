@@ -334,7 +334,8 @@ class _Flattener:
         return self.carried[-1]
 
     def _content(self, item: Any, path: str) -> Any:
-        """Return the entry for an item that is not a list with one entry for each sample."""
+        """Return the skeleton's entry for an item that is neither a tensor nor an array. The callers handle
+        lists with one element for each sample."""
         if is_object(item) and (id(item) in self._opened or next(tensors_of(item), None) is not None):
             return self._open(item, path)
         if isinstance(item, weakref.ref) and (index := self._opened.get(id(item()))) is not None:

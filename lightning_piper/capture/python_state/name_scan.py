@@ -160,7 +160,16 @@ class _NameScan:
                 self._take(StateLocation(known, sys.modules, known), sys.modules[known])
 
     def _take(self, place: StateLocation, value: Any) -> None:
-        """Record a place if its value is data or a function, and queue the code of the value."""
+        """Record a place that the code names, if a guard on its value is useful, and queue the value's code.
+
+        - A module of Python: not recorded, but names of the code that are in the module (`_holders`).
+        - A class: recorded, and names of the code that are in the class (`_classes`).
+        - A method: recorded only if the code names its class (`_made`). `StateRecorder` guards other methods.
+        - Any other object with `__get__`, such as a bound method or a slot: not recorded.
+        - Any other value: recorded, and names of the code that are in the value's class.
+
+        Modules and classes of libraries are not searched for names.
+        """
         if place.key in self.places:
             return
         if isinstance(value, types.ModuleType):

@@ -31,9 +31,9 @@ Effect = tuple[int, tuple[Any, ...], str, Any]
 
 
 class ContainerGrowth(Exception):
-    """Raised when a trace finds that the step adds to a list or dict.
+    """Raised when a trace finds that the step adds to a list or dict, or increases a number.
 
-    The next trace replaces that container.
+    The next trace replaces the list, dict or number by a placeholder.
     """
 
 
