@@ -34,12 +34,8 @@ from lightning_piper.tensor_parallel import tensor_parallel
 P = ParamSpec("P")
 R = TypeVar("R")
 SHORT = {"1f1b": "one_f_one_b", "interleaved": "interleaved_one_f_one_b"}
-NAMES = {
-    "ddp": 0,
-    "zero1": 1,
-    "zero2": 2,
-    "zero3": 3,
-}  # data parallelism over all processes, with its ZeRO stage
+# Name of a program -> ZeRO stage of data parallelism over all processes.
+NAMES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 # Hardware whose figures give the cost of blocks; cuts need only the ratios between blocks.
 ACCELERATOR, CPU = "h100-sxm", "cpu"
 

@@ -20,9 +20,8 @@ from lightning_piper.accelerators.queues import Moment, Queue, QueuedWork
 from lightning_piper.accelerators.simulated_device import Simulated, Stream
 
 Tensors = Sequence[torch.Tensor]
-Exchange = Callable[
-    [list[tuple[list[torch.Tensor], list[torch.Tensor]]]], None
-]  # of all members: the tensors that they send, and the tensors for the results
+# Gets a pair for each member: the tensors that it sends, and the tensors for its results.
+Exchange = Callable[[list[tuple[list[torch.Tensor], list[torch.Tensor]]]], None]
 
 
 @dataclass
@@ -114,10 +113,8 @@ class Member:
     def alltoall(self, into: Tensors, parts: Tensors, opts: object = None) -> Issued:
         return self._all(list(parts), list(into), _transpose)
 
-    _reduce_scatter_base, _allgather_base = (
-        reduce_scatter_single,
-        all_gather_single,
-    )  # their names before torch 2.13
+    # The names of these functions before torch 2.13.
+    _reduce_scatter_base, _allgather_base = (reduce_scatter_single, all_gather_single)
 
     def _all(self, given: list[torch.Tensor], into: list[torch.Tensor], exchange: Exchange) -> Issued:
         return self._meet("collective", "all", self._rank, self._communicator.count, given, into, exchange)

@@ -87,9 +87,8 @@ class Scheduler:
     def __init__(self, order: int) -> None:
         self.queues: list[Queue] = []
         self.redraw(order)
-        self.later: list[
-            tuple[list[Moment], Callable[[], None]]
-        ] = []  # run as soon as these moments are past
+        # (moments, function that runs as soon as all of these moments are past)
+        self.later: list[tuple[list[Moment], Callable[[], None]]] = []
 
     def redraw(self, order: int) -> None:
         """Continue in another order."""

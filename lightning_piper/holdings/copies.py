@@ -65,9 +65,8 @@ class Copy(Ownership):
 
     def distribute(self, seed: int = 0, known: Known | None = None, before: Ownership | None = None) -> None:
         super().distribute(seed, known or Known(), before)
-        self._hooks.append(
-            self._module.register_state_dict_post_hook(partial(self._fill))
-        )  # torch sets an attribute on the partial object
+        # A `partial`, because torch sets an attribute on the hook, and a method does not accept attributes.
+        self._hooks.append(self._module.register_state_dict_post_hook(partial(self._fill)))
 
     def _make_local_shards(self) -> None:
         for name in self.tensor_map.holder_groups:

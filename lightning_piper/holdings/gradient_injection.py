@@ -40,9 +40,8 @@ class GradientInjection:
         self.hold(params, absent or {})
         # Gives the loss a gradient function even if a process does not have any parameters.
         self._anchor = torch.zeros((), device=device, requires_grad=True)
-        self._kept: list[
-            _PendingGradients
-        ] = []  # for the batches whose gradients the plan accumulates locally
+        # Steps whose gradients the plan accumulates locally, one for each batch so far.
+        self._kept: list[_PendingGradients] = []
         self._last: _PendingGradients | None = None
         # parameters whose `grad` is a placeholder for a gradient on other processes
         self._marked: dict[str, torch.nn.Parameter] = {}

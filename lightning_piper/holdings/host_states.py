@@ -82,9 +82,8 @@ class HostStates:
         """Wrap the optimizer's step so that the groups have all parameters afterwards, even if the step
         fails."""
 
-        @functools.wraps(
-            step
-        )  # keeps the attribute by which learning rate schedulers recognize a wrapped step
+        # `wraps` keeps the attribute by which learning rate schedulers recognize a wrapped step.
+        @functools.wraps(step)
         def stepped(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
             try:
                 return step(*args, **kwargs)
@@ -147,6 +146,5 @@ class HostStates:
         self._store()
         self._rest.close()
         if self._pinned:
-            torch.accelerator.current_stream(
-                self._device
-            ).synchronize()  # Later readers of a state must find its copy complete.
+            # Wait, because later readers of a state must find its copy complete.
+            torch.accelerator.current_stream(self._device).synchronize()

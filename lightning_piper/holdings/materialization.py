@@ -22,9 +22,8 @@ from lightning_piper.errors import PiperError
 from lightning_piper.ir.values import TensorSpec
 
 Place = tuple[nn.Module, str]  # (submodule, name of its attribute that has a tensor)
-Places = Mapping[
-    str, list[Place]
-]  # Canonical name (the first that the module lists) -> places. A tied tensor has several places.
+# Canonical name (the first that the module lists) -> places. A tied tensor has several places.
+Places = Mapping[str, list[Place]]
 
 HOOK = "piper_init_parameters"
 UNWRITTEN = 0xFF  # the bytes of fresh memory: a NaN in every floating-point dtype, and not a valid bool

@@ -37,9 +37,8 @@ from lightning_piper.ops.gather import Parameters
 from lightning_piper.processes.world import RANK_ZERO, World, on_host
 
 State = dict[str, Any]
-Names = list[
-    list[str | None]
-]  # canonical names of each group's parameters; None for parameters outside the module
+# canonical names of each group's parameters; None for parameters outside the module
+Names = list[list[str | None]]
 
 
 def names_in(optimizer: Optimizer, module: nn.Module, before: Names | None = None) -> Names:

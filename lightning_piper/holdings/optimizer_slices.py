@@ -27,7 +27,6 @@ def own_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
     """Return the `step` function of the optimizer's class. It does not run hooks, and learning rate
     schedulers do not count it."""
     step: Any = type(optimizer).step
-    own: Callable[[Optimizer], Any] = (
-        step.__wrapped__ if getattr(step, "hooked", False) else step
-    )  # marked by torch
+    # torch marks a `step` that it has wrapped with `hooked`.
+    own: Callable[[Optimizer], Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
     return own

@@ -64,17 +64,14 @@ class Ownership:
         self._stays = False
         self._device = world.device
         self._local_shards: dict[str, nn.Parameter] = {}
-        self._whole_in_shards: dict[
-            str, torch.Tensor
-        ] = {}  # memory for parameters that are whole in this process's shards
+        # parameter that this process holds whole -> its memory in this process's shards
+        self._whole_in_shards: dict[str, torch.Tensor] = {}
         self._pieces: dict[str, torch.Tensor] = {}  # the local part of each tensor that is not whole here
-        self._before: dict[
-            str, torch.Tensor
-        ] = {}  # the module's original tensors, without data until they are restored
+        # the module's original tensors, without data until `restore`
+        self._before: dict[str, torch.Tensor] = {}
         self._versions: list[tuple[str, torch.Tensor, int]] = []  # of the placeholders of sharded parameters
-        self._parts: dict[
-            tuple[Bucket, int], torch.Tensor
-        ] = {}  # with all devices in one process: the parts of divided parameters
+        # with all devices in one process: (bucket, part) -> flat tensor of this part of divided parameters
+        self._parts: dict[tuple[Bucket, int], torch.Tensor] = {}
 
     def __deepcopy__(self, memo: object) -> None:
         """Return None, because a copy of the module is not distributed."""

@@ -102,9 +102,8 @@ class ShardedPlaceholder(ParameterPlaceholder):
 
     @property
     def data(self) -> torch.Tensor:
-        return (
-            self.detach()
-        )  # Unlike `.data` of other tensors, the result shares the version counter, which counts writes.
+        # Unlike `.data` of other tensors, this tensor shares the version counter, which counts writes.
+        return self.detach()
 
     @data.setter
     def data(self, tensor: torch.Tensor) -> None:
@@ -140,10 +139,8 @@ class ShardedPlaceholder(ParameterPlaceholder):
 
 _DEVICE = torch.Tensor.device.__get__
 _OFTEN = ("data_ptr", "numel", "size", "dim", "detach", "untyped_storage")
-_COPIES = (
-    "clone",
-    "__copy__",
-)  # A copy would be kept and read after the run, when it is too late for an error.
+# These raise an error: a copy would be kept and read after the run, when it is too late for an error.
+_COPIES = ("clone", "__copy__")
 _MOVES = ("to", "type_as")  # These would move a real tensor to the meta device.
 
 

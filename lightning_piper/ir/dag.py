@@ -19,12 +19,8 @@ from lightning_piper.ir.values import Slice, TensorSpec, Value
 from lightning_piper.limits import shown
 
 N = TypeVar("N", bound=Node)
-READS = (
-    "inputs",
-    "state",
-    "params",
-    "weights",
-)  # the fields of a node that refer to other nodes' outputs; only a chunk has all of these fields
+# the fields of a node that refer to other nodes' outputs; only a chunk has all of these fields
+READS = ("inputs", "state", "params", "weights")
 
 
 class TrainingDAG:
@@ -72,9 +68,8 @@ class TrainingDAG:
         self.meshes: dict[int, Mesh] = {}
         self.divided: dict[str, tuple[str, ...]] = {}
         self.arranged: dict[tuple[int, tuple[int, ...]], Mesh] = {}
-        self._degrees: tuple[
-            int, ...
-        ] = ()  # for each call of `dispatch`, the number of parts into which its region is divided
+        # for each call of `dispatch`, the number of parts into which its region is divided
+        self._degrees: tuple[int, ...] = ()
         self.policies: dict[int, ShardingPolicy] = {}
         self.hosted: frozenset[str] = frozenset()
         self.mean_of_replicas = False

@@ -16,10 +16,8 @@ from lightning_piper.limits import INDEX, SHOWN, is_name, shown
 
 Filter = Mapping[str, object]
 AGAIN = "R"  # a recomputed forward pass
-STORE, FETCH = COPIES = (
-    "STORE",
-    "FETCH",
-)  # copies to the host and back, which are not chunks, so only orders can name copies
+# copies to the host and back, which are not chunks, so only orders can name copies
+STORE, FETCH = COPIES = ("STORE", "FETCH")
 PASSES = ("F", "B", *SPLIT_BACKWARD, AGAIN)
 
 

@@ -33,9 +33,8 @@ from lightning_piper.ops.reference import Reference
 ENTRY_POINTS = "lightning_piper.operations"
 
 Bundle = tuple[torch.Tensor, ...]
-Slots = list[
-    Any
-]  # bundles by slot number; an empty slot is None, and a pending slot belongs to the transport
+# bundles by slot number; an empty slot is None, and a pending slot belongs to the transport
+Slots = list[Any]
 Bound = Callable[[], object]  # runs an instruction, with everything that it needs
 
 

@@ -38,9 +38,8 @@ def fill(dag: TrainingDAG) -> None:
     code = dag.code
     whole = Slice(0, dag.size)
     chunks: dict[PassKey, Chunk] = {}
-    totals: dict[
-        tuple[int, str, int], Ref
-    ] = {}  # output of a pass -> its sum or exchange over the whole batch
+    # output of a pass -> its sum or exchange over the whole batch
+    totals: dict[tuple[int, str, int], Ref] = {}
     forward = [(r.index, "F") for r in code.regions if (r.index, "F") in code.interfaces]
     backward = [(r.index, "B") for r in reversed(code.regions) if (r.index, "B") in code.interfaces]
     for key in forward + backward:

@@ -274,9 +274,8 @@ def _read_params(run: Reference, chunk: Chunk, replica: int) -> Bundle:
     found = []
     for name, ref in zip(names, chunk.params or (None,) * len(names), strict=True):
         if ref is None:
-            found.append(
-                run.tensors[name]
-            )  # the whole parameter, even if it is divided, because only gathers output parts
+            # Use the whole parameter, even if it is divided, because only gathers output parts.
+            found.append(run.tensors[name])
         else:
             bucket = run.dag.value(ref).bucket
             assert bucket is not None

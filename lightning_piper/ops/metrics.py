@@ -367,9 +367,8 @@ def bind_merge(instruction: Merge, on: Binding) -> Bound:
     replica, replicas, slots, device = instruction.replica, instruction.replicas, on.slots, on.device
     weight, made, factor_of = _weights(instruction, device)
     index, extremes = _folded(instruction, device)
-    each_once = index.shape[0] == 1 and index[0].tolist() == list(
-        range(size)
-    )  # every element has one value, so there is nothing to sum
+    # Whether every element of the vector has one value, so that there is nothing to sum.
+    each_once = index.shape[0] == 1 and index[0].tolist() == list(range(size))
     zero = torch.zeros(1, dtype=torch.float64, device=device)
 
     def merge() -> None:

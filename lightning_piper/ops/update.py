@@ -226,9 +226,8 @@ def _joined(parts: list[Bundle], held_as: Sequence[Shard]) -> Bundle:
 
 
 def produce_accumulate(plan: Planning, node: Accumulate, ref: Ref) -> None:
-    plan.bind(
-        ref, plan.add_up(node)
-    )  # emitted at the first read, because an earlier sum may have to wait for a term
+    # The sum is emitted at its first read, because an earlier sum may have to wait for a term.
+    plan.bind(ref, plan.add_up(node))
 
 
 def lower_update(plan: Planning, node: Update) -> None:

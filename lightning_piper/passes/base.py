@@ -68,9 +68,8 @@ def run_passes(dag: TrainingDAG, passes: Iterable[Pass], after: After | None = N
         VerificationError: `after` raised it. The message names the directive that was applied last.
     """
     for each in passes:
-        start = (
-            time.monotonic_ns()
-        )  # Lightning does not read this clock, so tests that replace Lightning's clocks do not affect it
+        # Lightning does not read this clock, so tests that replace Lightning's clocks do not affect it
+        start = time.monotonic_ns()
         with _applying(dag, each):
             contract = each.run(dag)
             if contract is not None and contract not in get_args(Contract):

@@ -67,9 +67,8 @@ def choose(
         moves = node.target in ATTENTION and any(isinstance(held[x], Shard) for x in inputs)
         if index and node.target in ATTENTION:
             queries = dict(zip(inputs, rule.inputs, strict=True))[attended(node)[0]]
-            moves = moves and queries != Shard(
-                0
-            )  # not for shards of samples, because there may be any number of samples
+            # Shards of samples do not count, because there may be any number of samples.
+            moves = moves and queries != Shard(0)
             if _is_sequence(queries) is not by_keys(node, held, degree, attention):
                 continue
         if index and not seeks and not moves and not _wanted(rule, inputs, held, along):
@@ -106,9 +105,8 @@ def by_keys(node: Node, held: PlacementMap, degree: int, attention: str | None) 
         return attention == "keys"
     queries, keys = math.prod(shape_of(q)), math.prod(shape_of(k)) + math.prod(shape_of(v))
     heads = shape_of(q)[1] % degree == shape_of(k)[1] % degree == 0
-    return (
-        not heads or keys < (2 * queries + keys) / degree
-    )  # queries count twice, because the heads' outputs go back
+    # Queries count twice, because the outputs of the heads are exchanged back.
+    return not heads or keys < (2 * queries + keys) / degree
 
 
 def _is_sequence(placement: Placement) -> bool:

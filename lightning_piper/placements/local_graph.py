@@ -72,9 +72,8 @@ def _localize(node: Node, held: Mapping[Node, Any], degree: int) -> None:
         node.args = (node.args[0], _fewer(node.args[1], degree), *node.args[2:])
     if any(p is not None and not _same(p) for p in _tuple(placement)) or _reads_parts(node, held):
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
-        made = (aten.reshape.default if target in VIEWS else target)(
-            *args, **kwargs
-        )  # a view cannot regroup a shard with gaps in memory, so the shard needs a copy
+        # In place of a view, a reshape, which copies a shard with gaps in memory if necessary.
+        made = (aten.reshape.default if target in VIEWS else target)(*args, **kwargs)
         for whole, part, share in zip(_tuple(value), _tuple(made), _tuple(placement), strict=True):
             if isinstance(whole, torch.Tensor) and tuple(part.shape) != part_shape(
                 tuple(whole.shape), share, degree

@@ -88,12 +88,8 @@ def _divides(rule: Rule, node: Node, inputs: Sequence[Node], outputs: Sequence[A
 # Elementwise operations
 
 _ADDITIVE = {aten.add.Tensor, aten.sub.Tensor}
-_SCALED = {
-    aten.mul.Tensor,
-    aten.div.Tensor,
-    aten.mul.Scalar,
-    aten.div.Scalar,
-}  # linear in the first input or in the second
+# Operations that are linear in the first input or in the second input.
+_SCALED = {aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar}
 _LINEAR = {
     aten.neg.default,
     aten.clone.default,
@@ -233,9 +229,8 @@ def _squeezed(node: Node, rank: int) -> list[int | None]:
     named = (
         {int(d) % rank for d in (along if isinstance(along, list | tuple) else [along])} if rank else set()
     )
-    gone = {
-        d for d in named if shape[d] == 1
-    }  # a shard of another dimension may have size 1 and be squeezed too
+    # Without other dimensions: a shard of one of them may have size 1, and would be squeezed too.
+    gone = {d for d in named if shape[d] == 1}
     return [None if d in named else d - sum(g < d for g in gone) for d in range(rank)]
 
 
@@ -260,9 +255,8 @@ def _cat(node: Node) -> Iterator[Rule]:
     shapes = [shape_of(x) for x in inputs]
     rank = max(map(len, shapes))
     along = int(argument(node, 1, 0)) % rank
-    alone = (
-        sum(math.prod(shape) > 0 for shape in shapes) == 1
-    )  # concatenation with empty tensors, like keys with an empty cache
+    # Whether one input has all elements, as in a concatenation with an empty cache of keys.
+    alone = sum(math.prod(shape) > 0 for shape in shapes) == 1
     for d in range(rank):
         if alone and d == along:
             yield Rule(tuple(Shard(d) if math.prod(shape) else R for shape in shapes), (Shard(d),))

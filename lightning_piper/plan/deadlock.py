@@ -31,9 +31,8 @@ class _IssueState:
 
     def __init__(self, image: Callable[[int], int]) -> None:
         self._matching, self._image = Matching(), image
-        self._parties: dict[
-            tuple[int, ...], int
-        ] = {}  # number of representatives among the members of a collective
+        # members of a collective -> number of representatives among them
+        self._parties: dict[tuple[int, ...], int] = {}
         self._joined: Counter[Meeting] = Counter()
         self._begun: dict[tuple[int, int], Meeting] = {}  # (device, node) -> its exchange
         self.met: set[Meeting] = set()

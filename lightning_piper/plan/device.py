@@ -61,9 +61,8 @@ class DevicePlan:
         self.slots = 0
         self._slot: dict[Ref, int] = {}
         self._source: dict[int, str] = {}  # slot -> `Deliver.source`
-        self._sent: dict[
-            int, tuple[Node, Channel, str]
-        ] = {}  # node, channel, and the stream that made the value
+        # send node -> (node, channel, stream that made the value)
+        self._sent: dict[int, tuple[Node, Channel, str]] = {}
         self._stream: dict[int, str] = {}
         self.shards = {bucket_of(p): p.kept for p in dag.of_type(Parameters) if device in p.devices}
         self._pending: dict[int, int] = {}  # collective -> its slot

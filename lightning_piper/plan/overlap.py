@@ -44,9 +44,8 @@ class Turns:
     """A record of the chunk whose turn it is, in each overlap group on each device (or group of devices)."""
 
     def __init__(self, dag: TrainingDAG, height: Mapping[int, int]) -> None:
-        self._queue: dict[
-            int, deque[int]
-        ] = {}  # chunk -> the chunks of its group on its device, in their order
+        # chunk -> the chunks of its group on its device, in their order
+        self._queue: dict[int, deque[int]] = {}
         self._done: set[int] = set()
         for lanes in dag.overlaps:
             by_device: dict[tuple[int, ...], list[list[Chunk]]] = {}

@@ -34,9 +34,8 @@ class SendCompletion:
         self._devices = list(devices)
         self._clock = [[0] * len(devices) for _ in devices]
         self._known_by: dict[tuple[Channel, int], list[int]] = {}  # message -> the sender's clock at the send
-        self._received: dict[
-            tuple[Channel, int], int
-        ] = {}  # message -> the receiver's clock entry at the receive
+        # message -> the receiver's clock entry at the receive
+        self._received: dict[tuple[Channel, int], int] = {}
         self._pending: dict[Channel, deque[int]] = {}
 
     def send(self, channel: Channel, message: int) -> None:

@@ -40,9 +40,8 @@ def add_events(instructions: Sequence[Instruction]) -> tuple[list[Instruction], 
                 waited[instruction.stream, stream] = index
                 records.setdefault(index, len(records))
             elif new:
-                index = waited[
-                    instruction.stream, stream
-                ]  # the stream has waited already, but its memory use must be recorded
+                # the stream has waited already, but its memory use must be recorded
+                index = waited[instruction.stream, stream]
             else:
                 continue
             waits.setdefault(i, []).append((index, new))

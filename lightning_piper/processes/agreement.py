@@ -220,9 +220,8 @@ class BatchCheck:
         self._captured = captured
         own = (_checksum(leaves, self._steps), self._sums[0], state)
         self._steps += not digests_differed
-        sums = (
-            [NOTHING] * 6 * self._world.count
-        )  # for each replica, the largest and the smallest value of each sum
+        # For each replica and each sum: the largest value, and the largest negated value.
+        sums = [NOTHING] * 6 * self._world.count
         sums[6 * self._world.replica : 6 * self._world.replica + 6] = [end for x in own for end in (x, -x)]
         run = [NOTHING, NOTHING] if plans is None else [plans, -plans]
         same = [end for x in (_sum(self._compared(settings)), *self._sums[1:]) for end in (x, -x)]

@@ -57,9 +57,8 @@ class Termination:
         arrives, leaves = (in_forks(each, socket.socket.close) for each in socket.socketpair())
         leaves.setblocking(False)
         before = signal.set_wakeup_fd(leaves.fileno(), warn_on_full_buffer=False)
-        in_forks(
-            self, lambda _: _as_before(before)
-        )  # Data loader workers are forks, and the signal must end them.
+        # Workers of data loaders are forks. They do not keep these handlers, because SIGTERM must end them.
+        in_forks(self, lambda _: _as_before(before))
         threading.Thread(target=self._listen, args=(arrives,), name="piper-signals", daemon=True).start()
         self._restore.callback(leaves.close)
         self._restore.callback(signal.set_wakeup_fd, before)

@@ -65,9 +65,8 @@ class Search:
         self.tried: dict[tuple[object, ...], tuple[Number, Candidate]] = {}
         self.over: list[tuple[Number, Candidate]] = []  # (bound, candidate) of candidates that do not fit
         self._budget = self._left = budget
-        self._heap: list[
-            tuple[Number, int, int, _Branch]
-        ] = []  # (bound, kind of branch with `Cuts` first, serial number, branch)
+        # (bound, kind of branch with `Cuts` first, serial number, branch)
+        self._heap: list[tuple[Number, int, int, _Branch]] = []
         self._number = count()
         self._lowest: Number = INFINITE  # lowest bound of all skipped branches and candidates
         self._size = 0
@@ -111,10 +110,9 @@ class Search:
             bound, _, _, branch = heapq.heappop(self._heap)
             if bound < self._limit(branch):
                 self._branch(bound, branch)
-        for (
-            _,
-            candidate,
-        ) in self._even_ones:  # fill the table if the budget did not suffice, as in a large space
+        # If the budget did not suffice, as in a large space, fill the table with candidates that have even
+        # cuts.
+        for _, candidate in self._even_ones:
             if len(self.tried) >= TABLE:
                 break
             self._improve(candidate)

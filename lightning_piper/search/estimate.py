@@ -249,9 +249,8 @@ class _ClockSimulation:
         self.done: list[Number] = [0] * rows.stages
         self.busy: list[Interval] = []
         self._lane: list[Number] = [0] * rows.ranks  # rank -> end of its latest sum
-        self._arriving: list[Number] = [
-            0
-        ] * rows.ranks  # rank -> end of its latest sum, if the stage sums several times
+        # rank -> end of its latest sum, if the stage sums several times
+        self._arriving: list[Number] = [0] * rows.ranks
         self._left = [0] * rows.stages  # stage -> remaining passes that make weight gradients
         # Stage -> when its parameters are gathered; None after its first pass.
         self._first: list[Number | None] = [None] * rows.stages

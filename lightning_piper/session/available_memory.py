@@ -17,9 +17,8 @@ from lightning_piper.search.accounting import needed_by_replicas
 from lightning_piper.search.proposal import FRAGMENTATION
 from lightning_piper.search.report import size
 
-THREADS = (
-    450 << 20
-)  # bytes of address space that graphs, communicators and their threads will take before the first step
+# Bytes of address space that graphs, communicators and their threads take before the first step.
+THREADS = 450 << 20
 SPARED = (
     0.1  # share of the memory reserved for what a search does not count: the interpreter, kernels, callbacks
 )

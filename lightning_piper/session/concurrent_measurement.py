@@ -33,18 +33,14 @@ from lightning_piper.search.workload import Workload
 from lightning_piper.simulate import Link
 from lightning_piper.simulate.hardware import Collectives, Hardware
 
-SMALL, LARGE, ROUNDS = (
-    1 << 10,
-    1 << 22,
-    15,
-)  # bytes sent back and forth to measure a link, and number of repetitions
+# Bytes of the small and of the large message that measure a link, and number of repetitions.
+SMALL, LARGE, ROUNDS = (1 << 10, 1 << 22, 15)
 PARAMS = (
     200  # of a step with almost no work; a step with more parameters has far more real work than overhead
 )
 FLOAT = torch.float32  # dtype of the messages, whatever the user's default dtype is
-MOST = (
-    1 << 26
-)  # largest number of bytes of a measured collective; it is smaller if the parameters have fewer bytes
+# Bytes of a measured collective, at most. It is smaller if the parameters have fewer bytes.
+MOST = 1 << 26
 
 
 def measured_together(
@@ -130,9 +126,8 @@ def _step_of(world: World, params: int) -> float:
     transport = ProcessTransport(compiled.plans, ranks=ranks, device=world.device)
     executor = Executor(compiled.plans[world.rank], compiled.step, tensors, {}, transport, world.device)
     leaf, times = batch[:1].to(world.device), list[float]()
-    others = torch.zeros(
-        CACHES, dtype=torch.uint8, device=world.device
-    )  # evicts the caches, as a real step's passes do
+    # Writing to these bytes evicts the caches, as the passes of a real step do.
+    others = torch.zeros(CACHES, dtype=torch.uint8, device=world.device)
     for _ in range(2 * ROUNDS + 1):
         others.add_(1)
         world.gather(None)
@@ -151,9 +146,8 @@ def _cores(world: World, neighbours: int) -> int:
     return max(1, min(neighbours, len(os.sched_getaffinity(0)) // torch.get_num_threads()))
 
 
-Exchange = Callable[
-    [Members, torch.Tensor], Callable[[], object]
-]  # members and bytes -> a function that runs the exchange
+# Takes the members and the bytes to exchange. Returns a function that runs the exchange.
+Exchange = Callable[[Members, torch.Tensor], Callable[[], object]]
 
 
 def _link_of(world: World, members: int, large: int, exchange: Exchange) -> Link:

@@ -128,9 +128,8 @@ class EagerOptimizer:
     def _around(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the optimizer's step so that its update works on shards."""
 
-        @functools.wraps(
-            step
-        )  # keeps the attribute by which learning rate schedulers recognize a wrapped step
+        # `wraps` keeps the attribute by which learning rate schedulers recognize a wrapped step.
+        @functools.wraps(step)
         def stepped(_: Optimizer, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
             if self._closed:
                 return step(closure, *args, **kwargs)

@@ -67,9 +67,8 @@ class Evaluation:
         self.follow: Callable[[], None] = lambda: None
         self._steps = 0
         self._warned: set[Step] = set()
-        self._batches: list[
-            list[float]
-        ] = []  # for each process, the number of batches in each of its loaders
+        # for each process, the number of batches in each of its loaders
+        self._batches: list[list[float]] = []
         self._seen: Counter[int] = Counter()
 
     def check_held(self) -> None:

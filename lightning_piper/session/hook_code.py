@@ -33,10 +33,8 @@ _LIBRARIES = {
     "pytorch_lightning",
     "lightning_piper",
 }
-_LOOKS = {
-    "lightning.pytorch.utilities.grads",
-    "pytorch_lightning.utilities.grads",
-}  # library modules that read gradients
+# Modules of libraries that read gradients.
+_LOOKS = {"lightning.pytorch.utilities.grads", "pytorch_lightning.utilities.grads"}
 _OF_ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "LOAD_SUPER_ATTR"}
 
 

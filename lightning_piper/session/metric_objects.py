@@ -159,9 +159,8 @@ class MetricObjects:
     def __init__(self, world: World) -> None:
         self._world = world
         self._claims: dict[int, _Claim] = {}
-        self._seen: dict[
-            int, tuple[Ranks, list[int]]
-        ] = {}  # id of an object -> its owners and the ids of its submodules
+        # id of an object -> its owners and the ids of its submodules
+        self._seen: dict[int, tuple[Ranks, list[int]]] = {}
         self._inside = False
 
     def claim(self, module: nn.Module, owners: Mapping[str, Ranks]) -> None:
@@ -177,10 +176,8 @@ class MetricObjects:
             return
         for name, ranks in owners.items():
             metric = module.get_submodule(name)
-            seen = (
-                ranks,
-                [id(part) for part in metric.modules()],
-            )  # a MetricTracker gets one more in each epoch
+            # The submodules are part of the key, because a MetricTracker gets one more in each epoch.
+            seen = (ranks, [id(part) for part in metric.modules()])
             if self._seen.get(id(metric)) == seen:
                 continue
             self._seen[id(metric)] = seen

@@ -333,9 +333,9 @@ class ProcessRuntime:
         self, compiled: Compiled, device: int, transport: LocalTransport | ProcessTransport
     ) -> Executor:
         assert self._first is not None
-        trains = (
-            compiled.step.name == self._first.step.name
-        )  # An evaluation during an accumulation must not touch its gradients.
+        # Only a training step uses the gradient buffer. An evaluation during an accumulation must not touch
+        # it.
+        trains = compiled.step.name == self._first.step.name
         shards = self._shards.get(device, {})
         buffer = self._gradient_buffers.setdefault(device, {}) if trains else {}
         return Executor(

@@ -59,13 +59,10 @@ class Programs:
         )
         self._instead = instead
         self._variants: dict[Step, Variants] = {}
-        self._prepared: dict[
-            tuple[int, Step, Hashable], Prepared
-        ] = {}  # by capture number, step and batch spec
-        self._last: tuple[BatchSpec | None, Hashable] = (
-            None,
-            None,
-        )  # the last spec that `find` received, and its family
+        # (capture number, step, batch spec) -> program
+        self._prepared: dict[tuple[int, Step, Hashable], Prepared] = {}
+        # the last spec that `find` received, and its family
+        self._last: tuple[BatchSpec | None, Hashable] = (None, None)
         self._traced: set[Hashable] = set()  # the batch specs for which a step was traced
         self.traced = False
 

@@ -83,11 +83,8 @@ class EvaluatingStrategy(OverProcesses):
             capture,
             checked_options(compile),
         )
-        self._told = [
-            ("verify", verify),
-            ("capture", capture),
-            ("compile", bool(compile)),
-        ]  # (name, value) of arguments that must be equal on all processes
+        # (name, value) of arguments that must be equal on all processes
+        self._told = [("verify", verify), ("capture", capture), ("compile", bool(compile))]
         self._degrees = degrees
         self._program: list[Directive] | None = None if degrees else given_or_from_environment(directives)
         self._annotations = {} if degrees else annotations_given(directives)

@@ -475,10 +475,8 @@ class Fit:
         if self._tokens is None:
             return 1.0, None
         factor, closing = self._tokens.weigh(compiled, compiled.step.inputs(self._leaves), last)
-        return (
-            factor * self._module.trainer.accumulate_grad_batches,
-            closing,
-        )  # Lightning divides the loss by the number of batches
+        # Multiply by the number of batches, because Lightning divides the loss by it.
+        return (factor * self._module.trainer.accumulate_grad_batches, closing)
 
     @property
     def _may_keep(self) -> bool:

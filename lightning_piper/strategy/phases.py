@@ -419,6 +419,5 @@ def copied(phase: Phase, processes: int) -> Idle:
             "process holds only a part of the optimizer's state. Copy it before the fit, or save a "
             "checkpoint and load it into a new Trainer [PIPER-S002]"
         )
-    return Idle(
-        Left(left.seed, state=left.optimizers[0].full_state()), phase.replicas
-    )  # one process never has an `EagerOptimizer`
+    # A single process has only `ShardedOptimizer`s here, never an `EagerOptimizer`.
+    return Idle(Left(left.seed, state=left.optimizers[0].full_state()), phase.replicas)

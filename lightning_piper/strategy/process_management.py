@@ -155,9 +155,8 @@ class OverProcesses(_lightning.Strategy):
                 )
             return
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        _lightning.divide_cores(
-            self.num_processes
-        )  # Lightning's launcher does so only in the process that starts all other ones
+        # Lightning's launcher divides the cores only in the process that starts all other processes.
+        _lightning.divide_cores(self.num_processes)
         self.set_world_ranks()
         backend = checked_backend(self._backend, self.root_device, self.world_size)
         environment = self.cluster_environment

@@ -554,9 +554,8 @@ class PiperStrategy(EvaluatingStrategy):
         else:
             content = restored.sharded.content
         restored.seed = seed_of(content)
-        return {
-            key: value for key, value in content.items() if key != KEY
-        }  # Hooks get the same content as from another strategy.
+        # Without this entry, hooks get the same content as from another strategy.
+        return {key: value for key, value in content.items() if key != KEY}
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
