@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
-SIMILAR = 0.5  # of two names, on the scale of difflib
+SIMILAR = 0.5  # Similarity of two names from which one is suggested for the other, on the scale of difflib.
 
 
 def unknown(name: object, accepted: Iterable[str]) -> str:

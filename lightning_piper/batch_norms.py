@@ -55,7 +55,7 @@ def _forward_of_synchronised(forward: Any) -> Iterator[None]:
 
 def _over_whole(module: Any, x: torch.Tensor) -> torch.Tensor:
     with _WholeBatch():
-        # The same for all numbers of dimensions, which the module itself checks.
+        # BatchNorm1d's forward serves all numbers of dimensions, because each module checks its own.
         return nn.BatchNorm1d.forward(module, x)
 
 

@@ -87,7 +87,7 @@ def _check(args: argparse.Namespace) -> str:
 
 
 def _passes(args: argparse.Namespace) -> Passes | None:
-    """Return the recorder of passes for `check`, if the user asked for one."""
+    """Return the recorder of passes for `check`; None if the user did not ask for one."""
     try:
         return Passes(args.dump) if args.passes or args.dump is not None else None
     except PiperError as error:

@@ -243,7 +243,7 @@ def given(directives: Any, **fields: Any) -> Degrees | None:
     if not named:
         return None
     degrees = Degrees(**named)
-    # Errors that do not depend on the number of devices come now.
+    # Raise errors that do not depend on the number of devices here, before the devices are known.
     dataclasses.replace(degrees, dp=degrees.dp or degrees.ep).directives()
     return degrees
 

@@ -11,7 +11,8 @@ from fractions import Fraction
 FILE = 16 * 2**20  # bytes of a program, a schedule, or a table of durations
 DIRECTIVES = 10_000  # directives of a program
 PASSES = 200_000  # forward and backward passes of a step: 2 x regions x microbatches
-OPERATIONS = 15_000  # of a captured forward pass that may also run uncaptured. GPT-2 of 48 layers: 9,000
+# Operations of a captured forward pass that may also run uncaptured. GPT-2 of 48 layers has 9,000.
+OPERATIONS = 15_000
 DEVICES = 2**16  # logical devices; their numbers are below this limit
 INDEX = 2**31  # values of a tag are below this limit
 NAME = 100  # characters of a tag or a stream

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 _COUNTS = {"T": 1e12, "B": 1e9, "M": 1e6, "k": 1e3}
-_ROUNDS_UP = 0.9995  # of a unit: a smaller share of it has three digits in the next smaller unit
+# Seconds from which a duration is shown in seconds. Fewer seconds have three digits in milliseconds.
+_ROUNDS_UP = 0.9995
 
 
 class Stopwatch:

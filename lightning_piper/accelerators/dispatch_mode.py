@@ -40,7 +40,8 @@ class _Kind(NamedTuple):
     names: tuple[str, ...]
 
     def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[torch.Tensor, bool]]:
-        """Return the tensors among its arguments, and whether it changes them."""
+        """Yield each tensor among the arguments of a call of the operation, and whether the operation changes
+        it."""
         for name, value in (*zip(self.names, args, strict=False), *kwargs.items()):
             yield from ((x, name in self.changes) for x in _tensors([value]))
 

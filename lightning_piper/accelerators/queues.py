@@ -144,5 +144,5 @@ class Scheduler:
         return not any(queue.work for queue in self.queues)
 
     def standing(self) -> Iterable[str]:
-        """For each queue that cannot continue, the work that it waits for."""
+        """Return, for each queue that cannot continue, its name and its first work, which cannot run."""
         return (f"{queue.name}: {queue.work[0].what}" for queue in self.queues if queue.work)

@@ -59,7 +59,7 @@ class Stream:
 
 
 class Event:
-    """A moment of a queue, after it is recorded."""
+    """An event. `record` sets its moment, and streams wait for this moment."""
 
     def __init__(self, simulated: Simulated) -> None:
         self._simulated = simulated

@@ -21,16 +21,17 @@ def split_backward(dag: TrainingDAG, chunks: Sequence[Chunk]) -> None:
     moved: dict[Ref, Ref] = {}
     for chunk in chunks:
         moved |= _replace(dag, chunk)
-    for reader in readers.values():  # once for each reader, because a sum reads a term of every slice
+    # Rewire each reader only once, because a sum reads a term of every slice.
+    for reader in readers.values():
         dag.rewire(reader, inputs=tuple(moved.get(ref, ref) for ref in reader.inputs))
 
 
 def _replace(dag: TrainingDAG, chunk: Chunk) -> dict[Ref, Ref]:
-    """Split one chunk. The first pass takes its place and its id, so that chunks still come after the chunks
-    that they read.
+    """Split one chunk. The first pass of the split keeps the chunk's node and id, so that chunks still come
+    after the chunks that they read, in the order of ids.
 
     Returns:
-        The new reference for each of its outputs.
+        The new reference for each output of the chunk.
     """
     code = dag.code
     given = dict(zip(dag.interface(chunk).inputs, chunk.inputs, strict=True))
@@ -58,8 +59,8 @@ def _replace(dag: TrainingDAG, chunk: Chunk) -> dict[Ref, Ref]:
             # Nodes that a directive orders after B.
             for later in map(dag.nodes.__getitem__, list(dag.graph.successors(chunk.id))):
                 by = dag.graph.edges[chunk.id, later.id]["order"]
-                # A second forward pass waits for the gradient that a backward pass outputs. The first pass
-                # makes it.
+                # A second forward pass waits for the gradient that a backward pass outputs. The first pass of
+                # the split makes this gradient, so `later` need not wait for the second pass.
                 if by is not None and not (later.tags.get("PASS") == AGAIN and by == later.origin):
                     dag.order(part, later, by)
         else:

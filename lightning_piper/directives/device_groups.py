@@ -27,7 +27,7 @@ def settle(dag: TrainingDAG, chunks: Iterable[Chunk]) -> tuple[list[Update], boo
     devices.
 
     Returns:
-        The updates, which may read values of other devices now, and whether the order of gradient sums
+        The updates, which may now read values of other devices, and whether the order of gradient sums
         changed.
     """
     regions = {chunk.region for chunk in chunks}

@@ -53,8 +53,8 @@ class Order(Directive):
     the filter skips it: a first stage outputs no gradient, so its whole backward pass is BW. A pass that no
     order names runs in the default order.
 
-    A filter whose PASS is `R` selects second forward passes (`recompute`). They no longer wait for gradients
-    then.
+    A filter whose PASS is `R` selects second forward passes (`recompute`). A second forward pass in an order
+    does not wait for a gradient.
 
     A filter whose PASS is `STORE` or `FETCH` selects the copies to the host, or back, that an earlier
     `offload` makes for the chunks that the filter names. It must be a group of its own between groups of

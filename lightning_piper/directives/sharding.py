@@ -46,7 +46,7 @@ def reduce_gradients(dag: TrainingDAG, regions: set[int], policy: ShardingPolicy
     """Sum the gradients of `regions` over the replicas.
 
     Returns:
-        The nodes that may read values of other devices now.
+        The nodes that may now read values of other devices.
 
     Raises:
         Conflict: The gradients are summed over replicas already, or another directive sums or shards them

@@ -214,7 +214,7 @@ def refuse_nonlinear(program: Sequence[Directive], dag: TrainingDAG) -> None:
     Nonlinear means: not linear in the gradient of the loss.
 
     Raises:
-        DirectiveError: It does. The message names the split.
+        DirectiveError: The program does so. The message names the split.
     """
     parts = {(chunk.key, chunk.slice) for chunk in dag.of_type(Chunk)}
     if dag.code.nonlinear is None or len(parts) == len({key for key, _ in parts}):

@@ -193,7 +193,14 @@ class GlobalNorms:
 
     def _of_all(self, asked: Collection[str], here: Mapping[str, Tensor], p: float, strict: bool) -> Tensor:
         """Return the norm over all processes of the requested gradients, of which this process may have only
-        some. Collective."""
+        some. Collective.
+
+        Args:
+            asked: Keys of the requested gradients.
+            here: Key -> gradient on this process.
+            p: Order of the norm.
+            strict: Raise torch's error if the total is not finite.
+        """
         own = self._own_norms({key: here[key] for key in asked if key in here}, p)
         said = torch.zeros(len(self._keys), dtype=torch.float64)
         for key in (*here, *asked):
@@ -214,7 +221,7 @@ class GlobalNorms:
             answers: [processes, keys], the answer of each process for each key.
 
         Raises:
-            PiperError: Neither holds on every process.
+            PiperError: The processes requested different gradients, or only some gradients of a group.
         """
         asked = answers >= _ASKED
         if bool((asked == asked[0]).all()):

@@ -90,7 +90,8 @@ class TrainingDAG:
 
     @property
     def origin(self) -> int | None:
-        """Index of the directive that is being applied. Nodes added meanwhile get it as their origin."""
+        """Index of the directive that is being applied, which new nodes get as their origin. None if no
+        directive is being applied."""
         return self.program.index
 
     @property
@@ -377,7 +378,7 @@ class TrainingDAG:
             self.graph.nodes[chunk.id]["order"] = by
 
     def named_by(self, chunk: Chunk) -> int | None:
-        """Return the index of the first order that named a chunk."""
+        """Return the index of the first order that named a chunk; None if no order has named it."""
         found: int | None = self.graph.nodes[chunk.id]["order"]
         return found
 

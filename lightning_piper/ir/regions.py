@@ -302,7 +302,7 @@ class StepCode:
 
     @cached_property
     def makes_loss(self) -> bool:
-        """Return whether a pass outputs the loss. It is false for forward-only and for uncaptured steps."""
+        """Return whether a pass outputs the loss. No pass does so in a forward-only or an uncaptured step."""
         return any(
             output.kind == Kind.LOSS for interface in self.interfaces.values() for output in interface.outputs
         )

@@ -48,7 +48,12 @@ def eliminate(dag: TrainingDAG) -> Contract | None:
 
 
 def _reuse(dag: TrainingDAG, chunk: Chunk, held: dict[Group, dict[Bucket, Ref]]) -> None:
-    """Let a chunk reuse the buckets that the previous chunk with gathered parameters has read."""
+    """Let a chunk reuse the buckets that the previous chunk of its devices with gathered parameters has read.
+
+    Args:
+        held: Devices -> the buckets that their previous chunk has read, each with its gathered value. Updated
+            for the next chunk.
+    """
     there = held.get(chunk.devices, {})
     now: dict[Bucket, Ref] = {}
     for ref in dict.fromkeys(ref for ref in chunk.params if ref is not None):

@@ -134,9 +134,10 @@ def _alone(node: Node, rule: Rule, degree: int) -> tuple[Graph, list[Node], Rule
 
 
 def _with_few_blocks(placement: Placement | None, pieces: int) -> Placement | None:
-    """Return the placement for the small shapes: with `RUNS` blocks.
+    """Return the placement for the small shapes: a shard gets `RUNS` blocks.
 
-    A placement with one block, or with as many blocks as the operation has pieces, stays unchanged.
+    A shard with one block, or with as many blocks as the operation has pieces, stays unchanged, and so does
+    any other placement.
     """
     changes = isinstance(placement, Shard) and placement.blocks not in (1, pieces)
     return Shard(placement.dim, RUNS) if isinstance(placement, Shard) and changes else placement

@@ -48,8 +48,10 @@ class StreamClocks:
         self._recorded: dict[int, Clock] = {}  # event -> the clock at its record
         self._made: dict[int, tuple[str, int]] = {}  # slot -> stream and index of its last writer
         self._owner: dict[int, str] = {}  # slot -> stream that made it
-        self._readers: dict[int, Clock] = {}  # slot -> last read of it by each stream
-        self._shared: set[tuple[int, str]] = set()  # slots, and streams recorded for their memory
+        # slot -> for each stream, the index of the stream's last read of the slot
+        self._readers: dict[int, Clock] = {}
+        # (slot, stream whose use of the slot's memory is recorded)
+        self._shared: set[tuple[int, str]] = set()
         self._sending: dict[int, int] = {}  # send -> its slot
         self._gathered: dict[Bucket, int] = {}  # bucket kept between steps -> slot of its last gather
         self._passing: set[int] = set()  # slots of gathered buckets that are freed after use
@@ -126,7 +128,7 @@ class StreamClocks:
         for slot in instruction.writes:
             if slot is None:
                 continue
-            if slot in self._made:  # added to in place, or completed by a wait
+            if slot in self._made:  # The instruction adds to the slot in place, or completes it by a wait.
                 yield from self._is_made(slot, stream, clock)
                 yield from self._is_read(slot, stream, clock)
                 if isinstance(instruction, WaitWork) and self._owner[slot] != stream:

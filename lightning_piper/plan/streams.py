@@ -19,7 +19,7 @@ def add_events(instructions: Sequence[Instruction]) -> tuple[list[Instruction], 
     waited: dict[tuple[str, str], int] = {}  # (reading stream, making stream) -> last index it has waited for
     records: dict[int, int] = {}  # index -> event
     waits: dict[int, list[tuple[int, list[int]]]] = {}  # index -> (index waited for, slots)
-    shared: set[tuple[int, str]] = set()  # slots, and streams recorded for their memory
+    shared: set[tuple[int, str]] = set()  # (slot, stream whose use of the slot's memory is recorded)
     ran: int | None = None  # index of the previous chunk
     for i, instruction in enumerate(instructions):
         crossing: dict[str, list[int]] = {}

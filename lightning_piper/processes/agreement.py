@@ -116,7 +116,7 @@ class BatchCheck:
 
     def __init__(self, world: World, whole: Callable[[], bool] = lambda: False) -> None:
         self._world, self._whole = world, whole
-        self._drift = False  # whether replicas update their parameters in different ways
+        self._drift = False  # whether the replicas' optimizer options have differed
         self._steps = 0
         self._batch_spec: BatchSpec | None = None
         # Checksums of the spec's shapes, of the part of the shapes that all replicas must share, and of
@@ -126,7 +126,7 @@ class BatchCheck:
             False  # whether replicas' shapes differed in some step, or batches cannot be cut by samples
         )
         self._shapes = False  # whether replicas' shapes differed in some step
-        # the spec of the processes whose spec is the same as in the previous step
+        # this process's previous batch spec, which all processes still have whose spec has not changed
         self._others: BatchSpec | None = None
         self._changed = False
         self._captured = 0

@@ -202,8 +202,8 @@ def _shifted(times: InstructionTimes, offset: int) -> InstructionTimes:
 
 
 def _tokens_of(compiled: Compiled) -> int | None:
-    """Return the tokens of one sample, if the first tensor of the batch is a matrix of integers, else
-    None.
+    """Return the number of tokens of one sample: the columns of the batch's first tensor. None if this tensor
+    is not a matrix of integers.
     """
     spec = next(iter(compiled.step.batch_spec.specs), None)
     if spec is None or len(spec.shape) != 2 or spec.dtype not in (torch.int64, torch.int32):

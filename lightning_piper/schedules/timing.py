@@ -177,7 +177,11 @@ def change(costs: Sequence[StageCosts], stage: int, kind: str) -> int:
 
 
 def _ranks(rows: Sequence[Row], stages: int) -> list[int]:
-    """Return the rank of each stage."""
+    """Return the rank of each stage; -1 for a stage that no row has.
+
+    Raises:
+        DirectiveError: A row overlaps actions, or has a stage without costs or a stage of another rank.
+    """
     found: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for group in row:
@@ -278,7 +282,7 @@ class _RankClocks:
             self._there[other] = self._free[channel]
 
     def _leave(self, rank: int, stage: int, kind: str, mb: int) -> int | None:
-        """Finish a pass. Returns the rank that waits for its output, if any."""
+        """Finish a pass. Return the rank that waits for the pass's output; None if no rank waits."""
         self.clock[rank] += self._times.passes[stage][kind]
         self._done.add((stage, kind, mb))
         forward = kind == "F"

@@ -484,7 +484,7 @@ def check_devices(first: Compiled, world: World) -> None:
     """Check that each logical device has a process, and that each process draws the data of its replica.
 
     Raises:
-        PiperError: This is not the case.
+        PiperError: A device does not have a process, or a process draws the data of another replica.
     """
     _check_number(len(first.plans), world.size)
     working = {device for chunk in first.dag.of_type(Chunk) for device in chunk.devices}

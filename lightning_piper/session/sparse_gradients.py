@@ -67,7 +67,8 @@ def _gathered(rows: torch.Tensor, numbers: list[int]) -> torch.Tensor:
 
 
 def added(old: torch.Tensor | None, new: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the sum of the gradients of earlier passes and of this one. It may change `old` in place."""
+    """Return the sum of the gradients of earlier passes (`old`) and of this pass (`new`); None if both are
+    None. The function may change `old` in place."""
     if old is None or new is None:
         return new if old is None else old
     return new + old if old.is_sparse and not new.is_sparse else old.add_(new)

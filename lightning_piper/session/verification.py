@@ -236,10 +236,11 @@ def _trial(compiled: Compiled, world: World) -> tuple[int, bool] | None:
 def _tried(
     compiled: Compiled, module: nn.Module, leaves: Sequence[torch.Tensor], world: World
 ) -> Difference | None:
-    """Try the step on a few samples on rank 0, if the program has microbatches. Collective.
+    """Try the step on a few samples on rank 0, if the program has microbatches. Return the difference that
+    the trial found, on rank 0; otherwise None. Collective.
 
-    If the step's Python code depends on the number of samples, it tries the full number, with copies of rank
-    0's samples for other replicas.
+    If the step's Python code depends on the number of samples, try as many samples as all replicas have, with
+    copies of rank 0's samples for the other replicas.
     """
 
     def run() -> Difference | None:

@@ -386,7 +386,8 @@ def _break(fault: str, program: list[JSON], case: Case, draw: Draw) -> Any:
 
 
 def _broken_orders(fault: str, microbatches: int, draw: Draw) -> list[JSON]:
-    """Return the directives after place and split if the fault is in an order, else an empty list."""
+    """Return the directives that come after place and split, if the fault is in an order. Return an empty
+    list for any other fault."""
     forward, backward = {"MB": 0, "PASS": "F"}, {"MB": 0, "PASS": "B"}
     part = {**backward, "PASS": draw(st.sampled_from(["BI", "BW"]))}
 

@@ -47,8 +47,8 @@ def cut(
     Args:
         weighed: a traced step.
         canonical: each name of a parameter or buffer -> its canonical name.
-        routed: `Routed` regions, if the graph has only shards of their parameters (default: found in the
-            graph).
+        routed: the `Routed` regions, if the graph has only shards of their parameters. By default, the
+            function finds these regions in the graph.
         recomputed: says which values backward passes compute again.
 
     Returns:
@@ -205,7 +205,7 @@ def _results(
         for param, terms in by_param.items():
             apart = region in routed and param in routed[region].params
             held = terms[0].meta.get(PLACEMENTS, ())
-            # each shard along its dimension
+            # In a bundle of gradients, `Shard(0)` stands for a shard along each parameter's own dimension.
             held = tuple((axis, Shard(0) if isinstance(p, Shard) else p) for axis, p in held)
             bundles.setdefault((apart, tuple(sorted(users[param])), held), []).append(param)
         for (*_, held), params in bundles.items():

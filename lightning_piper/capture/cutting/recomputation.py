@@ -56,7 +56,9 @@ def recomputed_nodes(
         if node.target is operator.getitem and not (
             node.all_input_nodes[0] in own or node.all_input_nodes[0] in shared
         ):
-            continue  # the operation has several results and cannot run again
+            # The node takes one of several results of an operation that must not run again, such as a
+            # dropout.
+            continue
         again.add(node)
         waiting += [x for x in node.all_input_nodes if x in own]
     return again

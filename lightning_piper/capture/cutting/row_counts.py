@@ -55,7 +55,8 @@ def routed_of(
     tokens.
 
     Raises:
-        CaptureError: one region dispatches to experts of different kinds.
+        CaptureError: one region dispatches to groups with different numbers of experts, or both with and
+            without counts.
     """
     found: dict[int, Routed] = {}
     for (region, kind), p in passes.items():

@@ -16,7 +16,7 @@ class ComputationKeys:
         self._found: dict[Node, int] = {}
 
     def form(self, form: Any) -> int:
-        """Return the number of any hashable description."""
+        """Return the number of a hashable description. Equal descriptions have the same number."""
         return self._forms.setdefault(form, len(self._forms))
 
     def of(self, node: Node) -> int:

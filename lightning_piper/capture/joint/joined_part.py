@@ -36,9 +36,9 @@ def after_gathers(graph: torch.fx.Graph, apart: bool = False) -> set[Node]:
     """Return the forward nodes that depend on a gathered value.
 
     Args:
-        apart: if True, the result does not have sums of gathered values and of numbers that each part of the
-            batch computes, and the nodes that depend on such sums. An example is a loss with a term for each
-            sample and a term for the whole batch, which have separate weights.
+        apart: if True, leave out sums that add a gathered value to a number that each part of the batch
+            computes, and all nodes that depend on such a sum. An example of such a sum is a loss with a term
+            for each sample and a term for the whole batch. Its terms have separate weights.
     """
     found: set[Node] = set()
     if not any(node.target is GATHER for node in graph.nodes):
@@ -61,9 +61,9 @@ def after_gathers(graph: torch.fx.Graph, apart: bool = False) -> set[Node]:
 def joined_nodes(forward: list[Node], shared: Collection[Node], apart: bool = False) -> set[Node]:
     """Return the forward nodes of the joined part.
 
-    These are the nodes that depend on a gathered value. Nodes whose values only the joined part reads also
-    belong to it, back to rows of samples. For example, the joined part computes a temperature, and transposes
-    or averages values after it has gathered their rows.
+    These are the nodes that depend on a gathered value, and nodes that only the joined part reads. The latter
+    end at values with one row for each sample, which the joined part gathers. So the joined part computes a
+    temperature, and it transposes or averages values after it has gathered their rows.
 
     Args:
         shared: forward nodes that belong to no region, such as views of parameters.

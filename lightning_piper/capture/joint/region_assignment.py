@@ -113,7 +113,8 @@ def assign(graph: torch.fx.Graph, state: frozenset[Node]) -> RegionAssignment:
     behind = backward_cuts(forward, backward, shared)
     regions = _segments([n for n in forward if n not in shared], joined, shared, weights, behind, of)
     _assign_backward(backward, regions, of, joined, shared)
-    # Regions with negative numbers hold changes after the backward pass of the first region.
+    # Regions with negative numbers come before region 0 in the forward pass, where they have no work. Their
+    # backward passes have the work after a change of placement in the backward pass of region 0.
     if (more := -min(of.values(), default=0)) > 0:
         regions = [
             *(replace(regions[0], index=i) for i in range(more)),
@@ -281,7 +282,7 @@ def _places(
             behind = [before + (x.target in BORDERS) for x, before in depth.items()]
             for x in after.get(node, ()):
                 if x not in places and tags_of(x) == tags_of(node):
-                    behind.append(1)  # a view of a parameter, whose gradient is computed in a separate region
+                    behind.append(1)  # `x` is a view of a parameter, so only its gradient has a region
                 elif x in places and places[x][0][:2] == here:
                     behind.append(places[x][0][2] + 1)
             for x, by in node.meta.get(AFTER, {}).items():

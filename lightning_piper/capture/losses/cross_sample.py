@@ -108,8 +108,8 @@ class _SampleDependence:
 
     Attributes:
         held: node -> the state of each of its results.
-        beside: nodes with rows of samples that each contain a number of the whole batch. An operation that is
-            not linear in this number mixes samples.
+        beside: nodes with rows of samples in which each row was combined with a number of the whole batch. A
+            later operation mixes samples if it is not linear in this number.
         found, curved: the two results of `cross_sample_operations`.
     """
 

@@ -48,10 +48,10 @@ class BatchSum(Expression):
     Attributes:
         key: equal for equal sums.
         node: the node from which the sum is computed.
-        how: how to compute the sum from `node`. `sum`: the node is itself a sum over the batch. `rows`: the
-            sum of the node's elements. `labels`: the node is a negative log likelihood. The sum is of the
-            class weights of all labels that the node does not ignore. `count`: the node has the sum as its
-            value.
+        how: how to compute the sum from `node`. `sum`: the node is an operation that sums its input over the
+            batch. `rows`: add up the node's elements. `labels`: the node is a negative log likelihood. The
+            sum is of the class weights of all labels that the node does not ignore. `count`: the node is a
+            count that the user has declared (`piper.mean`), which is added over the parts of the batch.
     """
 
     key: int

@@ -184,8 +184,8 @@ class _LossGradientStates:
         return made or (_named(node) if called else LINEAR)
 
     def _by_table(self, node: Node) -> str | None:
-        """Return the state of a node according to the table. Return `STILL` if the node is not linear, and
-        None if it is not in the table."""
+        """Return the state of a node according to the table: `LINEAR`, `ZERO`, or `STILL` if the table does
+        not make it linear. Return None if the operation is not in the table."""
         products = _products(node)
         if products is None:
             return None
@@ -205,8 +205,8 @@ class _LossGradientStates:
         return self.of(value) == LINEAR
 
     def _merged(self, node: Node) -> _Found:
-        """Find a constant from outside of the derivative formula that an operation called by torch itself
-        adds to the gradient.
+        """Find a constant that an operation of torch's own derivative formula adds to the gradient, but that
+        comes from outside of this formula.
 
         Returns:
             A `Nonlinearity` that names the constant's origin. `LINEAR` if no such constant is added.

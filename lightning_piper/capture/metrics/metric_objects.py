@@ -106,8 +106,8 @@ class MetricRecorder:
         return MetricResults(value, keys(keep_base=False)) if keys is not None else value
 
     def known(self, value: Any) -> str | Later | None:
-        """Return the name if the value is a metric object, and its description if it is the result of one.
-        Return None for any other value."""
+        """Return the name if the value is a metric object, and its description if it is a result of a metric
+        object. Return None for any other value."""
         if isinstance(value, MetricValueProxy):
             return value.computed
         if isinstance(value, MetricResults):

@@ -151,8 +151,8 @@ class NumberInputs:
             self._tensors, self.active = before, False
 
     def remember(self) -> Callable[[], None]:
-        """Return a function that restores the current state. It is called after a trace whose result is not
-        used."""
+        """Return a function that restores the current state. The caller calls it after a trace whose result
+        is not used."""
         known = dict(self.numbers), dict(self.answers), self.plain, self.given
 
         def forget() -> None:
@@ -276,8 +276,9 @@ def _told(value: Any) -> Any:
 
 
 def _dtype_beside(value: Any, tensors: Sequence[torch.Tensor]) -> torch.dtype:
-    """Return the dtype with which a number promotes among `tensors` as a Python number does. It holds the
-    value exactly where that matters."""
+    """Return the dtype of a tensor that stands for a Python number in an operation with `tensors`. It keeps
+    the number's full precision. Only a float without inexact tensors gets the default dtype, as the result
+    does."""
     if isinstance(value, bool):
         return torch.bool
     if isinstance(value, int):

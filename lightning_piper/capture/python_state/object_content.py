@@ -41,8 +41,9 @@ _PLAIN = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
 
 
 def held_by(value: Any) -> dict[str, Any]:
-    """Return the objects that such an object holds. The keys are the rest of the expression that a user would
-    write, such as ".get()"."""
+    """Return the objects that a context variable, a queue or another object of this module's kinds holds;
+    empty for an object of another kind. The keys are the rest of the expression that a user would write, such
+    as ".get()"."""
     if isinstance(value, contextvars.ContextVar):
         try:
             return {".get()": value.get()}

@@ -142,8 +142,8 @@ def take_attributes(
     was_read: Callable[[StateLocation], bool],
     keep: Callable[[StateLocation, Any], None],
 ) -> None:
-    """Call `keep` with each plain value that the step has assigned to an attribute, unless it has read the
-    attribute. Then restore the attribute.
+    """Call `keep` with each plain value that the step has assigned to an attribute, and restore the
+    attribute. Skip attributes that the step has read, and attributes that had another kind of value before.
 
     Args:
         before: the attributes before the step.

@@ -191,8 +191,9 @@ def _softmax_backward(writer: Decomposer, node: Node) -> Node | None:
 
 
 def _argmax(writer: Decomposer, node: Node) -> Node | None:
-    """Return the index of the first maximum. Shards are consecutive, so the first rank that has the maximum
-    has the first index."""
+    """Write the index of the first maximum along a sharded dimension. Return None if the operation does not
+    work along a sharded dimension. Shards are consecutive, so the first rank that has the maximum has the
+    first index."""
     x: Any = node.args[0]
     if len(node.args) < 2 or node.args[1] is None or (dim := _along(writer, x, node.args[1])) is None:
         return None
