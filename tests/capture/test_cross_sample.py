@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_piper.capture import capture
+from lightning_piper.capture.losses import sample_trial
 from tests.models import MLP, regression
 
 Step = Callable[[Any, Tensor, Tensor], Tensor]
@@ -213,3 +214,17 @@ def test_where_they_do_not(name: str) -> None:
 
 def test_one_sample_meets_no_other() -> None:
     assert capture(Own(MEET["softmax"][0]), regression(1)).at(1).meet is None
+
+
+def test_trials_leave_the_draws_of_other_devices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.manual_seed` would seed the generators of all GPUs too, and nothing would restore them."""
+    seeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    monkeypatch.setattr(sample_trial, "_tried", {})
+    module, batch = Own(MEET["rolled"][0]), regression(6)
+    host = torch.get_rng_state()
+    assert capture(module, batch).at(6).meet is not None
+    assert sample_trial._tried and not seeded
+    assert torch.equal(torch.get_rng_state(), host)
+    torch.manual_seed(1)
+    assert seeded == [1]  # the control

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_piper.capture.eager.eager_step import EagerStep
 from lightning_piper.capture.python_state import rollback
 from lightning_piper.capture.python_state.rollback import rollback_on_failure
 from lightning_piper.errors import CaptureError
@@ -113,6 +114,17 @@ def test_all_is_as_before_when_it_failed(error):
     assert seen(holder) == before and holder.thing.other is holder
     assert [id(holder.queue), id(holder.thing.parts["a"]), id(holder.table)] == identities
     assert not getattr(error, "late", False)
+
+
+def test_the_compiled_program_is_no_state_of_the_user():
+    """A module that trains holds its program, which has far more objects than the module."""
+    net = nn.Linear(2, 2)
+    step, thing = EagerStep(nn.Linear(1, 1), 1, (), torch.device("cpu")), Thing()
+    vars(net).update(step=step, thing=thing)
+    with pytest.raises(TypeError), rollback_on_failure(net):
+        step.found, thing.count = (True,), 2
+        raise TypeError
+    assert (step.found, thing.count) == ((True,), 0)
 
 
 SEEN, COUNT = [1], 1

@@ -61,6 +61,7 @@ class EagerStep:
     ) -> None:
         self.module, self.size, self.trained, self._device = module, replicas, tuple(trained), device
         self._reads = reads
+        self._code: dict[int, StepCode] = {}
         self.params, self.buffers, self.canonical, _ = named_tensors(module)
         self.backward: Callable[[], Sequence[torch.Tensor | None]] = lambda: [None] * len(self.trained)
         self.found: tuple[bool, ...] = ()
@@ -99,6 +100,11 @@ class EagerStep:
 
         Its code is the same for any number of batches. Each replica runs one batch.
         """
+        if size not in self._code:
+            self._code[size] = self._code_for(size)
+        return self._code[size]
+
+    def _code_for(self, size: int) -> StepCode:
         specs = tuple(self.params[name].spec for name in self.trained)
         reads = tuple(self.params) if self._reads is None else tuple(self._reads)
         forward = Interface((), (Output(Kind.SAVED, ("B",)),), reads, tuple(self.buffers))

@@ -16,6 +16,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_aggregate, map_arg
 
+from lightning_piper.accelerators import seeded
 from lightning_piper.capture.joint.operations import CONSTANTS, SAME
 from lightning_piper.ir.values import Placement, Shard
 from lightning_piper.placements.rule import P, R, made_by, tensors_of
@@ -57,7 +58,7 @@ def try_samples(
     )
     if key not in _tried:
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            with torch.no_grad():
                 _tried[key] = _run(node, inputs, values, held, size)
         except Exception:  # the operation does not accept random values, or is not available on the CPU
             _tried[key] = None
@@ -166,8 +167,8 @@ def _run(
         if shrink is not None:
             args = map_aggregate(args, shrink.argument)
         target: Any = node.target
-        torch.manual_seed(0)
-        made = target(*args, **_on_cpu(kwargs))
+        with seeded(0, torch.device("cpu")):  # seeding all devices would change the draws of a GPU
+            made = target(*args, **_on_cpu(kwargs))
         return list(made) if isinstance(made, list | tuple) else [made]
 
     first, last = 0, count - 1

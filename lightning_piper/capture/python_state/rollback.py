@@ -32,6 +32,7 @@ MANY = 100_000  # the largest number of objects that are visited
 _LARGE = 2**16  # in bytes; larger arrays are not saved
 # Objects of these packages are not state of the user.
 _FOREIGN = (
+    "lightning_piper",
     "lightning",
     "pytorch_lightning",
     "torch",
