@@ -316,9 +316,8 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch.serialization":
-            return (
-                _layout  # instead of torch's own function, the only one of that module that metadata may call
-            )
+            # Stands for the only function of that module that metadata may call.
+            return _layout
         if module in (metadata.__name__, filesystem.__name__, "torch") and "." not in name:
             found = super().find_class(module, name)
             if found is torch.Size or isinstance(found, torch.dtype):

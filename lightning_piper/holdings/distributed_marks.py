@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     from lightning_piper.holdings.ownership import Ownership
 
 PARTS = "_piper_parts"  # attribute of a distributed module: its `Ownership`
-UNREAD = (
-    "_piper_unread"  # attribute of a module on the meta device that did not receive a checkpoint's values
-)
+# Attribute of a module on the meta device that did not receive a checkpoint's values.
+UNREAD = "_piper_unread"
 
 
 def parts_of(module: nn.Module) -> Ownership | None:

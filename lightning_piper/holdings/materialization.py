@@ -107,7 +107,8 @@ class Known:
 
 
 def named_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return all parameters and buffers, with each of their names."""
+    """Return the name and tensor of all parameters and buffers. A tensor with several names occurs once for
+    each name."""
     parameters = module.named_parameters(remove_duplicate=False)
     return [*parameters, *module.named_buffers(remove_duplicate=False)]
 

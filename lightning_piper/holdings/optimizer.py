@@ -357,8 +357,8 @@ class ShardedOptimizer:
 
     def _canonical_state(self, replicas: bool = False) -> Iterator[tuple[str, Tensor, State]]:
         """Iterate over name, tensor and state of the module's parameters that have state and of which this
-        process is the canonical holder. With `replicas`,
-        also of the parameters of which it has a replica."""
+        process is the canonical holder. With `replicas`, include the parameters of which this process has a
+        replica."""
         for _, name, p in self.held():
             if name is None or p not in self.optimizer.state:
                 continue

@@ -237,8 +237,8 @@ class Ownership:
         )
 
     def _make_values(self, absent: Collection[str], seed: int, known: Known) -> dict[str, torch.Tensor]:
-        """Compute initial and known values of these tensors. Fill this process's shards with them, and return
-        the tensors that it holds whole."""
+        """Compute the initial or known values of the tensors named in `absent`. Fill this process's shards
+        with them, and return the tensors that it holds whole."""
         rank, made = self._world.rank, {}
 
         @torch.no_grad()
@@ -477,8 +477,8 @@ class Ownership:
         not follow.
 
         Raises:
-            PiperError: A hook, or other code between the steps, has changed one in place or registered a
-                gradient hook on it.
+            PiperError: A hook, or other code between the steps, has changed a placeholder in place or
+                registered a gradient hook on it.
         """
         for name, tensor, version in self._versions:
             if has_gradient_hooks(tensor):

@@ -201,7 +201,7 @@ class Planning(Protocol):
         ...
 
     def add_what_was_made(self) -> None:
-        """Offer the values that `chunk_made` noted last to the sums of which they are terms."""
+        """Offer the values from the last call of `chunk_made` to the sums of which they are terms."""
         ...
 
     def chunk_made(self, refs: Sequence[Ref]) -> None:

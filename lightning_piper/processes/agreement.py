@@ -34,9 +34,9 @@ from lightning_piper.processes.world import World
 
 NOTHING = torch.iinfo(torch.int64).min
 SAMPLE = 2048  # elements of each tensor that enter the checksum
-ON_GPU_EVERY = (
-    16  # steps between checks of values in GPU memory, because reading a GPU tensor makes the host wait
-)
+# Steps between checks of values in GPU memory, which are rare because reading a GPU tensor makes the host
+# wait.
+ON_GPU_EVERY = 16
 
 
 def agree_on_batch(
@@ -122,9 +122,8 @@ class BatchCheck:
         # Checksums of the spec's shapes, of the part of the shapes that all replicas must share, and of
         # everything else in the spec; then the number of samples.
         self._sums = (0, 0, 0, 0)
-        self._apart = (
-            False  # whether replicas' shapes differed in some step, or batches cannot be cut by samples
-        )
+        # whether replicas' shapes differed in some step, or batches cannot be cut by samples
+        self._apart = False
         self._shapes = False  # whether replicas' shapes differed in some step
         # this process's previous batch spec, which all processes still have whose spec has not changed
         self._others: BatchSpec | None = None

@@ -210,9 +210,8 @@ class _Judge:
         self.places: dict[int, Message] = {}
         self.progress: dict[int, Progress | None] = {}
         self.verdict: Message | None = None
-        self._until: float | None = (
-            None  # when the verdict is due; after the verdict, when the wait for late ranks ends
-        )
+        # when the verdict is due; after the verdict, when the wait for late ranks ends
+        self._until: float | None = None
         self._asks = time.monotonic() + EVERY  # when to ask all processes where they are
         self._before: dict[int, Message] = {}  # the places of the previous request
 

@@ -16,7 +16,7 @@ import resource
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # names of <malloc.h>
 LARGE = 1 << 30  # bytes; larger blocks are mapped one by one and returned to the system when freed
-USUAL = 32 << 20  # bytes; the largest such size that the library sets itself
+USUAL = 32 << 20  # bytes; the largest size from which the library itself decides to map blocks one by one
 FOREVER = -1
 
 

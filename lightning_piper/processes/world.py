@@ -357,8 +357,8 @@ def store_of_attempt(host: str, port: int, timeout: timedelta) -> dist.Store | N
     works.
 
     torchrun keeps its store through restarts, including the addresses of the processes that are gone (torch
-    2.13). On several machines its count of restarts differs between machines; there,
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes it use new stores.
+    2.13). On several machines its count of restarts differs between machines, so the result is None. For such
+    runs, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun use new stores.
 
     Args:
         host: Address of rank 0.

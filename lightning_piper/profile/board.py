@@ -39,7 +39,7 @@ class Board:
     """
 
     def __init__(self, trainer: pl.Trainer, folder: Path) -> None:
-        # Takes a second, so only a recording run imports it.
+        # Imported only if a run records, because the import takes a second.
         from torch.utils.tensorboard import SummaryWriter
 
         self._loggers = trainer.loggers

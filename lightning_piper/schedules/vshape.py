@@ -111,8 +111,8 @@ def _v_min(ranks: int) -> _FirstMicrobatch:
 def _v_half(ranks: int) -> _FirstMicrobatch:
     """Return the block of V-Half.
 
-    Passes on the way down take one unit for each rank, passes on the way up two. The whole block takes six,
-    V-Min's takes four.
+    Passes on the way down take one unit of time for each rank, passes on the way up take two units. The whole
+    block takes six units for each rank. The block of V-Min takes four.
     """
     even = ranks % 2 == 0
     up = 3 * ranks + (1 if even else -1)

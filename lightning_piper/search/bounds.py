@@ -105,7 +105,7 @@ class Cutting:
         self._states = [self._states_of(s) for s in range(layout.stages)]
 
     def _pairs_of(self, stage: int) -> list[tuple[tuple[int, int], tuple[int, int], list[tuple[int, int]]]]:
-        """Return the `Between` of the stage's rank, with the passes of this stage only."""
+        """Return the entries of `between` for the rank of the stage, with the passes of this stage only."""
         found = []
         for first, last, passes in self._rows.between[self._rows.rank[stage]]:
             count = [0, 0, 0, 0]

@@ -148,7 +148,7 @@ class Search:
             if self._is_excluded(self._raised(bound, layout)):
                 continue
             levels = sorted(level for any_of in self.space.levels_of(layout) for level in any_of)
-            for level in {levels[-1], *levels[:2][-1:]}:  # the levels that shard most and second least
+            for level in {levels[-1], *levels[:2][-1:]}:  # the highest level, and the lowest but one
                 for candidate in self._fitting(layout, (level,) * layout.stages, self._even(layout)):
                     self._even_ones.append((self._bound(candidate), candidate))
                     if not self._is_excluded(self._even_ones[-1][0]):

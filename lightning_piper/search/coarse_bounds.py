@@ -19,7 +19,8 @@ class _Sums(NamedTuple):
         work: Seconds of all passes.
         path: Seconds of the forward passes, and of the part of the backward passes that earlier stages wait
             for.
-        longest: Seconds of the longest such backward pass of one block.
+        longest: Seconds of the part of a block's backward pass that earlier stages wait for, of the block
+            where it takes longest.
     """
 
     work: Number

@@ -231,7 +231,7 @@ def _seconds(workload: Workload, blocks: Sequence[int], kind: str, samples: int)
 def _simulated(compiled: Compiled, workload: Workload, stages: Stages, hardware: Hardware) -> Simulation:
     """Simulate the program with the costs of a workload.
 
-    If a pass of a stage is cut into several nodes, each node takes an equal part of its time.
+    If a pass of a stage is cut into several nodes, each node takes an equal part of the pass's time.
     """
 
     def key(chunk: Chunk) -> tuple[Any, ...]:

@@ -114,7 +114,7 @@ def _hops(costs: Costs, candidate: Candidate) -> list[Number]:
 
 
 def time_of(model: CostModel, candidate: Candidate) -> Number:
-    """Return the seconds of a step."""
+    """Return the seconds of a step of a candidate."""
     rows, costs, levels = rows_for(candidate), model.costs(candidate.layout), candidate.levels
     spans = candidate.spans(costs.blocks)
     hops = _hops(costs, candidate)
@@ -249,7 +249,7 @@ class _ClockSimulation:
         self.done: list[Number] = [0] * rows.stages
         self.busy: list[Interval] = []
         self._lane: list[Number] = [0] * rows.ranks  # rank -> end of its latest sum
-        # rank -> end of its latest sum, if the stage sums several times
+        # rank -> end of the sum that its previous pass has started, if the stage sums several times
         self._arriving: list[Number] = [0] * rows.ranks
         self._left = [0] * rows.stages  # stage -> remaining passes that make weight gradients
         # Stage -> when its parameters are gathered; None after its first pass.
@@ -330,7 +330,8 @@ class _ClockSimulation:
 
 
 def memory_of(model: CostModel, candidate: Candidate) -> tuple[tuple[Number, ...], tuple[Number, ...]]:
-    """Return for each rank the bytes of one of its devices, with the margin, and of host memory for it."""
+    """Return two tuples with a number of bytes for each rank: of memory of one of its devices, including the
+    margin, and of host memory for that device."""
     rows, costs = rows_for(candidate), model.costs(candidate.layout)
     spans = candidate.spans(costs.blocks)
     ways, keep = ways_of(candidate), 1 + model.space.margin

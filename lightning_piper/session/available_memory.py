@@ -19,9 +19,8 @@ from lightning_piper.search.report import size
 
 # Bytes of address space that graphs, communicators and their threads take before the first step.
 THREADS = 450 << 20
-SPARED = (
-    0.1  # share of the memory reserved for what a search does not count: the interpreter, kernels, callbacks
-)
+# Share of the memory that is reserved for what a search does not count: the interpreter, kernels, callbacks.
+SPARED = 0.1
 
 
 class NoRoom(PiperError):
@@ -51,9 +50,10 @@ def check_room(compiled: Compiled, module: nn.Module, world: World, states: floa
 
 
 def memory_of(module: nn.Module, world: World) -> int:
-    """Return the bytes that the search may use of each device. Collective.
+    """Return the bytes that a program may use on each device. Collective.
 
-    It is the memory of the smallest device, because any device may be the fullest.
+    The result is the memory of the smallest device, less the share `SPARED`. The smallest one counts because
+    any device may be the fullest.
     """
     _, processes = world.on_this_machine()
     return min(world.gather(int(_own(module, world.device, processes) * (1 - SPARED))))
@@ -64,7 +64,8 @@ def _own(module: nn.Module, device: torch.device, processes: int) -> int:
     memory.
 
     Args:
-        module: The module; its tensors on the CPU count as available.
+        module: The module. If the address space is limited, the memory of its CPU tensors counts as
+            available, because the program uses it too.
         device: This process's device.
         processes: Number of processes that share the host.
     """
@@ -76,8 +77,8 @@ def _own(module: nn.Module, device: torch.device, processes: int) -> int:
         found += [int(text) // processes] if text.isdecimal() else []
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
-        # Address space that the interpreter and its libraries already take is not available for training. The
-        # module's is.
+        # Address space that the interpreter and its libraries already take is not available for training.
+        # Address space of the module's tensors is.
         pages = (
             int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").is_file() else 0
         )

@@ -182,7 +182,7 @@ class EagerReplicas:
     @contextlib.contextmanager
     def batch_norms(self) -> Iterator[None]:
         """Return a context for a step. In it, synchronized batch norms use the statistics of all replicas'
-        samples."""
+        samples, and `gather_samples` joins the rows of all replicas."""
         with (
             whole_batch_norms(self._settings.whole_norms),
             summing(_sum),
@@ -212,7 +212,8 @@ class EagerReplicas:
 
     def _backward(self, local: Local, last: bool, *args: Any, **kwargs: Any) -> None:
         if self._inside or not last:
-            # Activation checkpointing runs backward passes inside the step's backward pass.
+            # No averaging: gradients accumulate locally until the last batch, and a backward pass that
+            # activation checkpointing runs inside the step's backward pass belongs to it.
             if not self._inside:
                 self._kept.update(name for name, x in self._params.items() if x.requires_grad)
             local(*args, **kwargs)

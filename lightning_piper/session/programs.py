@@ -142,7 +142,7 @@ class Programs:
                     )
             except PiperError:
                 raise
-            except Exception as error:  # tracing itself may have caused the error
+            except Exception as error:  # any error of the module's code, perhaps only raised under tracing
                 failure = CaptureError(described(error))
                 failure.raised = error
                 raise failure from error

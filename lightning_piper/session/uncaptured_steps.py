@@ -60,7 +60,8 @@ def check_may_be(
             "or build the module with values"
         )
     if reason is not None:
-        if not isinstance(error, DirectiveError):  # the cause of which is the program, not the capture
+        # The cause of a DirectiveError is the program, so that an uncaptured step would not help.
+        if not isinstance(error, DirectiveError):
             error.add_note(f"{step} cannot run uncaptured instead, like DDP, because {reason}")
         raise shown(error)
     if capture != "never":

@@ -401,7 +401,7 @@ class Fit:
         variants, captured = self._variants, pending.captured
         agreed = Agreed(False)
         if not self._compared or variants.number != 0:
-            # The first batch was compared before it was captured.
+            # Skipped for the first batch of the fit, which was compared before it was captured.
             retraced = captured is not None and variants.retraced
             agreed = self._compare(
                 variants.number, pending.state, pending.prepared, digests_differed, retraced

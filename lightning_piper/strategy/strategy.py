@@ -72,8 +72,8 @@ class PiperStrategy(EvaluatingStrategy):
     """A strategy that trains a LightningModule under a program of directives, checked against what one device
     computes.
 
-        Trainer(accelerator="cpu", devices=2, strategy=PiperStrategy(directives=schedules.one_f_one_b(2,
-        8))).fit(module, loader)
+        strategy = PiperStrategy(directives=schedules.one_f_one_b(2, 8))
+        Trainer(accelerator="cpu", devices=2, strategy=strategy).fit(module, loader)
 
     It works with Trainers and modules of `lightning` and of `pytorch_lightning`, which have different classes
     of the same names.

@@ -133,7 +133,9 @@ def differentiates_joined(
         if any(x in of_parts or OF_PARTS in x.meta for x in inputs):
             of_parts.add(node)
             continue
-        # For sums of gradients, and for gradients of in-place operations, `own` is None.
+        # The forward operation whose gradient the node is. Sums of gradients and gradients of in-place
+        # operations have none. Such a node belongs to the joined part if all its inputs from the backward
+        # pass do.
         own = None if merges else first.get(_torch.sequence_number(node))
         alone = own is None or own in shared
         if own in joined or (alone and inputs and all(x in found for x in inputs)):

@@ -211,7 +211,8 @@ def _segments(
         if own:
             first.setdefault(place, node)
     for (run, whole, depth), node in list(first.items()):
-        for before in range(depth):  # a region exists even if only its backward pass has work
+        # Every smaller depth has a region too, even if only its backward pass has work.
+        for before in range(depth):
             first.setdefault((run, whole, before), node)
         if whole:
             first.setdefault((run, False, 0), node)

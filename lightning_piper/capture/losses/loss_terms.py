@@ -394,8 +394,8 @@ class LossTerms:
         return self._together([first, second])
 
     def _scaled(self, node: Node) -> Combination:
-        """Return how a product or quotient combines if one of its operands does not depend on the batch, or
-        follows from the batch alone."""
+        """Return how a product or quotient combines. Unless one of its operands is the same on every part or
+        follows from the batch alone, the result is `OTHER`."""
         factor = self.factor(node)
         if factor is None:
             return Combination(OTHER)
@@ -435,7 +435,8 @@ class LossTerms:
         return ONE if isinstance(known, ConstantExpression) else known
 
     def _note(self, known: Any, value: Any, reader: Node) -> None:
-        """Record in `uses` that `reader` reads a sum over the batch, or a mean, to compute a term."""
+        """If `known` is a sum over the batch, or a mean, record in `uses` that `reader` reads it to compute a
+        term."""
         stat, factor = known, 1.0
         if (
             isinstance(known, ElementwiseExpression)

@@ -187,8 +187,9 @@ class _LossWeighting:
             self._enter_with_one()
 
     def _find_cross_sample(self, losses: list[Any]) -> Places:
-        """Find the operations that mix samples, and the first of them on the way to the loss or in the
-        backward pass. Return the operations that mix samples unless their values have weights."""
+        """Set `_meetings` to the operations that surely mix samples, and `_met` to the first of them on the
+        way to the loss or in the backward pass (None if no operation is). Return the operations that mix
+        samples only if their values have no weights."""
         self._meetings, curved = ({}, {}) if self._alike else cross_sample_operations(self.graph, self.size)
         self._met = (
             (first_cross_sample(losses, self._meetings) or first_in_backward(self._meetings))

@@ -66,8 +66,8 @@ def _is_computed(node: Node) -> bool:
 
 
 def _has_known_numbers(node: Node, found: LossTerms) -> bool:
-    """Return whether all numbers of the node that depend on the number of samples have an expression, such as
-    a multiple or a fraction of it."""
+    """Return whether each number of the node that depends on the number of samples has an expression, such as
+    a multiple or a fraction of the number of samples."""
     if not found.dependence.is_made_of_size(node):
         return True
     if node.op == "get_attr":

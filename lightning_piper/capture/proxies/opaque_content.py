@@ -283,7 +283,8 @@ def _class_for(kind: type) -> type[ContentProxy]:
 
 
 def _has(kind: type, name: str) -> bool:
-    """Return whether the class has such a method. Methods of its metaclass do not count."""
+    """Return whether the class or a base defines the attribute `name` with a value other than None.
+    Attributes of its metaclass do not count."""
     return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None) is not None
 
 

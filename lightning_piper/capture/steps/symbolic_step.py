@@ -88,8 +88,8 @@ class SymbolicTraces:
         return free, size
 
     def add(self, step: SymbolicStep | None) -> None:
-        """Add a trace. None means that a trace has failed. It reduces `left` by more, because further traces
-        would probably also fail."""
+        """Add a trace. None stands for a trace that has failed. A failed trace reduces `left` by more than
+        one, because further traces would probably also fail."""
         self.left -= 1 if step is not None else 3
         if step is not None:
             self.steps.insert(0, step)

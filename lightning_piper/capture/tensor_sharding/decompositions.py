@@ -67,7 +67,7 @@ class Decomposer:
         self._gone = gone
         self._ids: dict[tuple[int, Placement, str], Node] = {}
         self.dense: dict[Node, Node] = {}
-        # pairs of indices, and number of rows of the table from which they select
+        # the embeddings that are replaced: the node of the indices, and the number of rows of the table
         self._rows: set[tuple[Node, int]] = set()
 
     @property
@@ -129,7 +129,7 @@ class Decomposer:
         return self._changed(x, wanted, self._at)
 
     def ids(self, size: int, like: Node, part: Shard | None = None) -> Node:
-        """Return the indices 0 to `size` - 1 of a dimension, sharded.
+        """Return the indices 0 to `size` - 1 of a dimension, sharded, on the device of `like`.
 
         Args:
             part: the shard of dimension 2 whose blocks the indices follow (default: contiguous shards).
@@ -151,8 +151,8 @@ class Decomposer:
 
 
 def _along(writer: Decomposer, x: Any, dim: Any) -> int | None:
-    """Return the dimension along which an operation works. Return None if it is not sharded, or so small that
-    gathering it costs less.
+    """Return the dimension `dim` of `x`, counted from the first, along which an operation works. Return None
+    if `x` is not sharded along it, or if it is so small that gathering costs less.
 
     For each row, the new operations exchange one maximum of each rank, two sums in the forward pass and one
     in the backward pass.
@@ -239,8 +239,9 @@ def _nll_backward(writer: Decomposer, node: Node) -> Node | None:
 
 
 def _attention(writer: Decomposer, node: Node) -> Written:
-    """Use ring attention, if the division asks for it. If causal attention reads sharded queries and
-    replicated keys, replace `is_causal` by a mask of positions."""
+    """Replace attention by ring attention if the division asks for it. Otherwise, if causal attention reads
+    sharded queries and replicated keys, replace `is_causal` by a mask of positions. Return None for all other
+    attention, which needs no replacement."""
     if (part := ring_sharding(writer, node)) is not None:
         return attend_backward(writer, node, part) if is_backward(node) else attend(writer, node, part)
     q, k, _ = attended(node)

@@ -142,8 +142,9 @@ class PlacementWriter:
         return self.changed(made, wanted, reader)
 
     def _changed_in_runs(self, x: Node, wanted: Placement, reader: Node) -> Node:
-        """Change shards of runs, whose number may depend on the samples, in a view with a separate dimension
-        for the runs."""
+        """Change a placement whose shards consist of runs, or change to such a placement. The change happens
+        in a view that has a separate dimension for the runs, because the number of runs may depend on the
+        number of samples."""
         key = (x, wanted, (tuple(sorted(tags_of(reader).items())), _torch.is_backward(reader)))
         if key not in self._made:
             (runs,) = (p for p in (self.held[x], wanted) if isinstance(p, Shard) and p.blocks > 1)
@@ -205,6 +206,8 @@ def _in_runs(placement: Placement, runs: Shard) -> Placement:
     """Return the placement of a value after a view has given its runs a separate dimension."""
     if not isinstance(placement, Shard):
         return placement
-    # A shard without runs consists of whole runs.
+    # The dimension of the runs comes before the dimension along which `runs` cuts each run. A shard along the
+    # same dimension that does not consist of runs holds some of the runs whole, so it follows the first of
+    # the two dimensions.
     dim = placement.dim + (placement.dim > runs.dim or placement == runs)
     return Shard(dim, turn=placement.turn)

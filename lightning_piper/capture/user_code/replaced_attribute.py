@@ -12,7 +12,8 @@ def replaced_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Within this context, the attribute `name` of a module or class is `value`. At the end, the original
     attribute returns.
 
-    If the owner inherits the attribute, it inherits it again.
+    If the owner itself did not have the attribute before, but inherited it, the attribute is deleted from the
+    owner at the end.
     """
     own = name in vars(owner)
     before = vars(owner).get(name)  # `getattr` of a class may return a bound method
