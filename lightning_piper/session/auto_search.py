@@ -235,7 +235,7 @@ def _told(proposal: Proposal) -> ChosenProgram:
         f"  the program passed the static checks and is saved in {folder()}. To use it again, pass its file "
         "as PiperStrategy(directives=...)",
     ]
-    return ChosenProgram(proposal.written, tuple(lines))
+    return ChosenProgram(proposal.written, tuple(lines), proposal.time)
 
 
 def _is_whole(chosen: Candidate) -> bool:

@@ -32,11 +32,13 @@ class ChosenProgram:
     Attributes:
         written: The program.
         lines: The explanation for the user.
+        predicted: The predicted seconds of a step.
         file: The file that keeps the choice; None if it is not known.
     """
 
     written: Written
     lines: tuple[str, ...]
+    predicted: float
     file: Path | None = None
 
 
@@ -105,6 +107,7 @@ def read(path: Path) -> ChosenProgram | None:
         return ChosenProgram(
             Written(stages, directives, int(content["about"]["replicas"])),
             tuple(map(str, content["about"]["lines"])),
+            float(content["about"]["predicted"]),
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, PiperError):
         return None
@@ -117,7 +120,11 @@ def write(path: Path, choice: ChosenProgram) -> bool:
         False if the file cannot be written. The next fit then searches again.
     """
     content = choice.written.to_json() | {
-        "about": {"replicas": choice.written.replicas, "lines": list(choice.lines)}
+        "about": {
+            "replicas": choice.written.replicas,
+            "lines": list(choice.lines),
+            "predicted": choice.predicted,
+        }
     }
     cache.write_plain(path, json.dumps(content, indent=1).encode())
     return path.is_file()

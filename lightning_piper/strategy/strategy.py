@@ -39,6 +39,7 @@ from lightning_piper.search.optimizers import states_of
 from lightning_piper.session.auto_search import choose
 from lightning_piper.session.available_memory import NoRoom, check_room
 from lightning_piper.session.standalone_module import Standalone
+from lightning_piper.session.step_times import StepTimes
 from lightning_piper.session.uncaptured_steps import NOT_CAPTURED, check_may_be, is_as_under_ddp, summary_of
 from lightning_piper.session.verification import Verify
 from lightning_piper.strategy import _lightning
@@ -193,6 +194,7 @@ class PiperStrategy(EvaluatingStrategy):
         self._keeps_whole, self._accumulate = whole, accumulate
         self._accumulating = False  # whether the batch is not the last one of a gradient accumulation
         self._saves, self._requeue = Saves(), Requeue()
+        self._times: StepTimes | None = None  # of the first steps of a searched program
 
     def __repr__(self) -> str:
         given = "no directives of its own" if self._program is None else f"{len(self._program)} directives"
@@ -209,7 +211,7 @@ class PiperStrategy(EvaluatingStrategy):
             return
         module, restored = self.lightning_module, self._restored
         assert module is not None
-        self.phase = Idle(Left(self.phase.left.seed))
+        self.phase, self._times = Idle(Left(self.phase.left.seed)), None
         check_fit(trainer, module, self.world.size, self.layer_sync, restored.known(module))
         self.phase = phase = Starting(self._set_up(trainer, restored.seed))
         if self._local:
@@ -318,9 +320,19 @@ class PiperStrategy(EvaluatingStrategy):
         )
         if choice is not None:
             self._join = start.take_over(choice, self._world_of, self._chosen)
+            if self.lightning_module.trainer.accumulate_grad_batches == 1:  # otherwise nothing is predicted
+                self._times = StepTimes(choice.predicted, rank_zero_info)
+
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Run a step. The first steps of a searched program are measured, to report a wrong prediction."""
+        with self._times or contextlib.nullcontext():
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def _begin_eager(self, before: Standalone, captures: Sequence[Compiled], why: str) -> None:
         """Run the step uncaptured from now on. `captures` are its captures that ran before."""
+        self._times = None
         rank_zero_info(summary_of(before.world.size, why))
         self.phase = Eager.begin(before, self.optimizers)
         assert self.lightning_module is not None

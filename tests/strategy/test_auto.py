@@ -38,7 +38,7 @@ from lightning_piper.search.optimizers import states_of
 from lightning_piper.search.program_writer import Written
 from lightning_piper.search.proposal import Proposal, search
 from lightning_piper.search.report import size
-from lightning_piper.session import auto_search, available_memory, program_cache
+from lightning_piper.session import auto_search, available_memory, program_cache, step_times
 from lightning_piper.session.available_memory import memory_of
 from lightning_piper.session.concurrent_measurement import measured_together
 from lightning_piper.simulate import Link
@@ -552,7 +552,7 @@ def test_programs_are_kept_as_graphs_are(tmp_path, monkeypatch):
     number is bounded.
     """
     monkeypatch.setenv(CACHE, str(tmp_path))
-    choice = program_cache.ChosenProgram(Written((), (piper.Place(filter={}, devices=[0]),), 1), ("why",))
+    choice = program_cache.ChosenProgram(Written((), (piper.Place([0]),), 1), ("why",), 0.5)
     path = program_cache.folder() / "0.json"
     assert program_cache.write(path, choice)
     assert program_cache.read(path) == choice and not path.parent.stat().st_mode & 0o077
@@ -598,9 +598,34 @@ def test_a_search_says_that_it_measures(alone, tmp_path, monkeypatch):
     assert auto_search.choose(*args) is None
     measures = "PiperStrategy measures the step on all processes, and then searches for a program"
     assert told[:2] == [measures, "measured"]
-    kept = program_cache.ChosenProgram(Written((), (piper.Place([0]),), 1), ("kept",))
+    kept = program_cache.ChosenProgram(Written((), (piper.Place([0]),), 1), ("kept",), 0.5)
     monkeypatch.setattr(auto_search, "read", lambda path: kept)
     assert auto_search.choose(*args) is not None and told[3:] == ["kept"]
+
+
+class Searches(L.Callback):
+    """Makes a fit of one process search, which has nothing to search otherwise."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trainer.strategy.phase.searches = True  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("predicted", "reports"), [(1e-9, 1), (3600.0, 0)])
+def test_a_searched_program_that_is_slower_than_predicted(predicted, reports, monkeypatch, caplog):
+    kept = program_cache.ChosenProgram(Written((), (piper.Place([0]),), 1), ("kept",), predicted)
+    monkeypatch.setattr(strategy, "choose", lambda *args: kept)
+    steps = step_times.UNMEASURED + step_times.STEPS + 2
+    with caplog.at_level("INFO", "lightning.pytorch"):
+        trainer = L.Trainer(
+            strategy=piper.PiperStrategy("auto", whole=False),
+            callbacks=[Searches()],
+            accelerator="cpu",
+            devices=1,
+            max_steps=steps,
+            **QUIET,
+        )
+        trainer.fit(net(), DataLoader(data(), batch_size=4))
+    assert caplog.text.count("a step of the chosen program takes") == reports
 
 
 @pytest.mark.parametrize("devices", [1, 7])
