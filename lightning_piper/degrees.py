@@ -188,8 +188,8 @@ class Degrees:
             return tuple(directives)
         if (self.dp or 1) % self.ep:
             raise DirectiveError(
-                f"degrees dp={self.dp or 1}, ep={self.ep}: give replicas that are a multiple of ep"
-                " [PIPER-D023]"
+                f"degrees dp={self.dp or 1}, ep={self.ep}: ep is not a divisor of dp. Give a dp that is a "
+                f"multiple of {self.ep} [PIPER-D023]"
             )
         devices = range(self.pp * (self.dp or 1) * self.cp)
         lines: Any = [list(devices[i : i + size]) for i in range(0, len(devices), size)]

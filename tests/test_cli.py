@@ -311,10 +311,10 @@ def test_a_broken_program_fails_with_the_text_of_the_api(
 
 def test_files_that_are_not_there_fail(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = failure(capsys, "check", directives="none.json")
-    assert found == "directives file 'none.json' does not exist [PIPER-D001]\n"
+    assert found == "directives file 'none.json' does not exist. Give the path of a JSON file [PIPER-D001]\n"
     assert (
         failure(capsys, "simulate", "--durations", "none.json")
-        == "durations file 'none.json' does not exist [PIPER-T001]\n"
+        == "durations file 'none.json' does not exist. Give the path of a JSON file [PIPER-T001]\n"
     )
     assert (
         failure(capsys, "simulate", "--latency", "-1")

@@ -212,7 +212,8 @@ class Simulated:
 
     def _standing(self) -> ExecutionError:
         return ExecutionError(
-            f"the simulated accelerator cannot continue: {'; '.join(self.scheduler.standing())} [PIPER-X001]"
+            f"the simulated accelerator cannot continue: {'; '.join(self.scheduler.standing())}. If you "
+            "added an operation, check what it waits for; otherwise report this [PIPER-X001]"
         )
 
     def of_work(self, x: torch.Tensor, touched: list[StorageBlock]) -> torch.Tensor:

@@ -172,7 +172,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             the format, or has an entry that no checkpoint can have.
     """
     if not folder.is_dir():
-        raise PiperError(f"{folder} is a file, not the directory of a sharded checkpoint [PIPER-K001]")
+        raise PiperError(
+            f"{folder} is a file, not the directory of a sharded checkpoint. Give a directory that a fit "
+            "with PiperStrategy(checkpoint='sharded') has saved [PIPER-K001]"
+        )
     path = folder / MANIFEST
     try:
         with open_regular(path) as file:

@@ -167,8 +167,8 @@ def _tensors_of(path: Path) -> dict[str, StoredTensor]:
     for each in entries:
         if each.dtype not in DTYPES:
             raise PiperError(
-                f"{path}: the tensor {each.key!r} has the dtype {each.dtype}, which Piper does not read. Save "
-                "the model in a floating-point dtype [PIPER-K008]"
+                f"{path}: the tensor {each.key!r} has the dtype {each.dtype}, which Piper does not read. "
+                "Save the model in float32, float16 or bfloat16 [PIPER-K008]"
             )
         dtype = DTYPES[each.dtype]
         nbytes = math.prod(each.shape) * dtype.itemsize

@@ -216,7 +216,8 @@ def _chunks(
         holding = [x for x in holding if x[1] > start]
         if not holding:
             raise PiperError(
-                f"no process holds elements {start}:{stop} of {key}, which has {numel} elements [PIPER-K002]"
+                f"saving a sharded checkpoint: no process holds elements {start}:{stop} of {key}, which has "
+                f"{numel} elements. Save with checkpoint='consolidated', and report this [PIPER-K002]"
             )
         yield start, stop, tuple(sorted({rank for _, _, rank in holding}))
 

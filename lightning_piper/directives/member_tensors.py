@@ -180,7 +180,9 @@ def _params(directive: Shard, step: Step, degree: int) -> dict[str, Part]:
         if not names:
             some = ", ".join(list(step.params)[:3])
             directive.refuse(
-                "params", f"{shown(pattern)} matches no parameter", f"the module has {some}, ... [PIPER-D004]"
+                "params",
+                f"{shown(pattern)} matches no parameter",
+                f"give a name or pattern of parameters; the module has {some}, ... [PIPER-D004]",
             )
         found |= dict.fromkeys(names, _part(said))
     for name, part in found.items():
@@ -204,7 +206,7 @@ def take_parts(directive: Shard, dag: TrainingDAG, mesh: Mesh, training: Trainin
     if not dag.step.divisions:
         directive.refuse(
             "params",
-            "the step was captured without this directive",
+            "the step was captured without this directive, so its tensors are whole",
             "compile the whole program at once [PIPER-D018]",
         )
     if dag.replicas > 1 and not dag.member_axes:
@@ -220,7 +222,7 @@ def take_parts(directive: Shard, dag: TrainingDAG, mesh: Mesh, training: Trainin
             directive.refuse(
                 "values",
                 f"{shown(pattern)} matches no region",
-                f"the step has {', '.join(labels[:3])} [PIPER-D004]",
+                f"give a label or pattern of regions; the step has {', '.join(labels[:3])} [PIPER-D004]",
             )
     _check_divided(directive, dag)
     if dag.member_axes:

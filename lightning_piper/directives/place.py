@@ -104,14 +104,14 @@ class Place(Directive):
             if chunk.tags.get("PASS") == AGAIN:
                 self.refuse(
                     "filter",
-                    f"{chunk.label} is a repeated forward pass (directive {chunk.origin})",
+                    f"{chunk.label} is the second forward pass that directive {chunk.origin} makes",
                     "move this directive before the recompute [PIPER-D007]",
                 )
             if (by := dag.ordered_by(chunk)) is not None:
                 if any(
                     other.origin == by and other.tags.get("PASS") == AGAIN for other in dag.of_type(Chunk)
                 ):
-                    found = f"directive {by} makes repeated forward passes that wait for {chunk.label}"
+                    found = f"directive {by} makes second forward passes that wait for {chunk.label}"
                     self.refuse("filter", found, "move this directive before the recompute [PIPER-D007]")
                 self.refuse(
                     "filter",

@@ -119,7 +119,7 @@ def _read(path: str | PathLike[str], where: str) -> Any:
     try:
         content = read_json(path)
     except FileNotFoundError:
-        raise DirectiveError(f"{where} does not exist [PIPER-D001]") from None
+        raise DirectiveError(f"{where} does not exist. Give the path of a JSON file [PIPER-D001]") from None
     except (OSError, ValueError) as error:
         raise DirectiveError(f"{where} cannot be read as JSON: {error} [PIPER-D001]") from None
     if not isinstance(content, list | dict):

@@ -193,7 +193,7 @@ class Shard(Directive):
         for chunk in (
             chunk for found in chunks.values() for chunk in found if chunk.tags.get("PASS") == AGAIN
         ):
-            says = f"{chunk.label} is a repeated forward pass (directive {chunk.origin})"
+            says = f"{chunk.label} is the second forward pass that directive {chunk.origin} makes"
             self.refuse("filter", says, "move this directive before the recompute [PIPER-D007]")
         mesh = self._mesh(dag, [chunk for found in chunks.values() for chunk in found])
         for region in regions:

@@ -176,7 +176,7 @@ class Split(Directive):
         selected = {chunk.id for chunk in chunks}
         for chunk in chunks:
             if chunk.tags.get("PASS") == AGAIN:
-                found = f"{chunk.label} is a repeated forward pass (directive {chunk.origin})"
+                found = f"{chunk.label} is the second forward pass that directive {chunk.origin} makes"
                 self.refuse("filter", found, "move this directive before the recompute [PIPER-D007]")
         for chunk in chunks:
             if self.dim_name in chunk.tags:
@@ -432,8 +432,8 @@ class _Rewrite:
             else:
                 self.directive.refuse(
                     "filter",
-                    f"{source.label} passes {value.label} to {user.label}, but it has no batch dimension to "
-                    "join microbatches",
+                    f"{source.label} passes {value.label} to {user.label}, but this value has no batch "
+                    "dimension along which Piper could join the microbatches",
                     "select both chunks [PIPER-D012]",
                 )
             self.joined[key] = (self.dag.add(node).id, 0)
@@ -451,8 +451,8 @@ class _Rewrite:
                 "filter",
                 f"{self.dag.value(ref).label} has shape {list(a)} for {len(whole)} samples and {list(b)} "
                 f"for {len(part)}",
-                "at the boundary of the selected part, a value needs one dimension that counts only the "
-                "samples, because rows of several samples may be in any order [PIPER-D012]",
+                "select all regions, or give this value one dimension that counts only the samples: rows of "
+                "several samples may be in any order [PIPER-D012]",
             )
         return dims[0] if dims else None
 

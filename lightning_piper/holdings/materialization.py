@@ -282,7 +282,8 @@ def _initialize_one(
                 reset()
         except Exception as error:
             raise PiperError(
-                f"submodule {path!r} ({type(part).__name__}) cannot be initialised: {error} [PIPER-S009]"
+                f"submodule {path!r} ({type(part).__name__}) cannot be initialised: {error}. Correct its "
+                f"reset_parameters(), or {HOOK} of the LightningModule [PIPER-S009]"
             ) from error
     for name in group:
         value = tensor_at(places[name]).detach()

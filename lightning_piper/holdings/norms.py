@@ -24,8 +24,8 @@ _ADVICE = (
     "single parameters, use lightning_piper.grad_norm(module, norm_type)"
 )
 _SOME = (
-    "PiperStrategy: torch was asked for the norm of some of the gradients that this process has, so it "
-    "cannot include the gradients of other processes"
+    "PiperStrategy: clip_grad_norm_ or get_total_norm got only some of the gradients that this process has, "
+    "so Piper cannot add the gradients of the other processes to the norm"
 )
 _HERE, _ASKED, _ASKED_ELSEWHERE = 1, 2, 3
 
@@ -177,7 +177,7 @@ class GlobalNorms:
         asked = elsewhere.union(key for key in found if key is not None)
         if (asked or not given) and self._keeps():
             raise PiperError(
-                "PiperStrategy: the norm of gradients was asked for in the middle of a gradient "
+                "PiperStrategy: clip_grad_norm_ or get_total_norm was called in the middle of a gradient "
                 "accumulation, but gradients are summed over replicas only with its last batch. Compute the "
                 "norm in on_before_optimizer_step or configure_gradient_clipping [PIPER-S008]"
             )
@@ -232,8 +232,8 @@ class GlobalNorms:
             raise PiperError(f"{_SOME}. {_ADVICE} [PIPER-S008]")
         if any((answers[:, group] == _HERE).any() for group in used):
             raise PiperError(
-                "PiperStrategy: the processes asked torch for norms of gradients of different groups of "
-                f"parameters. {_ADVICE} [PIPER-S008]"
+                "PiperStrategy: the processes called clip_grad_norm_ or get_total_norm with gradients of "
+                f"different parameter groups. {_ADVICE} [PIPER-S008]"
             )
         grouped = {i for group in used for i in group}
         outside = any(bool(asked[:, i].any()) for i in range(asked.shape[1]) if i not in grouped)
@@ -241,9 +241,9 @@ class GlobalNorms:
             raise PiperError(f"{_SOME}. {_ADVICE} [PIPER-S008]")
         if int(asked.sum(1).max()) < 2:
             raise PiperError(
-                "PiperStrategy: torch's norm function got one gradient in each process. Piper cannot tell whether "
-                "this is the norm of one parameter, or of all these parameters together. "
-                f"{_ADVICE} [PIPER-S008]"
+                "PiperStrategy: clip_grad_norm_ or get_total_norm got one gradient in each process. Piper "
+                "cannot tell whether this is the norm of one parameter, or of all these parameters "
+                f"together. {_ADVICE} [PIPER-S008]"
             )
 
 

@@ -441,8 +441,9 @@ class ShardedOptimizer:
             return None
         if parts.keys() != ranges.keys():
             raise PiperError(
-                f"ranks {sorted(ranges)} hold {name!r}, but only {sorted(parts)} have optimizer state of it"
-                " [PIPER-S004]"
+                f"saving optimizer state: ranks {sorted(ranges)} hold {name!r}, but only ranks "
+                f"{sorted(parts)} have optimizer state of it. Use an optimizer that makes the state "
+                "of a parameter in the same step on all ranks [PIPER-S004]"
             )
         full: State = {}
         first_rank = next(iter(ranges))

@@ -108,9 +108,9 @@ class TensorBinding:
                 if x.requires_grad != was
             )
             raise CaptureError(
-                f"PiperStrategy: requires_grad of parameter {name!r} changed since the step was captured, "
-                "and the captured step would not follow. Make the change before fit, and call fit again "
-                "after it [PIPER-S006]"
+                f"PiperStrategy: requires_grad of parameter {name!r} changed after Piper captured the step, "
+                "so the captured step would ignore the change. Set requires_grad before the first batch, or "
+                "between two calls of fit [PIPER-S006]"
             )
 
     def _put_back(self) -> None:

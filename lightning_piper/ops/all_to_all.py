@@ -264,8 +264,9 @@ def _uneven(out: bool, rows: list[torch.Tensor], counts: list[list[int]]) -> lis
         sizes = [counts[i][e] for e, i in places]
         if sum(sizes) != x.shape[0]:
             raise VerificationError(
-                f"dispatch: counts {sizes} add up to {sum(sizes)}, but tokens has {x.shape[0]} rows"
-                " [PIPER-C014]"
+                f"piper.dispatch: counts {sizes} add up to {sum(sizes)}, but tokens has {x.shape[0]} rows. "
+                "counts[e] is the number of rows for expert e, so counts.sum() must equal tokens.shape[0] "
+                "[PIPER-C014]"
             )
         runs |= dict(zip(places, x.split(sizes), strict=True))
     return [torch.cat([runs[place] for place in places]) for places in after]

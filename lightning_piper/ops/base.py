@@ -419,7 +419,8 @@ def bucket_of(node: Node) -> Bucket:
     bucket = node.outputs[0].bucket
     if bucket is None:
         raise VerificationError(
-            f"%{node.id} {node.label} makes {node.outputs[0].label}, which lies in no bucket [PIPER-V002]"
+            f"%{node.id} {node.label} makes {node.outputs[0].label}, which lies in no bucket. If you wrote "
+            "a directive or an operation, give this output a bucket; otherwise report this [PIPER-V002]"
         )
     return bucket
 

@@ -316,7 +316,10 @@ def lower(plan: Planning, node: Chunk) -> None:
         if ref is None:
             share = share_of(dag, term, node.slice)
             if share is None:
-                found_no = "and no node makes the weight: complete the DAG"
+                found_no = (
+                    "but no node makes the weight. If you wrote a directive, complete the DAG in `apply`; "
+                    "otherwise report this"
+                )
                 raise VerificationError(
                     f"%{node.id} {node.label} weighs {dag.code.terms[term].label}, {found_no} [PIPER-V002]"
                 )

@@ -320,8 +320,8 @@ def lower_metrics(plan: Planning, node: Metrics) -> None:
     reads = tuple(plan.read(ref, node) for ref in (*node.inputs, *(ref for ref in refs if ref is not None)))
     if sum(weight is None for weight in weights) != len(reads) - len(node.inputs):
         raise VerificationError(
-            f"%{node.id} {node.label} weighs a ratio, but no node makes the weight. Complete the DAG"
-            " [PIPER-V002]"
+            f"%{node.id} {node.label} weighs a ratio, but no node makes the weight. If you wrote a "
+            "directive, complete the DAG in `apply`; otherwise report this [PIPER-V002]"
         )
     slot = plan.new_slot((node.id, 0), "sum", node.stream)
     plan.emit(
@@ -344,7 +344,8 @@ def lower_report(plan: Planning, node: Report) -> None:
     own = tuple(plan.read(ref, node) for ref in node.inputs if plan.has(ref))
     if node.inputs and not own:
         raise VerificationError(
-            f"%{node.id} {node.label} has nothing to report on device {plan.device} [PIPER-V002]"
+            f"%{node.id} {node.label} has nothing to report on device {plan.device}. If you wrote a "
+            "directive, give the node an input on each of its devices; otherwise report this [PIPER-V002]"
         )
     plan.emit(
         ReportInstruction(

@@ -140,8 +140,8 @@ def lower_recv(plan: Planning, node: Recv) -> None:
     ref = (node.id, 0)
     if not plan.is_read(ref):
         raise VerificationError(
-            f"no node on device {plan.device} reads the value that %{node.id} {node.label} receives"
-            " [PIPER-V002]"
+            f"no node on device {plan.device} reads the value that %{node.id} {node.label} receives. If you "
+            "wrote a directive, remove this node in `apply`; otherwise report this [PIPER-V002]"
         )
     plan.arrives(ref)
 

@@ -211,7 +211,9 @@ def interpret_update(run: Reference, node: Update) -> Made:
         for name, tensor in zip(value.names, bundle, strict=True):
             if name in into and not torch.equal(into[name], tensor):
                 raise VerificationError(
-                    f"devices {node.devices} disagree about the {value.kind} of {name} [PIPER-V001]"
+                    f"devices {node.devices} have different values for the {value.kind} of {name}. If you "
+                    "wrote a directive, make it sum this value over the devices; otherwise report this "
+                    "[PIPER-V001]"
                 )
             into[name] = tensor
     return [[] for _ in run.places]

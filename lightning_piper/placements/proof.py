@@ -53,7 +53,10 @@ def prove(node: Node, rule: Rule, degree: int) -> None:
         found = str(error)
     if found is not None:
         placements = ", ".join(map(str, rule.inputs))
-        raise VerificationError(f"the rule of {node.target} for {placements} is wrong: {found} [PIPER-D019]")
+        raise VerificationError(
+            f"the rule of {node.target} for {placements} is wrong: {found}. If you added the rule, correct "
+            "its output placement; otherwise report this [PIPER-D019]"
+        )
     _proved.add(key)
 
 

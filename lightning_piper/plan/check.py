@@ -201,7 +201,8 @@ def _check_channels(plans: Mapping[int, Plan]) -> None:
                 raise VerificationError(f"{where}: {one} has no matching {other}{ADVICE} [PIPER-V003]")
             if send.node != irecv.message:
                 raise VerificationError(
-                    f"{where}: {irecv.where} expects %{irecv.message} but meets {send.where} [PIPER-V003]"
+                    f"{where}: {irecv.where} expects the value of %{irecv.message}, but {send.where} comes "
+                    f"first{ADVICE} [PIPER-V003]"
                 )
             if send.tensors != irecv.tensors:
                 raise VerificationError(

@@ -114,8 +114,9 @@ class DevicePlan:
             if not self.has(ref):
                 raise VerificationError(
                     f"%{reader.id} {reader.label} on device {self.device} reads %{ref[0]}.{ref[1]} "
-                    f"{maker.label}, which is on device {','.join(map(str, maker.devices)) or 'none'} only"
-                    " [PIPER-V002]"
+                    f"{maker.label}, which is on device {','.join(map(str, maker.devices)) or 'none'} only. "
+                    "If you wrote a directive, add a send and a receive between the nodes; otherwise report "
+                    "this [PIPER-V002]"
                 )
             produce = operation_of(maker).produce
             if maker.id in self._pending:
@@ -163,8 +164,8 @@ class DevicePlan:
     ) -> None:
         if kind.sums and node.outputs[0].bucket is not None and fields.get("bucket") is None:
             raise VerificationError(
-                f"%{node.id} {node.label} is lowered to {kind.op}, which sums a bucket: start it with bucket="
-                " [PIPER-V002]"
+                f"%{node.id} {node.label} is lowered to {kind.op}, which sums a bucket. In your operation, "
+                "pass bucket= to plan.start [PIPER-V002]"
             )
         stream = stream or node.stream
         slot = self._pending[node.id] = self.new_slot(None, "sum", stream)

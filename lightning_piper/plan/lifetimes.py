@@ -21,7 +21,8 @@ def mark_last_reads(device: int, instructions: Sequence[Instruction]) -> list[In
         for slot in instruction.writes:
             if slot is not None and slot not in read:
                 raise VerificationError(
-                    f"device {device}: no instruction reads the result of {instruction.where} [PIPER-V003]"
+                    f"device {device}: no instruction reads the result of {instruction.where}. If you added "
+                    "an operation, check its lowering; otherwise report this [PIPER-V003]"
                 )
         reads: list[Read] = []
         for source in reversed(instruction.reads):

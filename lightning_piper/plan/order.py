@@ -141,5 +141,8 @@ def global_order(dag: TrainingDAG) -> list[Node]:
             a for a, _ in nx.find_cycle(dag.graph.subgraph([i for i, degree in missing.items() if degree]))
         ]
         shown = " -> ".join(f"%{i} {dag.nodes[i].label}" for i in [*cycle, cycle[0]])
-        raise VerificationError(f"the training DAG has a cycle: {shown} [PIPER-D008]")
+        raise VerificationError(
+            f"the training DAG has a cycle: {shown}. Remove or reverse an order that lists one of these "
+            "nodes [PIPER-D008]"
+        )
     return with_gathers(dag, order)

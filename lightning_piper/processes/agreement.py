@@ -376,7 +376,8 @@ class BatchCheck:
                 f"the replicas drew {least} to {most} samples in training batch {self._steps - 1} of this "
                 "fit. If the loss is a mean over samples, all replicas have the same weight, as with "
                 "DistributedDataParallel. If the step divides the loss by a count (for example, of tokens), "
-                "all counted items have the same weight, as on one device [PIPER-W014]"
+                "all counted items have the same weight, as on one device. If each sample must count the "
+                "same, use a sampler that divides the data evenly, or drop_last=True [PIPER-W014]"
             )
 
     def _warn_of_same(self, data: Sequence[int]) -> None:

@@ -193,12 +193,15 @@ def read_json(path: Path) -> dict[str, Any]:
             size = os.fstat(file.fileno()).st_size
             if size > LIMIT:
                 raise PiperError(
-                    f"{str(path)!r} has {size} bytes; a file of a recording may have at most {LIMIT} bytes"
-                    " [PIPER-R002]"
+                    f"{str(path)!r} has {size} bytes, but a file of a recording may have at most {LIMIT} "
+                    "bytes. Record fewer steps or smaller programs [PIPER-R002]"
                 )
             content = parse_json(file.read(size).decode("utf-8-sig"))
     except (OSError, ValueError) as error:
-        raise PiperError(f"{str(path)!r} cannot be read as a recording: {error} [PIPER-R002]") from None
+        raise PiperError(
+            f"{str(path)!r} cannot be read as a recording: {error}. Record again with "
+            "PiperStrategy(profile=...) [PIPER-R002]"
+        ) from None
     if not isinstance(content, dict) or content.get("version") != VERSION:
         found = content.get("version") if isinstance(content, dict) else None
         raise PiperError(

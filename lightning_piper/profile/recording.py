@@ -153,7 +153,8 @@ class Recording:
                     write_text(self.folder / f"kernels_{steps[0].number}_rank{rank}.json", text)
         except OSError as error:  # a full disk should not end the training
             warnings.warn(
-                f"the recording of steps could not be written to {self.folder}: {error} [PIPER-W021]",
+                f"the recording of steps could not be written to {self.folder}: {error}. Free the disk, or "
+                "log to another folder [PIPER-W021]",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -161,7 +161,8 @@ class Executor:
         bind = BINDERS.get(type(instruction))
         if bind is None:
             raise ExecutionError(
-                f"device {self.plan.device}: unknown instruction {instruction.where} [PIPER-X001]"
+                f"device {self.plan.device}: unknown instruction {instruction.where}. If you added an "
+                "operation, register its binding; otherwise report this [PIPER-X001]"
             )
         try:
             bound = bind(instruction, self._binding)
@@ -172,8 +173,8 @@ class Executor:
             raise
         if bound is not None and not callable(bound):
             raise ExecutionError(
-                f"device {self.plan.device}: {instruction.where} is bound to {shown(bound)}. Give a function"
-                " [PIPER-X001]"
+                f"device {self.plan.device}: the binding of {instruction.where} returned {shown(bound)}. "
+                "Return a function, or None [PIPER-X001]"
             )
         return bound
 
@@ -257,22 +258,24 @@ class Executor:
     def _check(self, leaves: Sequence[torch.Tensor]) -> None:
         if len(leaves) != len(self._specs):
             raise ExecutionError(
-                f"the batch has {len(leaves)} tensors, but the step was captured with {len(self._specs)}"
-                " [PIPER-X004]"
+                f"the batch has {len(leaves)} tensors, but the step was captured with {len(self._specs)}. "
+                "Pass a batch of the same structure, or compile for this batch [PIPER-X004]"
             )
         for i, (x, spec) in enumerate(zip(leaves, self._specs, strict=True)):
             if tuple(x.shape) != spec.shape or x.dtype != spec.dtype:
                 found = f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
                 raise ExecutionError(
-                    f"tensor {i} of the batch is {found}, but the step was captured with {spec} [PIPER-X004]"
+                    f"tensor {i} of the batch is {found}, but the step was captured with {spec}. Pass a "
+                    "batch of the same shapes and dtypes, or compile for this batch [PIPER-X004]"
                 )
         lost = self._gradient_buffer.keys() - self._buffer_keys.values()
         if lost:
             names = sorted(name for bucket, *_ in lost for name in bucket.names)
             raise ExecutionError(
                 f"device {self.plan.device}: gradients of {', '.join(names[:3])} were accumulated from a "
-                "batch of another size, whose plan sums them over other devices than the plan of this batch. "
-                "Accumulate over batches of one size [PIPER-X005]"
+                "batch of another size, whose plan sums them over other devices than the plan of this "
+                "batch. Give all batches of an accumulation the same size (for example, drop_last=True in "
+                "the DataLoader) [PIPER-X005]"
             )
 
     def advance(self) -> bool:

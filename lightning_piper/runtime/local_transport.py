@@ -128,7 +128,8 @@ class LocalEndpoint:
         if instruction.node not in self._irecv:
             raise ExecutionError(
                 f"device {self._plan.device}: {instruction.where} has nothing to wait for: no endpoint "
-                "started it [PIPER-X001]"
+                "started it. If you added an operation, start its communication before the wait; otherwise "
+                "report this [PIPER-X001]"
             )
         box, slot, device = self._transport.box(self._irecv[instruction.node]), instruction.into, self._device
 
@@ -201,7 +202,8 @@ def run_local(
         waiting = [executor for executor in running if not executor.advance()]
         if len(waiting) == len(running) and before == [executor.position for executor in running]:
             raise ExecutionError(
-                f"the devices wait for each other: {'; '.join(e.waiting_for for e in waiting)} [PIPER-V004]"
+                f"the devices wait for each other: {'; '.join(e.waiting_for for e in waiting)}. Remove or "
+                "reverse an order that lists one of these passes [PIPER-V004]"
             )
         running = waiting
     return [executor.end() for executor in executors]

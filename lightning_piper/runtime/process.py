@@ -80,7 +80,10 @@ class ProcessTransport:
     ) -> None:
         self._ranks = dict(ranks) if isinstance(ranks, Mapping) else dict(enumerate(ranks))
         if len(set(self._ranks.values())) < len(self._ranks):
-            raise ExecutionError(f"two devices have the same rank: {self._ranks} [PIPER-X001]")
+            raise ExecutionError(
+                f"ProcessTransport: ranks={self._ranks}, so two devices have the same rank. Give each "
+                "logical device its own rank [PIPER-X001]"
+            )
         self._own = {rank: device for device, rank in self._ranks.items()}.get(dist.get_rank())
         self._device, self._timeout = device, timeout
         # Channels are pairs, so groups of two have a dict of their own.

@@ -157,7 +157,8 @@ class SharedBlocks:
             made = _SharedBlock(self.file, self._end, size)
         except OSError as error:
             raise torch.OutOfMemoryError(
-                f"no memory for a message of {nbytes} bytes to another process ({error}) [PIPER-X002]"
+                f"no memory for a message of {nbytes} bytes to another process ({error}). Free memory of "
+                "this machine, or use a smaller bucket_size or smaller microbatches [PIPER-X002]"
             ) from error
         self._end += size
         return made

@@ -51,8 +51,8 @@ class Incoming:
             count = os.preadv(self._file, [room], self._at)
             if not count:
                 raise ExecutionError(
-                    "a message between processes is incomplete, because its shared memory was truncated"
-                    " [PIPER-X002]"
+                    "a message between processes is incomplete, because its shared memory was truncated. "
+                    "Check that the sending process still runs, and report this if it does [PIPER-X002]"
                 )
             room, self._at = room[count:], self._at + count
         return into

@@ -57,7 +57,8 @@ def _content(source: str | PathLike[str]) -> str:
     if isinstance(source, str) and ("," in source or "\n" in source):
         if len(source) > FILE:
             raise DirectiveError(
-                f"from_csv: the text has {len(source)} characters; at most {FILE} are read [PIPER-D021]"
+                f"from_csv: the text has {len(source)} characters, but at most {FILE} are read. Give a "
+                "shorter schedule [PIPER-D021]"
             )
         return source
     if not isinstance(source, str | PathLike):
@@ -68,7 +69,8 @@ def _content(source: str | PathLike[str]) -> str:
         return read_text(source)
     except (OSError, ValueError) as error:
         raise DirectiveError(
-            f"from_csv: file {shown(str(source))} cannot be read: {error} [PIPER-D021]"
+            f"from_csv: file {shown(str(source))} cannot be read: {error}. Give the path of a CSV file "
+            "[PIPER-D021]"
         ) from None
 
 
@@ -125,7 +127,8 @@ def _check(rows: Sequence[Row]) -> int:
         )
     if len(found) > PASSES // 2:
         raise DirectiveError(
-            f"from_csv: {len(found)} stages and microbatches; a step has at most {PASSES} passes [PIPER-D021]"
+            f"from_csv: {len(found)} stages and microbatches; give fewer: a step has at most {PASSES} "
+            "passes [PIPER-D021]"
         )
     # Raise an error at the first stage and microbatch with missing or duplicate passes.
     for key in ((stage, mb) for stage in range(stages) for mb in range(microbatches)):
@@ -192,7 +195,8 @@ def to_csv(
             Path(path).write_text(stream.getvalue(), encoding="utf-8", newline="")
         except (OSError, ValueError, TypeError) as error:
             raise DirectiveError(
-                f"to_csv: file {shown(path)} cannot be written: {error} [PIPER-R003]"
+                f"to_csv: file {shown(path)} cannot be written: {error}. Give a path in a folder that "
+                "exists and can be written [PIPER-R003]"
             ) from None
     return stream.getvalue()
 

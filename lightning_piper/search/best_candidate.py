@@ -92,8 +92,8 @@ def _refuse(space: Space, budget: int) -> NoReturn:
     devices = space.devices
     if space.memory == INFINITE:
         raise NoProgram(
-            f"search: no schedule of {', '.join(space.schedules)} exists for this workload on {devices} devices"
-            " [PIPER-P003]"
+            f"search: no schedule of {', '.join(space.schedules)} exists for this workload on {devices} "
+            "devices. Allow more schedules (schedules=...), or give another number of devices [PIPER-P003]"
         )
     everything = replace(space, memory=INFINITE)
     least = Search(everything, True, 0, budget, None).run(table=False)
@@ -101,7 +101,8 @@ def _refuse(space: Space, budget: int) -> NoReturn:
         on = f"that uses all {devices} devices" if space.all_devices else f"on {devices} devices"
         raise NoProgram(
             f"search: no program {on} exists, or no program fits in the host memory of "
-            f"{space.hardware.host_memory} bytes [PIPER-P002]"
+            f"{space.hardware.host_memory} bytes. Give other numbers of devices, or a hardware with more "
+            "host_memory [PIPER-P002]"
         )
     needed = math.ceil(max(least.estimate.memory))
     about = "" if least.gap == 0 else f"; up to {float(least.gap / (1 + least.gap)):.1%} less may be enough"

@@ -80,7 +80,9 @@ def checked_samples(cut: BlockCut, samples: Iterable[int]) -> list[int]:
     """
     found = sorted({number if (number := integer(x)) is not None else 0 for x in samples})
     if not found or found[0] < 1:
-        raise CaptureError(f"samples={shown(samples)}: give numbers of samples >= 1 [PIPER-P005]")
+        raise CaptureError(
+            f"analytic or measured(samples={shown(samples)}): give numbers of samples >= 1 [PIPER-P005]"
+        )
     if cut.step.batch_spec.undivided is not None:
         return [cut.step.size]
     why = {n: error for n in found if n != cut.step.size and (error := cut.refuses(n)) is not None}

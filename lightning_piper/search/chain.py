@@ -112,8 +112,8 @@ def copy_of(module: nn.Module) -> nn.Module:
     except Exception as error:
         found = f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error})"
         raise CaptureError(
-            f"{found}. The search works on a copy, so copy.deepcopy must support all attributes of the module"
-            " [PIPER-C024]"
+            f"{found}. Make copy.deepcopy support all attributes of the module, because the search works on "
+            "a copy [PIPER-C024]"
         ) from error
 
 

@@ -124,8 +124,8 @@ def compare(
     """
     if any(isinstance(directive, Shard) for directive in program):
         raise PiperError(
-            "a program with a shard directive cannot be compared with its costs, because costs are "
-            "measured for blocks with whole tensors [PIPER-R002]"
+            "comparison with a recording: the program has a shard directive, but costs are measured for "
+            "blocks with whole tensors. Record a program without shard [PIPER-R002]"
         )
     annotated = copy_of(module)
     annotate_as(annotated, annotations)

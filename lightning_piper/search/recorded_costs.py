@@ -50,8 +50,8 @@ def from_recording(
     paths = steps_in(Path(folder))
     if not paths:
         raise PiperError(
-            f"there is no recording in {str(folder)!r}. Give the log directory of a run with "
-            "PiperStrategy(profile=...) [PIPER-R001]"
+            f"from_recording: there is no recording in {str(folder)!r}. Give the log directory of a run "
+            "with PiperStrategy(profile=...) [PIPER-R001]"
         )
     found: dict[tuple[int, str], list[float]] = {}
     sizes: set[int] = set()
@@ -65,15 +65,15 @@ def from_recording(
             ) from error
     if len(sizes) > 1:
         raise PiperError(
-            f"the recorded steps have microbatches of {sorted(sizes)} samples. Record batches of one size"
-            " [PIPER-R002]"
+            f"from_recording: the recorded steps have microbatches of {sorted(sizes)} samples. Record "
+            "batches of one size [PIPER-R002]"
         )
     recorded = {key: median(seconds) for key, seconds in found.items()}
     if {stage for stage, _ in recorded} != set(range(len(stages))):
         there = sorted({stage for stage, _ in recorded})
         raise PiperError(
-            f"the recorded program has stages {tag}={there}, but stages= lists {len(stages)} stages. Give the stages "
-            "of the recorded program [PIPER-R002]"
+            f"from_recording(stages=...): {len(stages)} stages, but the recorded program has {tag}={there}. "
+            "Give the blocks of each recorded stage [PIPER-R002]"
         )
     blocks = list(workload.blocks)
     for number, stage in enumerate(stages):
@@ -136,8 +136,8 @@ def _scaled(blocks: Sequence[Block], stage: int, recorded: _Recorded, samples: i
         )
         if not known:
             raise PiperError(
-                f"{kind} of stage {stage} was recorded, but takes no time in the workload. Measure the "
-                "workload again [PIPER-R002]"
+                f"from_recording: {kind} of stage {stage} was recorded, but takes no time in the workload. "
+                "Measure the workload again [PIPER-R002]"
             )
         factors |= dict.fromkeys(fields, recorded[stage, kind] / float(known))
 

@@ -198,11 +198,13 @@ def _actions(name: str, per_rank: int, ranks: int, microbatches: int) -> list[li
         DirectiveError: The schedule does not exist for these numbers.
     """
     if name not in SHAPES:
-        raise DirectiveError(f"unknown schedule {name!r}. Give one of {', '.join(SHAPES)} [PIPER-D020]")
+        raise DirectiveError(
+            f"search: unknown schedule {name!r}. Give one of {', '.join(SHAPES)} [PIPER-D020]"
+        )
     if per_rank not in SHAPES[name].per_rank or not is_possible(name, per_rank, ranks, microbatches):
         raise DirectiveError(
-            f"{name}: {ranks} ranks with {per_rank} stages each and {microbatches} microbatches do "
-            "not fit together. See the schedule's builder [PIPER-D020]"
+            f"{name}: no such schedule for {ranks} ranks with {per_rank} stages each and {microbatches} "
+            f"microbatches. Give numbers that the builder piper.schedules.{name} accepts [PIPER-D020]"
         )
     rows = SHAPES[name].rows(ranks, microbatches, per_rank)
     return [[(stage, KINDS.index(kind), mb) for group in row for stage, kind, mb in group] for row in rows]

@@ -301,7 +301,7 @@ def bytes_of(size: str | Number) -> Number:
     ):
         return size
     raise SearchError(
-        f"memory {shown(size)}: give bytes above 0, or text such as '24GiB' or '80GB' [PIPER-P001]"
+        f"search: memory={shown(size)}; give bytes above 0, or text such as '24GiB' or '80GB' [PIPER-P001]"
     )
 
 

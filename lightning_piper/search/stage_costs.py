@@ -215,8 +215,9 @@ class Costs:
             work = block.at(samples, layout.tensor)
             if work is None:
                 raise SearchError(
-                    f"block {block.name!r}: the workload has no costs for tensor parallelism over "
-                    f"{layout.tensor} devices [PIPER-P004]"
+                    f"search: the workload has no costs of block {block.name!r} for tensor parallelism over "
+                    f"{layout.tensor} devices. Give the workload these costs: analytic(..., "
+                    f"tensor=[{layout.tensor}]) [PIPER-P004]"
                 )
             moved = 2 * ring(links.tensor, work.exchanged, layout.tensor)
             if layout.routed > 1 and block.routed:  # to the experts and back

@@ -81,8 +81,9 @@ class InPart:
                 and step.buffers.keys().isdisjoint(step.remainder.others)
             ):
                 raise CaptureError(
-                    "some of these modules are not annotated, or the code outside of them may change buffers"
-                    " [PIPER-C022]"
+                    "some of these modules are not annotated, or the code outside of them may change "
+                    "buffers. Annotate them (piper.annotate_modules), and change buffers only in them "
+                    "[PIPER-C022]"
                 )
         except PiperError as other:
             error.add_note(f"Capturing only the calls of annotated modules also failed: {with_notes(other)}")

@@ -146,6 +146,7 @@ class Standalone:
             self.module.__dict__[UNREAD] = True
             if not failed:
                 self.world.warn(
-                    "the module is on the meta device and has no values. Piper loads the checkpoint's values "
-                    "before the first step, and this run had no step [PIPER-W023]"
+                    "the module is on the meta device and has no values. Piper loads the checkpoint's "
+                    "values at the first step, and this run had no step. Run at least one step before you "
+                    "use the module [PIPER-W023]"
                 )

@@ -35,10 +35,11 @@ def check_may_be(
         PiperError: The step may not run uncaptured. The error is `problem`, or the error that the step's own
             code raised.
     """
+    advice = ". Leave capture out, so that Piper captures the step" if problem == "capture='never'" else ""
     error = (
         problem
         if isinstance(problem, Exception)
-        else PiperError(f"PiperStrategy cannot capture a step with {problem} [PIPER-S013]")
+        else PiperError(f"PiperStrategy cannot capture a step with {problem}{advice} [PIPER-S013]")
     )
     if capture == "always" or (isinstance(error, CaptureError | BatchError) and error.late):
         raise shown(error)

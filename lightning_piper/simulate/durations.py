@@ -56,8 +56,8 @@ class WorkDurations:
         self._nodes: dict[int, Number] = {}
         if not isinstance(durations, Mapping) and not callable(durations):
             raise SimulationError(
-                f"durations: {shown(durations)} is neither a table such as {{'F': 1, 'B': 2}} nor a function"
-                " [PIPER-T001]"
+                f"durations: {shown(durations)} is neither a table nor a function. Give a table such as "
+                f"{{'F': 1, 'B': 2}} or a function [PIPER-T001]"
             )
         if isinstance(durations, Mapping):
             rules = self._read(dag, durations)
@@ -242,7 +242,9 @@ def read_durations(path: str | PathLike[str]) -> dict[str, Number]:
     try:
         content = read_json(path)
     except FileNotFoundError:
-        raise SimulationError(f"durations file {name_of(path)} does not exist [PIPER-T001]") from None
+        raise SimulationError(
+            f"durations file {name_of(path)} does not exist. Give the path of a JSON file [PIPER-T001]"
+        ) from None
     except (OSError, ValueError) as error:
         raise SimulationError(
             f"durations file {name_of(path)} cannot be read as JSON: {error} [PIPER-T001]"

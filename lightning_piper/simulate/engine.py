@@ -289,5 +289,8 @@ def run_in_virtual_time(
     stuck = [device for device in plans if position[device] < len(plans[device].instructions)]
     if stuck:
         shown = "; ".join(f"device {d} waits in {plans[d].instructions[position[d]].where}" for d in stuck)
-        raise VerificationError(f"the plans deadlock: {shown} [PIPER-V004]")
+        raise VerificationError(
+            f"the plans deadlock: {shown}. Remove or reverse an order that lists one of these passes "
+            "[PIPER-V004]"
+        )
     return world.trace

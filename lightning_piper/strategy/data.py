@@ -61,9 +61,12 @@ def agree_on_loader(loader: object, world: World, limit: float = 1.0, apart: boo
     of_replicas = set(zip(world.replicas, sizes, strict=True))
     if len(of_replicas) > world.count or (len(set(sizes)) > 1 and not apart):
         why = (
-            "all stages of a pipeline read the same batches"
+            "all stages of a pipeline read the same batches. Give all processes the same dataset and sampler"
             if world.count == 1
-            else ("every replica needs the same number of batches")
+            else (
+                "every replica needs the same number of batches. Use a sampler that divides the data evenly "
+                "(Lightning's own does)"
+            )
         )
         raise PiperError(
             f"the dataloaders of the processes have {sizes} batches, by rank, but {why} [PIPER-L004]"

@@ -259,7 +259,10 @@ class EvaluatingStrategy(OverProcesses):
         if name not in self._eager_steps:
             try:
                 if self._capture == "never":
-                    raise CaptureError("capture='never' [PIPER-S001]")
+                    raise CaptureError(
+                        f"PiperStrategy(capture='never') does not capture {name}. Leave capture out, so "
+                        "that Piper captures it [PIPER-S001]"
+                    )
                 return self.phase.evaluation.step(name, self._joined(batch), batch_idx, dataloader_idx)
             except NOT_CAPTURED as error:
                 check_may_be(self.phase.standalone, name, error, self._capture)
@@ -310,7 +313,13 @@ class EvaluatingStrategy(OverProcesses):
             assumed = unknown and self._capture != "always" and may_run_uncaptured(before)
             if len(set(lengths)) == 1 and not assumed:
                 return
-            check_may_be(before, name, "numbers of batches that may differ between processes", self._capture)
+            check_may_be(
+                before,
+                name,
+                "numbers of batches that may differ between processes. Use a sampler that gives every "
+                "process the same number (Lightning's own does)",
+                self._capture,
+            )
             self._eager_steps.add(name)
             _lightning.log_anew(module.trainer)
         self._bring_together()  # `_evaluate` would be too late: a process may have no batch.

@@ -317,8 +317,8 @@ class Eager:
             self.over.recording = recording_of(profile, trainer, self.before.world, None)
         elif profile:
             self.before.world.warn(
-                "PiperStrategy(profile=...) records plans, but an uncaptured step on one device has no plan"
-                " [PIPER-W003]"
+                "PiperStrategy(profile=...) records plans, but an uncaptured step on one device has no "
+                "plan. Use a profiler of Lightning, or leave profile out [PIPER-W003]"
             )
 
     def arrive(self) -> None:

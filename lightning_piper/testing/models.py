@@ -102,8 +102,9 @@ class Spec:
             if block not in (EXACT_BLOCKS if self.exact else BLOCKS):
                 known = EXACT_BLOCKS if self.exact else tuple(BLOCKS)
                 raise PiperError(
-                    f"block {shown(block)} is not known{' in exact models' if self.exact else ''}; "
-                    f"accepted: {', '.join(known)} [PIPER-A001]"
+                    f"Spec(blocks=...): block {shown(block)} is not "
+                    f"known{' in exact models' if self.exact else ''}; accepted are {', '.join(known)} "
+                    "[PIPER-A001]"
                 )
 
         if self.loss not in (EXACT_LOSSES if self.exact else LOSSES):
@@ -359,7 +360,9 @@ def _captured(spec: Spec) -> tuple[Model, CapturedStep]:
 
 def _check(name: str, spec: object, **numbers: object) -> None:
     if not isinstance(spec, Spec):
-        raise PiperError(f"{name}: {shown(spec)} is not a Spec [PIPER-A001]")
+        raise PiperError(
+            f"{name}: {shown(spec)} is not a Spec. Give a lightning_piper.testing.Spec [PIPER-A001]"
+        )
     for what, number in numbers.items():
         if type(number) is not int or not 0 <= number <= LARGEST:
             raise PiperError(

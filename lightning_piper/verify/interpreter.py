@@ -35,7 +35,10 @@ def interpret(
             return tensors.
     """
     if not nx.is_directed_acyclic_graph(dag.graph):
-        raise VerificationError("the training DAG has a cycle [PIPER-D008]")
+        raise VerificationError(
+            "the training DAG has a cycle. If you wrote a directive, check the edges that it adds; "
+            "otherwise report this [PIPER-D008]"
+        )
     run = Reference(dag, tensors, leaves, seed)
     readers: dict[Ref, int] = {}
     for node in dag.nodes.values():

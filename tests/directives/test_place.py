@@ -153,7 +153,7 @@ def test_a_place_comes_before_an_order() -> None:
 
 def test_a_place_comes_before_a_recompute() -> None:
     says = (
-        r"directive 0 makes repeated forward passes that wait for B\[PP=1\]; move this directive before the "
+        r"directive 0 makes second forward passes that wait for B\[PP=1\]; move this directive before the "
         r"recompute"
     )
     with pytest.raises(DirectiveError, match=says):

@@ -338,7 +338,7 @@ def test_experts_are_sharded_before_a_recompute(spec: Spec) -> None:
         replicate([0, 1]),
     ]
     says = (
-        r"directive 2 .* R\[PP=0,EP=0\] is a repeated forward pass \(directive 1\); move this directive "
+        r"directive 2 .* R\[PP=0,EP=0\] is the second forward pass that directive 1 makes; move this directive "
         r"before the recompute"
     )
     with pytest.raises(piper.DirectiveError, match=says):

@@ -332,8 +332,8 @@ def test_a_smaller_batch_under_nested_splits() -> None:
         (
             "losses",
             [split(2, PP=0)],
-            "directive 0 (split): field 'filter': F[PP=0] passes activation:mul to F[PP=1], but it has no "
-            "batch dimension to join microbatches; select both chunks",
+            "directive 0 (split): field 'filter': F[PP=0] passes activation:mul to F[PP=1], but this value "
+            "has no batch dimension along which Piper could join the microbatches; select both chunks",
         ),
     ],
 )
@@ -344,7 +344,8 @@ def test_refused(name: str, program: list[Any], says: str) -> None:
 
 def test_a_refused_split_names_a_border_value_with_two_batch_dimensions() -> None:
     with pytest.raises(
-        DirectiveError, match=r"activation:mm.* has shape .* for 4 samples and .*needs one dimension"
+        DirectiveError,
+        match=r"activation:mm.* has shape .* for 4 samples and .*one dimension that counts only the samples",
     ):
         build("similar", split(2, PP=1))
 

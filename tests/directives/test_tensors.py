@@ -120,7 +120,7 @@ def test_members_have_parts_of_parameters_gradients_and_states():
         (
             [TWO, divided([0, 1], values={"LAYERS=*": 1})],
             DirectiveError,
-            r"'values': 'LAYERS=\*' matches no region; "
+            r"'values': 'LAYERS=\*' matches no region; give a label or pattern of regions; "
             r".*LAYER=0",
         ),
         (

@@ -199,7 +199,7 @@ NAME = f"{__name__}.LineSum"
             "lower",
             lambda plan, node: plan.start(node, LineSumInstruction, (plan.read(node.inputs[0], node),)),
             VerificationError,
-            "linesum is lowered to line_sum, which sums a bucket: start it with bucket=",
+            "linesum is lowered to line_sum, which sums a bucket. In your operation, pass bucket= to plan.start",
         ),
         (
             "bind",
@@ -211,7 +211,7 @@ NAME = f"{__name__}.LineSum"
             "bind",
             lambda instruction, on: 3,
             ExecutionError,
-            "linesum, made by directive 2, placed by directive 1 is bound to 3",
+            "linesum, made by directive 2, placed by directive 1 returned 3",
         ),
     ],
 )

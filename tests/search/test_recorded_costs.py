@@ -70,7 +70,10 @@ def test_refusals(tmp_path: Path) -> None:
     workload = recorded(tmp_path)
     with pytest.raises(PiperError, match="name each of the 7 blocks once"):
         from_recording(tmp_path, workload, [[0, 1], [1]])
-    with pytest.raises(PiperError, match=r"has stages PP=\[0, 1\], but stages= lists 1 stages"):
+    with pytest.raises(
+        PiperError,
+        match=r"from_recording\(stages=\.\.\.\): 1 stages, but the recorded program has PP=\[0, 1\]",
+    ):
         from_recording(tmp_path, workload, [list(range(7))])
     with pytest.raises(PiperError, match="there is no recording in"):
         from_recording(tmp_path / "elsewhere", workload, STAGES)

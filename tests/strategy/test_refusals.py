@@ -232,7 +232,7 @@ def test_a_parameter_that_is_frozen_after_the_capture():
                 self.first.requires_grad_(False)
 
     fit, record = trainer(local(), max_steps=-1, max_epochs=3)
-    with pytest.raises(piper.PiperError, match="changed since the step was"):
+    with pytest.raises(piper.PiperError, match="changed after Piper captured the step"):
         fit.fit(Switching(), vectors())
     assert len(record.losses) == 5
 

@@ -177,10 +177,10 @@ class EagerRemainder:
         assert batch is not None
         if isinstance(item, SampleList) and batch.size != samples:
             raise PiperError(
-                f"training_step runs uncaptured for {samples} samples, but batch{item.path} is a list with "
-                f"one entry for each of {batch.size} samples. Piper does not split lists into microbatches "
-                "or replicas. Make it a tensor or, if its entries do not belong to samples, a dict"
-                " [PIPER-C009]"
+                f"batch{item.path} is a list with an entry for each of {batch.size} samples, but the "
+                f"uncaptured code of training_step runs on parts of {samples} samples, and Piper does not "
+                "split lists. Make it a tensor in the collate function or, if its entries do not belong to "
+                "samples, a dict [PIPER-C009]"
             )
         return batch.contents(leaves)[item.index]
 
@@ -388,8 +388,8 @@ class EagerRemainder:
 def _communicates() -> PiperError:
     return PiperError(
         f"{user_line()}: training_step communicates with other processes, but Piper has captured only its "
-        "module calls. The rest of it runs in the processes of one stage only, so the others would not "
-        "answer. Communicate in a hook, such as on_train_batch_end [PIPER-C010]"
+        "module calls. Its other code runs only in the processes of one stage, so the other processes would "
+        "not answer. Communicate in a hook, such as on_train_batch_end [PIPER-C010]"
     )
 
 

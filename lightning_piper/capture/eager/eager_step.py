@@ -72,14 +72,15 @@ class EagerStep:
 
     def divided(self, divisions: Sequence[Division]) -> EagerStep:
         raise CaptureError(
-            f"{self.name} runs uncaptured, so Piper does not know its tensors and cannot shard them"
-            " [PIPER-C019]"
+            f"{self.name} runs uncaptured, so Piper does not know its tensors and cannot shard them. Remove "
+            "the shard directive (or tp, cp), or change the step so that Piper captures it [PIPER-C019]"
         )
 
     def recomputing(self, recomputation: Recomputation) -> EagerStep:
         raise CaptureError(
             f"{self.name} runs uncaptured, so Piper does not know which values it saves and cannot "
-            "recompute them [PIPER-C019]"
+            "recompute them. Remove the recompute directive, or change the step so that Piper captures it "
+            "[PIPER-C019]"
         )
 
     @property

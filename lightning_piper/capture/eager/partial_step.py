@@ -60,7 +60,8 @@ class PartlyCaptured(CapturedStep):
         self.calls = tuple(followed.followed.captured)
         if not self.calls:
             raise CaptureError(
-                "training_step calls no module with annotated code before that line [PIPER-C022]"
+                "training_step calls no module with annotated code before that line. Move that line after "
+                "the calls of annotated modules, or annotate a module that is called before it [PIPER-C022]"
             )
         owned = [name for name in self.canonical if not any(name in call.has for call in self.calls)]
         free = dict.fromkeys(self.canonical[name] for name in owned)
@@ -229,7 +230,8 @@ class _RemainderStep(TracedStep):
         still += [state[name] for name in self._remainder.others]
         if not flowing:
             raise CaptureError(
-                "the captured calls of training_step return no tensor that needs a gradient [PIPER-C022]"
+                "the captured calls of training_step return no tensor that needs a gradient. Annotate a "
+                "module whose trained result the loss uses [PIPER-C022]"
             )
         with fx_traceback.annotate(dict(self._last)):
             loss, _ = remainder(flowing, [*still, *leaves[: len(self._batch_spec.specs)]], _dtype(flowing))

@@ -253,15 +253,15 @@ def _places(
     away = _away(forward)
     for node in away:
         if node.target in ENDS or node in joined:
-            what = "a sum over the whole batch (the statistics of a synchronised batch norm)"
-            what = what if node.target is TOTAL else "a tensor that is sharded along an axis"
-            what = (
-                "a value computed from gathered samples" if node.target is GATHER or node in joined else what
-            )
+            what, act = "a tensor that is sharded along an axis", "Move the computation"
+            if node.target is TOTAL:
+                what = "a sum over the whole batch (the statistics of a synchronised batch norm)"
+                act = "Use a norm over each row (a layer norm), or move the computation"
+            elif node.target is GATHER or node in joined:
+                what = "a value computed from gathered samples"
             raise CaptureError(
                 f"{source_line(node)}: {what} is used between dispatch and combine, where the rows of all "
-                "devices are mixed. Normalise each row by itself, or move the computation outside of "
-                "dispatch and combine [PIPER-C015]"
+                f"devices are mixed. {act} outside of dispatch and combine [PIPER-C015]"
             )
     parts = _parts([n for n in forward if n in away or not _is_glue(n, away, weights)], away)
     places: dict[Node, tuple[Spot, bool]] = {}

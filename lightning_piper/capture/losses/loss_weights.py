@@ -248,9 +248,9 @@ class _LossWeighting:
                         "samples"
                     )
                     raise CaptureError(
-                        f"{found}, so each replica would count it once more. Pass ungathered samples to a "
-                        "metric object, and add terms of single samples to terms of the whole batch"
-                        " [PIPER-C016]"
+                        f"{found}, and every replica has all gathered samples, so each would count it "
+                        "again. Pass ungathered samples to a metric object, and add terms of single samples "
+                        "to terms of the whole batch [PIPER-C016]"
                     )
 
     def _enter_with_one(self) -> None:

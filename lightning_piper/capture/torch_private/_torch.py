@@ -194,8 +194,8 @@ def warn_if_newer_torch() -> None:
     if version > NEWEST_TRIED:
         warnings.warn(
             f"torch {torch.__version__} is newer than {NEWEST_TRIED[0]}.{NEWEST_TRIED[1]}, the newest that "
-            "lightning_piper was tried with; capturing a training step relies on parts of torch that may "
-            "have changed [PIPER-W024]",
+            "lightning_piper was tried with. Capturing a training step relies on parts of torch that may "
+            f"have changed. If it fails, install torch {NEWEST_TRIED[0]}.{NEWEST_TRIED[1]} [PIPER-W024]",
             stacklevel=3,
         )
 

@@ -169,8 +169,9 @@ def _refuse(step: TracedStep, specs: tuple[TensorSpec, ...], error: Exception) -
         )
         raise
     raise CaptureError(
-        f"{user_line(error)}: {step.name} cannot be captured as one graph: {type(error).__name__}: {error}"
-        " [PIPER-C011]"
+        f"{user_line(error)}: {step.name} cannot be captured as one graph. Check that it runs without Piper "
+        f"(fast_dev_run), and replace the operation on this line. torch reports {type(error).__name__}: "
+        f"{error} [PIPER-C011]"
     ) from error
 
 
