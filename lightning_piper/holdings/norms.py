@@ -27,6 +27,8 @@ _SOME = (
     "PiperStrategy: clip_grad_norm_ or get_total_norm got only some of the gradients that this process has, "
     "so Piper cannot add the gradients of the other processes to the norm"
 )
+# A process's answer for a gradient: not requested, but on this process; requested and on this process;
+# requested, but only on other processes. 0 if the gradient is neither requested nor on this process.
 _HERE, _ASKED, _ASKED_ELSEWHERE = 1, 2, 3
 
 

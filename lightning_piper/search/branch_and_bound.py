@@ -60,7 +60,7 @@ class Search:
         self.best: Candidate | None = None
         self.value: Number = INFINITE
         self.evaluated = 0
-        self.cut: Counter[str] = Counter()
+        self.cut: Counter[str] = Counter()  # reason -> number of candidates that were skipped
         # Layout, levels, recomputed and offloaded stages -> the best candidate with them and its objective.
         self.tried: dict[tuple[object, ...], tuple[Number, Candidate]] = {}
         self.over: list[tuple[Number, Candidate]] = []  # (bound, candidate) of candidates that do not fit
@@ -173,7 +173,7 @@ class Search:
                         candidate, beside = other, self._beside(other)
 
     def _value_of(self, candidate: Candidate) -> Number:
-        """Return the best value of a choice among its candidates that were tried."""
+        """Return the best value of all tried candidates that differ from this one only in their cuts."""
         return self.tried[candidate[:4]][0]
 
     def _beside(self, candidate: Candidate) -> Iterator[Candidate]:

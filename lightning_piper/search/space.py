@@ -211,7 +211,8 @@ class Space:
         return [blocks for blocks in users.values() if len(blocks) > 1]
 
     def _meet(self, layout: Layout) -> bool:
-        """Return whether two stages of a device have a parameter in common with at least one of the cuts."""
+        """Return whether the blocks can be cut in a way in which two stages of a device have a parameter in
+        common."""
         left, folded = len(self.workload.blocks) - layout.stages, SHAPES[layout.schedule].folded
 
         def places(block: int) -> set[tuple[int, int]]:

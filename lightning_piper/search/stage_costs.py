@@ -172,7 +172,8 @@ class Params:
         ]
 
     def of(self, spans: Sequence[Span], tied: bool = True, trained: bool = False) -> tuple[int, int]:
-        """Return the bytes of whole parameters and of routed ones, on a rank with these stages.
+        """Return the bytes of parameters on a rank with these stages: of those that are not routed, and of
+        routed ones.
 
         Args:
             tied: Whether to include parameters that several blocks use.
@@ -371,8 +372,8 @@ class Costs:
     def accumulating(self, spans: Sequence[Span], levels: Sequence[int]) -> int:
         """Return the bytes of gradients that a pass has made and not yet added to the sums over microbatches.
 
-        They matter at a time when a rank keeps little else. A parameter that several stages of a rank use
-        first has a sum in each stage, and a gradient to add to it.
+        They matter at a time when a rank keeps little else. If several stages of a rank use a parameter, each
+        stage first has its own sum, and a gradient to add to this sum.
         """
         whole = [span for span, level in zip(spans, levels, strict=True) if level < 2]
         if self.layout.microbatches == 1 or not whole:

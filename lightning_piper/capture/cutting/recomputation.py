@@ -109,6 +109,8 @@ def _name(node: Node) -> str:
 def _keeps_by_budget(
     said: Recomputation, region: Region, forward: RegionPass, backward: RegionPass, shared: Collection[Node]
 ) -> Callable[[Node], bool]:
+    """Return whether to save a node, as a function. The choice for each region is made once, and stored in
+    `said.chosen`, so that it is the same for batches of other sizes."""
     if region.index not in said.chosen:
         assert isinstance(said.keep, float)
         said.chosen[region.index] = frozenset(

@@ -200,6 +200,9 @@ class EagerRemainder:
     def _given(
         self, key: Key, found: CallResult, flowing: Iterator[torch.Tensor], still: Iterator[torch.Tensor]
     ) -> Any:
+        """Return what a captured call returns to the uncaptured code: its captured result, made of the next
+        tensors of `flowing` (with a gradient) and `still`. If only another captured call reads the result,
+        return a `CapturedValue`."""
         if found.spec is None:
             return captured_value(
                 torch.empty(0),

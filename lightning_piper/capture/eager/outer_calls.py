@@ -31,7 +31,8 @@ class ModuleCall:
         tags, marks: Number of regions, and number of repeated blocks, that were annotated during the call.
         has: Names of the parameters and buffers of the called module. If the step's module itself was called,
             names of the parameters and buffers that the call read.
-        handed_on: Whether only other calls of this kind read the result, as far as the step was traced.
+        handed_on: Whether only other calls with annotated work read the result, as far as the step was
+            traced.
     """
 
     key: Key

@@ -26,10 +26,8 @@ from lightning_piper.totals import TOTAL
 
 aten = torch.ops.aten
 EMPTY: frozenset[Node] = frozenset()
-OF_PARTS = (
-    # in the metadata of a loss gradient: the gradient belongs to a term that each part of the batch computes
-    "piper_of_parts"
-)
+# In the metadata of a loss gradient: the gradient belongs to a term that each part of the batch computes.
+OF_PARTS = "piper_of_parts"
 
 
 def after_gathers(graph: torch.fx.Graph, apart: bool = False) -> set[Node]:
@@ -133,7 +131,7 @@ def differentiates_joined(
         if any(x in of_parts or OF_PARTS in x.meta for x in inputs):
             of_parts.add(node)
             continue
-        # The forward operation whose gradient the node is. Sums of gradients and gradients of in-place
+        # The forward operation that the node differentiates. Sums of gradients and gradients of in-place
         # operations have none. Such a node belongs to the joined part if all its inputs from the backward
         # pass do.
         own = None if merges else first.get(_torch.sequence_number(node))
@@ -146,7 +144,8 @@ def differentiates_joined(
 def _first_of_number(graph: torch.fx.Graph) -> dict[Any, Node]:
     """Return the forward operations by sequence number.
 
-    An operation without a gradient has the previous operation's number, so the result does not have it.
+    An operation without a gradient has the number of the operation before it. The result leaves out such
+    operations.
     """
     first: dict[Any, Node] = {}
     for node in graph.nodes:

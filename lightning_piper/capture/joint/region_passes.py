@@ -47,8 +47,8 @@ class RegionPass:
 def reads_of(
     nodes: list[Node], outputs: list[tuple[Output, list[Node]]], shared: Collection[Node]
 ) -> dict[Node, None]:
-    """Return the outside nodes that these nodes read. A reader of a `shared` node computes it again, so that
-    node's inputs are read instead."""
+    """Return the outside nodes that these nodes read. A reader of a `shared` node computes this node again,
+    so the node's inputs are read instead."""
     own, seen = set(nodes), set()
     reads: dict[Node, None] = {}
     stack = [x for n in reversed(nodes) for x in reversed(n.all_input_nodes)]

@@ -92,7 +92,8 @@ class BatchDependence:
 
         Returns:
             With n samples: a constant, a multiple of n, a constant over n, n plus an integer, or the inverse
-                of n plus an integer. None if the number depends on n in another way.
+                of n plus an integer. None if the number depends on n in another way, or if the node has no
+                counterpart in the trace at another size. Without such a trace, every number is a constant.
         """
         if not isinstance(value, int | float) or not value or value != value:
             return ConstantExpression(value)
@@ -160,8 +161,8 @@ class BatchDependence:
         return None
 
     def changes(self, node: Node) -> bool:
-        """Return whether the value depends on the number of samples even if it reads no sample, like
-        `torch.ones(len(x))`."""
+        """Return whether the value is computed from the number of samples, like `torch.ones(len(x))`. Whether
+        it reads the samples themselves does not matter."""
         stack = [node]
         while stack:
             top = stack[-1]
@@ -200,7 +201,8 @@ class BatchDependence:
         return any(isinstance(a, int | float) and a != b for a, b in pairs)
 
     def is_scaled_by_size(self, rows: Node) -> bool:
-        """Return whether `rows` were multiplied or divided by the number of samples before other operations.
+        """Return whether `rows` are computed from a product or quotient with a number that may follow from
+        the number of samples.
 
         Examples are `torch.relu(x / len(x))` and the gradient of a mean. The sum over the batch is then not
         the sum over its parts.
@@ -219,8 +221,8 @@ class BatchDependence:
         return False
 
     def _may_follow(self, value: Any, node: Node, place: int) -> bool:
-        """Return whether a factor or divisor of `node` may depend on the number of samples, as far as the
-        traces show."""
+        """Return whether `value` may depend on the number of samples, as far as the traces show. It is a
+        factor or divisor of `node`, at the position `place` of the arguments."""
         made = self.number_in(value, self.graph) if isinstance(value, Node) else value
         if not isinstance(made, int | float):
             return False

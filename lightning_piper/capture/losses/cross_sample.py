@@ -124,7 +124,8 @@ class _SampleDependence:
         self._rules: dict[object, list[Rule]] = {}
 
     def enter(self, place: int, node: Node) -> None:
-        """Set the state of a node. Its inputs must already have states."""
+        """Set the state of a node, whose position in the graph is `place`. Its inputs must already have
+        states."""
         if node.op == "placeholder":
             self.held[node] = (Shard(0) if node in self._shown else R,)
         elif node.op == "get_attr" or node.target in (TOTAL, GATHER) or node.target in CONSTANTS:
@@ -177,7 +178,8 @@ class _SampleDependence:
     def _kept(
         self, node: Node, inputs: Sequence[Node], given: Sequence[Placement], backward: bool
     ) -> Held | None:
-        """Return the states of an operation's results. Return None if the operation mixes samples."""
+        """Return the states of an operation's results, according to a rule or to a trial on random inputs.
+        Return None if the operation mixes samples. `given` has the states of `inputs`."""
         if "batch_norm" in str(node.target) and not _is_instance_norm(node):
             # statistics over the batch are reported separately, see `takes_statistics`
             return (Shard(0), *(P for _ in made_by(node)[1:]))
@@ -231,7 +233,8 @@ class _SampleDependence:
 
     def _is_linear(self, node: Node, inputs: Sequence[Node]) -> bool:
         """Return whether the operation is linear in all inputs that are, or contain, numbers of the whole
-        batch."""
+        batch. A quotient by such a number counts as linear, because `loss_terms.py` treats the number as a
+        denominator."""
         numbers = {x for x in inputs if x in self.beside or self.held[x][0] == P}
         first, second = (*node.args, None, None)[:2]
         if node.target in _SUMS:
@@ -271,8 +274,8 @@ def _differs_by_place(node: Node, wanted: Placement, constants: Constants) -> bo
 
 
 def first_cross_sample(results: Sequence[Any], found: Places) -> Node | None:
-    """Return the first operation in `found` on which one of these results depends. Return None if no such
-    operation exists."""
+    """Return the first operation in `found` on which one of these results depends, other than through a sum
+    over the whole batch. Return None if no such operation exists."""
     needed = set().union(*(way_to(result, summed=False) for result in results)) if found else set()
     return min((node for node in found if node in needed), key=found.__getitem__, default=None)
 

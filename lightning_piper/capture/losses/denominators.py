@@ -26,8 +26,8 @@ _DOUBLE: dict[str, Any] = {"dtype": torch.float64}
 class Expression:
     """A denominator, as a function of sums over the batch.
 
-    The sum over the batch is the sum of the values on parts of the batch. This need not hold for the
-    denominator.
+    Each of these sums adds up over the parts of the batch. The denominator itself need not, because the
+    function may be nonlinear.
     """
 
 

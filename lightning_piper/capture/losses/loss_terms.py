@@ -1,10 +1,10 @@
 """Find how the loss and logged values on parts of the batch combine: as means over samples, sums, ratios, or
 sums of these.
 
-The analysis follows the traced graph backwards from each result. The operation shows how a value is reduced
-over the samples, and a few rules derive the values computed from it. The graph often shows whether a tensor
-has a sample dimension, and whether a number counts samples. Otherwise, a second trace at another size is
-compared node by node: whatever differs depends on the size.
+The analysis follows the traced graph backwards from each result. An operation that reduces the samples shows
+how its result combines. A few rules derive how values that are computed from this result combine. The graph
+often shows whether a tensor has a sample dimension, and whether a number counts samples. Otherwise, a second
+trace at another size is compared node by node: whatever differs depends on the size.
 """
 
 from __future__ import annotations
@@ -175,8 +175,8 @@ class LossTerms:
         return isinstance(value, Node) and (value in self._from_batch or self.changes(value))
 
     def changes(self, node: Node) -> bool:
-        """Return whether the value differs between parts of the batch of different size, even if it reads no
-        sample."""
+        """Return whether the value is computed from the number of samples, so that it differs between parts
+        of the batch of different sizes. Values in `joined` do not differ."""
         return node not in self.joined and self.dependence.changes(node)
 
     def _by_operation(self, node: Node) -> Combination:
@@ -266,8 +266,8 @@ class LossTerms:
         return found.denominator or ONE if found.reduction in (WHOLE, ROWS) else None
 
     def _multiplied(self, node: Node) -> Expression | None:
-        """Return the expression that divides each row of a product or quotient. Return None in the cases of
-        `_divided`."""
+        """Return the expression that divides each row of a product or quotient. Return None if the rows do
+        not have a common divisor, or if a factor is unknown."""
         made: Expression = ONE
         for place, value in enumerate(node.args[:2]):
             divides = place == 1 and node.target in DIVIDED

@@ -172,7 +172,7 @@ class _LossWeighting:
         """If the backward pass is not linear in the loss gradient, start it with 1 on each part of the batch.
 
         Do the same if the user's uncaptured code runs in the backward pass, because the analysis cannot tell
-        whether that code is linear. But a step that gathers samples assumes that it is linear.
+        whether that code is linear. But in a step that gathers samples, such code is assumed to be linear.
 
         Raises:
             CaptureError: The backward pass is not linear, and the step gathers samples.
@@ -199,9 +199,11 @@ class _LossWeighting:
         return curved
 
     def _find_without_weights(self, losses: list[Any], curved: Places) -> None:
-        """If no operation surely mixes samples, find the first operation of `curved` that does.
+        """If no operation surely mixes samples, set `_met` to the first operation of `curved` on the way to
+        the loss that mixes samples because its value has no weights.
 
-        A value that follows from the batch alone may have weights, so it does not mix samples.
+        A value that follows from the batch alone may have weights, unless the weights of the loss are
+        assumed, or a term of the loss is a maximum or a minimum.
         """
         if self._met is None:
             surely = {
@@ -271,7 +273,8 @@ class _LossWeighting:
         sources = None if known else sources_of(node, self.found, self._is_known)
         meeting = first_cross_sample([node], self._meetings)
         if not known and sources is None:
-            # the report about the loss already covers this value
+            # The report about a loss with assumed weights already covers a value that is computed from this
+            # loss.
             of_loss = self.assumed and losses[0] in way_to(node)
             if self.logs[name].reduce == "mean" and not of_loss:
                 self.unknown.append(name)
@@ -310,7 +313,7 @@ class _LossWeighting:
 
     def _parts(self, node: Any, made: Output) -> dict[int, Node]:
         """Return the terms of a result: index of the term -> node for the part of the result that belongs to
-        this term."""
+        this term. If the loss does not show its weights, record this in `assumed`."""
         found = self.found.of(node) if isinstance(node, Node) and not self._alike else Combination(WHOLE)
         if found.reduction == LINEAR:
             return {self._term(found.denominator): node}
@@ -336,7 +339,7 @@ class _LossWeighting:
         """Return the term of a metric object's argument. Return None if the argument has one row for each
         sample, or does not depend on the batch.
 
-        A sum of several terms counts as a mean over samples.
+        A sum of several terms, or a value that combines in an unknown way, counts as a mean over samples.
         """
         found = self.found.of(node) if isinstance(node, Node) else Combination(WHOLE)
         if found.reduction in (WHOLE, ROWS):
@@ -387,7 +390,8 @@ class _LossWeighting:
         return self._term(found.denominator) if found.reduction == LINEAR else None
 
     def _summands(self, node: Node) -> list[Any]:
-        """Return the summands of a sum of several terms. They are nodes and numbers."""
+        """Return the arguments of `node` that carry the terms of a sum: its summands, or the only sum that it
+        scales or reshapes. They are nodes and numbers."""
         first: Any = node.args[0]
         if node.target in (aten.stack.default, aten.cat.default):
             return list(first)

@@ -39,7 +39,7 @@ class LossSum:
 
     Attributes:
         base: Returns the term of a value, or None if the value is itself a sum of several terms.
-        summands: Returns the summands of such a sum.
+        summands: Returns the summands of a value that is a sum of several terms.
         part: Returns a copy of such a sum with the summands of one term only, or None if the sum does not
             have a summand of this term.
         found: Says how values combine from parts of the batch.
@@ -192,7 +192,8 @@ def _put_together(
     free: Collection[Node],
     sums: LossSum,
 ) -> Node:
-    """Replace a product of a gradient and a sum of terms by the sum of its values for each term."""
+    """Replace a product of a gradient and a sum of terms by the sum of one product for each term, and return
+    this sum."""
     made: list[Node] = []
     for term in terms:
         inputs = {x: led.of(x, term) if x in free else sums.part(x, term) for x in node.all_input_nodes}

@@ -55,8 +55,8 @@ def _is_constant(node: Node) -> bool:
 
 
 def _is_computed(node: Node) -> bool:
-    """Return whether the node always computes the same result from the same tensors. A number of samples in
-    the node is the number in the whole batch."""
+    """Return whether the node always computes the same result from the same tensors: it is a constant, an
+    element of a list, or an operation of torch that is neither random nor in place."""
     if node.op == "get_attr" or node.target is operator.getitem:
         return True
     target: Any = node.target

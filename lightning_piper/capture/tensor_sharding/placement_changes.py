@@ -50,7 +50,7 @@ class PlacementWriter:
         return self._made.get(self._key(x, wanted, reader))
 
     def changed(self, x: Node, wanted: Placement, reader: Node) -> Node:
-        """Return the value of `x` with another placement. All readers share the change."""
+        """Return the value of `x` with another placement. Readers with the same `_key` share one change."""
         if x.target is CHANGE and x.args[1] == self.axis:
             x = x.all_input_nodes[0]
             if self.held[x] == wanted:

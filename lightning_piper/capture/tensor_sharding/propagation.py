@@ -287,6 +287,7 @@ class Propagation:
         return next((part for part in parts if not shape[part.dim] % (self.degree * part.blocks)), None)
 
     def _is_whole(self, y: Node) -> bool:
+        """Return whether the factor `y` of a product is a replicated parameter, or a view of one."""
         while y.target in TURNED or y.target is CAST:
             y = y.all_input_nodes[0]
         return y in self.names and y not in self.sought and self.held[y] == R
@@ -297,6 +298,8 @@ class Propagation:
         return placement.dim if isinstance(placement, Shard) else None
 
     def _has_columns(self, y: Node) -> bool:
+        """Return whether the factor `y` of a product is a parameter, or a view of one, that is sharded along
+        its columns or whose placement is not chosen yet."""
         turned = False
         while y.target in TURNED or y.target is CAST:
             y, turned = y.all_input_nodes[0], turned != (y.target in TURNED)

@@ -139,6 +139,9 @@ def _arrived(
     """Return the keys and values of another rank.
 
     Args:
+        own: the keys and values of the rank itself.
+        part: the placement of `own`.
+        turn: how many places before this rank the other rank is. 0 means the rank itself.
         when: the node in whose region they are sent. If None, they are sent immediately.
     """
     if turn == 0:
