@@ -436,7 +436,8 @@ def _sum_of_plans(compiled: Compiled) -> int:
     inner = (Kind.ACTIVATION, Kind.COTANGENT)  # their names come from the trace and differ between shapes
 
     def text(part: tuple[Any, ...], parts: Iterable[object]) -> str:
-        """Cached because many nodes share the same text, which may be long."""
+        """Return `parts` as text. The text is cached by the identity of `part`, because many nodes share it,
+        and it may be long."""
         if id(part) not in texts:
             texts[id(part)] = str(list(parts))
         return texts[id(part)]

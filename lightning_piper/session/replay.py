@@ -94,8 +94,8 @@ class Replay:
         dtypes = _dtypes(compiled.dag)
         self.dtype = dtypes.get(LOSS)
         logs, alike = compiled.dag.code.logs, _alike(compiled.dag, lambda log: log.kwargs.get("batch_size"))
+        # An uncaptured step has no logs here, because it makes its log calls itself.
         with compiled.step.context() if logs else contextlib.nullcontext():
-            # an uncaptured step makes its log calls itself
             # Lightning keeps values in this dtype if they are logged in neither float32 nor float64.
             wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
             kept = {

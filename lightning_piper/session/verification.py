@@ -140,19 +140,23 @@ def _judge(judged: Report, report: Report, world: World) -> None:
 
 
 def summary_of(compiled: Compiled, report: str | None) -> str:
-    """Warn that the result may differ from one device's.
+    """Return the text that rank 0 logs about a captured step: the program's summary, and the verdict of the
+    verification.
 
     Args:
-        texts: The causes that are visible without a run.
-        found: The difference that a trial found; None without a difference.
+        report: The report of `verify_by_execution`. None if no program was run, so that there is no verdict.
     """
     verdict = "" if report is None else report.splitlines()[-1].partition(":")[0]
     return f"PiperStrategy: {compiled.summary()}" + f"\n  on the first batch: {verdict}" * bool(verdict)
 
 
 def _warn(texts: Sequence[str], found: Difference | None, world: World) -> None:
-    """Warn of causes for a result that differs from one device's: causes visible without a run, and
-    differences that a trial found."""
+    """Warn that the result may differ from one device's.
+
+    Args:
+        texts: The causes that are visible without a run.
+        found: The difference that a trial found; None without a difference.
+    """
     for text in texts:
         seen = f". On the first samples, {found}" if text is texts[0] and found is not None else ""
         world.warn(

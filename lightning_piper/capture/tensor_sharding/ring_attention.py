@@ -139,10 +139,10 @@ def _arrived(
     """Return the keys and values of another rank.
 
     Args:
-        own: the keys and values of the rank itself.
-        part: the placement of `own`.
-        turn: how many places before this rank the other rank is. 0 means the rank itself.
-        when: the node in whose region they are sent. If None, they are sent immediately.
+        own: The keys and values of the rank itself.
+        part: The placement of `own`.
+        turn: How many places before this rank the other rank is. 0 means the rank itself.
+        when: The node in whose region they are sent. If None, they are sent immediately.
     """
     if turn == 0:
         return list(own)
