@@ -24,8 +24,8 @@ from lightning_piper.runtime.messages import Messages, PendingWork
 from lightning_piper.runtime.shared_memory import DIRECT, SharedMessages, SharedSum
 
 Finish = Callable[[Any], Bundle]
-# Maximum bytes of a tensor that each member sends to all members, which then add. For more bytes, gloo's all-
-# reduce is faster.
+# Maximum bytes of a tensor that each member sends to all members, which then add. For more bytes, gloo's own
+# all-reduce is faster.
 FEW = 2**15
 
 # torch 2.13 renamed these functions.

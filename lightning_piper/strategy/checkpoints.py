@@ -50,8 +50,8 @@ class Restored:
     values: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def known(self, module: nn.Module) -> Known:
-        """The values that the checkpoint, and files of pretrained models, have for a module on the meta
-        device.
+        """Return the values that the checkpoint, and files of pretrained models, have for a module on the
+        meta device.
 
         A module that is still distributed from an earlier run has newer values than the files.
         """

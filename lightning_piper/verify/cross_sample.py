@@ -103,7 +103,8 @@ class _SliceRun:
     """The forward passes of all regions on one slice, with every operation recorded.
 
     A slice reads the values that it made itself. Each slice draws random numbers of its own. So after a
-    region with random numbers, a slice reads its part of the values of `whole`.
+    region with random numbers, a slice reads its part of the values of `whole`. It also reads sums over the
+    whole batch from `whole`.
     """
 
     def __init__(

@@ -78,8 +78,8 @@ class Report:
             the finished graph.
         whole: The comparison of the last row's result with one device on the whole batch at once.
         causes: The reasons why `whole` differs: operations that mix samples, draw random numbers or change
-            buffers by microbatch. It also names a backward pass that is not linear in the gradient of the
-            loss, even if this batch shows no difference, because other batches may.
+            buffers by microbatch. A backward pass that is not linear in the gradient of the loss is a cause
+            even if this batch shows no difference, because other batches may.
         couplings: The operations among the causes.
         executed: The reason why a step is not captured, or only in part; empty for a captured step. With
             a reason, the static check covers only the nodes around the uncaptured code, and the comparisons

@@ -121,7 +121,9 @@ def _by_code(
     once, eps = run(whole), coarsest(step)
     found = _furthest(once, run(parts), eps)
     if found is None or _furthest(once, run(whole), eps) is not None:
-        return None  # if no run repeats another, Python state changes, and not the number of samples
+        # A second run on all samples may differ, too. Then a change of Python state is the cause, not the
+        # number of samples.
+        return None
     return Difference(*found, _first_difference(run, whole, parts))
 
 
