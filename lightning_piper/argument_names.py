@@ -19,9 +19,10 @@ def unknown(name: object, accepted: Iterable[str]) -> str:
 
 
 def problem_of(function: Callable[..., Any], given: Iterable[str]) -> str | None:
-    """Return the text of an error for keyword arguments that a function or class does not have.
+    """Return the text of an error for the first keyword argument in `given` that a function or class does not
+    have.
 
-    Return None if it has all of them.
+    Return None if the function or class has all of them.
     """
     parameters = inspect.signature(function).parameters
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):

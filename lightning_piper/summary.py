@@ -62,7 +62,7 @@ def parameters_of(dag: TrainingDAG, held: Sequence[frozenset[str]]) -> str:
 
 
 def unproved(dag: TrainingDAG, executed: str, draws: bool) -> Iterator[str]:
-    """Return the properties that the static check of a program does not prove.
+    """Yield the properties that the static check of a program does not prove, as texts.
 
     Args:
         dag: The finished DAG.
@@ -92,7 +92,8 @@ def told_of_capture(step: str, seconds: float) -> str | None:
 
 
 def batch_statistics(dag: TrainingDAG) -> Iterator[str]:
-    """Return the regions that take their statistics from a microbatch, each with its line."""
+    """Yield the label of each region that takes its statistics from a microbatch, with the line of the
+    region."""
     code = dag.code
     for (region, kind), parts in dag.slices().items():
         if len(parts) > 1 and (region, kind) in code.code and takes_statistics(code, (region, kind)):

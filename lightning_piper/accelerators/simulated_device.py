@@ -184,7 +184,8 @@ class Simulated:
             )
 
     def read(self, what: str, accesses: list[Access]) -> None:
-        """Check for conflicts when the host reads memory, after its current stream is done."""
+        """Check for conflicts when the host reads memory, after its current stream is done. `what` names the
+        operation that reads."""
         self.faults += self.conflicts.before(
             f"the host, which reads ({what}{self.doing and f' of {self.doing}'}),", accesses
         )
@@ -232,7 +233,7 @@ class Simulated:
         return torch.empty(0, dtype=x.dtype).set_(storage, x.storage_offset(), x.shape, x.stride())
 
     def note(self, what: str, queue: Queue, accesses: list[Access]) -> Note:
-        """Record that work is issued."""
+        """Record that work is issued to a queue. `what` names the work in messages."""
         return self.conflicts.issued(f"{what}{self.doing and f' of {self.doing}'} on {queue.name}", accesses)
 
     def check(self, note: Note, touched: list[StorageBlock]) -> None:

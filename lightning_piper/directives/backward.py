@@ -56,7 +56,7 @@ def _replace(dag: TrainingDAG, chunk: Chunk) -> dict[Ref, Ref]:
         )
         if parts:
             dag.add(part)
-            # Nodes that a directive orders after B.
+            # Nodes that a directive orders after B wait for the second pass, too.
             for later in map(dag.nodes.__getitem__, list(dag.graph.successors(chunk.id))):
                 by = dag.graph.edges[chunk.id, later.id]["order"]
                 # A second forward pass waits for the gradient that a backward pass outputs. The first pass of

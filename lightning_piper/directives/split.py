@@ -323,7 +323,7 @@ class _Rewrite:
         return repeated
 
     def _copy(self, chunk: Chunk, i: int, part: Slice) -> Chunk:
-        """Add the copy of a chunk for microbatch i."""
+        """Add the copy of a chunk for microbatch i, which consists of the samples `part`."""
         inputs = tuple(self._input(ref, i, chunk, part) for ref in chunk.inputs)
         tags = {**chunk.tags, self.directive.dim_name: i}
         params = tuple(
@@ -441,7 +441,7 @@ class _Rewrite:
 
     def _batch_dim(self, ref: Ref, whole: Slice, part: Slice) -> int | None:
         """Return the dimension of a value whose size is the number of samples; None if there is no such
-        dimension."""
+        dimension. The shapes for the samples `whole` and for the samples `part` show the dimension."""
         if len(whole) == len(part):
             part = Slice(part.start, part.stop - 1) if len(part) > 1 else Slice(part.start, part.stop + 1)
         a, b = (self.dag.specs_of(ref, size)[0].shape for size in (len(whole), len(part)))

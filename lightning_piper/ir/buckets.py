@@ -81,7 +81,7 @@ class Bucket:
 
     @cached_property
     def _owners(self) -> tuple[int, ...]:
-        """Return the member that has each tensor if `by_parameter` is set.
+        """The member that has each tensor if `by_parameter` is set.
 
         Assign the tensors from the largest to the smallest, each to the member with the fewest elements.
         """
@@ -149,7 +149,7 @@ class Bucket:
 
     @property
     def whole_tensors(self) -> bool:
-        """Return whether each shard consists of undivided parameters."""
+        """Whether each shard consists of undivided parameters."""
         return self.by_parameter and self.degree == 1
 
     def part_of(self, replica: int) -> int:

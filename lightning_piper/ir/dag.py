@@ -85,7 +85,7 @@ class TrainingDAG:
 
     @property
     def forward_only(self) -> bool:
-        """Return whether the step lacks a backward pass, like a `validation_step`."""
+        """Whether the step lacks a backward pass, like a `validation_step`."""
         return self.code.forward_only
 
     @property

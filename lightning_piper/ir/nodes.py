@@ -96,12 +96,12 @@ class Node:
 
     @property
     def per_use(self) -> bool:
-        """Return whether Piper makes the output again for each chunk that reads it, instead of keeping it."""
+        """Whether Piper makes the output again for each chunk that reads it, instead of keeping it."""
         return False
 
     @property
     def details(self) -> str:
-        """Return the text that follows the label in the text form; "" if nothing follows."""
+        """The text that follows the label in the text form; "" if nothing follows."""
         return ""
 
     def members(self, replica: int) -> tuple[int, ...]:

@@ -114,7 +114,7 @@ class Interface:
 
     @property
     def seeds_gradient(self) -> bool:
-        """Return whether the step's backward pass begins here. It may begin in several passes."""
+        """Whether the step's backward pass begins here. It may begin in several passes."""
         return bool(self.seeds)
 
 
@@ -292,17 +292,17 @@ class StepCode:
 
     @cached_property
     def sums_over_batch(self) -> bool:
-        """Return whether the step sums an intermediate value over the whole batch."""
+        """Whether the step sums an intermediate value over the whole batch."""
         return any(output.partial for interface in self.interfaces.values() for output in interface.outputs)
 
     @cached_property
     def gathers_samples(self) -> bool:
-        """Return whether the step computes from gathered samples of the whole batch."""
+        """Whether the step computes from gathered samples of the whole batch."""
         return any(region.joined for region in self.regions)
 
     @cached_property
     def makes_loss(self) -> bool:
-        """Return whether a pass outputs the loss. No pass does so in a forward-only or an uncaptured step."""
+        """Whether a pass outputs the loss. No pass does so in a forward-only or an uncaptured step."""
         return any(
             output.kind == Kind.LOSS for interface in self.interfaces.values() for output in interface.outputs
         )

@@ -84,7 +84,7 @@ class AllToAllInstruction(Collective):
 
     @property
     def even(self) -> bool:
-        """Return whether each member sends and receives equal parts. The instruction then reads no counts."""
+        """Whether each member sends and receives equal parts. The instruction then reads no counts."""
         return len(self.reads) == 1
 
     @property

@@ -111,7 +111,7 @@ def _describe(dag: TrainingDAG, program: Program) -> None:
     """Tell the directives about the program before the first one is applied.
 
     Raises:
-        DirectiveError: Two directives contradict each other; names an index.
+        DirectiveError: Two directives contradict each other. The message names the index of one of them.
     """
     dag.program.ops = tuple(directive.op for directive in program)
     dag.program.replicas = max(replicas_of(program).values(), default=0) + 1

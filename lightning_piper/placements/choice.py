@@ -139,7 +139,8 @@ def _meets(
 
 
 def _cost(have: Placement, want: Placement, elements: int, degree: int, fixed: bool, free: bool) -> float:
-    """Return the elements that a change of placement moves; infinite if the change is not possible."""
+    """Return the elements that a change of placement moves; infinite if the change is not possible. The
+    placement of a `fixed` value, a parameter, does not change, unless it is `free`: not chosen yet."""
     if have == want:
         return 0.0
     if isinstance(want, Partial) or (fixed and not free):

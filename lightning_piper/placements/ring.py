@@ -141,9 +141,10 @@ def _(
 
 @torch.library.custom_op("lightning_piper::merge", mutates_args=())
 def _merge(out: Tensor, lse: Tensor, more: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge the attention of queries to two sets of keys.
+    """Merge the attention of queries to two sets of keys: `out` and `more`, whose sums of exponentials have
+    the logarithms `lse` and `other`.
 
-    Each set has the weight of its sum of exponentials.
+    The weight of each set is its sum of exponentials.
     """
     one, two, total = _shares(lse, other)
     return out * one.unsqueeze(-1) + more * two.unsqueeze(-1), total

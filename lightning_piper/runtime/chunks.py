@@ -106,7 +106,15 @@ class ChunkBinder:
         self, run: Run, destination: GradDestination, code: Code, first: int, own: Sequence[TensorSpec]
     ) -> Function | None:
         """Return code that writes gradients directly to their final memory. None if it cannot write any
-        gradient there."""
+        gradient there.
+
+        Args:
+            run: The chunk.
+            destination: The final memory.
+            code: The chunk's code.
+            first: The index of the bundle's first tensor among the outputs of the code.
+            own: The specs of the bundle.
+        """
         if destination.into not in self._inplace_codes:
             alike = all(self._code_of(each) is code for each in destination.runs)
             self._inplace_codes[destination.into] = (

@@ -117,7 +117,8 @@ def searched(chain: Chain, width: int, best: Number) -> list[Step] | None:
 
 
 def _steps(chain: Chain, world: PartialSchedule, now: Number) -> Iterator[tuple[Number, Step]]:
-    """Yield the steps that could come next and do not start before the previous step."""
+    """Yield the steps that could come next, each with its start. They do not start before `now`, the start of
+    the previous step."""
     for stage in range(len(chain.ranks)):
         for kind in ("F", "B") if stage == 0 else ("F", "BI", "B", "BW"):
             start = world.start(stage, kind)

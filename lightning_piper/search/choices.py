@@ -39,7 +39,7 @@ class Choice(NamedTuple):
 
     @property
     def kinds(self) -> int:
-        """Return the number of choices whose ends rise."""
+        """The number of single choices in this set: those whose ends rise along the chain."""
         return _rising(self.shared) * _rising(self.kept)
 
     def options(self) -> list[list[Option]]:

@@ -379,7 +379,8 @@ class MetricObjects:
 
 
 def _caches(metric: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Return the values that Lightning logs on each step, of an object and the objects inside it, by name."""
+    """Iterate over the values that Lightning logs on each step, of an object and the objects inside it. Each
+    comes with the name of the object that has it."""
     for name, part in metric.named_modules():
         if hasattr(part, "_forward_cache"):
             yield name, part._forward_cache

@@ -222,6 +222,11 @@ def _name(chunk: Chunk) -> str:
 def checked(what: str, value: object, positive: bool = False) -> Number:
     """Return the value if it is a finite number >= 0 (or > 0).
 
+    Args:
+        what: The name of the value in the error.
+        value: The value.
+        positive: Whether the value must not be 0.
+
     Raises:
         SimulationError: The value is not such a number.
     """

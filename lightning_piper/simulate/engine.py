@@ -117,7 +117,7 @@ class _Clock:
     since: Number = 0
 
     def hold(self, until: Number, since: Number) -> None:
-        """Advance the clock to `until`, if the clock is earlier."""
+        """Advance the clock to `until`, and its `since` to the given time, unless they are later already."""
         self.time = max(self.time, until)
         self.since = max(self.since, since)
 

@@ -83,7 +83,9 @@ class Footprint:
         return Peak(most, frozenset(there & made), frozenset(g for g, n in enumerate(left) if n))
 
     def _walk(self, given: Sequence[Group | None], sizes: tuple[int, ...]) -> Any:
-        """Yield the bytes in use after each event, and the (mutable) state."""
+        """Yield the bytes in use at the start and after each event. Each comes with the storages in use that
+        the code has made, and the number of arguments in use of each group. Later events change these two
+        objects."""
         left = [0] * len(sizes)
         for group in given:
             if group is not None:

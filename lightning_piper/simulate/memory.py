@@ -174,7 +174,8 @@ class _Account:
             storage.values += 1
 
     def _use(self, value: _LiveValue, moment: _Moment, last: bool) -> list[_Storage]:
-        """Record a use of a value. Returns the storages that it freed."""
+        """Record a use of a value. With `last`, its holder does not use it any more. Returns the storages
+        that are freed."""
         # The last reader need not end last, because another reader may run longer on another stream.
         value.until = max(value.until, moment)
         value.holders -= last

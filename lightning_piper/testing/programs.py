@@ -63,8 +63,8 @@ def specs(
 
 
 def sizes(exact: bool) -> st.SearchStrategy[int]:
-    """Draw the number of samples in a batch. Exact models need powers of two, so that the weights n_i/N are
-    exact.
+    """Return a strategy that draws the number of samples in a batch. Exact models need powers of two, so that
+    the weights n_i/N are exact.
     """
     return st.sampled_from([1, 2, 4, 8] if exact else [1, 2, 3, 5, 8])
 

@@ -87,6 +87,10 @@ def save_values(forward: RegionPass, parts: Mapping[str, RegionPass], kept: Coll
 
     A value is freed as soon as its readers are done. Every batch size has the same bundles, even if some are
     empty.
+
+    Args:
+        parts: the parts of the backward pass, by name.
+        kept: the values that the backward pass reads from its region's forward pass.
     """
     readers = [("BI",), ("BW",), ("BI", "BW")] if len(parts) == 2 else [tuple(parts)]
     for names in readers:
@@ -103,6 +107,8 @@ def wire_inputs(
     """Set the inputs of a backward pass and its parts.
 
     Args:
+        whole: the backward pass.
+        parts: its parts, by name.
         taken: the bundles that the pass receives from other regions.
     """
     region = whole.key[0]

@@ -111,6 +111,7 @@ def _graph(digest: str, own: torch.device, trace: Callable[[], Graph], same: Cal
     """Return the graph of a step with this digest.
 
     Args:
+        own: the device of the trace, with its index.
         trace: returns a new graph.
         same: returns whether the step still has this digest.
     """

@@ -114,7 +114,7 @@ def divide_tangent(
 
 def _behind(graph: torch.fx.Graph, tangent: Node, found: LossTerms) -> set[Node]:
     """Return the nodes that are computed from the tangent and from values that do not depend on the batch:
-    gradients of sums of terms."""
+    gradients of sums of terms. `found` says which values these are."""
     behind = {tangent}
     for node in graph.nodes:
         inputs = node.all_input_nodes
@@ -178,7 +178,7 @@ def _reached(nodes: Collection[Node], inside: Collection[Node]) -> set[Node]:
 
 
 def _is_product(node: Node, free: Collection[Node], found: LossTerms) -> bool:
-    """Return whether the node is the product of a gradient and one sum of terms."""
+    """Return whether the node is the product of a gradient in `free` and one sum of terms."""
     inputs = [x for x in node.all_input_nodes if x not in free]
     linear = node.target in (aten.mul.Tensor, aten.mm.default, aten.bmm.default)
     return linear and len(inputs) == 1 and found.of(inputs[0]).reduction == MIXED

@@ -230,8 +230,8 @@ class Guard:
 
 
 def changed_numbers(guard: Guard) -> Iterator[Path]:
-    """Return the paths of the changed numbers in a guard that does not hold any more. Return no paths if
-    anything other than a number has changed."""
+    """Iterate over the paths of the changed numbers in a guard that does not hold any more. There are no
+    paths if anything other than a number has changed."""
 
     def walk(before: Any, after: Any, path: Path) -> Iterator[Path | None]:
         if before == after:
