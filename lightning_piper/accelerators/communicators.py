@@ -129,6 +129,8 @@ class Member:
         into: list[torch.Tensor],
         exchange: Exchange,
     ) -> Issued:
+        """Issue one member's part of an exchange. `exchange` runs when all `count` members have issued
+        theirs."""
         simulated, queue = self._simulated, self._stream.queue
         queue.wait(simulated.host.current.queue.now)
         self._number[key] += 1

@@ -150,6 +150,7 @@ class Issuing:
 
 
 def _kind_of(func: Any) -> _Kind:
+    """Return how an operation is issued, according to its schema and tags."""
     schema, tags = schema_of(func), set(func.tags)
     infos = [r.alias_info for r in schema.returns]
     view = bool(infos) and all(info is not None and not info.is_write for info in infos)

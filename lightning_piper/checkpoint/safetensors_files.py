@@ -153,6 +153,11 @@ class _Entry:
 
 
 def _tensors_of(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of one file by name, after a check of its header.
+
+    Raises:
+        PiperError: The file is damaged, or has a dtype that Piper does not read.
+    """
     length = int.from_bytes(read_bytes(path, 0, LENGTH), "little")
     size, begin = path.stat().st_size, LENGTH + length
     if length > LARGEST or begin > size:

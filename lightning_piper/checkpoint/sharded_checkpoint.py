@@ -147,6 +147,8 @@ class Saving:
             self._common = b""
 
     def _write(self, world: World) -> None:
+        """Write the parts of all processes and the other files into a temporary directory, and publish it.
+        Collective."""
         folder, own = temporary_of(self._path), f"__{world.rank}_0.distcp"
         written: list[WriteResult] = []
 

@@ -245,6 +245,8 @@ class Loading:
             self._fill_module(module, keys, None)
 
     def _fill_module(self, module: nn.Module, keys: Mapping[str, str], parts: Ownership | None) -> None:
+        """Read the values of the tensors in `keys` (name -> key in the checkpoint): of the whole module if
+        `parts` is None, otherwise of this process's part."""
         wanted: list[tuple[torch.Tensor, TensorSpec, TensorRange]] = []
 
         def want(name: str, tensor: torch.Tensor, spec: TensorSpec, start: int, stop: int) -> None:

@@ -286,6 +286,12 @@ class Reader(FileSystemReader):
         self._file = path / ".metadata"
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read the metadata of a checkpoint, and check it.
+
+        Raises:
+            PiperError: The file has something else, or names data files that do not belong to a sharded
+                checkpoint.
+        """
         with open_regular(self._file) as file:
             found = _Unpickler(file).load()
         if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):

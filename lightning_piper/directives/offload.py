@@ -102,6 +102,8 @@ class Offload(Directive):
         dag.hosted |= names
 
     def _keep_saved(self, dag: TrainingDAG, chunks: list[Chunk]) -> None:
+        """Store the values that the selected chunks save on the host, and fetch them for the later passes
+        that read them."""
         # Passes other than the first forward pass, by region and slice.
         later: dict[tuple[int, Slice], list[Chunk]] = {}
         for chunk in dag.of_type(Chunk):
@@ -132,6 +134,8 @@ class Offload(Directive):
         return store
 
     def _fetch(self, dag: TrainingDAG, store: Node, ref: Ref, readers: list[Chunk]) -> None:
+        """Add a fetch of a stored value, which the readers read instead of `ref`. Order it before the chunks
+        that `ahead` selects."""
         ahead = 1 if isinstance(self.ahead, Mapping) else self.ahead
         fetch = Fetch(
             inputs=((store.id, 0),),

@@ -175,6 +175,11 @@ def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
 
 
 def _from_json(entry: Any) -> Directive:
+    """Return the directive that a JSON object describes.
+
+    Raises:
+        DirectiveError: The object describes no valid directive.
+    """
     if not isinstance(entry, Mapping) or "op" not in entry:
         raise DirectiveError(
             f'is {shown(entry)}; give a directive or an object such as {{"op": "place", ...}} [PIPER-D001]'

@@ -125,6 +125,8 @@ class Replicate(Directive):
         self._check_options()
 
     def _check_devices(self) -> None:
+        """Check that all groups have the same size, and that a device has the same position in all of its
+        groups."""
         self.check_groups("devices", self.devices)
         sizes = {len(group) for group in self.replica_groups()}
         if len(sizes) > 1 or min(sizes) < 2:
@@ -144,6 +146,7 @@ class Replicate(Directive):
                     )
 
     def _check_options(self) -> None:
+        """Check the fields that say how gradients are summed and what is sharded."""
         for field in ("reduce_stream", "gather_stream"):
             self.check_stream(field, "reduce")
         if not isinstance(self.bucket_size, int | float) or not is_number(self.bucket_size, positive=True):

@@ -270,6 +270,12 @@ class Shard(Directive):
         )
 
     def _check_region(self, dag: TrainingDAG, region: int, degree: int) -> None:
+        """Check that the experts of a region can be divided over `degree` devices.
+
+        Raises:
+            DirectiveError: They are divided already or cannot be divided evenly, or the region does more
+                than work on dispatched rows.
+        """
         experts = dag.code.routed[region]
         label = f"region {dag.regions[region].label} ({dag.regions[region].source})"
         if region in dag.meshes:
@@ -389,6 +395,7 @@ class Shard(Directive):
         value: Value,
         mesh: Mesh,
     ) -> Ref:
+        """Add an exchange of rows or counts for a chunk, and return the exchanged value."""
         tags = {tag: index for tag, index in chunk.tags.items() if tag != "PASS"}
         node = AllToAll(
             inputs=inputs,

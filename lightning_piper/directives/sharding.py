@@ -416,6 +416,7 @@ def _all_reduce(dag: TrainingDAG, total: Accumulate, policy: ShardingPolicy) -> 
 
 
 def _all_gather(dag: TrainingDAG, source: Parameters, chunk: Chunk, policy: ShardingPolicy) -> AllGather:
+    """Add the gather of a bucket's parameters for a chunk."""
     value, bucket = source.outputs[0], source.outputs[0].bucket
     assert bucket is not None
     whole = dataclasses.replace(value, tensors=(bucket.whole,), placement=Replicate())

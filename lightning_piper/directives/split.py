@@ -173,6 +173,12 @@ class Split(Directive):
         )
 
     def _check(self, dag: TrainingDAG, chunks: list[Chunk]) -> None:
+        """Check that the selected chunks can be split.
+
+        Raises:
+            DirectiveError: An earlier directive has made, offloaded or ordered a chunk, or has given it
+                the same tag. Or a chunk of the same region is not selected.
+        """
         selected = {chunk.id for chunk in chunks}
         for chunk in chunks:
             if chunk.tags.get("PASS") == AGAIN:

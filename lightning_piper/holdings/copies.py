@@ -105,6 +105,10 @@ def averages_each_element(update: Callable[[nn.Module, nn.Module], None]) -> boo
 
 
 def _tried(update: Callable[[nn.Module, nn.Module], None], draw: torch.Generator) -> bool:
+    """Return whether `update` gives the same averages on whole tensors and on their shards.
+
+    The values are drawn once. An `update` that raises counts as false.
+    """
     first, second = (
         {n: torch.randn(shape, generator=draw, dtype=torch.float64) for n, shape in SHAPES.items()}
         for _ in range(2)

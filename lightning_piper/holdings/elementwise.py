@@ -192,6 +192,7 @@ def sees_others(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], device
 def _sees_others(
     optimizer: Optimizer, kinds: Sequence[ParameterKind], device: torch.device, dtype: torch.dtype
 ) -> str:
+    """Do the work of `sees_others` in one dtype."""
     for scenario in SCENARIOS:
         together = run(optimizer, kinds, scenario, device, dtype=dtype)
         if scenario is SCENARIOS[0]:

@@ -198,6 +198,11 @@ class _PendingGradients:
         self._injection = injection
 
     def take(self, factor: torch.Tensor) -> list[torch.Tensor]:
+        """Return the gradients, multiplied by the factor that `backward` passed.
+
+        Raises:
+            ExecutionError: The gradients were taken before.
+        """
         if self._grads is None:
             raise ExecutionError(
                 "backward ran twice on the loss of one training step; its gradients can be returned only "

@@ -262,6 +262,8 @@ def _initialize_one(
     seed: int,
     take: Callable[[str, torch.Tensor], None],
 ) -> None:
+    """Compute the initial values of one submodule, and pass the tensors that are in `names` to `take`.
+    `group` has the canonical names of the submodule's tensors."""
     part, path = places[group[0]][0][0], group[0].rpartition(".")[0]
     reset: Any = (
         partial(getattr(module, HOOK), path, part)

@@ -76,6 +76,7 @@ class TensorBinding:
             raise
 
     def _follow(self) -> None:
+        """Do the work of `follow`. It compares versions and addresses first, because they rarely change."""
         if list(map(dict_version, self._watched)) != self._versions:
             self._put_back()
             self._check_parts()
@@ -171,6 +172,12 @@ class TensorBinding:
                 tensor.data = bound
 
     def _give(self, name: str, found: torch.Tensor, bound: torch.Tensor) -> None:
+        """Copy the values of a tensor that has replaced a bound tensor into the bound tensor.
+
+        Raises:
+            CaptureError: The new tensor shares memory with another bound tensor, or has another shape, dtype
+                or device.
+        """
         for other, x in zip(self._names, self._bound, strict=True):
             shared = (
                 not x.is_meta

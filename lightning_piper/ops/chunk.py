@@ -242,6 +242,7 @@ def interpret(run: Reference, chunk: Chunk) -> Made:
 
 
 def _run(run: Reference, chunk: Chunk, replica: int) -> list[Bundle]:
+    """Return the outputs of a chunk on one replica."""
     dag, interface = run.dag, run.dag.interface(chunk)
     args = [x for bundle in run.inputs(chunk, replica) for x in bundle]
     args += _read_params(run, chunk, replica)

@@ -260,6 +260,7 @@ def interpret_metrics(run: Reference, node: Metrics) -> Made:
 
 
 def _merged(run: Reference, node: Metrics, replica: int) -> torch.Tensor:
+    """Return the metrics vector of a node on one replica."""
     how, inputs = folds(run.dag.code), run.inputs(node, replica)
     vector = torch.zeros(run.dag.replicas, sum(sizes := widths(run.dag.code)), dtype=torch.float64)
     refs = node.weights or (None,) * len(inputs)

@@ -284,6 +284,7 @@ def interpret_counts(run: Reference, node: Counts) -> Made:
 
 
 def _count(run: Reference, terms: Sequence[int], slices: Sequence[Slice], replica: int) -> list[Bundle]:
+    """Return the counts of the denominators for each slice of a replica, and their sums over the slices."""
     rows = []
     for part in slices:
         here = run.samples_of(replica, part)

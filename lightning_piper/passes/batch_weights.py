@@ -55,6 +55,8 @@ def _slices(dag: TrainingDAG) -> dict[tuple[int, str], tuple[Slice, ...]]:
 
 
 def _make(dag: TrainingDAG, group: Group, terms: tuple[int, ...]) -> Weights:
+    """Add the nodes that count the denominators of `terms` on a device group, sum the counts over the
+    replicas, and compute the weights. Return the last node."""
     devices, slices = group
     values = counted(dag, terms, slices)
     counts = dag.add(Counts(outputs=values, devices=devices, terms=terms, slices=slices))

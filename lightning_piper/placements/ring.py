@@ -232,6 +232,7 @@ def _attend_part_backward(
     keys: Tensor,
     mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values for attention to the keys of one rank."""
     dtype = _precise(q)
     dq, dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v))
     lse = lse.masked_fill(lse == -math.inf, 0)  # all weights of a query that sees no key must be 0
@@ -294,6 +295,8 @@ def _rows(mask: Tensor | None, placement: Shard, parts: int) -> Sequence[Tensor 
 
 
 def _attend_rules(node: Node) -> Iterator[Rule]:
+    """Yield the rules of `ATTEND` and `ATTEND_BACKWARD`: shards of the sequences, of the heads, or of the
+    samples."""
     at = PARTS[node.target]  # type: ignore[index]
     runs, turn = (int(x) for x in node.args[at + 1 : at + 3])  # type: ignore[arg-type]
     q, k = Shard(2, runs), Shard(2, runs, turn)

@@ -100,6 +100,8 @@ _LINEAR = {
 
 
 def _pointwise(node: Node) -> Iterator[Rule]:
+    """Yield the rules of an elementwise operation: shards along each dimension, and partial sums if the
+    operation is linear."""
     inputs, count = tensors_of(node), len(made_by(node))
     shapes = [shape_of(x) for x in inputs]
     rank = max(map(len, shapes), default=0)
@@ -251,6 +253,8 @@ def _expanded(node: Node, rank: int) -> list[int | None]:
 
 
 def _cat(node: Node) -> Iterator[Rule]:
+    """Yield the rules of a concatenation: shards along other dimensions, inputs that become runs of the
+    output, and partial sums."""
     inputs = tensors_of(node)
     shapes = [shape_of(x) for x in inputs]
     rank = max(map(len, shapes))
@@ -284,6 +288,8 @@ _SUMS = {aten.sum.default, aten.sum.dim_IntList}
 
 
 def _sum(node: Node) -> Iterator[Rule]:
+    """Yield the rules of a reduction. A shard along a dimension that stays remains a shard. If the reduction
+    is a sum, a shard along a reduced dimension becomes a partial sum."""
     (x,) = tensors_of(node)
     rank = len(shape_of(x))
     dims = argument(node, 1) if node.target is not aten.sum.default else None

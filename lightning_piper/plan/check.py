@@ -92,6 +92,8 @@ def _refuse(device: int, index: int, instruction: Instruction, problem: str) -> 
 
 
 def _check_slots(plan: Plan) -> None:
+    """Check that each slot of a plan is written before it is read, and only once apart from sums in place,
+    and that all slots are empty at the end. A wait must be for the work that fills the slot."""
     state: dict[int, str] = {}
     owner: dict[int, int] = {}  # pending slot -> node that completes it
     sums: dict[int, int] = {}  # slot -> node that adds it up
@@ -149,6 +151,7 @@ def _check_streams(plan: Plan) -> None:
 
 
 def _check_sends(plan: Plan) -> None:
+    """Check that a plan waits for each of its sends once, and that it reports once."""
     sent: dict[int, Instruction] = {}
     reports = 0
     for i, instruction in enumerate(plan.instructions):
@@ -175,6 +178,8 @@ def _check_sends(plan: Plan) -> None:
 
 
 def _check_channels(plans: Mapping[int, Plan]) -> None:
+    """Check that the sends of each channel match its receives, in order: the same value, as tensors of the
+    same specs."""
     sends: dict[Channel, list[SendInstruction]] = {}
     irecvs: dict[Channel, list[Irecv]] = {}
     for plan in plans.values():
@@ -212,6 +217,8 @@ def _check_channels(plans: Mapping[int, Plan]) -> None:
 
 
 def _check_groups(plans: Mapping[int, Plan], image: Image) -> None:
+    """Check that all devices of a group run the same collectives in the same order. `image` returns the
+    device whose plan represents the plan of a device."""
     orders: dict[Group, dict[int, list[int]]] = {}
     for plan in plans.values():
         for i, instruction in enumerate(plan.instructions):

@@ -86,6 +86,8 @@ class StreamClocks:
         yield from self._writes(i, instruction, clock)
 
     def _reads(self, i: int, instruction: Instruction, clock: Clock) -> Iterator[str]:
+        """Record the reads of an instruction. Yield their problems: values that may not be made yet, and
+        memory that another stream may reuse too early."""
         stream = instruction.stream
         for read in instruction.reads:
             slot = read.slot
@@ -124,6 +126,8 @@ class StreamClocks:
             self._gathered[instruction.bucket] = instruction.into
 
     def _writes(self, i: int, instruction: Instruction, clock: Clock) -> Iterator[str]:
+        """Record the writes of an instruction. Yield their problems, such as a change of a slot that may
+        still be read or sent."""
         stream = instruction.stream
         for slot in instruction.writes:
             if slot is None:

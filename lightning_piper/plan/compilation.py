@@ -83,6 +83,7 @@ class Plans(Mapping[int, Plan]):
         return tuple(self.representatives)[self._columns.index[device][1]]
 
     def _make(self, column: Column) -> None:
+        """Compile the plans of the devices in a column."""
         for device, lowered in lower(self._dag, self.order, self._columns, column).items():
             instructions = place_irecvs(lowered.instructions, lowered.irecvs, self._rank)
             instructions = mark_last_reads(device, instructions)

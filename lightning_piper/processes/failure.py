@@ -152,6 +152,8 @@ class FailureWatch:
         return first == self._world.rank
 
     def _listen(self) -> None:
+        """Read rank 0's messages, in the watch's thread, until there is a verdict or the connection ends.
+        After a verdict, end the children that did not answer, and this process if it does not end in time."""
         lead_left, lead = False, None
         while True:
             message = _receive(self._line)
@@ -267,6 +269,7 @@ class _Judge:
             stranger.close()  # the peer does not belong to this run
 
     def _heard(self, line: Connection) -> None:
+        """Handle a message of a process, or the end of its connection."""
         rank, message = self.lines[line], _receive(line)
         if message is not None and "progress" in message:
             self.progress[rank] = message["progress"]

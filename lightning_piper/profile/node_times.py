@@ -43,6 +43,11 @@ def when_it_ran(compiled: Compiled, node: int, folder: Path) -> list[str]:
 
 
 def _times(compiled: Compiled, node: int, path: Path, step: Mapping[str, Any]) -> Iterator[str]:
+    """Yield one line for each time at which a node ran, in the planned step and in the recorded one.
+
+    Raises:
+        PiperError: The step was recorded with another program or batch size.
+    """
     if Path(step["plan"]).name != step["plan"]:
         raise ValueError(f"the plan is {step['plan']!r}, which is not a file in the same folder")
     plan = read_json(path.parent / step["plan"])

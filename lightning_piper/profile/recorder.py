@@ -98,6 +98,8 @@ class StepRecorder:
         return InstructionTimes(self._room.start[:], self._room.end[:])
 
     def _observed(self, code: Sequence[Bound], source: Sequence[int], bind: _Binder) -> list[Bound]:
+        """Return the bound instructions of a step, with the parts of each instruction wrapped by `bind`. The
+        switch to another stream is not measured."""
         groups: dict[int, list[Bound]] = {}
         for i, bound in zip(source, code, strict=True):
             groups.setdefault(i, []).append(bound)
@@ -154,6 +156,8 @@ def _clocked(plan: Plan, room: InstructionTimes, i: int, parts: list[Bound]) -> 
 
 
 def _on_streams(plan: Plan, device: torch.device) -> tuple[_Binder, Callable[[], InstructionTimes]]:
+    """Return two functions that measure instructions by events of the accelerator. The first wraps the parts
+    of an instruction, the second returns the times of all instructions."""
     events: dict[int, tuple[Any, Any]] = {}
     origin = torch.Event(device, enable_timing=True)
     synchronize(device)  # the event and the clock below then mark the same moment

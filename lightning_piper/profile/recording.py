@@ -135,6 +135,7 @@ class Recording:
         return self._recorders[id(prepared)]
 
     def _flush(self) -> None:
+        """Gather the times of the recorded steps on rank 0, which writes their files. Collective."""
         if not self._steps:
             return
         steps, self._steps = self._steps, []
@@ -162,6 +163,8 @@ class Recording:
     def _write(
         self, step: _Step, times: Mapping[int, InstructionTimes], fixed: Mapping[str, Mapping[str, int]]
     ) -> None:
+        """Write the files of one step, and log its figures. The plan is written, too, if no earlier step had
+        it."""
         dag, plans = step.compiled.dag, step.compiled.plans
         measured = Measured(dag, plans, times, serial=self._world.device.type == "cpu")
         real = self.last = figures(dag, plans, measured.trace)

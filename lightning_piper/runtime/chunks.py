@@ -76,6 +76,7 @@ class ChunkBinder:
         self.seed = 0
 
     def bind(self, run: Run) -> Bound:
+        """Return the call that runs a chunk's code on its slots."""
         code = self._code_of(run)
         parts = self._arguments(run)
         function: Function | None = None
@@ -291,6 +292,15 @@ def _denominators(code: StepCode, terms: Sequence[int]) -> list[Denominator]:
 def _bind_code(  # type: ignore[no-untyped-def]
     run, slots: Slots, parts: list[Part], dropped: list[int], writes: list[tuple[int, int, int]]
 ) -> Bound:
+    """Return a call of `run` on tensors in slots.
+
+    Args:
+        run: The function of a chunk.
+        slots: The values of the plan.
+        parts: Where each argument is.
+        dropped: The slots to empty before the run.
+        writes: For each slot to write, the range of the results that it receives.
+    """
     if all(tensor is None for _, tensor in parts):
         order = [slot for slot, _ in parts]
 

@@ -153,6 +153,11 @@ class Executor:
         return code, source
 
     def _bind(self, instruction: Instruction) -> Bound | None:
+        """Return the function that runs an instruction; None if there is nothing to do.
+
+        Raises:
+            ExecutionError: The instruction is unknown, or its operation returns something else.
+        """
         match instruction:
             case ins.Record():
                 return self._streams.record(instruction)
@@ -256,6 +261,12 @@ class Executor:
         self._streams.begin()
 
     def _check(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Check that the batch is like the captured one, and that this plan can add to the gradients kept so
+        far.
+
+        Raises:
+            ExecutionError: It cannot run.
+        """
         if len(leaves) != len(self._specs):
             raise ExecutionError(
                 f"the batch has {len(leaves)} tensors, but the step was captured with {len(self._specs)}. "
@@ -325,6 +336,11 @@ class Executor:
 
 
 def _checked(plan: Plan, shards: Mapping[Bucket, torch.Tensor]) -> Mapping[Bucket, torch.Tensor]:
+    """Return the shards, after a check that there is one of the right size and dtype for each bucket.
+
+    Raises:
+        ExecutionError: A shard is missing or different.
+    """
     for bucket, kept in plan.shards.items():
         wanted = bucket.numel if kept else bucket.shard
         found = shards.get(bucket)

@@ -144,6 +144,7 @@ class LocalEndpoint:
         return wait
 
     def _wait_for_all(self, instruction: WaitWork, slots: Slots) -> Bound:
+        """Return the function that waits for the parts of all members of a collective, and joins them."""
         node, slot, device, states = instruction.node, instruction.into, self._device, self._state
         meeting, collective, exchange = self._meet[node]
         here = self._transport.collectives[meeting]

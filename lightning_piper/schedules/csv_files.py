@@ -54,6 +54,12 @@ def from_csv(
 
 
 def _content(source: str | PathLike[str]) -> str:
+    """Return the text of a schedule: `source` itself if it has a comma or a line break, otherwise the content
+    of the file with this path.
+
+    Raises:
+        DirectiveError: The text is too long, or the file cannot be read.
+    """
     if isinstance(source, str) and ("," in source or "\n" in source):
         if len(source) > FILE:
             raise DirectiveError(
@@ -75,6 +81,12 @@ def _content(source: str | PathLike[str]) -> str:
 
 
 def _read(text: str) -> list[Row]:
+    """Return the rows in a CSV text. Empty rows at the end do not count, and neither do cells for
+    communication, which Piper derives itself.
+
+    Raises:
+        DirectiveError: The text is not CSV, or a cell is not an action.
+    """
     rows: list[Row] = []
     try:
         lines = list(csv.reader(io.StringIO(text)))

@@ -219,6 +219,11 @@ class _RankClocks:
         self._waiting: dict[_Message, int] = {}
 
     def run(self) -> None:
+        """Run each rank until its next pass waits for a message, and continue when the message is sent.
+
+        Raises:
+            DirectiveError: Ranks wait for each other.
+        """
         position = [0] * len(self._rows)
         ready = deque(range(len(self._rows)))
         while ready:

@@ -38,6 +38,7 @@ def zbv_rows(ranks: int, microbatches: int) -> list[Row]:
 
 
 def _row(ranks: int, rank: int, microbatches: int) -> Row:
+    """Return the row of a rank of ZB-V."""
     # ZB-V on R ranks is defined for at least 2R - 1 microbatches. With fewer microbatches, this function
     # builds the row for 2R - 1 and drops the passes of the microbatches that do not exist.
     total = max(2 * ranks - 1, microbatches)

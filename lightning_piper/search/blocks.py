@@ -265,6 +265,8 @@ def text_of(code: StepCode, region: int) -> str:
 def _assembled(
     made: Shortened, step: CapturedStep, annotated: nn.Module, blocks: Sequence[_ChainBlock]
 ) -> BlockCut:
+    """Return the cut into these blocks. It has the names of the original module, not the names of the
+    shortened copy."""
     code = step.at(step.size)
 
     def name_of(block: _ChainBlock, name: str) -> str:

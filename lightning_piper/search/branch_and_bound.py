@@ -251,6 +251,8 @@ class Search:
             self._push(coarse if self.by_memory else self.coarse.time(layout), layout)
 
     def _branch(self, bound: Number, branch: _Branch) -> None:
+        """Expand a branch. A branch that was not looked at before only gets a higher bound, and returns to
+        the heap."""
         if isinstance(branch, Cuts):
             self._enumerate(bound, branch)
         elif branch not in self._looked_at:

@@ -251,6 +251,7 @@ def _simulated(compiled: Compiled, workload: Workload, stages: Stages, hardware:
 
 
 def _network(plans: Mapping[int, Plan], hardware: Hardware) -> Network:
+    """Return the network for a simulation: the link of each channel and of each group in the plans."""
     channels: dict[tuple[int, int], Link] = {}
     groups: dict[tuple[int, ...], Link] = {}
     for plan in plans.values():
@@ -267,6 +268,7 @@ def _network(plans: Mapping[int, Plan], hardware: Hardware) -> Network:
 
 
 def _passes(compiled: Compiled, before: Workload, after: Workload, stages: Stages) -> list[ComparedTime]:
+    """Return the seconds of each pass of each stage, over all microbatches, under both workloads."""
     times: dict[tuple[int, str], dict[Any, int]] = {}  # -> samples of each microbatch
     for chunk in compiled.dag.of_type(Chunk):
         stage = _stage(chunk, stages)

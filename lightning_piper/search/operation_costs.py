@@ -81,6 +81,7 @@ def _nbytes(x: torch.Tensor) -> int:
 
 
 def _flops(func: Any, args: Any, kwargs: Any, made: Any) -> int:
+    """Return the number of floating point operations of a call; 0 for operations that are not counted."""
     packet = func.overloadpacket
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=made))

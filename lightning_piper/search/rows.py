@@ -211,6 +211,8 @@ def _actions(name: str, per_rank: int, ranks: int, microbatches: int) -> list[li
 
 
 def _wires(actions: Sequence[Sequence[_Action]], stages: int) -> Wires:
+    """Give each message between stages on different ranks a number, and return the passes with the messages
+    that they wait for, send, and start to receive."""
     rank = {stage: r for r, row in enumerate(actions) for stage, _, _ in row}
     # Forward (0) or backward (1), stage, microbatch -> message, boundary.
     made: dict[tuple[int, int, int], tuple[int, int]] = {}

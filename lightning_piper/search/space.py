@@ -157,6 +157,7 @@ class Space:
                         yield from self._layouts(tensor, replicas, microbatches)
 
     def _layouts(self, tensor: int, replicas: int, microbatches: int) -> Iterator[Layout]:
+        """Yield the layouts with these degrees and this number of microbatches."""
         blocks = len(self.workload.blocks)
         degrees = _divisors(replicas) if any(block.routed for block in self.workload.blocks) else [1]
         most = min(blocks, self.devices // tensor // replicas, self.ranks or self.devices)

@@ -216,6 +216,7 @@ def _searched(
 
 
 def _told(proposal: Proposal) -> ChosenProgram:
+    """Return the chosen program, with lines that tell the user what was chosen and what was rejected."""
     chosen, found = proposal.chosen, proposal.found
     others = [
         row

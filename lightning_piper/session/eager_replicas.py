@@ -211,6 +211,8 @@ class EagerReplicas:
             torch.autograd.backward, self._replaced = self._replaced, None
 
     def _backward(self, local: Local, last: bool, *args: Any, **kwargs: Any) -> None:
+        """Replace `torch.autograd.backward`. Run the backward pass, and average its gradients over the
+        replicas unless the batch is not the `last` one of an accumulation."""
         if self._inside or not last:
             # No averaging: gradients accumulate locally until the last batch, and a backward pass that
             # activation checkpointing runs inside the step's backward pass belongs to it.

@@ -142,6 +142,8 @@ class Evaluation:
     def _run(
         self, step: Step, leaves: Sequence[torch.Tensor], batch_spec: BatchSpec, batch_idx: int
     ) -> tuple[Prepared, StepResult]:
+        """Run a step on a batch. Before the run, the processes agree on the batch, and compile a program if
+        one is missing. Collective."""
         self.follow()
         programs, variants = self._programs, self._programs.variants(step)
         captured = programs.find(step, batch_spec, batch_idx)

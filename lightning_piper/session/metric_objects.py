@@ -205,6 +205,11 @@ class MetricObjects:
             )
 
     def _claim(self, part: Any, name: str, ranks: Ranks) -> None:
+        """Register one object, so that its owners update it and its `compute` covers all replicas.
+
+        Raises:
+            PiperError: Another step updates the object on different processes.
+        """
         known = self._claims.get(id(part))
         if known is not None:
             if ranks and ranks != known.owners:

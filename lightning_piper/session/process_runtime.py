@@ -332,6 +332,7 @@ class ProcessRuntime:
     def _executor(
         self, compiled: Compiled, device: int, transport: LocalTransport | ProcessTransport
     ) -> Executor:
+        """Return an executor of one device's plan on the tensors that `bind` has received."""
         assert self._first is not None
         # Only a training step uses the gradient buffer. An evaluation during an accumulation must not touch
         # it.

@@ -198,6 +198,8 @@ class Programs:
         self._prepared.clear()
 
     def _captured(self, step: Step, batch_spec: BatchSpec, history: History) -> Compiled:
+        """Capture a step for a batch of this spec, and compile it. If a training step cannot be captured,
+        return the result of `instead`."""
         settings = self._settings
         context, (name, loader) = settings.context if step == TRAINING else settings.forward_context, step
         example = batch_spec.times(settings.replicas)

@@ -78,6 +78,11 @@ class Standalone:
         self.evaluation.follow = TensorBinding(self.module, own).follow
 
     def _distribute(self, own: Ownership) -> Ownership:
+        """Distribute the module as `own` says. Collective.
+
+        Raises:
+            PiperError: A tensor on the meta device was changed in place.
+        """
         before = parts_of(self.module)
         if before is not None:
             before.check_unwritten()

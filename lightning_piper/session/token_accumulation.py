@@ -98,6 +98,11 @@ def _place(compiled: Compiled) -> int:
 
 
 def _only_term(compiled: Compiled) -> Term:
+    """Return the only term of the step's loss.
+
+    Raises:
+        PiperError: The loss has several terms, or its gradients cannot be weighted.
+    """
     outputs = [
         out
         for interface in compiled.dag.code.interfaces.values()

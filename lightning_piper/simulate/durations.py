@@ -85,6 +85,12 @@ class WorkDurations:
             self._nodes[first], self._nodes[second] = duration, 0
 
     def _read(self, dag: TrainingDAG, table: Mapping[str, Number]) -> _Rules:
+        """Read a table of durations. Store the durations of nodes and operations, and return rules with the
+        durations of passes.
+
+        Raises:
+            SimulationError: An entry is invalid.
+        """
         rules = _Rules()
         for key, value in table.items():
             duration = checked(f"durations: {shown(key)}", value)
@@ -188,6 +194,11 @@ class _Rules:
 
 
 def _most_specific(chunk: Chunk, found: list[_Entry]) -> Number:
+    """Return the duration of the most specific entry that applies to a chunk. It is the last of `found`.
+
+    Raises:
+        SimulationError: No entry applies, or two entries are equally specific.
+    """
     if not found:
         raise SimulationError(
             f"durations: {_name(chunk)} has no duration; give one for {chunk.kind!r} or {chunk.label!r}"

@@ -238,6 +238,8 @@ class _SimulatedDevices:
     def _join(
         self, device: int, instruction: Instruction, clock: _Clock, exchange: _PendingExchange
     ) -> list[int]:
+        """Let a device join an exchange. If it is the last one, determine when the exchange starts and ends,
+        and return the devices that wait for it. Otherwise return an empty list."""
         self._started[device, instruction.node] = exchange
         exchange.joined.append((device, instruction))
         exchange.ready = max(exchange.ready, clock.time)

@@ -217,6 +217,7 @@ def figures(dag: TrainingDAG, plans: Mapping[int, Plan], trace: Trace) -> Simula
 def _figures(
     dag: TrainingDAG, plan: Plan, trace: Trace, spans: list[Span], held: list[StreamWait]
 ) -> DeviceFigures:
+    """Return the figures of one device from its spans and from the waits of its streams."""
     computing = {instruction.stream for instruction in plan.instructions if isinstance(instruction, Run)}
     parts = [_Part(span.start, span.end, _WORK, span.origin) for span in spans if span.stream in computing]
     for wait in held:

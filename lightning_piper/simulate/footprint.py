@@ -69,6 +69,7 @@ class Footprint:
         return self._peaks[key]
 
     def _find(self, given: Sequence[Group | None], sizes: tuple[int, ...]) -> Peak:
+        """Do the work of `peak`."""
         most, at = -1, 0
         for i, (live, _) in enumerate(self._walk(given, sizes)):
             if live > most:
@@ -192,6 +193,7 @@ class _GraphRun:
         return torch.fx.node.map_arg(fill_sizes(argument, self._code.sizes), lambda x: self._values[x])
 
     def _hold(self, node: Node, value: Any) -> None:
+        """Record the storages of a node's value. A storage that was not seen before gets a number."""
         self._values[node] = value
         for storage in {
             _storage(x): x for x in _torch.tree_leaves(value) if isinstance(x, torch.Tensor)

@@ -142,6 +142,11 @@ _KEYS = ("name", "source", "memory", "flops", "bandwidth", "links", "host", "hos
 
 
 def _hardware(where: str, content: Any) -> Hardware:
+    """Return the hardware that the content of a JSON file describes. `where` names the file in errors.
+
+    Raises:
+        SimulationError: The content is invalid.
+    """
     _check_keys(where, content, _KEYS, ("efficiency",))
     if not isinstance(content["name"], str):
         raise SimulationError(f"{where}: name is {shown(content['name'])}; give a string [PIPER-T002]")
@@ -193,6 +198,11 @@ def _link(where: str, content: Any, more: tuple[str, ...]) -> tuple[int, Link]:
 
 
 def _check_keys(where: str, content: Any, keys: Collection[str], optional: Collection[str]) -> None:
+    """Check that the content is a dict with all of `keys`, and with no other keys except `optional`.
+
+    Raises:
+        SimulationError: It is not.
+    """
     if not isinstance(content, dict):
         raise SimulationError(
             f"{where} is a {type(content).__name__}; give an object with {', '.join(keys)} [PIPER-T002]"

@@ -131,6 +131,8 @@ class _Account:
         self.kept: list[tuple[_Moment, int, Slice]] = []
 
     def enter(self, instruction: Instruction, start: _Moment, end: _Moment) -> None:
+        """Record the values that an instruction makes, uses and frees between the moments `start` and
+        `end`."""
         work = _Work(self._dag, instruction, self._held) if isinstance(instruction, Run) else None
         for k, slot in enumerate(instruction.writes):
             if slot in self._held:  # a sum in place or a completed receive was allocated before

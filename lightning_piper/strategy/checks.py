@@ -70,6 +70,7 @@ def check_fit(
 def _problems(
     trainer: pl.Trainer, module: pl.LightningModule, layer_sync: LayerSync | None, known: Known
 ) -> Iterator[str]:
+    """Yield each reason why Piper cannot run a fit, on any number of processes."""
     if layer_sync is not None and not is_a(layer_sync, TorchSyncBatchNorm):
         yield (
             f"the plugin {type(layer_sync).__name__} would replace layers of the module by layers that "
@@ -110,6 +111,7 @@ def _is_reached(epoch: int, trainer: pl.Trainer) -> bool:
 
 
 def _problems_of_processes(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[str]:
+    """Yield each reason why Piper cannot run a fit on several processes."""
     if trainer.enable_validation:
         yield from _problems_of_evaluation(module, "validation_step")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -214,6 +216,7 @@ def uncapturable(
 
 
 def _uncapturable_callbacks(trainer: pl.Trainer) -> Iterator[str]:
+    """Yield a text for each callback because of which a step cannot be captured."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         swa = is_a(callback, StochasticWeightAveraging) and trainer.max_epochs != -1
         if swa and callback.pl_module_contains_batch_norm(trainer.lightning_module):

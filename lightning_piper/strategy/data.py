@@ -88,6 +88,11 @@ def agree_on_loader(loader: object, world: World, limit: float = 1.0, apart: boo
 
 
 def _check_sampler(sampler: DistributedSampler[Any], world: World) -> None:
+    """Check that a sampler divides the data over the replicas, and gives this process its replica's part.
+
+    Raises:
+        PiperError: It does not.
+    """
     if sampler.num_replicas == world.count and sampler.rank == world.replica:
         return
     if world.count == 1:

@@ -342,6 +342,8 @@ class PiperStrategy(EvaluatingStrategy):
     def _begin_fit(
         self, start: Starting, batch: Any, check: Callable[[Compiled], None] = lambda compiled: None
     ) -> None:
+        """Begin a fit whose step is captured with this batch. `check` raises an error if the program must not
+        run. Collective."""
         module, optimizer = self.lightning_module, self.optimizers[0]
         assert module is not None
         names = names_in(optimizer, module, start.names)  # hooks may have changed the optimizer's groups
@@ -390,6 +392,8 @@ class PiperStrategy(EvaluatingStrategy):
                 self.phase.stop_averaging()
 
     def _run_plan(self, phase: Fitting, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the captured step on the current batch. If it can no longer be captured, run it uncaptured from
+        now on."""
         assert self.lightning_module is not None
         fit, loop = phase.fit, self.lightning_module.trainer.fit_loop.epoch_loop
         try:

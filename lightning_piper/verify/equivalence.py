@@ -180,6 +180,7 @@ class _Runner:
     def _run_single(
         self, tensors: Mapping[str, torch.Tensor], slices: tuple[Slice, ...], parted: bool
     ) -> Outcome:
+        """Do the work of `single` with these tensors."""
         if parted:
             return interpret(
                 apply_program(build_dag(self.step), self.splits), tensors, self.leaves, self.seed

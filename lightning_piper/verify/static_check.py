@@ -75,6 +75,7 @@ def _problems(facts: Facts, final: bool) -> Iterable[str]:
 
 
 def _structure(facts: Facts) -> Iterable[str]:
+    """Do the work of `check_structure`: yield the problems of the edges."""
     dag = facts.dag
     for node in dag.nodes.values():
         for source, index in node.reads:

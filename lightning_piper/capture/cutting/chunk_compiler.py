@@ -73,6 +73,8 @@ class ChunkCompiler:
         return self._made[id(code)][1]
 
     def _function(self, code: Code) -> Function:
+        """Compile a code object. If Inductor cannot compile it, count the reason, and return the uncompiled
+        function."""
         if not len(code.graph.nodes) or any(RUNS_KEY in node.meta for node in code.graph.nodes):
             self.refused["they run the user's code uncaptured"] += 1
             return code.run

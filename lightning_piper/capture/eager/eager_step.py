@@ -106,6 +106,7 @@ class EagerStep:
         return self._code[size]
 
     def _code_for(self, size: int) -> StepCode:
+        """Return the code of the step, which has one region. `size` is only recorded in the code."""
         specs = tuple(self.params[name].spec for name in self.trained)
         reads = tuple(self.params) if self._reads is None else tuple(self._reads)
         forward = Interface((), (Output(Kind.SAVED, ("B",)),), reads, tuple(self.buffers))

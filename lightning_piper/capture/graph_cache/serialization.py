@@ -84,6 +84,7 @@ class _GraphWriter:
         self._numbers: dict[Node, int] = {}
 
     def content(self) -> bytes:
+        """Return the graph as compressed JSON."""
         nodes = []
         for node in self._graph.nodes:
             about = {key: self._data(node.meta[key]) for key in _MARKS if key in node.meta}
@@ -166,6 +167,7 @@ class _GraphReader:
         self._values: dict[str, torch.Tensor] = {}
 
     def graph(self, found: Any) -> Graph:
+        """Return the graph that the JSON form describes."""
         graph = Graph(self._constants)
         for op, name, target, args, kwargs, about in found:
             given = tuple(self._data(args)), self._data(kwargs)
@@ -197,6 +199,11 @@ class _GraphReader:
         return found
 
     def _data(self, value: Any) -> Any:
+        """Return the argument or mark that a JSON value stands for.
+
+        Raises:
+            NotSerializable: The value names something that torch does not have.
+        """
         if isinstance(value, dict):
             return {key: self._data(x) for key, x in value.items()}
         if not isinstance(value, list):

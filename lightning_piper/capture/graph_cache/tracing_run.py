@@ -184,6 +184,11 @@ class _OperationLog(_torch.TorchDispatchMode):
         return made
 
     def _shown(self, value: Any) -> Iterator[str]:
+        """Yield the words by which the log of operations identifies an argument.
+
+        Raises:
+            NotLoggable: The argument has another type than the log can record.
+        """
         if isinstance(value, torch.Tensor):
             yield self._tensor(value)
         elif isinstance(value, list | tuple):

@@ -87,6 +87,8 @@ class PlaceholderNames:
     def of(
         cls, graph: torch.fx.Graph, canonical: Mapping[str, str], tangents: Mapping[Node, int] | None = None
     ) -> PlaceholderNames:
+        """Return what each placeholder of a joint graph means. `canonical` maps each name of a parameter or
+        buffer to its canonical name."""
         params, buffers, batch, tangent = {}, {}, {}, None
         for node in graph.nodes:
             desc = node.meta.get("desc") if node.op == "placeholder" else None

@@ -63,6 +63,8 @@ class _LinearityTrial:
         self._moving = list(moving)
 
     def verdict(self) -> str | None:
+        """Run the operation on several values of the moving arguments, and return the result of
+        `try_linearity`."""
         one, other = self._spread(), self._spread()
         zero, of_one, of_other = self._of([x * 0 for x in one]), self._of(one), self._of(other)
         if all(

@@ -293,6 +293,7 @@ def _reads_shapes_alone(node: Node) -> bool:
 
 
 def _is_zero(node: Node) -> bool:
+    """Return whether the node is certainly a tensor of zeros."""
     if node.op == "get_attr":
         value = getattr(node.graph.owning_module, str(node.target), None)
         if (

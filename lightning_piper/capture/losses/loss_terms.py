@@ -284,6 +284,8 @@ class LossTerms:
     # Reductions over the samples.
 
     def _nll(self, node: Node) -> Combination:
+        """Return how a result of a negative log likelihood combines. The total weight of the labels, its
+        second result, does not combine."""
         made: Any = node.args[0]
         reduction = made.args[3]
         if node.args[1] != 0 or reduction == 0:
@@ -306,6 +308,7 @@ class LossTerms:
         return Combination(LINEAR, SAMPLES if reduction == 1 else ONE) if rows else Combination(OTHER)
 
     def _summed(self, node: Node) -> Combination:
+        """Return how a sum or a mean over dimensions of a value combines."""
         source: Any = node.args[0]
         if is_zero(source):
             return Combination(WHOLE)  # a sum of zeros is 0 on every part
@@ -380,6 +383,8 @@ class LossTerms:
         return inner if counts and asked.arguments[0] in stats_of(inner.denominator) else None
 
     def _added(self, node: Node) -> Combination:
+        """Return how a sum or a difference combines. A maximum or minimum plus a value that is the same on
+        every part still combines as such."""
         first, second = node.args[:2]
         if (
             not self._varies(second)

@@ -134,6 +134,7 @@ class _LossWeighting:
         self.weight: Node | None = None
 
     def run(self) -> WeightedStep:
+        """Find the terms, give them weights and tangents, and return the step."""
         results = self.results
         changed = changed_buffers(results.described(), self.canonical)
         losses = [node for _, node, _ in results.of_kinds(Kind.LOSS)]

@@ -78,6 +78,7 @@ def constant(node: Node, known: Constants) -> torch.Tensor | None:
 
 
 def _computed(node: Node, known: Constants) -> torch.Tensor | None:
+    """Do the work of `constant` for a node that is not in the cache."""
     value = node.meta.get("val")
     if (
         node.op != "call_function"

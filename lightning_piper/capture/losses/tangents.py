@@ -219,6 +219,8 @@ class _TermGradients:
         self._first = terms[0]
 
     def of(self, node: Node, term: int) -> Node:
+        """Return the gradient `node` for one term. The first term has the node itself, and every other term
+        has a copy."""
         if term == self._first:
             return node
         stack = [node]

@@ -53,6 +53,9 @@ def _needed(result: Node) -> list[Node] | None:
 
 
 def _function(needed: list[Node], result: Node) -> SampleIndependent:
+    """Return a function that computes `result` from the graph's inputs. `needed` has all nodes on which it
+    depends, in order."""
+
     @torch.no_grad()
     def run(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         values: dict[Node, Any] = {}

@@ -114,6 +114,8 @@ class _NameScan:
         return inspect.isroutine(value)
 
     def run(self) -> None:
+        """Read the code of the queued functions, and of the functions that it names, until it names nothing
+        new."""
         before = -1
         while self._waiting or before != len(self._named):
             before = len(self._named)
@@ -128,6 +130,8 @@ class _NameScan:
                     )
 
     def _read(self, function: types.FunctionType) -> None:
+        """Record the places that the code of one function names: cells of its closure, its defaults, globals,
+        and Python modules that it imports."""
         for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
             if not _is_empty(cell):
                 self._take(

@@ -180,6 +180,8 @@ class _SavedState:
         self._undo.append(undo)
 
     def _keep_memoised(self, path: str, function: Any) -> None:
+        """Clear a function's cache when the state is restored, if it was called with new arguments. Queue its
+        results."""
         before = function.cache_info().misses
 
         def undo() -> None:
@@ -193,6 +195,7 @@ class _SavedState:
         self._waiting.extend((path, value) for path, value in found if not isinstance(value, _PLAIN))
 
     def _keep_attributes(self, path: str, owner: Any, but: set[str]) -> None:
+        """Save the attributes of an object except those named in `but`, and queue their values."""
         values = getattr(owner, "__dict__", None)
         if not isinstance(values, dict):
             return
@@ -209,6 +212,7 @@ class _SavedState:
         self._undo.append(undo)
 
     def _keep_container(self, path: str, value: Any) -> None:
+        """Save the entries of a container, and queue them."""
         before = copy.copy(dict(value) if isinstance(value, dict) else list(value))
         items = before.items() if isinstance(before, dict) else enumerate(before)
         self._wait((f"{path}[{key!r:.40}]", x) for key, x in items)

@@ -162,6 +162,8 @@ def _along(writer: Decomposer, x: Any, dim: Any) -> int | None:
 
 
 def _softmax(writer: Decomposer, node: Node) -> Node | None:
+    """Write a softmax, or its logarithm, along a sharded dimension. Return None if the dimension is not
+    sharded."""
     x, along, raised = node.args
     if raised or (dim := _along(writer, x, along)) is None:
         return None
@@ -175,6 +177,7 @@ def _softmax(writer: Decomposer, node: Node) -> Node | None:
 
 
 def _softmax_backward(writer: Decomposer, node: Node) -> Node | None:
+    """Write the gradient of `_softmax`. Return None if the dimension is not sharded."""
     grad, made, along, dtype = node.args
     x: Any = made
     if dtype != x.meta["val"].dtype or (dim := _along(writer, x, along)) is None:
@@ -227,6 +230,7 @@ def _nll(writer: Decomposer, node: Node) -> Written:
 
 
 def _nll_backward(writer: Decomposer, node: Node) -> Node | None:
+    """Write the gradient of `_nll` for sharded classes. Return None if the classes are not sharded."""
     grad, scores, target, weight, reduction, ignored, total = node.args
     x: Any = scores
     if weight is not None or len(shape_of(x)) < 2 or _along(writer, x, 1) is None:
@@ -284,6 +288,7 @@ def _targets(writer: Decomposer, target: Any, ignored: Any) -> tuple[Node, Node]
 
 
 def _embedding(writer: Decomposer, node: Node) -> Node | None:
+    """Write the lookup of rows in a table whose rows are sharded. Return None if they are not sharded."""
     table, index, *options = node.args
     x: Any = table
     if writer.held[x] != Shard(0) or any(options[1:]):
@@ -294,6 +299,8 @@ def _embedding(writer: Decomposer, node: Node) -> Node | None:
 
 
 def _embedding_backward(writer: Decomposer, node: Node) -> Node | None:
+    """Write the gradient of a table for a lookup that `_embedding` has written. Return None for any other
+    lookup."""
     grad, index, size, padding, _ = node.args
     if (index, size) not in writer._rows:
         return None

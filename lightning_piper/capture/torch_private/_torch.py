@@ -237,6 +237,7 @@ def functional_graph(
 
 @contextlib.contextmanager
 def _marking(mark: Callable[[torch.fx.Node], None]) -> Iterator[None]:
+    """Within this context, call `mark` with each new node of a trace."""
     create = TracerBase.create_node
 
     def creating(*args: Any, **kwargs: Any) -> torch.fx.Node:

@@ -410,6 +410,11 @@ def _is_of_step(on_step: object, name: str) -> bool:
 
 
 def _loss_of(result: Any) -> torch.Tensor:
+    """Return the loss in the return value of `training_step`, as a tensor without dimensions.
+
+    Raises:
+        CaptureError: The value is not a single number that depends on a trained parameter.
+    """
     if isinstance(result, Mapping):
         if set(result) != {"loss"}:
             raise CaptureError(
