@@ -155,12 +155,14 @@ class Member:
         return Issued(simulated, queue.issue(work), (given, into))
 
     def _sum(self, brought: list[tuple[list[torch.Tensor], list[torch.Tensor]]]) -> None:
+        """Run an all-reduce. `brought` is as for `Exchange`."""
         for x, *terms in zip(*(into for _, into in brought), strict=True):
             total = self._added([x, *terms])
             for target in (x, *terms):
                 target.copy_(total)
 
     def _scatter(self, brought: list[tuple[list[torch.Tensor], list[torch.Tensor]]]) -> None:
+        """Run a reduce-scatter. `brought` is as for `Exchange`."""
         totals = [self._added([given[i] for given, _ in brought]) for i in range(len(brought))]
         for (_, (target,)), total in zip(brought, totals, strict=True):
             target.copy_(total)
@@ -175,12 +177,14 @@ class Member:
 
 
 def _message(brought: list[tuple[list[torch.Tensor], list[torch.Tensor]]]) -> None:
+    """Run a send and its receive. The sender is the first member."""
     (given, _), (_, into) = brought
     for x, target in zip(given, into, strict=True):
         target.copy_(x)
 
 
 def _gather(brought: list[tuple[list[torch.Tensor], list[torch.Tensor]]]) -> None:
+    """Run an all-gather."""
     parts = [given[0].clone() for given, _ in brought]
     for _, into in brought:
         for target, part in zip(into, parts, strict=True):
@@ -188,6 +192,7 @@ def _gather(brought: list[tuple[list[torch.Tensor], list[torch.Tensor]]]) -> Non
 
 
 def _transpose(brought: list[tuple[list[torch.Tensor], list[torch.Tensor]]]) -> None:
+    """Run an all-to-all: part i of each member goes to member i."""
     for i, (_, into) in enumerate(brought):
         for target, (given, _) in zip(into, brought, strict=True):
             target.copy_(given[i])

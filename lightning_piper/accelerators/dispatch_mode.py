@@ -96,6 +96,7 @@ class Issuing:
         return _returned(func, kind, args, kwargs, made)
 
     def _new(self, spec: TensorLayout, into: list[StorageBlock | None], made: str) -> torch.Tensor:
+        """Return a new tensor of poison. Its block of memory, or None, is appended to `into`."""
         tensor, block = self._simulated.memory.new(spec, self._simulated.host.current.queue, made)
         into.append(block)
         return tensor
@@ -215,6 +216,7 @@ def _returned(func: Any, kind: _Kind, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Change all leaves of nested lists, tuples and dicts."""
     if type(value) in (list, tuple):
         return type(value)(_mapped(x, change) for x in value)
     if isinstance(value, dict):
@@ -231,6 +233,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _key(value: Any) -> Any:
+    """Return arguments in a form that can be compared, with specs instead of tensors."""
     if isinstance(value, torch.Tensor):
         return (tuple(value.shape), value.stride(), value.dtype)
     if type(value) in (list, tuple):

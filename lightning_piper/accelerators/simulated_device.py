@@ -200,6 +200,11 @@ class Simulated:
         self._wait(lambda: moment.past)
 
     def _wait(self, enough: Callable[[], bool]) -> None:
+        """Let queued work run until `enough` returns true.
+
+        Raises:
+            ExecutionError: Queues wait for each other.
+        """
         host, inside = self.host, self.host.inside
         host.inside = True
         try:
@@ -212,6 +217,7 @@ class Simulated:
             host.inside = inside
 
     def _standing(self) -> ExecutionError:
+        """Return the error for queues that wait for each other."""
         return ExecutionError(
             f"the simulated accelerator cannot continue: {'; '.join(self.scheduler.standing())}. If you "
             "added an operation, check what it waits for; otherwise report this [PIPER-X001]"

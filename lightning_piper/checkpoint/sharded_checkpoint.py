@@ -196,6 +196,7 @@ def _discard(path: Path) -> None:
 
 
 def _check_range(part: TensorRange) -> None:
+    """Check that the tensor of a range is flat, and has the range's number of elements."""
     count = part.stop - part.start
     if part.tensor.shape != (count,) or not 0 <= part.start <= part.stop <= math.prod(part.shape):
         raise PiperError(
@@ -279,8 +280,9 @@ def load(
         The `common` part.
 
     Raises:
-        PiperError: On every process, if any process finds no checkpoint, a damaged file, or no tensor of a
-            wanted key and shape.
+        PiperError: On every process, if any process finds no checkpoint, a damaged file, content that
+            `weights_only` forbids, or no tensor of a wanted key and shape, or if processes find different
+            checkpoints.
     """
     opened = open_checkpoint(path, world, weights_only)
     fill(opened, wanted, world)
@@ -291,7 +293,8 @@ def open_checkpoint(path: str | Path, world: World, weights_only: bool = True) -
     """Verify a checkpoint's files, and read all but its tensors. The processes divide the files. Collective.
 
     Raises:
-        PiperError: There is no checkpoint, or it is damaged.
+        PiperError: There is no checkpoint, it is damaged, it has content that `weights_only` forbids, or the
+            processes find different checkpoints.
     """
     path = Path(os.path.abspath(path))
     doing = f"loading {path}"
@@ -356,6 +359,7 @@ def fill(opened: VerifiedCheckpoint, wanted: Sequence[TensorRange], world: World
 
 
 def _check_wanted(opened: VerifiedCheckpoint, wanted: Sequence[TensorRange]) -> None:
+    """Check that the checkpoint has each wanted tensor, in the wanted shape."""
     for part in wanted:
         _check_range(part)
         shape = list(opened.spec_of(part.key).shape)

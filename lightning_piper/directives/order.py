@@ -140,6 +140,12 @@ class Order(Directive):
         return found
 
     def _selected(self, dag: TrainingDAG, field: str, condition: Filter, index: Index) -> Sequence[Node]:
+        """Return the chunks that a filter selects, or the copies to the host and back if the filter names
+        them.
+
+        Raises:
+            DirectiveError: The filter matches nothing.
+        """
         if not names_copies(condition):
             return self.select(dag, field, condition, index)
         found = copies(dag, condition)
@@ -342,6 +348,7 @@ def _is_copy(node: Node) -> bool:
 
 
 def _why(dag: TrainingDAG, before: int, after: int) -> str:
+    """Return why one node comes before another, as a text: an order, a buffer or data."""
     edge = dag.graph.edges[before, after]
     if not edge["data"]:
         return f"order, directive {edge['order']}"

@@ -68,10 +68,10 @@ class Shard(Directive):
     node where a placement must change. Put the directive before every `replicate` and after `place` and
     `split`. All regions must be placed on the lines.
 
-    Without them, every device works on its own local batch, as with a `replicate` over the same devices. In a
-    divided region, a parameter whose first dimension is the number of experts is divided, with its gradient
-    and optimizer state. The devices that hold the same experts sum these gradients, and shard the optimizer
-    state further.
+    Without `params` and `values`, every device works on its own local batch, as with a `replicate` over the
+    same devices. In a divided region, a parameter whose first dimension is the number of experts is divided,
+    with its gradient and optimizer state. The devices that hold the same experts sum these gradients, and
+    shard the optimizer state further.
 
     All other parameters are summed as the `replicate` of their region says. That directive may come before or
     after this one. Its levels (shard_grads, shard_params) apply to the experts, too, over the devices that

@@ -106,8 +106,8 @@ def gather_parameters(dag: TrainingDAG, regions: set[int], policy: ShardingPolic
     """
     readers = readers_of(dag)
     sharded = _sharded(dag, regions)
-    # Include regions that read such a parameter without training it. If they train it, the directive of their
-    # region decides.
+    # Include regions that read a sharded parameter without training it. If they train it, the directive of
+    # their region decides.
     trained = _trained(dag)
     reading = regions | {
         region
@@ -402,6 +402,7 @@ def scatter(dag: TrainingDAG, total: Node, policy: ShardingPolicy, ref: Ref | No
 
 
 def _all_reduce(dag: TrainingDAG, total: Accumulate, policy: ShardingPolicy) -> AllReduce:
+    """Add an all-reduce over replicas of a sum of gradients."""
     value = dataclasses.replace(total.outputs[0], placement=Replicate())
     return dag.add(
         AllReduce(

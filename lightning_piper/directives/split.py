@@ -118,7 +118,8 @@ class Split(Directive):
     def _cuttable(self, dag: TrainingDAG, chunks: list[Chunk]) -> list[Chunk]:
         """Return the chunks without those that are computed from gathered samples.
 
-        These need all samples at once, and run on the devices of the first microbatch.
+        Chunks that are computed from gathered samples need all samples at once, and run on the devices of the
+        first microbatch.
         """
         found = [chunk for chunk in chunks if not dag.regions[chunk.region].joined]
         if chunks and not found:
@@ -139,6 +140,8 @@ class Split(Directive):
         return found
 
     def _repeat(self, dag: TrainingDAG, chunks: list[Chunk], microbatches: dict[Slice, list[Slice]]) -> None:
+        """Repeat chunks for each microbatch. `microbatches` maps the slice of a chunk to the slices of its
+        microbatches."""
         touched = disconnect(dag, chunks)
         touched += _Rewrite(dag, chunks, microbatches, self).run()
         chain_state(dag)

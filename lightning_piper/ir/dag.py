@@ -373,7 +373,7 @@ class TrainingDAG:
         )
 
     def name(self, chunk: Node, by: int | None) -> None:
-        """Note that an order names a chunk, or a copy to or from the host. The first order counts."""
+        """Record that order `by` names a chunk, or a copy to or from the host. The first order counts."""
         if self.graph.nodes[chunk.id]["order"] is None:
             self.graph.nodes[chunk.id]["order"] = by
 

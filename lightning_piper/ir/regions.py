@@ -319,10 +319,10 @@ class StepCode:
     def goes_on(self, buffer: str) -> bool:
         """Return whether each microbatch starts with the value of `buffer` that the previous microbatch left.
 
-        It is false if the new value is the same for any part of the batch (a counter, a spectral norm,
-        statistics of the whole batch). Such a buffer changes once a step, as on one device. It is also false
-        if the value comes from gathered samples. Such a buffer changes once, after all microbatches have read
-        the value from before the step.
+        This returns false if the new value is the same for any part of the batch (a counter, a spectral norm,
+        statistics of the whole batch). Such a buffer changes once a step, as on one device. This also returns
+        false if the value comes from gathered samples. Such a buffer changes once, after all microbatches
+        have read the value from before the step.
         """
         return buffer in self.local and buffer not in self._joined_buffers
 

@@ -25,7 +25,8 @@ SHAPED = {
     aten.select_backward.default: 1,
 }
 
-# If a member has a part of each run of the input, `_localize` divides the sizes by the number of members.
+# Splits, which have the sizes of their outputs as an argument. If a member has a part of each output,
+# `_localize` divides the sizes by the number of members.
 SPLIT = {
     aten.split.Tensor,
     aten.split_with_sizes.default,
@@ -87,11 +88,13 @@ def _localize(node: Node, held: Mapping[Node, Any], degree: int) -> None:
 
 
 def _split_along(node: Node) -> int:
+    """Return the dimension along which a split divides its input."""
     dim: Any = node.args[2] if len(node.args) > 2 else 0
     return int(dim) % node.all_input_nodes[0].meta["val"].dim()  # type: ignore[no-any-return]
 
 
 def _fewer(sizes: Any, degree: int) -> Any:
+    """Return the sizes of a split's outputs for one of `degree` members."""
     return [size // degree for size in sizes] if isinstance(sizes, list | tuple) else sizes // degree
 
 

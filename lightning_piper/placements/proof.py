@@ -160,7 +160,8 @@ def _pieces(node: Node) -> int:
 def _sizes(node: Node, rule: Rule, degree: int) -> dict[tuple[Node, int], int]:
     """Return smaller sizes for the dimensions of large shapes.
 
-    Equal sizes stay equal, and the sizes are multiples of the number of members. Empty for small shapes.
+    Equal sizes stay equal, and the sizes are multiples of the number of members. The result is empty if all
+    shapes are small already.
     """
     tensors = [*tensors_of(node), node]
     known = [x for x in tensors if isinstance(x.meta.get("val"), torch.Tensor)]

@@ -206,6 +206,8 @@ def _attend_part(
     keys: Tensor,
     mask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
+    """Return output and `lse` of attention of some queries to some keys, whose positions are `queries` and
+    `keys`."""
     dtype = _precise(q)
     out, lse = q.new_zeros(q.shape, dtype=dtype), q.new_full(q.shape[:3], -math.inf, dtype=dtype)
     for start, stop, seen, some in _runs(queries.tolist(), keys.tolist(), causal):
@@ -282,10 +284,12 @@ def _precise(x: Tensor) -> torch.dtype:
 
 
 def _ids(ids: Tensor, placement: Shard, parts: int) -> list[Tensor]:
+    """Return the positions in the sequence of each of `parts` parts."""
     return Shard(0, placement.blocks, placement.turn).parts(ids, parts)
 
 
 def _rows(mask: Tensor | None, placement: Shard, parts: int) -> Sequence[Tensor | None]:
+    """Return the rows of a mask for the queries of each part. A mask with one row is the same for all."""
     if mask is None or mask.shape[-2] == 1:
         return [mask] * parts
     return Shard(mask.dim() - 2, placement.blocks).parts(mask, parts)

@@ -119,7 +119,8 @@ def _pointwise(node: Node) -> Iterator[Rule]:
             yield Rule((R, P), (P,))
 
 
-# Products
+# Products. A shard of a dimension of the output is computed from the same shard of one factor. If both
+# factors are sharded along the dimension that is summed over, each member makes a term of the sum.
 
 
 def _mm(node: Node) -> Iterator[Rule]:
@@ -138,6 +139,8 @@ def _bmm(node: Node) -> Iterator[Rule]:
 
 
 def _addmm(node: Node) -> Iterator[Rule]:
+    """Yield the rules of `bias + a @ b`. The summed dimension is not divided, because each member would add
+    the whole bias."""
     bias = shape_of(tensors_of(node)[0])
     last = len(bias) - 1
     yield Rule((along_of(bias, last), R, Shard(1)), (Shard(1),))
@@ -173,6 +176,7 @@ def _moves(
 
 
 def _permuted(node: Node, rank: int) -> list[int | None]:
+    """Return the positions of dimensions after `t`, `transpose` or `permute`."""
     if node.target is aten.t.default:
         order = list(reversed(range(rank)))
     elif node.target is aten.transpose.int:
@@ -185,7 +189,12 @@ def _permuted(node: Node, rank: int) -> list[int | None]:
 
 
 def _but(index: int, default: Any = 0) -> Callable[[Node, int], list[int | None]]:
-    """Return an `order` for `_moves`: dimensions stay in place, and the operation's own is not divided."""
+    """Return an `order` for `_moves`: dimensions stay in place, and some are not divided.
+
+    Args:
+        index: The position of the argument that names the dimensions that are not divided.
+        default: The value of this argument if a call does not have it.
+    """
 
     def order(node: Node, rank: int) -> list[int | None]:
         along = argument(node, index, default)
@@ -226,6 +235,7 @@ def _without(node: Node, rank: int) -> list[int | None]:
 
 
 def _squeezed(node: Node, rank: int) -> list[int | None]:
+    """Return the positions of dimensions after `squeeze`. The dimensions that it names are not divided."""
     shape = shape_of(tensors_of(node)[0])
     along = argument(node, 1, list(range(rank)))
     named = (
@@ -237,16 +247,19 @@ def _squeezed(node: Node, rank: int) -> list[int | None]:
 
 
 def _unsqueezed(node: Node, rank: int) -> list[int | None]:
+    """Return the positions of dimensions after `unsqueeze`."""
     at = int(node.args[1]) % (rank + 1)  # type: ignore[arg-type]
     return [d + (d >= at) for d in range(rank)]
 
 
 def _inserted(node: Node, rank: int) -> list[int | None]:
+    """Return the positions of dimensions after `select_backward`, which inserts one."""
     at = int(node.args[2]) % (rank + 1)  # type: ignore[arg-type]
     return [d + (d >= at) for d in range(rank)]
 
 
 def _expanded(node: Node, rank: int) -> list[int | None]:
+    """Return the positions of dimensions after `expand`. Dimensions of size 1 are not divided."""
     shape = shape_of(tensors_of(node)[0])
     more = node.meta["val"].dim() - rank
     return [d + more if shape[d] > 1 else None for d in range(rank)]
@@ -305,6 +318,7 @@ def _sum(node: Node) -> Iterator[Rule]:
 
 
 def _layer_norm(node: Node) -> Iterator[Rule]:
+    """Yield the rules of layer norm. Dimensions that are not normalized can be divided."""
     x, *weights = tensors_of(node)
     rows = len(shape_of(x)) - len(node.args[1])  # type: ignore[arg-type]
     for d in range(rows):
@@ -312,6 +326,8 @@ def _layer_norm(node: Node) -> Iterator[Rule]:
 
 
 def _layer_norm_backward(node: Node) -> Iterator[Rule]:
+    """Yield the rules of the gradients of layer norm. With rows divided, the gradients of the weights are
+    terms of a sum."""
     inputs = tensors_of(node)
     rows = len(shape_of(inputs[0])) - len(node.args[2])  # type: ignore[arg-type]
     made = [isinstance(x, torch.Tensor) for x in made_by(node)]
@@ -383,6 +399,7 @@ def _nll_backward(node: Node) -> Iterator[Rule]:
 
 
 def _embedding(node: Node) -> Iterator[Rule]:
+    """Yield the rules of `embedding`: shards of the columns of the table, and shards of the index."""
     _, index = tensors_of(node)
     rank = len(shape_of(index))
     yield Rule((Shard(1), R), (Shard(rank),))
@@ -391,6 +408,7 @@ def _embedding(node: Node) -> Iterator[Rule]:
 
 
 def _embedding_backward(node: Node) -> Iterator[Rule]:
+    """Yield the rules of the gradient of an embedding's table. Parts of the indices make terms of a sum."""
     _, index = tensors_of(node)
     rank = len(shape_of(index))
     yield Rule((Shard(rank), R), (Shard(1),))
@@ -402,6 +420,8 @@ def _embedding_backward(node: Node) -> Iterator[Rule]:
 
 
 def _identity(node: Node) -> Iterator[Rule]:
+    """Yield the rules of an operation that returns its input: shards along each dimension, and partial
+    sums."""
     for d in range(len(shape_of(tensors_of(node)[0]))):
         yield Rule((Shard(d),), (Shard(d),))
     if node.meta["val"].is_floating_point():

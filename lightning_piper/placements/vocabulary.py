@@ -120,6 +120,7 @@ LOOKUPS: dict[Any, Callable[[Node], Iterator[Rule]]] = {
 
 
 def _own(index: Tensor, ids: Tensor) -> Tensor:
+    """Return which indices the shard with the indices `ids` has."""
     return (index >= ids[0]) & (index <= ids[-1])
 
 

@@ -41,7 +41,7 @@ Clock = dict[str, int]  # stream -> index of its last instruction that is certai
 
 
 class StreamClocks:
-    """A simulation of one device's streams that records which work is certainly done, and the slots."""
+    """A simulation of one device's streams. It records which work is certainly done, and who uses slots."""
 
     def __init__(self) -> None:
         self._clocks: dict[str, Clock] = {}

@@ -32,7 +32,7 @@ from lightning_piper.errors import BatchError, CaptureError, ExecutionError, Pip
 from lightning_piper.processes.settings import Settings, always_alike, check_alike
 from lightning_piper.processes.world import World
 
-NOTHING = torch.iinfo(torch.int64).min
+NOTHING = torch.iinfo(torch.int64).min  # an entry of a message that this process leaves to other processes
 SAMPLE = 2048  # elements of each tensor that enter the checksum
 # Steps between checks of values in GPU memory, which are rare because reading a GPU tensor makes the host
 # wait.
@@ -127,9 +127,11 @@ class BatchCheck:
         self._shapes = False  # whether replicas' shapes differed in some step
         # this process's previous batch spec, which all processes still have whose spec has not changed
         self._others: BatchSpec | None = None
-        self._changed = False
-        self._captured = 0
+        self._changed = False  # whether this process's batch spec differs from its previous one
+        self._captured = 0  # number of the capture in the previous comparison
+        # The checksum of a batch spec and settings, which is computed again only if one of them changes.
         self._digested: tuple[BatchSpec | None, Settings, int] = (None, (), 0)
+        # The comparison under way: its all-reduce, the message, and this process's settings.
         self._running: tuple[dist.Work, torch.Tensor, Settings] | None = None
         self._warned, self._uneven = False, False
 

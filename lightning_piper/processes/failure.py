@@ -59,6 +59,7 @@ LONGEST = 2000  # characters of an error that are sent; a message is then one wr
 
 GONE = "it ended without an error message (killed, or out of memory), or lost its connection"
 SILENT = "it does not answer: the process is stopped, or its machine or network is gone"
+# Paths of the code in which a thread is only while it communicates.
 WAITING_IN = tuple(str(Path(str(module.__file__)).parent) for module in (dist, runtime)) + (
     str(agreement.__file__),
 )
@@ -295,6 +296,7 @@ class _Judge:
                 self._tell({"where": True})
 
     def _greeted(self, line: Connection, rank: int) -> None:
+        """Register the connection of a rank that has identified itself, and send what the rank has missed."""
         self.lines[line] = rank
         self.awaited.discard(rank)
         if RANK_ZERO in self.ended:
@@ -350,6 +352,7 @@ class _Judge:
         return next(iter(self.failed.items()))
 
     def _silent(self) -> list[int]:
+        """Return the ranks that neither answered the last request, nor failed, nor have ended their fit."""
         return [rank for rank in range(self._size) if rank not in {*self.places, *self.failed, *self.ended}]
 
     def _tell(self, message: Message) -> None:

@@ -32,7 +32,7 @@ _SUMS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceO
 # strategies of a process share them.
 _host: tuple[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]] | None = None
 
-_refused: BaseException | None = None
+_refused: BaseException | None = None  # the error that every exchange in host memory raises
 _ends_default = False
 
 

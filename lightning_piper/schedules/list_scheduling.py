@@ -50,6 +50,8 @@ class Chain:
 def chain_of(
     costs: Sequence[StageCosts], microbatches: int, ranks: Sequence[int], memory: Sequence[int | None]
 ) -> Chain:
+    """Return the chain of stages with these costs. `memory` has the whole memory of each rank, and None is
+    unlimited."""
     local = [[s for s, rank in enumerate(ranks) if rank == r] for r in range(max(ranks) + 1)]
     room = [
         None if m is None else m - sum(costs[s].static for s in own)
@@ -87,7 +89,9 @@ class PartialSchedule:
         # By stage, forward and backward: arrival times of messages that no pass has read.
         self._there: list[deque[Number]] = [deque() for _ in range(2 * stages)]
         pairs = [pair for a, b in itertools.pairwise(chain.ranks) for pair in ((a, b), (b, a)) if a != b]
+        # By channel: the messages under way, as time of the send, slot (see `_arrival`) and transfer time.
         self._queues: dict[_Channel, deque[tuple[Number, int, Number]]] = {pair: deque() for pair in pairs}
+        # By channel: the arrival of its last received message.
         self._free: dict[_Channel, Number] = dict.fromkeys(pairs, 0)
 
     def copy(self) -> PartialSchedule:

@@ -157,10 +157,17 @@ class _Rules:
     """
 
     def __init__(self) -> None:
+        # Kind of pass -> names of tags -> values of these tags -> key and duration of the entry.
         self._by: dict[str, dict[tuple[str, ...], dict[tuple[object, ...], tuple[str, Number]]]] = {}
+        # Keys of entries with tags that have matched no chunk.
         self._unused: set[str] = set()
 
     def add(self, key: str, kind: str, tags: _Tags, duration: Number) -> None:
+        """Add an entry for chunks of this kind with these tags.
+
+        Raises:
+            SimulationError: Another entry has the same kind and tags.
+        """
         names, values = tuple(tag for tag, _ in tags), tuple(value for _, value in tags)
         same = self._by.setdefault(kind, {}).setdefault(names, {})
         if values in same:
@@ -184,6 +191,7 @@ class _Rules:
         return sorted(found, key=lambda entry: entry[0])
 
     def check_used(self) -> None:
+        """Check that each entry with tags has matched a chunk."""
         # Allow entries without tags to match nothing, because one table may serve schedules with and without
         # split backward passes.
         if self._unused:
@@ -214,6 +222,7 @@ def _most_specific(chunk: Chunk, found: list[_Entry]) -> Number:
 
 
 def _tags(key: str, text: str | None) -> _Tags:
+    """Parse the tags of a key, such as `PP=0,MB=3`."""
     found: dict[str, int] = {}
     for part in (text or "").split(",") if text else []:
         tag, _, value = part.strip().rpartition("=")

@@ -208,6 +208,7 @@ class _SimulatedDevices:
     def _hold(
         self, device: int, instruction: Instruction, clock: _Clock, moment: Interval, node: int
     ) -> None:
+        """Hold a stream until the time in `moment`, and record the wait for `node` if there is one."""
         before = clock.time
         clock.hold(*moment)
         if clock.time > before:
@@ -216,6 +217,7 @@ class _SimulatedDevices:
             self.trace.held.append(StreamWait(*about, node, self._dag.nodes[node].origin))
 
     def _occupy(self, device: int, instruction: Instruction, clock: _Clock) -> None:
+        """Let an instruction occupy its stream for its duration, and record its span."""
         copying = self._network.host.time(instruction.nbytes) if isinstance(instruction, HostCopy) else 0
         start, duration = clock.time, self._work.of(instruction, copying)
         if duration:
@@ -230,6 +232,7 @@ class _SimulatedDevices:
         self.trace.spans.append(Span(device, instruction.row, start, end, *about))
 
     def _exchange(self, instruction: SendInstruction | Irecv | Collective) -> _PendingExchange:
+        """Return the message or collective to which an instruction belongs."""
         meeting = self._matching.of(instruction)
         if meeting not in self._exchanges:
             self._exchanges[meeting] = _PendingExchange(lane_of(instruction), parties(instruction))
@@ -269,7 +272,7 @@ def run_in_virtual_time(
 ) -> Trace:
     """Run the plans of all devices in virtual time.
 
-    It is linear in the number of instructions, and the same plans always give the same trace.
+    This takes time linear in the number of instructions, and the same plans always give the same trace.
 
     Raises:
         VerificationError: Devices wait for each other. The message names the instruction of each.

@@ -165,8 +165,8 @@ def simulate(
 ) -> Simulation:
     """Run the plans of a DAG in virtual time.
 
-    It is deterministic, uses no tensors, and takes about n log n in the number of instructions. Numbers may
-    be int, float or Fraction. Without floats, all figures are exact.
+    The simulation is deterministic, uses no tensors, and takes about n log n steps for n instructions.
+    Numbers may be int, float or Fraction. Without floats, all figures are exact.
 
     Args:
         dag: The finished DAG from which the plans were compiled.
@@ -250,6 +250,13 @@ _WORK, _EXPOSED, _WAIT, _NOTHING = range(4)  # the states of a device; if severa
 
 
 class _Part(NamedTuple):
+    """A part of a device's time in one state.
+
+    Attributes:
+        what: The state.
+        directive: The index of the directive to which the time belongs. None is the capture.
+    """
+
     start: Number
     end: Number
     what: int

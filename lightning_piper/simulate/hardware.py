@@ -100,9 +100,9 @@ class Hardware:
     def measure(cls) -> Hardware:
         """Measure this machine's CPU as one device.
 
-        It measures matrix products in float32, float64 and bfloat16 and memory copies, and asks the system
+        This measures matrix products in float32, float64 and bfloat16 and memory copies, and asks the system
         for the memory size. Links are memory copies, like messages between processes of one machine. The host
-        has no memory besides the device's.
+        has no memory in addition to the device's memory.
         """
         bandwidth = _copied()
         link = Link(1e-5, bandwidth / 2)  # one copy into shared memory, and one out of it

@@ -83,7 +83,7 @@ class _LiveValue:
     """
 
     storages: _Storages
-    part: Slice | None  # -
+    part: Slice | None
     holders: int = 1
     until: _Moment = (0, 0, 0)
 
@@ -170,6 +170,8 @@ class _Account:
             self._at_most(0, [(total[0].kind, most)], start, end)
 
     def _come(self, storages: _Storages, moment: _Moment) -> None:
+        """Record that one more value lies on these storages. A storage without values is allocated at
+        `moment`."""
         for storage in dict.fromkeys(storages):
             if not storage.values:
                 self.changes.append((moment, storage.nbytes, storage.kind))
@@ -188,6 +190,8 @@ class _Account:
         return self._let_go(value.storages, value.until)
 
     def _let_go(self, storages: _Storages, moment: _Moment) -> list[_Storage]:
+        """Record that one value less lies on these storages. Returns the storages that are freed, because no
+        value lies on them any more."""
         gone = []
         for storage in dict.fromkeys(storages):
             storage.until = max(storage.until, moment)
@@ -200,7 +204,14 @@ class _Account:
     def _at_most(
         self, workspace: int, absent: Iterable[tuple[str, int]], start: _Moment, end: _Moment
     ) -> None:
-        """Lower the curve during an instruction to the memory at the instruction's peak."""
+        """Lower the curve during an instruction to the memory at the instruction's peak.
+
+        Args:
+            workspace: Bytes that the instruction itself adds at its peak.
+            absent: Kind and bytes of values that the curve counts but that are not in memory at the peak.
+            start: The start of the instruction.
+            end: The end of the instruction.
+        """
         for kind, nbytes in (("workspace", -workspace), *absent):
             if nbytes:
                 self.changes.append((start, -nbytes, kind))
@@ -312,6 +323,7 @@ def _most_of_sum(total: Sequence[int], freed: int) -> int:
 
 
 def _kind(dag: TrainingDAG, instruction: Instruction, k: int) -> str:
+    """Return the kind of the k-th value that an instruction writes: one of `KINDS`."""
     if isinstance(instruction, HostCopy) and instruction.to_host:
         return "host"
     node = dag.nodes[instruction.node]
@@ -321,6 +333,8 @@ def _kind(dag: TrainingDAG, instruction: Instruction, k: int) -> str:
 
 
 def _kept(dag: TrainingDAG, instruction: Instruction, k: int) -> Slice | None:
+    """Return the microbatch if a forward pass saves its k-th output for backward, and None for other
+    values."""
     node = dag.nodes[instruction.node]
     if isinstance(node, Chunk) and node.kind == "F" and node.outputs[k].kind == Kind.SAVED:
         return node.slice
@@ -328,6 +342,7 @@ def _kept(dag: TrainingDAG, instruction: Instruction, k: int) -> Slice | None:
 
 
 def _bytes_over_time(changes: Iterable[tuple[_Moment, int, str]]) -> Curve:
+    """Add up changes of bytes, in order of time."""
     points: list[tuple[_Moment, int]] = []
     total = 0
     for moment, nbytes, _ in changes:
@@ -337,6 +352,7 @@ def _bytes_over_time(changes: Iterable[tuple[_Moment, int, str]]) -> Curve:
 
 
 def _in_flight_over_time(kept: Iterable[tuple[_Moment, int, Slice]]) -> Curve:
+    """Return the number of microbatches that have at least one saved value, over time."""
     points: list[tuple[_Moment, int]] = []
     live: Counter[Slice] = Counter()
     for moment, sign, part in kept:
