@@ -141,10 +141,13 @@ class Directive:
     # For the rewrites of subclasses
 
     def check_filter(self, field: str, condition: Any, copies: bool = False) -> None:
+        """Check that the value of a field is a filter. With `copies`, PASS may name copies to and from the
+        host."""
         if problem := problem_with(condition, copies):
             self.refuse(field, problem, 'for instance {"PP": 0, "PASS": "F"} [PIPER-D003]')
 
     def check_device_list(self, field: str, devices: Any) -> None:
+        """Check that the value of a field is a list of distinct devices."""
         good = (
             isinstance(devices, list | tuple) and devices and all(type(d) is int and d >= 0 for d in devices)
         )
@@ -166,6 +169,7 @@ class Directive:
             self.check_device_list(field, group)
 
     def check_stream(self, field: str, default: str) -> None:
+        """Check that a field names a stream. The error shows `default` as an example."""
         stream = getattr(self, field)
         if not is_name(stream):
             self.refuse(
@@ -224,6 +228,7 @@ def names_absent(dag: TrainingDAG, condition: Filter) -> bool:
 
 
 def _tags_in(dag: TrainingDAG) -> str:
+    """Return the tags of a DAG's chunks with their values, as text for messages."""
     found: dict[str, set[Any]] = {}
     for chunk in dag.of_type(Chunk):
         for tag, value in chunk.tags.items():

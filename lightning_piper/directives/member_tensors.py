@@ -3,8 +3,8 @@ tensors.
 
     F[0] -> F[1] -> F[2]     --take parts over [0, 1]-->     F[0] -> F[1] @0,1, a part each -> allreduce -> F[2]
 
-`prepare` captures the step for it: regions end where the placement of a value must change. Until the
-directive is applied, the passes run on whole tensors as on one device, with nothing between them.
+`Shard.prepare` cuts the step for this rewrite: regions end where the placement of a value must change. Until
+the directive is applied, the passes run on whole tensors as on one device, with nothing between them.
 """
 
 from __future__ import annotations
@@ -78,11 +78,16 @@ def _is_placement(value: Any) -> bool:
 
 
 def _part(said: int | Sequence[int]) -> Part:
+    """Return the part that a field gives: a dimension, or a dimension and a number of runs."""
     return Part(said) if isinstance(said, int) else Part(*said)
 
 
 def divided_step(directive: Shard, step: Step, program: Sequence[Directive]) -> Step:
-    """Return the step. The last directive that divides tensors cuts the step for all such directives."""
+    """Return the step cut where placements change, if `directive` is the last one that divides tensors.
+
+    The last directive cuts the step for all directives that divide tensors. For an earlier directive, this
+    function only checks the fields and returns the step unchanged.
+    """
     divisions = []
     _axes_of(directive, program)
     for other in _dividing(program):

@@ -89,6 +89,7 @@ class Offload(Directive):
             self._keep_saved(dag, chunks)
 
     def _keep_states(self, dag: TrainingDAG, chunks: list[Chunk]) -> None:
+        """Keep the optimizer states of the chunks' trained parameters on the host."""
         updated = {
             name for update in dag.of_type(Update) for ref in update.inputs for name in dag.value(ref).names
         }
@@ -174,6 +175,7 @@ def _kept(dag: TrainingDAG, chunk: Chunk, later: Iterable[Chunk]) -> dict[Ref, l
 
 
 def _about(dag: TrainingDAG, chunk: Chunk, ref: Ref, what: str) -> dict[str, Any]:
+    """Return the fields that a store or fetch of a value has. `what` is its PASS."""
     return {
         "outputs": (dag.value(ref),),
         "tags": {**chunk.tags, "PASS": what},

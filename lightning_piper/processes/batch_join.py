@@ -49,6 +49,7 @@ class BatchJoin:
         return spec.rebuild(made, content)
 
     def _gathered(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all processes of the replica, joined along the first dimension."""
         own = x.cpu() if x.device.type != "cpu" else x
         parts = [torch.empty_like(own) for _ in self._ranks]
         dist.all_gather(parts, own, group=self._group)

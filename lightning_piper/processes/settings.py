@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_piper.errors import PiperError
 
+# The settings that must be equal on all processes, even if each process updates its own copy.
 _CLASS, _FACTOR = _SAME = (
     "the class of the optimizer",
     "the factor with which backward multiplied the last loss",
@@ -61,6 +62,8 @@ _NAMES = ("params", "param_names")
 
 
 def _plain(options: dict[str, Any], read: bool) -> list[tuple[str, str]]:
+    """Return the options that can be compared as text: numbers, strings, lists of these, and tensors of one
+    number."""
     found = {
         k: x
         for k, x in options.items()

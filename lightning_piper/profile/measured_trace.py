@@ -29,7 +29,7 @@ from lightning_piper.plan.plan import Plan
 from lightning_piper.profile.recorder import InstructionTimes
 from lightning_piper.simulate.engine import Interval, Lane, Span, StreamWait, Trace, lane_of
 
-SECOND = 1e-9  # in nanoseconds, the unit of recorded times
+SECOND = 1e-9  # factor from nanoseconds, the unit of recorded times, to seconds
 AT_ONCE = 50e-6  # in seconds; the message of a shorter wait had arrived before the wait
 
 
@@ -51,8 +51,8 @@ class _RecordedExchange:
 
 
 class Measured:
-    """The measured trace of one step. It visits devices in an order that respects causality, even if clocks
-    disagree.
+    """The measured trace of one step. The constructor reads the devices' times in an order that respects
+    causality, even if clocks disagree.
 
     Args:
         dag: The finished DAG.
@@ -169,6 +169,7 @@ class Measured:
         stop: float,
         since: float,
     ) -> None:
+        """Add the party of one device to the exchange of an instruction."""
         exchange = self._exchanges.setdefault(
             self._matching.of(instruction), _RecordedExchange(parties(instruction))
         )

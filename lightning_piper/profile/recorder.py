@@ -36,6 +36,7 @@ class InstructionTimes:
     end: list[int]
 
 
+# Gets the index of an instruction and its bound parts, and returns the parts with clocks.
 _Binder = Callable[[int, list[Bound]], list[Bound]]
 
 

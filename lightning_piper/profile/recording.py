@@ -39,7 +39,14 @@ class ExecutableProgram(Protocol):
 
 @dataclass
 class _Step:
-    """One recorded step of one process."""
+    """One recorded step of one process.
+
+    Attributes:
+        number: The number of its batch over the whole training.
+        begun: The start of the step on the process's clock, in nanoseconds.
+        times: Device -> a function that returns the recorded times.
+        batch_time: Seconds from the start of this step to the start of the next step; None if no step follows.
+    """
 
     compiled: Compiled
     number: int
@@ -126,6 +133,7 @@ class Recording:
             self._board.close()
 
     def _of(self, prepared: ExecutableProgram) -> list[StepRecorder]:
+        """Return the recorders of a program's executors. The first call makes them."""
         if id(prepared) not in self._recorders:
             self._prepared.append(prepared)
             labels = self._kernels is not None
@@ -197,11 +205,13 @@ class Recording:
         self._board.schedule(planned, real, step.global_step)
 
     def _name(self, compiled: Compiled) -> str:
+        """Return the name of the plan file of a program."""
         index = next(i for i, known in enumerate(self._plans) if known is compiled)
         return f"plan_{index + 1}.json" if index else "plan.json"
 
 
 def _shifted(times: InstructionTimes, offset: int) -> InstructionTimes:
+    """Return times on the clock of rank 0, which is `offset` ahead. Times of 0 stay 0."""
     return InstructionTimes([t and t + offset for t in times.start], [t and t + offset for t in times.end])
 
 
@@ -239,6 +249,7 @@ def _fixed(trainer: pl.Trainer, compiled: Compiled, world: Processes) -> dict[in
 
 
 def _state_by_parameter(optimizers: Sequence[Optimizer]) -> dict[int, int]:
+    """Return the bytes of optimizer state of each parameter, by the parameter's `id`."""
     found: dict[int, int] = {}
     for optimizer in optimizers:
         for p, state in optimizer.state.items():
