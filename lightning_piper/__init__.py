@@ -18,7 +18,7 @@ from lightning_piper.directives import (
 )
 from lightning_piper.errors import CaptureError, DirectiveError, ExecutionError, PiperError, VerificationError
 from lightning_piper.grouped_matmul import grouped_linear
-from lightning_piper.pretrained import from_pretrained
+from lightning_piper.pretrained import from_pretrained, save_pretrained
 from lightning_piper.profile import PiperProfiler, Schedule
 from lightning_piper.routing import combine, dispatch
 from lightning_piper.sample_gathering import gather_samples
@@ -56,6 +56,7 @@ __all__ = [
     "mean",
     "parallel",
     "register",
+    "save_pretrained",
     "schedules",
     "search",
     "tensor_parallel",

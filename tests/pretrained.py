@@ -25,6 +25,11 @@ def llama() -> tuple[Any, Any, dict[str, Any]]:
     return LlamaForCausalLM, LlamaConfig, {**sizes, "num_hidden_layers": 2}
 
 
+def tied_llama() -> tuple[Any, Any, dict[str, Any]]:
+    model_class, config_class, sizes = llama()
+    return model_class, config_class, {**sizes, "tie_word_embeddings": True}
+
+
 def gpt2() -> tuple[Any, Any, dict[str, Any]]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -52,16 +57,16 @@ def t5() -> tuple[Any, Any, dict[str, Any]]:
 
 KINDS: dict[str, Callable[[], tuple[Any, Any, dict[str, Any]]]] = {
     "llama": llama,
+    "tied_llama": tied_llama,
     "gpt2": gpt2,
     "bert": bert,
     "t5": t5,
 }
-STAGES = {
-    "llama": [
-        ["model.model.embed_tokens", "model.model.layers.0"],
-        ["model.model.layers.1", "model.model.norm", "model.lm_head"],
-    ],
-}
+LLAMA_STAGES = [
+    ["model.model.embed_tokens", "model.model.layers.0"],
+    ["model.model.layers.1", "model.model.norm", "model.lm_head"],
+]
+STAGES = {"llama": LLAMA_STAGES, "tied_llama": LLAMA_STAGES}
 
 
 def saved(kind: str, folder: Path, dtype: torch.dtype, sharded: bool) -> Path:
@@ -102,15 +107,21 @@ def by_transformers(model_class: Any, path: Path) -> Any:
 
 def fit(module: Tuned, strategy: Any = "auto", devices: int = 1, steps: int = 2) -> dict[str, Tensor]:
     """The parameters after some steps, if one process has them all."""
+    trained(module, strategy, devices, steps)
+    if devices > 1:
+        return {}  # the module stays distributed
+    return {name: x.detach().clone() for name, x in module.named_parameters()}
+
+
+def trained(module: Tuned, strategy: Any = "auto", devices: int = 1, steps: int = 2) -> L.Trainer:
+    """A Trainer that has trained the module for some steps."""
     draw = torch.Generator().manual_seed(1)
     tokens = torch.randint(2, VOCABULARY, (4 * steps, 6), generator=draw)
     trainer = L.Trainer(
         **{**QUIET, "accelerator": "cpu", "devices": devices, "max_steps": steps}, strategy=strategy
     )
     trainer.fit(module, DataLoader(tokens, batch_size=4))  # type: ignore[arg-type]
-    if devices > 1:
-        return {}  # the module stays distributed
-    return {name: x.detach().clone() for name, x in module.named_parameters()}
+    return trainer
 
 
 class Counting:
@@ -147,3 +158,16 @@ def count(rank: int, path: Path, programs: dict[str, Any]) -> dict[Any, Any]:
             fit(module, piper.PiperStrategy(program), devices=2, steps=1)
         found[name] = counting.bytes, held[0]
     return found
+
+
+def save(rank: int, source: Path, folder: Path, program: Any) -> dict[Any, Any]:
+    """Train under a program, uncaptured without one, and save the model in a hook and after the fit, and a
+    checkpoint."""
+    module = Tuned("tied_llama", source, piper.from_pretrained if program else by_transformers)
+    strategy = piper.PiperStrategy(program, capture="auto" if program else "never")
+    module.on_train_end = lambda: piper.save_pretrained(module.trainer, folder / "hook")  # type: ignore[method-assign]
+    trainer = trained(module, strategy, devices=2, steps=1)
+    for _ in range(2):
+        piper.save_pretrained(trainer, folder / "after")
+    trainer.save_checkpoint(folder / "plain.ckpt")
+    return {}

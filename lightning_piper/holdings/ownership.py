@@ -432,6 +432,20 @@ class Ownership:
             yield
 
     @contextlib.contextmanager
+    def whole_on(self, name: str, rank: int) -> Iterator[torch.Tensor | None]:
+        """Give a process one whole tensor inside of this context. Collective.
+
+        A tensor that the process does not hold whole comes into host memory. Yields the tensor on this
+        process, and None on the other processes.
+        """
+        before = None if self.whole else self.bring(name, rank)
+        try:
+            yield self._get(name).detach() if self._world.rank == rank else None
+        finally:
+            if before is not None:
+                self._set(name, before)
+
+    @contextlib.contextmanager
     def whole_everywhere(self) -> Iterator[None]:
         """Give every process the whole module inside of this context. Collective."""
         with self._brought(range(self._world.size)) as names:

@@ -65,7 +65,7 @@ def from_pretrained(model_class: Any, path: str | os.PathLike[str], **options: A
 
 def _built(model_class: Any, folder: Path, options: dict[str, Any]) -> Any:
     """Return the model on the meta device, without values."""
-    _require_transformers()
+    require_transformers("from_pretrained")
     from transformers import GenerationConfig
 
     given = {key: options.pop(key) for key in ("dtype", "attn_implementation") if key in options}
@@ -87,12 +87,20 @@ def _built(model_class: Any, folder: Path, options: dict[str, Any]) -> Any:
     return model
 
 
-def _require_transformers() -> None:
+def require_transformers(caller: str) -> None:
+    """Check that transformers is installed, in a release that this package works with.
+
+    Args:
+        caller: Name of the public function that needs transformers.
+
+    Raises:
+        PiperError: transformers is missing or too old.
+    """
     try:
         from transformers.core_model_loading import rename_source_key  # noqa: F401  since transformers 5
     except ImportError as error:
         raise PiperError(
-            "piper.from_pretrained: transformers 5 or later is not installed. Install it: "
+            f"piper.{caller}: transformers 5 or later is not installed. Install it: "
             "pip install 'transformers>=5' [PIPER-K010]"
         ) from error
 

@@ -1,0 +1,131 @@
+"""The folder of a Hugging Face model. A save fills it while an earlier model in it can still be loaded.
+
+All new files are first written into a folder inside of it. When they are complete, they move to their names,
+the index of the weights last. Files of weights have names that the earlier model does not use. So the index
+decides which model the folder has. If the configuration changes, the earlier index is removed first, because
+the earlier weights do not belong to the new configuration.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_piper.checkpoint.files import sync
+from lightning_piper.checkpoint.safetensors_files import INDEX, SINGLE
+from lightning_piper.errors import PiperError
+
+UNFINISHED = ".piper-unfinished"  # the folder of files that are not complete; loading ignores it
+CONFIGURATION = "config.json"
+SHARD = "model{}-{:05d}-of-{:05d}.safetensors"
+SHARDS = "model-*-of-*.safetensors"  # of any save
+
+
+class ModelFolder:
+    """A folder into which one model is saved.
+
+    Only rank 0 calls its methods, except `unfinished`.
+
+    Args:
+        path: The folder. It need not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def begin(self, model: Any, count: int) -> list[str]:
+        """Write all files but the weights, and return the names of `count` files of weights."""
+        self.discard()
+        folder = self.unfinished()
+        _write_configuration(model, folder)
+        if count == 1:
+            return [SINGLE]
+        names = [SHARD.format("", number, count) for number in range(1, count + 1)]
+        if any((self._path / name).exists() for name in names):
+            tag = f"-{uuid.uuid4().hex[:8]}"
+            names = [SHARD.format(tag, number, count) for number in range(1, count + 1)]
+        return names
+
+    def unfinished(self) -> Path:
+        """Return the folder for files that are not complete.
+
+        Each process makes it, because a network file system may not show rank 0's folder yet. If the processes
+        do not share the folder, `finish` raises an error.
+        """
+        path = self._path / UNFINISHED
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def discard(self) -> None:
+        """Remove the files of a save that is not complete."""
+        shutil.rmtree(self._path / UNFINISHED, ignore_errors=True)
+
+    def finish(self, sizes: Mapping[str, int], weights: Mapping[str, str], total: Mapping[str, int]) -> None:
+        """Let the complete files replace the earlier model.
+
+        Args:
+            sizes: Name of each file of weights -> its size in bytes.
+            weights: Name of each tensor -> name of its file.
+            total: The metadata of the index.
+
+        Raises:
+            PiperError: A file of another process is missing here or has another size.
+        """
+        folder = self.unfinished()
+        for name, size in sizes.items():
+            path = folder / name
+            if not path.is_file() or path.stat().st_size != size:
+                raise PiperError(
+                    f"piper.save_pretrained: rank 0 does not see {path} as another process wrote it. Give a "
+                    "folder that all processes share, on one machine or in a network file system [PIPER-K004]"
+                )
+        if len(sizes) > 1:
+            index = {"metadata": dict(total), "weight_map": dict(weights)}
+            (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        self._publish(INDEX if len(sizes) > 1 else SINGLE)
+
+    def _publish(self, last: str) -> None:
+        """Move all files to their names, and remove the weights of the earlier model.
+
+        Args:
+            last: Name of the file that makes the new weights visible.
+        """
+        folder, path = self.unfinished(), self._path
+        names = sorted(each.name for each in folder.iterdir())
+        for name in names:
+            sync(folder / name)
+        sync(folder)
+        old = path / CONFIGURATION
+        if old.exists() and old.read_bytes() != (folder / CONFIGURATION).read_bytes():
+            for name in (INDEX, SINGLE):  # loading prefers SINGLE, so the weights of INDEX never appear
+                (path / name).unlink(missing_ok=True)
+            sync(path)
+        for name in sorted(names, key=lambda name: name == last):
+            os.replace(folder / name, path / name)
+        sync(path)
+        (path / (SINGLE if last == INDEX else INDEX)).unlink(missing_ok=True)
+        sync(path)
+        for each in path.glob(SHARDS):
+            if each.name not in names:
+                each.unlink()
+        folder.rmdir()
+
+
+def _write_configuration(model: Any, folder: Path) -> None:
+    """Write all files but the weights, as transformers does."""
+    config = copy.deepcopy(model.config)
+    config.dtype = str(model.dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__]
+    if model.is_remote_code():
+        from transformers.dynamic_module_utils import custom_object_save
+
+        custom_object_save(model, folder, config=config)
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)

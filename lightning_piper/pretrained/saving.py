@@ -1,0 +1,292 @@
+"""Writes a Hugging Face model from the processes that hold it, in the files that `transformers` reads.
+
+    trainer.fit(module)
+    piper.save_pretrained(trainer, "tuned")
+
+Each process writes the tensors that it holds into one safetensors file. If processes hold shards of a tensor,
+one of them receives the whole tensor while it writes the tensor. So no process needs memory for the whole
+model.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_piper.checkpoint.safetensors_writer import NAMES, SafetensorsWriter
+from lightning_piper.errors import PiperError
+from lightning_piper.holdings.distributed_marks import parts_of
+from lightning_piper.holdings.materialization import named_tensors
+from lightning_piper.holdings.ownership import Ownership
+from lightning_piper.pretrained.loading import require_transformers
+from lightning_piper.pretrained.model_folder import ModelFolder
+from lightning_piper.processes.world import RANK_ZERO, World, together
+from lightning_piper.strategy import PiperStrategy
+from lightning_piper.strategy.phases import Ended, Idle
+
+
+def save_pretrained(trainer: Any, path: str | os.PathLike[str], model: Any = None) -> None:
+    """Write the `transformers` model of a Trainer's module into a folder that `from_pretrained` reads.
+
+    This is the model's own `save_pretrained` for a model that is distributed over processes. Collective: call
+    it on all processes, in a hook such as `on_train_end` or `on_fit_end`, or after the fit. Each process
+    writes tensors that it holds, and no process gets the whole model.
+
+    Args:
+        trainer: The Trainer with `PiperStrategy`.
+        path: The folder, which all processes share. Rank 0's path is used. Other files in the folder stay,
+            such as a tokenizer's files. An earlier model in the folder can be loaded until all files of the
+            new one are complete.
+        model: The model, if the LightningModule has several, such as `module.encoder`.
+
+    Raises:
+        PiperError: On every process, if any process cannot write; or the LightningModule does not have such a
+            model; or the model has no values yet, adapters or quantized weights.
+    """
+    world, module = _run_of(trainer)
+    found = _model_of(module, model)
+    parts = _parts_of(trainer, module, found)
+    folder = world.broadcast(os.fspath(path))
+    if "://" in folder:
+        raise PiperError(
+            f"piper.save_pretrained: {folder} is a remote address. Give a folder that all processes share"
+            " [PIPER-K011]"
+        )
+    _save(found, Path(os.path.abspath(folder)), parts, world)
+
+
+def _run_of(trainer: Any) -> tuple[World, nn.Module]:
+    """Return the processes of a Trainer, and its module."""
+    require_transformers("save_pretrained")
+    strategy = getattr(trainer, "strategy", None)
+    if not isinstance(strategy, PiperStrategy):
+        kind = type(trainer if strategy is None else strategy).__name__
+        raise PiperError(
+            f"piper.save_pretrained: the first argument must be a Trainer with PiperStrategy, but {kind} was "
+            "found. With another strategy, call the model's own save_pretrained [PIPER-K011]"
+        )
+    module = strategy.lightning_module
+    if module is None:
+        raise PiperError(
+            "piper.save_pretrained: the Trainer does not have a module yet. Call it in a hook, or after the fit"
+            " [PIPER-K011]"
+        )
+    return strategy.world, module
+
+
+def _model_of(module: nn.Module, model: Any) -> Any:
+    """Return the model to save.
+
+    Raises:
+        PiperError: The module does not have the model, or has several; or the model cannot be saved.
+    """
+    from transformers import PreTrainedModel
+
+    models = {path: part for path, part in module.named_modules() if isinstance(part, PreTrainedModel)}
+    outer = [path for path in models if not any(path.startswith(f"{other}.") for other in models)]
+    if model is None and len(outer) == 1:
+        model = models[outer[0]]
+    if model is None:
+        found = (
+            f"several models of transformers ({', '.join(outer)})" if outer else "no model of transformers"
+        )
+        raise PiperError(
+            f"piper.save_pretrained: {type(module).__name__} has {found}. Pass the model to save, such as "
+            "model=module.model [PIPER-K011]"
+        )
+    if all(part is not model for part in models.values()):
+        raise PiperError(
+            f"piper.save_pretrained: {type(model).__name__} is not a model of transformers inside of the "
+            f"Trainer's {type(module).__name__}. Pass such a submodule [PIPER-K011]"
+        )
+    path = next(path for path, part in models.items() if part is model)
+    around = [part for name, part in module.named_modules() if path.startswith(f"{name}.")]
+    if getattr(model, "_hf_peft_config_loaded", False) or any(map(_is_peft, [*around, *model.modules()])):
+        raise PiperError(
+            f"piper.save_pretrained: {type(model).__name__} has adapters of PEFT, which is not supported. Save a "
+            "consolidated checkpoint (trainer.save_checkpoint), and save the adapters from it in one process"
+            " [PIPER-K011]"
+        )
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise PiperError(
+            f"piper.save_pretrained: the weights of {type(model).__name__} are quantized, which is not supported. "
+            "Use weights in a floating-point dtype [PIPER-K011]"
+        )
+    return model
+
+
+def _is_peft(part: nn.Module) -> bool:
+    return any(each.__module__.partition(".")[0] == "peft" for each in type(part).__mro__)
+
+
+def _parts_of(trainer: Any, module: nn.Module, model: nn.Module) -> Ownership | None:
+    """Return the distribution of the module over processes; None if every process has the whole module.
+
+    Raises:
+        PiperError: No process has the model's values, or the run has failed.
+    """
+    parts = parts_of(module)
+    if parts is not None and not parts.ended and isinstance(trainer.strategy.phase, Idle | Ended):
+        raise PiperError(
+            "piper.save_pretrained: the previous run failed and left the module distributed over processes that "
+            "may have ended. Load a checkpoint, and save the model after a fit with it [PIPER-S010]"
+        )
+    if parts is None and any(tensor.is_meta for _, tensor in named_tensors(model)):
+        raise PiperError(
+            "piper.save_pretrained: the model is on the meta device and has no values before the first step "
+            "of a run. Save after the first step [PIPER-S009]"
+        )
+    return None if parts is None or parts.whole else parts
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor that one process writes.
+
+    Attributes:
+        key: Its name in the files.
+        tensor: The model's tensor. It may be a placeholder.
+        rank: The process that writes it.
+        name: Its canonical name in the LightningModule, if the module is distributed; otherwise empty.
+    """
+
+    key: str
+    tensor: torch.Tensor
+    rank: int
+    name: str
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.numel() * self.tensor.dtype.itemsize
+
+
+def _outputs(model: Any, parts: Ownership | None) -> list[SavedTensor]:
+    """Return all tensors to write, in an order that aligns them in the files.
+
+    A canonical holder writes a tensor, so the files have the values that a checkpoint has. Of several
+    canonical holders, the one with the fewest bytes writes the tensor.
+    """
+    keys, tensors = _keys(model), dict(named_tensors(model))
+    canonical = {} if parts is None else _canonical_names(model, parts)
+    written: dict[int, int] = {}  # rank -> bytes
+    found = []
+    for name in sorted(keys, key=lambda name: (-tensors[name].dtype.itemsize, name)):
+        holders: Sequence[int] = [RANK_ZERO]
+        if parts is not None and name in canonical:
+            holders = sorted(parts.tensor_map.canonical_holders(canonical[name]))
+        rank = min(holders, key=lambda rank: written.get(rank, 0))
+        found.append(SavedTensor(keys[name], tensors[name], rank, canonical.get(name, "")))
+        written[rank] = written.get(rank, 0) + found[-1].nbytes
+    return found
+
+
+def _keys(model: Any) -> dict[str, str]:
+    """Return name in the model -> name in the files, with one name for tied tensors.
+
+    The names are those that `save_pretrained` of transformers writes. If it would also convert values, such as
+    stacked experts, the names stay, as with `save_original_format=False`.
+
+    Raises:
+        PiperError: A value cannot be in such a file, or tensors are tied in a way that transformers does not
+            know.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    tensors, ignored = dict(named_tensors(model)), model._keys_to_ignore_on_save or ()
+    names = [name for name in model.state_dict() if name not in ignored]
+    for name in names:
+        if name not in tensors or tensors[name].dtype not in NAMES:
+            found = f"the dtype {tensors[name].dtype}" if name in tensors else "a value that is not a tensor"
+            raise PiperError(
+                f"piper.save_pretrained: {name!r} of {type(model).__name__} has {found}, which Piper does not "
+                "write. Use a model whose state_dict() has parameters and buffers only [PIPER-K011]"
+            )
+    state = {
+        name: torch.empty(tensors[name].shape, dtype=tensors[name].dtype, device="meta") for name in names
+    }
+    try:
+        state = remove_tied_weights_from_state_dict(state, model)
+    except RuntimeError as error:
+        raise PiperError(
+            f"piper.save_pretrained: {type(model).__name__} has tied tensors that its class does not declare: "
+            f"{error} [PIPER-K011]"
+        ) from error
+    renamed = {id(tensor): key for key, tensor in revert_weight_conversion(model, dict(state)).items()}
+    if renamed.keys() == {id(tensor) for tensor in state.values()}:
+        return {name: renamed[id(tensor)] for name, tensor in state.items()}
+    return {name: name for name in state}
+
+
+def _canonical_names(model: Any, parts: Ownership) -> dict[str, str]:
+    """Return name in the model -> canonical name in the LightningModule. Tensors that are not distributed are
+    absent."""
+    canonical = {
+        (id(part), attribute): name for name, places in parts.places.items() for part, attribute in places
+    }
+    found = {}
+    for name, _ in named_tensors(model):
+        path, _, attribute = name.rpartition(".")
+        whole = canonical.get((id(model.get_submodule(path)), attribute))
+        if whole in parts.tensor_map.holder_groups:
+            found[name] = whole
+    return found
+
+
+def _save(model: Any, path: Path, parts: Ownership | None, world: World) -> None:
+    folder, doing = ModelFolder(path), f"saving {path}"
+    outputs = _outputs(model, parts)
+    ranks = sorted({each.rank for each in outputs}) or [RANK_ZERO]
+    writers: list[SafetensorsWriter] = []
+
+    def begin() -> list[str]:
+        return folder.begin(model, len(ranks)) if world.is_rank_zero else []
+
+    def open_file() -> None:
+        if world.rank in files:
+            own = {each.key: each.tensor for each in outputs if each.rank == world.rank}
+            writers.append(SafetensorsWriter(folder.unfinished() / files[world.rank], own))
+
+    def finish() -> None:
+        if world.is_rank_zero:
+            total = {
+                "total_parameters": sum(each.numel() for each in model.parameters()),
+                "total_size": sum(each.nbytes for each in outputs),
+            }
+            folder.finish(
+                {name: sizes[rank] for rank, name in files.items()},
+                {each.key: files[each.rank] for each in outputs},
+                total,
+            )
+
+    try:
+        names = together(world, doing, begin)[RANK_ZERO]
+        files = dict(zip(ranks, names, strict=True))
+        together(world, doing, open_file)
+        for each in outputs:
+            _write(each, parts, writers, world.rank)
+        sizes = together(world, doing, lambda: writers[0].close() if writers else 0)
+        together(world, doing, finish)
+    except BaseException:
+        if world.is_rank_zero:
+            folder.discard()
+        raise
+
+
+def _write(
+    output: SavedTensor, parts: Ownership | None, writers: Sequence[SafetensorsWriter], rank: int
+) -> None:
+    """Write a tensor on the process that writes it. Collective, if the tensor is distributed."""
+    if parts is None or not output.name:
+        if rank == output.rank:
+            writers[0].add(output.tensor)
+        return
+    with parts.whole_on(output.name, output.rank) as tensor:
+        if tensor is not None:
+            writers[0].add(tensor)
