@@ -102,6 +102,7 @@ def _plan(args: argparse.Namespace) -> str:
 
 
 def _viz(args: argparse.Namespace) -> str:
+    """Return the chart or graph as text, or write it to the output file and return an empty text."""
     compiled = _compiled(args)
     if args.dag is not None:
         text = dot_graph(compiled.dag, _device(compiled, args.dag))
@@ -127,6 +128,8 @@ def _simulate(args: argparse.Namespace) -> str:
 
 
 def _explain(args: argparse.Namespace) -> str:
+    """Return the text of `lightning-piper explain`: why a node exists, and when it ran if there is a
+    recording."""
     compiled = _compiled(args)
     try:
         lines = [compiled.explain(args.node)]

@@ -207,6 +207,7 @@ class Compiled:
 
 
 def _by_device(named: Iterable[tuple[tuple[int, ...], tuple[str, ...]]]) -> dict[int, frozenset[str]]:
+    """Return the names by device. `named` has pairs of a device group and its names."""
     groups: dict[tuple[int, ...], set[str]] = {}
     for devices, names in named:
         groups.setdefault(devices, set()).update(names)

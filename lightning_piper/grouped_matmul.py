@@ -114,6 +114,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 
 def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    """Return the gradients of `x` and `weight`, each None if it is not needed."""
     x, weight, counts = ctx.saved_tensors
     gradient = gradient.contiguous()
     into = _grouped_mm(gradient, weight.transpose(1, 2), counts) if ctx.needs_input_grad[0] else None

@@ -317,6 +317,11 @@ def open_checkpoint(path: str | Path, world: World, weights_only: bool = True) -
 
 
 def _read_common(path: Path, weights_only: bool) -> dict[str, Any]:
+    """Read the content that every process has.
+
+    Raises:
+        PiperError: The content has classes that `weights_only` forbids.
+    """
     try:
         with open_regular(path) as file:
             content = torch.load(file, map_location="cpu", weights_only=weights_only)

@@ -120,6 +120,8 @@ class SaveRanges(SavePlanner):
         pass
 
     def create_local_plan(self) -> SavePlan:
+        """Return a plan with one item for each range that this process holds, and with the specs of the whole
+        tensors."""
         items = [
             _write_item(p.key, p.start, p.stop, math.prod(p.shape), p.tensor.dtype)
             for ps in self._parts.values()
@@ -130,6 +132,11 @@ class SaveRanges(SavePlanner):
         )
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Divide the elements among the processes.
+
+        Raises:
+            PiperError: The specs of a tensor differ between ranks, or no process holds some elements.
+        """
         for rank, plan in enumerate(all_plans):
             for key, spec in plan.planner_data.items():
                 if self.specs.setdefault(key, spec) != spec:
@@ -238,6 +245,7 @@ class LoadRanges(LoadPlanner):
         self._metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:
+        """Return a plan that reads the chunks that overlap this process's ranges."""
         assert self._metadata is not None
         items: list[ReadItem] = []
         for key, tensor_ranges in self._parts.items():

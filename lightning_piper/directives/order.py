@@ -227,6 +227,11 @@ class Order(Directive):
                     )
 
     def _refuse_cycle(self, dag: TrainingDAG) -> None:
+        """Check that the graph has no cycle.
+
+        Raises:
+            DirectiveError: It has one. The message shows the cycle, or its cause if the cause is known.
+        """
         if nx.is_directed_acyclic_graph(dag.graph):
             return
         cycle = nx.find_cycle(dag.graph)

@@ -116,6 +116,11 @@ def _content(source: Any) -> tuple[Any, str]:
 
 
 def _read(path: str | PathLike[str], where: str) -> Any:
+    """Read a program from a JSON file.
+
+    Raises:
+        DirectiveError: The file does not exist, or does not have a list or an object.
+    """
     try:
         content = read_json(path)
     except FileNotFoundError:

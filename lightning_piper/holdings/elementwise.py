@@ -157,6 +157,11 @@ def _compared(
 
 
 def _compare(what: str, whole: Any, shards: Sequence[Any]) -> None:
+    """Check that the shards together equal the whole. `what` begins the error's message.
+
+    Raises:
+        NotElementwise: They differ.
+    """
     if isinstance(whole, Tensor):
         if all(isinstance(shard, Tensor) for shard in shards):
             flat, joined = whole.flatten(), torch.cat([shard.flatten() for shard in shards])

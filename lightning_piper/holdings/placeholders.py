@@ -221,6 +221,7 @@ def _name(placeholder: Placeholder | None) -> str:
 
 
 def _refusal(placeholder: Placeholder | None, advice: str, operation: str = "") -> PiperError:
+    """Return the error for a read of a placeholder's values."""
     line = user_frame()
     where = " at ".join(filter(None, (operation, line)))
     return PiperError(

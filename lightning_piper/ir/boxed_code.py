@@ -41,6 +41,7 @@ class _Module(torch.fx.GraphModule):
         return made
 
     def _make(self) -> None:
+        """Generate the code, if no other thread has generated it."""
         if self._is_made:  # another thread has generated the code meanwhile
             return
         stood = {node: node.target for node in self.graph.nodes if RUNS_KEY in node.meta}

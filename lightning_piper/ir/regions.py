@@ -328,6 +328,7 @@ class StepCode:
 
     @cached_property
     def _joined_buffers(self) -> frozenset[str]:
+        """The buffers that regions change which compute from gathered samples."""
         made = [
             (self.regions[region], out)
             for (region, _), each in self.interfaces.items()

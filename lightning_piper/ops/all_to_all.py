@@ -331,6 +331,11 @@ class Travel(Exchange):
         return x
 
     def parts(self, state: torch.Tensor) -> list[torch.Tensor]:
+        """Return the part of a tensor that each member gets.
+
+        Raises:
+            ValueError: The counts do not add up to the number of rows.
+        """
         if self._direction == "counts":
             return list(state.view(self._members, -1))
         if self._even:
@@ -362,6 +367,8 @@ class Travel(Exchange):
         return (self._joined(received, state),)
 
     def _joined(self, parts: Sequence[torch.Tensor], brought: torch.Tensor) -> torch.Tensor:
+        """Return the tensor that consists of the parts received from all members. For counts, also record the
+        numbers of rows for later exchanges."""
         if self._direction == "counts":
             arrived = torch.stack(list(parts))
             self._sizes[self._counts] = Sizes(brought.view(self._members, -1).tolist(), arrived.tolist())

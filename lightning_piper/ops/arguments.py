@@ -192,6 +192,8 @@ def interpret(run: Reference, node: Arguments) -> Made:
 
 
 def _merged(run: Reference, tensors: list[torch.Tensor], slices: list[Slice], way: Way) -> torch.Tensor:
+    """Merge the values of all slices as `way` says: join them along a dimension, or take the first, maximum,
+    minimum, sum or weighted sum."""
     if len(tensors) == 1 or way == "same":
         return tensors[0]
     if isinstance(way, int):

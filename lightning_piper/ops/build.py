@@ -58,6 +58,7 @@ def fill(dag: TrainingDAG) -> None:
 
 
 def _total(dag: TrainingDAG, chunk: Chunk, i: int) -> Ref:
+    """Add the sum over the whole batch of output i of a chunk."""
     total = Total(
         inputs=((chunk.id, i),),
         outputs=(chunk.outputs[i],),
@@ -69,6 +70,7 @@ def _total(dag: TrainingDAG, chunk: Chunk, i: int) -> Ref:
 
 
 def _exchange(dag: TrainingDAG, chunk: Chunk, i: int, way: str) -> Ref:
+    """Add the gather or scatter of samples of output i of a chunk."""
     kind = GatherSamples if way == "gather" else ScatterSamples
     made = kind(
         inputs=((chunk.id, i),),
@@ -145,6 +147,7 @@ def _final_buffers(dag: TrainingDAG, last: set[Ref]) -> None:
 
 
 def _report(dag: TrainingDAG, chunks: dict[PassKey, Chunk]) -> None:
+    """Add a node for the loss and logged values of each chunk, and the report that reads these nodes."""
     vector = metrics_value(dag)
     names = vector.names
     parts: list[Ref] = []

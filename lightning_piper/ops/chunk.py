@@ -271,6 +271,7 @@ def _run(run: Reference, chunk: Chunk, replica: int) -> list[Bundle]:
 
 
 def _read_params(run: Reference, chunk: Chunk, replica: int) -> Bundle:
+    """Return the parameters of a chunk on one replica, from the module's tensors or from gathers."""
     names = run.dag.interface(chunk).params
     found = []
     for name, ref in zip(names, chunk.params or (None,) * len(names), strict=True):

@@ -82,6 +82,8 @@ def check_fetch(facts: Facts, node: Fetch) -> Iterable[str]:
 
 
 def _same(facts: Facts, node: Store | Fetch) -> Iterable[str]:
+    """Yield the problems of a copy whose output differs from its input, or that is on other devices than its
+    input."""
     facts.forward(node)
     source = facts.dag.nodes[node.inputs[0][0]]
     if node.outputs[0] != facts.dag.value(node.inputs[0]):

@@ -75,6 +75,7 @@ def check_plans(plans: Mapping[int, Plan], image: Image = lambda device: device)
 
 
 def _check(plans: Mapping[int, Plan], image: Image) -> None:
+    """Run all checks on plans."""
     for plan in plans.values():
         _check_slots(plan)
         _check_streams(plan)

@@ -76,6 +76,7 @@ class _Ready:
             heapq.heappush(self._heap, entry)
 
     def pop(self) -> Node | None:
+        """Return the next node to run, and remove it; None if no node is ready."""
         while not self._heap and self._standing:
             node_id = heapq.heappop(self._back)[-1]
             if node_id in self._standing:

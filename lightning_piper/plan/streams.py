@@ -66,6 +66,8 @@ def _insert(
     records: dict[int, int],
     waits: dict[int, list[tuple[int, list[int]]]],
 ) -> list[Instruction]:
+    """Return the instructions with records of events and waits for them. `records` maps an index to its
+    event's number, and `waits` maps an index to the recorded indices and shared slots."""
     result: list[Instruction] = []
     for i, instruction in enumerate(instructions):
         for index, slots in waits.get(i, ()):

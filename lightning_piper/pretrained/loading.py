@@ -226,6 +226,7 @@ def _without(names: Iterable[str], patterns: Iterable[str] | None) -> list[str]:
 
 
 def _warn(model: Any, new: list[str], unused: list[str]) -> None:
+    """Warn of parameters that the files do not have, and of tensors that the model does not use."""
     parts = []
     if new:
         parts.append(f"the files do not have {_names(new)}, which get initial values and must be trained")

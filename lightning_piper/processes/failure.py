@@ -219,6 +219,7 @@ class _Judge:
         self._before: dict[int, Message] = {}  # the places of the previous request
 
     def run(self) -> None:
+        """Receive the messages of all processes, and send a verdict once it is due."""
         # Runs until all connections end, also after the verdict: a broken connection would look like the end
         # of rank 0.
         while self.awaited or self.lines:
@@ -450,6 +451,11 @@ def _lacking(greeting: bytes) -> int:
 
 
 def _connect(host: str, port: int) -> Connection:
+    """Connect to rank 0.
+
+    Raises:
+        PiperError: It cannot be reached.
+    """
     try:
         return _line(socket.create_connection((host, port), PATIENCE))
     except OSError as error:

@@ -23,6 +23,7 @@ class _Outline(pickle.Pickler):
         self.tensors: dict[int, tuple[Place, torch.Tensor]] = {}  # by identity
 
     def persistent_id(self, obj: Any) -> Place | None:
+        """Return the place of a tensor that is sent outside of the pickle; None for any other object."""
         if (
             type(obj) is not torch.Tensor
             or obj.device.type != "cpu"

@@ -85,6 +85,7 @@ class Termination:
         world.refuse_exchanges(None)
 
     def _listen(self, arrives: socket.socket) -> None:
+        """Read the numbers of signals from the wakeup socket. A second SIGTERM ends the process at once."""
         count = 0
         with arrives:
             while came := arrives.recv(1):

@@ -78,6 +78,7 @@ def _shortened(error: BaseException, frames: TracebackType | None) -> TracebackE
 
 
 def _drop_frames(shown: TracebackException, error: BaseException) -> None:
+    """Drop the frames outside of the user's code, in this traceback and in the tracebacks of its causes."""
     raised_in = None if isinstance(error, PiperError) else shown.stack[-1:]
     shown.stack = StackSummary.from_list(
         [frame for frame in shown.stack if is_users_file(frame.filename) or [frame] == raised_in]

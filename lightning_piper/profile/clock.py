@@ -44,6 +44,7 @@ def clock_offsets(world: Processes, rounds: int = ROUNDS) -> list[int]:
 
 
 def _ask(world: Processes, other: int, rounds: int) -> None:
+    """Measure the offset of another rank's clock, and send the offset to that rank."""
     trips = []
     box = torch.zeros(1, dtype=torch.int64)
     for _ in range(rounds):

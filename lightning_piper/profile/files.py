@@ -94,6 +94,7 @@ def _colours(dag: TrainingDAG) -> dict[str, str]:
 
 
 def _node(dag: TrainingDAG, node: Node) -> dict[str, Any]:
+    """Return the entry of a node in a plan file."""
     kind = node.kind if isinstance(node, Chunk) else node.label
     about = {
         "label": node.label,

@@ -107,6 +107,7 @@ class ProcessTransport:
                 self._connect_channel(key)
 
     def _connect_channel(self, channel: Channel) -> None:
+        """Connect the two ends of a channel by a first message."""
         if channel in self._channels:
             return
         messages = self._channels[channel] = self._new_messages(channel, f"channel {channel[0]}>{channel[1]}")

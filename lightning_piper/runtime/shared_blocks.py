@@ -152,6 +152,11 @@ class SharedBlocks:
         return block
 
     def _new(self, size: int, nbytes: int) -> _SharedBlock:
+        """Extend the file by a new block.
+
+        Raises:
+            OutOfMemoryError: There is not enough memory.
+        """
         try:
             os.ftruncate(self.file, self._end + size)
             made = _SharedBlock(self.file, self._end, size)

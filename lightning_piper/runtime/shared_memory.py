@@ -216,6 +216,7 @@ class SharedSum:
         self._sent = messages.send(x, [rank for i, rank in enumerate(ranks) if i != own])
 
     def wait(self) -> None:
+        """Wait for the terms of all ranks, and add them up piece by piece."""
         for incoming in self._incoming.values():
             incoming.arrive()
         numel = PIECE // self._x.element_size()

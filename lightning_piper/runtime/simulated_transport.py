@@ -46,6 +46,7 @@ class SimulatedTransport:
             self._join(group, group[0])
 
     def _join(self, key: Any, members: Sequence[int]) -> None:
+        """Create the communicator of a channel or group, with a stream on each member."""
         if key in self._shared:
             return
         ranks = sorted(members)
@@ -83,6 +84,7 @@ class _Side:
         self._transport, self._device = transport, device
 
     def members(self, key: Group) -> Members:
+        """Return the members of a group, seen from this device."""
         ranks = sorted(key[0])
         member: Any = self._transport.member(key, self._device)
         return Members(

@@ -214,6 +214,11 @@ def to_csv(
 
 
 def _action(index: int, condition: object, tag: str, dim_name: str) -> Action:
+    """Return the action that a filter names.
+
+    Raises:
+        DirectiveError: The filter is not one stage, one microbatch and one pass.
+    """
     given = dict(condition) if isinstance(condition, dict) else {}
     stage, kind, microbatch = (given.get(name) for name in (tag, "PASS", dim_name))
     if len(given) != 3 or type(stage) is not int or type(microbatch) is not int or kind not in _LETTERS:
@@ -228,6 +233,11 @@ def _action(index: int, condition: object, tag: str, dim_name: str) -> Action:
 def _devices_of(
     index: int, action: Action, places: Sequence[Place], tag: str, dim_name: str
 ) -> tuple[int, ...]:
+    """Return the device group on which an action is placed.
+
+    Raises:
+        DirectiveError: No place matches the action.
+    """
     tags: dict[str, int | str] = {tag: action.stage, dim_name: action.microbatch, "PASS": action.kind}
     for place in places:
         if matches(place.filter, tags):

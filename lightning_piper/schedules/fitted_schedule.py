@@ -129,6 +129,11 @@ def _alone(own: Sequence[int]) -> list[tuple[int, str]]:
 
 
 def _ranks(stages: int, ranks: object) -> list[int]:
+    """Return the rank of each stage; by default each stage has its own.
+
+    Raises:
+        DirectiveError: The ranks are invalid.
+    """
     if ranks is None:
         return list(range(stages))
     found = [integer(rank) for rank in ranks] if isinstance(ranks, list | tuple | range) else []
@@ -142,6 +147,11 @@ def _ranks(stages: int, ranks: object) -> list[int]:
 
 
 def _memory(ranks: int, memory: object) -> list[int | None]:
+    """Return the memory of each rank; None is unlimited.
+
+    Raises:
+        DirectiveError: A value is invalid.
+    """
     given = memory if isinstance(memory, list | tuple) else [memory] * ranks
     found = [None if value is None else integer(value) for value in given]
     odd = [

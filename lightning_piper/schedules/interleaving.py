@@ -52,6 +52,7 @@ def interleaved_one_f_one_b(
 
 
 def interleaved_rows(ranks: int, microbatches: int, stages_per_device: int) -> list[Row]:
+    """Return the rows of interleaved 1F1B, in which each rank has several stages."""
     stages, rounds = ranks * stages_per_device, max(1, microbatches // ranks)
     size = microbatches // rounds
     rows = []

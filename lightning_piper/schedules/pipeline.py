@@ -91,6 +91,7 @@ def zero_bubble_rows(stages: int, microbatches: int) -> list[Row]:
 
 
 def _zero_bubble(stage: int, warmup: int, microbatches: int) -> Row:
+    """Return the row of a stage in which each BW runs `stage` microbatches after its BI."""
     row = [Action(stage, "F", mb) for mb in range(warmup)]
     for mb in range(microbatches):
         if warmup + mb < microbatches:
@@ -133,6 +134,7 @@ def zb_h2_rows(stages: int, microbatches: int) -> list[Row]:
 
 
 def _zb_h2(stage: int, warmup: int, microbatches: int) -> Row:
+    """Return the row of a stage in which each BW runs `2 * stage` microbatches after its BI."""
     lag = 2 * stage  # BW runs this many microbatches after BI
     row = [Action(stage, "F", mb) for mb in range(warmup)]
     for mb in range(microbatches):

@@ -130,6 +130,8 @@ class Cutting:
         return found
 
     def _stage(self, s: int, i: int, j: int) -> tuple[Number, bool]:
+        """Return the least time (or memory, if that is the objective) of stage s with blocks i to j over all
+        options, and whether an option fits into the memory. If none fits, all options count."""
         least: Number = INFINITE
         fitting: Number = INFINITE
         for level, way in self._options[s]:

@@ -284,6 +284,7 @@ def _passes(compiled: Compiled, before: Workload, after: Workload, stages: Stage
 
 
 def _devices(predicted: Simulation, steps: Sequence[Mapping[str, Any]]) -> list[ComparedTime]:
+    """Return predicted and measured times of each device. The measured time is the median over the steps."""
     return [
         ComparedTime(
             f"device {device}, {what}",

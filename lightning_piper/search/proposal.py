@@ -385,6 +385,8 @@ def write_stages(candidate: Candidate, cut: BlockCut, params: Params | None) -> 
 
 
 def _params(cut: BlockCut, degree: int) -> Params | None:
+    """Return the dimension, or (dimension, runs), along which each parameter is divided over `degree`
+    devices. None for one device."""
     if degree == 1:
         return None
     found: dict[str, Part] = find_params(cut.step.joint_graph, TENSOR, degree, {})

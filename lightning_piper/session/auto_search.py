@@ -255,6 +255,7 @@ def _is_ddps(candidate: Candidate) -> bool:
 
 
 def _proved(proposal: Proposal) -> str:
+    """Return what the search has proved about the proposal, as text."""
     found, refused = proposal.found, len(proposal.refused)
     but = f", except {refused} that {'was' if refused == 1 else 'were'} rejected" if refused else ""
     if found.gap:

@@ -194,6 +194,7 @@ def _sums(members: Members, x: torch.Tensor) -> Callable[[], object]:
 
 
 def _scatters(members: Members, x: torch.Tensor) -> Callable[[], object]:
+    """Return a function that runs a reduce-scatter of a tensor."""
     parts = x.chunk(len(members.ranks))
     rooms = [torch.empty_like(part) for part in parts]
 
@@ -207,6 +208,7 @@ def _scatters(members: Members, x: torch.Tensor) -> Callable[[], object]:
 
 
 def _gathers(members: Members, x: torch.Tensor) -> Callable[[], object]:
+    """Return a function that runs an all-gather of a tensor."""
     part = x.chunk(len(members.ranks))[members.own]
     rooms = torch.empty_like(x).chunk(len(members.ranks))
 

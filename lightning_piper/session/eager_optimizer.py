@@ -157,6 +157,11 @@ class EagerOptimizer:
         return stepped
 
     def _once(self, closure: Callable[[], Any]) -> Any:
+        """Run the closure of an optimizer step.
+
+        Raises:
+            PiperError: The optimizer calls the closure a second time.
+        """
         if self._inside:
             raise PiperError(
                 f"PiperStrategy: {type(self.optimizer).__name__} runs its closure twice in a step. At the "

@@ -277,6 +277,8 @@ class EagerReplicas:
     def _local_gradients(
         self, params: Sequence[nn.Parameter], local: Callable[[], None]
     ) -> list[torch.Tensor | None]:
+        """Run the local backward pass, and return the gradients. Earlier gradients are removed first, unless
+        a parameter is in `_kept`."""
         if not self._kept:
             for param in params:
                 param.grad = None

@@ -193,6 +193,11 @@ class MetricObjects:
                 self._claim(part, ".".join(filter(None, (name, path))), ranks)
 
     def _check_network(self, name: str, metric: nn.Module, ranks: Ranks) -> None:
+        """Check that a metric has all values of its parameters on this rank.
+
+        Raises:
+            PiperError: A parameter belongs to the model, and is sharded or on another rank.
+        """
         away = [
             path
             for path, x in metric.named_parameters()

@@ -147,6 +147,7 @@ class Replay:
                 self._repeat(module, event, result, given)
 
     def _repeat(self, module: Any, event: MetricCall | MetricLog, result: StepResult, given: Given) -> None:
+        """Repeat one call of a metric or one `self.log` with the values of this step."""
         if isinstance(event, MetricCall):
             tensors = [self._argument(name, result, given) for name in event.tensors]
             found = self._objects.call(module, event, tensors, given, len(given.values) in self._wanted)

@@ -187,6 +187,11 @@ def _hardware(where: str, content: Any) -> Hardware:
 
 
 def _link(where: str, content: Any, more: tuple[str, ...]) -> tuple[int, Link]:
+    """Read a link from JSON data. Returns the number of devices that it joins, and the link.
+
+    Raises:
+        SimulationError: The data is invalid.
+    """
     _check_keys(where, content, (*more, "latency", "bandwidth"), ("source",))
     devices = integer(content["devices"]) if more else 1
     if devices is None or devices < 1:

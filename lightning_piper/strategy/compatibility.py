@@ -223,6 +223,8 @@ class Averages:
         self._callbacks = []
 
     def _in_pieces(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a hook that runs while the modules show their shards."""
+
         @functools.wraps(hook)
         def run(*args: Any, **kwargs: Any) -> Any:
             with contextlib.ExitStack() as stack:

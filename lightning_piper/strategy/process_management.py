@@ -129,6 +129,13 @@ class OverProcesses(_lightning.Strategy):
             only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def configure_launcher(self) -> None:
+        """Start the other processes with Lightning's launcher, unless there is one process or the cluster
+        starts them.
+
+        Raises:
+            PiperError: The launcher cannot start the script again, or `transport="local"` has several
+                devices.
+        """
         if self._local:
             check_one_process(self.num_processes, self.num_nodes)
             return
@@ -143,6 +150,11 @@ class OverProcesses(_lightning.Strategy):
             self.launch_script()
 
     def setup_environment(self) -> None:
+        """Connect the processes, and start the watches for failures and signals.
+
+        Raises:
+            PiperError: The settings do not fit the transport, or processes cannot reach each other.
+        """
         super().setup_environment()
         check_kind(self.root_device)
         self._keeps_memory = self.root_device.type == "cpu" and keep_freed_memory()
@@ -188,6 +200,7 @@ class OverProcesses(_lightning.Strategy):
             self._sigterm.callback(given_back)
 
     def _end_run(self) -> None:
+        """Stop the watches for failures and signals, and return freed memory to the system."""
         self._sigterm.close()
         if self._termination is not None:
             self._termination.end()

@@ -437,6 +437,7 @@ class PiperStrategy(EvaluatingStrategy):
             self._accumulating = False
 
     def teardown(self) -> None:
+        """End the run: finish saves, close the phase, and stop the watches."""
         self._saves.end(self._failed)
         self._whole.close()  # still open after a failure
         self._chosen.close()

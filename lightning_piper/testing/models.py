@@ -189,6 +189,7 @@ class Model(L.LightningModule):
         return near.logsumexp(1).mean() - (near * alike).sum() / len(y) ** 2
 
     def _loss(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the loss that the spec names."""
         # Linear in the output, because a square would exceed exact integers.
         each = (x * y).sum(2) if self.spec.exact else (x * y + (x - y).pow(2)).sum(2)
         counts = y[..., 0] > 0
@@ -214,6 +215,7 @@ class Model(L.LightningModule):
 
 
 def _block(kind: str, shared: nn.Linear) -> nn.Module:
+    """Return a block of this kind. A tied block uses `shared`."""
     match kind:
         case "tied":
             return _Tied(shared)
@@ -359,6 +361,11 @@ def _captured(spec: Spec) -> tuple[Model, CapturedStep]:
 
 
 def _check(name: str, spec: object, **numbers: object) -> None:
+    """Check the arguments of the public function `name`.
+
+    Raises:
+        PiperError: The spec is not a `Spec`, or a number is out of range.
+    """
     if not isinstance(spec, Spec):
         raise PiperError(
             f"{name}: {shown(spec)} is not a Spec. Give a lightning_piper.testing.Spec [PIPER-A001]"

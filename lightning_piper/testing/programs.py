@@ -129,6 +129,7 @@ def _sharding(draw: Draw, head: list[Directive], replicas: int) -> Shard:
 
 @st.composite
 def _places(draw: Draw, stages: list[int], replicas: int = 1) -> list[Directive]:
+    """Draw places for all stages, in any order, on groups of `replicas` devices."""
     devices = draw(st.lists(st.integers(0, 2), min_size=len(stages), max_size=len(stages)))
     used = sorted(set(devices))
     order = {stage: used.index(device) for stage, device in zip(stages, devices, strict=True)}
@@ -203,6 +204,7 @@ def _replicas(draw: Draw, case: Case, head: list[Directive]) -> list[Directive]:
 
 @st.composite
 def _splits(draw: Draw, case: Case, replicas: int = 1) -> list[Directive]:
+    """Draw no split, one split of the whole step or of one stage, or two nested splits."""
     # Replicas must divide the microbatches, so counts are powers of two, of a batch whose size is one.
     count = draw(st.sampled_from([1, 2, 4])) if replicas > 1 else draw(st.integers(1, min(4, case.size)))
     count = min(count, case.size // replicas)

@@ -116,6 +116,7 @@ def run_steps(
 
 
 def _on_one(batches: Sequence[Batch], devices: Mapping[int, _Device]) -> None:
+    """Run batches with all devices in one thread."""
     for d, device in devices.items():
         device.shards = shards_of(batches[0].plans[d], device.tensors, CPU)
     executors: dict[int, list[Executor]] = {}
@@ -131,6 +132,7 @@ def _on_one(batches: Sequence[Batch], devices: Mapping[int, _Device]) -> None:
 
 
 def _on_many(simulated: Simulated, batches: Sequence[Batch], devices: Mapping[int, _Device]) -> None:
+    """Run batches with each device on a simulated accelerator of its own."""
     transport = SimulatedTransport(simulated, batches[0].plans)
     for batch in batches:
         transport.connect(batch.plans)

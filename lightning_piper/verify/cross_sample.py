@@ -201,6 +201,7 @@ class _SliceRuns:
         return min(_distance(value, _weighted(found, weights)) for weights in self._weights)
 
     def differs(self, region: int, node: Node) -> bool:
+        """Return whether the runs on slices give another value of a node than the run on the whole batch."""
         value = self._whole.recorders[region].values[node.name]
         if isinstance(value, list | tuple):  # a tuple differs if a value taken from it differs
             return any(self.differs(region, user) for user in node.users if user.target is operator.getitem)
@@ -241,6 +242,7 @@ class _Recorder(Interpreter):
         self.results: tuple[torch.Tensor, ...] = ()
 
     def run_node(self, n: Node) -> Any:
+        """Run a node and record its value."""
         runs = n.meta.get(RUNS_KEY)
         if runs is None:
             value = super().run_node(n)

@@ -62,6 +62,7 @@ def _refuse(problems: list[str]) -> None:
 
 
 def _problems(facts: Facts, final: bool) -> Iterable[str]:
+    """Return the problems of a DAG. If the structure is wrong, the other checks are skipped."""
     found = [*_structure(facts), *all_to_all.division(facts)]
     if found:  # the other checks need a sound graph
         return found

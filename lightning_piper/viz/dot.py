@@ -50,6 +50,7 @@ def dot_graph(dag: TrainingDAG, device: int) -> str:
 
 
 def _label(node: Node, device: int) -> str:
+    """Return the lines of a node's label."""
     lines = [f"%{node.id} {node.label}"]
     if isinstance(node, Chunk):
         lines.append(f"samples {node.slice}")

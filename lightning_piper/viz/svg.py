@@ -78,6 +78,7 @@ def _width(simulation: Simulation, rows: dict[Row, list[Span]]) -> int:
 
 
 def _box(span: Span, left: float, y: float, height: float, scale: float) -> str:
+    """Return the box of a span, with its title. The box also has a text if it is wide enough."""
     x, width = left + float(span.start) * scale, float(span.end - span.start) * scale
     by = "" if span.origin is None else f", directive {span.origin}"
     about = f"{span.kind} {span.label}" if not is_chunk(span) and span.label != span.kind else span.label
@@ -107,6 +108,7 @@ def _lanes(spans: Sequence[Span]) -> list[int]:
 
 
 def _legend(simulation: Simulation, rows: dict[Row, list[Span]], left: int) -> list[str]:
+    """Return the legend: a colour for each kind of span, and the main figures."""
     kinds = sorted({span.kind for spans in rows.values() for span in spans}, key=rank)
     parts, x = [], float(left)
     for kind in kinds:

@@ -104,6 +104,12 @@ def cut(
 def _refuse_changed_parameters(
     described: list[tuple[Node | None, Any]], canonical: Mapping[str, str]
 ) -> None:
+    """Check that the step changes no parameter in place. `described` pairs each output of the graph with its
+    description.
+
+    Raises:
+        CaptureError: The step changes a parameter in place.
+    """
     for _, desc in described:
         if isinstance(desc, _torch.InputMutationAOTOutput) and isinstance(
             desc.mutated_input, _torch.ParamAOTInput

@@ -134,6 +134,8 @@ class EagerStep:
         return self
 
     def _backward(self, given: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Run the backward pass, and return the weighted gradients of all trained parameters. A parameter
+        without a gradient gets -0.0. The only input is the weight."""
         (weight,) = given
         made = self.backward()
         self.found = tuple(x is not None for x in made)
@@ -178,6 +180,7 @@ class RegatherStep(EagerStep):
         super().__init__(module, replicas, (), device, names)
 
     def at(self, size: int, degrees: tuple[int, ...] = ()) -> StepCode:
+        """Return a step without work, whose only pass reads the parameters."""
         key, code = (0, "F"), super().at(size, degrees)
         reads = dataclasses.replace(code.interfaces[key], outputs=(), buffers=())
         return dataclasses.replace(

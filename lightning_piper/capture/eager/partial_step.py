@@ -129,6 +129,11 @@ class PartlyCaptured(CapturedStep):
 
 
 def _refuse_changed_buffers(traced: TracedGraph) -> None:
+    """Check that the step changes buffers and the batch only inside of captured calls.
+
+    Raises:
+        CaptureError: The step changes one of them before such a call.
+    """
     results = traced.graph.output_node()
     for node, desc in zip(results.args[0], results.meta["desc"], strict=True):  # type: ignore[arg-type]
         if isinstance(desc, _torch.InputMutationAOTOutput) and CALL_KEY not in node.meta.get("custom", {}):

@@ -159,6 +159,8 @@ class GraphBuilder:
                 node.meta["custom"] = node.meta.get("custom", {}) | first[number].meta["custom"]
 
     def _mark(self, node: Node, made: Any) -> None:
+        """Set the metadata of a new node: its value, and what the annotations and the phase of the trace
+        say."""
         node.meta = {"val": made, "seq_nr": _torch_calls.sequence_now()}
         if self._joint:
             node.meta["partitioner_tag"] = self._phase
@@ -173,6 +175,11 @@ class GraphBuilder:
         self._names.setdefault(_torch.storage_id(x), set()).add(id(x))
 
     def _node(self, x: torch.Tensor) -> Node:
+        """Return the node of a tensor. A constant without a node gets one.
+
+        Raises:
+            NotBuildable: The tensor is not a constant, and no operation of the graph made it.
+        """
         node = self._nodes.get(id(x))
         if node is None:
             if not is_constant(x):

@@ -103,6 +103,11 @@ class _GraphWriter:
         return zlib.compress(json.dumps(nodes, separators=(",", ":")).encode(), 1)
 
     def _target(self, node: Node) -> Any:
+        """Return the target of a node in a form that JSON can write.
+
+        Raises:
+            NotSerializable: The target is not a known operation.
+        """
         if node.op in ("placeholder", "output"):
             return node.target
         if node.op == "get_attr":
@@ -298,6 +303,7 @@ def bytes_of(value: torch.Tensor) -> str:
 
 
 def _constant_of(shape: list[int], dtype: str, elements: str) -> torch.Tensor:
+    """Return the tensor that the writer encoded as shape, dtype and base64 bytes."""
     made = torch.empty(shape, dtype=getattr(torch, dtype))
     if made.numel():
         made.copy_(

@@ -110,6 +110,7 @@ class _BareName(str):
 
 
 def _content(value: Any) -> str:
+    """Return the text of a constant. For a tensor it has dtype, shape and a checksum."""
     if not isinstance(value, torch.Tensor):
         return repr(value)
     content = (

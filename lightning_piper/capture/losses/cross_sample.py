@@ -204,6 +204,8 @@ class _SampleDependence:
         return None if None in made or reduced else made
 
     def _rules_for(self, node: Node, inputs: Sequence[Node], runs: frozenset[int]) -> list[Rule]:
+        """Return the sharding rules of an operation. Operations with equal arguments and specs share one
+        result."""
         places = {x: i for i, x in reversed([*enumerate(inputs)])}
         arguments = torch.fx.node.map_arg((node.args, node.kwargs), lambda x: f"%{places.get(x)}")
         specs = tuple(
@@ -308,6 +310,7 @@ def takes_statistics(code: StepCode, key: PassKey) -> bool:
 
 
 def _is_training_batch_norm(node: Node) -> bool:
+    """Return whether a node is a batch norm that uses the statistics of the batch."""
     if not isinstance(node.target, torch._ops.OpOverload) or "batch_norm" not in (name := str(node.target)):
         return False
     if _is_instance_norm(node):

@@ -229,6 +229,7 @@ class _SumCodeBuilder:
         self.placeholders: list[Node] = []
 
     def stat(self, stat: BatchSum) -> Node:
+        """Add the nodes that compute a sum over the batch, and return the last one."""
         match stat.how:
             case "labels":
                 return self._labels(stat.node)
@@ -239,6 +240,8 @@ class _SumCodeBuilder:
         return self.copy(stat.node)
 
     def copy(self, node: Any) -> Node:
+        """Copy a node with all nodes that it depends on, and return the copy. A node that was copied before
+        is not copied again."""
         stack = [node]
         while stack:
             top = stack[-1]
@@ -251,6 +254,7 @@ class _SumCodeBuilder:
         return self.env[node]
 
     def _one(self, node: Node) -> Node:
+        """Copy one node whose inputs are copied already."""
         if node.op == "placeholder":
             self.placeholders.append(node)
             return self.graph.placeholder(node.name)

@@ -146,6 +146,7 @@ class _LossGradientStates:
         return ZERO if value is None or (isinstance(value, int | float) and value == 0) else STILL
 
     def enter(self, node: Node) -> None:
+        """Determine and record how a node depends on the gradient of the loss."""
         inputs = [self._found[x] for x in node.all_input_nodes if x in self._found]
         found: _Found = STILL
         broken = next((x for x in inputs if isinstance(x, Nonlinearity)), None)

@@ -411,6 +411,8 @@ class _Rebuilder:
         return item
 
     def _carry(self, item: Carried) -> Any:
+        """Return the content for an entry without tensors: a list with an entry for each sample, or an opaque
+        object."""
         found = self._carried(item)
         if found is not None:
             return found
@@ -474,6 +476,7 @@ def _walk(item: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _short(item: Any, specs: Sequence[TensorSpec]) -> str:
+    """Return a short text of an item of the batch for messages."""
     if isinstance(item, _TensorPosition):
         return str(specs[item.index])
     if isinstance(item, SampleList):

@@ -27,6 +27,7 @@ def contents(batch: Any) -> dict[str, Any]:
 
 
 def _contents(item: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """Yield path and value of everything inside of an item, at any depth."""
     if id(item) in seen or type(item).__module__.partition(".")[0] == __name__.partition(".")[0]:
         return  # reading inside of a placeholder would count as a read by the step
     seen.add(id(item))

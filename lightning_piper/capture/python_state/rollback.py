@@ -90,6 +90,8 @@ def as_before(module: nn.Module) -> Iterator[None]:
 
 
 def _taken(iterator: str, stuck: list[str]) -> CaptureError:
+    """Return the error for a step that takes the next value of an iterator. `stuck` names the iterators that
+    cannot be reset."""
     changed = CaptureError(
         f"the step takes the next value of the iterator {iterator}. A captured step would reuse the value "
         "from its capture in every step. Put the value into the batch, or keep it in a buffer [PIPER-C004]"
@@ -168,6 +170,7 @@ class _SavedState:
         self._wait([(place.where, before)])
 
     def _keep_environment(self) -> None:
+        """Save the environment variables, so that an undo restores them."""
         before = dict(os.environ)
 
         def undo() -> None:

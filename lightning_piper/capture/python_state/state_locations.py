@@ -58,6 +58,8 @@ class StateLocation:
         return (id(self.owner), self.name, self.path)
 
     def get(self) -> Any:
+        """Return the value at this place: `MISSING` if there is none, and all items of the dict for the name
+        `ALL`."""
         if self.name is ALL:
             return tuple(self.owner.items())
         found: Any = (
@@ -82,6 +84,7 @@ class StateLocation:
         return getattr(type(within), "__setitem__", None) in _SETTING
 
     def put(self, value: Any) -> None:
+        """Set the value at this place. `MISSING` removes an item of a dict."""
         if self.path:
             within = StateLocation(self.where, self.owner, self.name, self.item, self.path[:-1]).get()
             _entries(within)[self.path[-1]] = value

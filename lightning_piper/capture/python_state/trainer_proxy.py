@@ -76,6 +76,9 @@ class TrainerProxy:
         return TrainerProxy(self._inputs, get, where, self._step, self._check)
 
     def _calling(self, value: Callable[..., Any], get: Callable[[], Any], where: str) -> Callable[..., Any]:
+        """Return a function that calls a method of the trainer and records the result as an input of the
+        step. Only methods that read can be called."""
+
         def call(*args: Any, **kwargs: Any) -> Any:
             if where.rpartition(".")[2] not in READING:
                 raise CaptureError(

@@ -46,6 +46,11 @@ def named_tensors(
 
 
 def _check_dense(name: str, tensor: torch.Tensor) -> None:
+    """Check that a parameter or buffer is dense.
+
+    Raises:
+        PiperError: The tensor is sparse, quantized or nested.
+    """
     if tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested:
         return
     kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)

@@ -237,6 +237,7 @@ class SymbolicStep:
         )
 
     def _logs_at(self, known: Sequence[Any]) -> tuple[Logged, ...]:
+        """Return the logs with the sizes `known` in their arguments."""
         return tuple(
             replace(
                 log,

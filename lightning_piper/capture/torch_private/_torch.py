@@ -190,6 +190,7 @@ def _write(owner: Any) -> None:
 
 
 def warn_if_newer_torch() -> None:
+    """Warn if torch is newer than the newest version with which Piper was tried."""
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version > NEWEST_TRIED:
         warnings.warn(

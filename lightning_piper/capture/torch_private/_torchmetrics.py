@@ -61,6 +61,8 @@ def _bincount(x: torch.Tensor, minlength: int | None = None) -> torch.Tensor:
 
 
 def _normalized(tensor: torch.Tensor, normalization: str | None) -> torch.Tensor:
+    """Return probabilities: the tensor itself if all its values are between 0 and 1, and otherwise its
+    sigmoid or softmax."""
     if not normalization:
         return tensor
     known = (

@@ -450,6 +450,7 @@ def _sized(step: TracedStep) -> None:
 
 
 def _communicates(step: str) -> CaptureError:
+    """Return the error for a step that communicates with other processes."""
     error = CaptureError(
         f"{user_line()}: {step} communicates with other processes (torch.distributed), which a captured step "
         "cannot do. If the call joins the samples of all processes, remove it, because a captured step "

@@ -63,6 +63,7 @@ def scan(roots: Mapping[str, Path]) -> dict[str, RecordedRun]:
 
 
 def _files(root: Path, parts: tuple[str, ...]) -> frozenset[str]:
+    """Return the names of the recording's files in a folder; empty if the folder cannot be read."""
     try:
         handle = _folder(root, parts)
         try:
