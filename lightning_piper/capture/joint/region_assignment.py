@@ -295,8 +295,8 @@ def _places(
 def _is_glue(node: Node, away: set[Node], weights: set[Node]) -> bool:
     """Return whether an untagged node may lie anywhere in a run of equal tags.
 
-    This is false for `dispatch` and `combine`, for nodes that read their results, and for nodes with an input
-    in `away` or `weights`.
+    A sum over the batch, a placement change (`BORDERS`) and their readers may not. A node with `AFTER`, or
+    with an input in `away` or `weights`, may not either.
     """
     # After `combine`, rows do not belong to the experts' region any more. The result of a sum does not belong
     # to the region of its terms.
