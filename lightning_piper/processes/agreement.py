@@ -125,7 +125,7 @@ class BatchCheck:
         # whether replicas' shapes differed in some step, or batches cannot be cut by samples
         self._apart = False
         self._shapes = False  # whether replicas' shapes differed in some step
-        # this process's previous batch spec, which all processes still have whose spec has not changed
+        # This process's previous batch spec. A process whose spec has not changed in this step still has it.
         self._others: BatchSpec | None = None
         self._changed = False  # whether this process's batch spec differs from its previous one
         self._captured = 0  # number of the capture in the previous comparison

@@ -114,8 +114,8 @@ class _NameScan:
         return inspect.isroutine(value)
 
     def run(self) -> None:
-        """Read the code of the queued functions, and of the functions that it names, until it names nothing
-        new."""
+        """Read the code of the queued functions. Functions that this code names are queued, too, until the
+        code names nothing new."""
         before = -1
         while self._waiting or before != len(self._named):
             before = len(self._named)
