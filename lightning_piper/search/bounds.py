@@ -145,11 +145,12 @@ class Cutting:
     def _time(self, s: int, i: int, j: int, level: int, way: Way) -> Number:
         """Return a lower bound of the step's time if stage s has the blocks from i to j.
 
-        For each span of work of the stage's rank (`Between`), a bound is the sum of a head (the time before
-        the span), the stage's passes in the span, and a tail (the time after the span). Each span has two such
-        bounds, both of which grow with the stage. The result is the largest of all bounds. In one bound, heads
-        and tails depend on the stage's position, but passes count only with their work. In the other bound,
-        passes count with gathers and transfers to the host, but heads and tails are valid for any position.
+        A bound belongs to a span of work of the stage's rank (`Between`). It is the sum of a head (the time
+        before the span), the stage's passes in the span, and a tail (the time after the span). Each span has
+        two bounds, both of which grow with the stage. The result is the largest of all bounds. In one bound,
+        heads and tails depend on the stage's position, but passes count only with their work. In the other
+        bound, passes count with gathers and transfers to the host, but heads and tails are valid for any
+        position.
         """
         hops = self._hops
         plain = self.costs.passes((i, j), 0, way == AGAIN, False)
