@@ -120,9 +120,9 @@ class Degrees:
             named = [name for name in ("pp", "dp", "tp", "cp") if (getattr(self, name) or 1) > 1] or ["dp"]
             product = " x ".join(f"{name}={getattr(self, name)}" for name in named)
             must = (
-                "give degrees whose product is the number of devices"
+                f"give degrees whose product is {devices}"
                 if self.dp
-                else "their product must divide the devices"
+                else f"give degrees whose product divides {devices}"
             )
             raise DirectiveError(f"degrees {product} on {devices} devices: {must} [PIPER-D023]")
         return dataclasses.replace(self, dp=dp)

@@ -159,7 +159,7 @@ REFUSED = {
     "no device": (["--devices", "0"], "search: devices=0; give an integer from 1"),
     "a size that is none": (
         ["--devices", "2", "--memory", "much"],
-        "memory='much'; give bytes above 0, or text such as '24GiB'",
+        "search: memory='much'; give bytes above 0, or text such as '24GiB'",
     ),
     "too little": (
         ["--devices", "2", "--memory", "1KiB"],

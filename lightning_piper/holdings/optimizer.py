@@ -217,8 +217,8 @@ class ShardedOptimizer:
             name for names in self.names for name in names
         ):
             raise PiperError(
-                "PiperStrategy: the optimizer has none of the module's parameters, or different parameters "
-                f"in each process{where}. Create a new optimizer from the module's parameters in "
+                "PiperStrategy: the optimizer does not have parameters of this module, or has different "
+                f"parameters in each process{where}. Create a new optimizer from the module's parameters in "
                 "configure_optimizers for each fit, because a fit leaves each process only the parameters "
                 "that it holds [PIPER-S004]"
             )

@@ -48,7 +48,7 @@ def check(facts: Facts, node: Pack) -> Iterable[str]:
     facts.forward(node)
     value, made = facts.dag.value(node.inputs[0]), node.outputs[0]
     if made.bucket is None:
-        yield f"{facts.at(node)} makes no flat tensor of a bucket"
+        yield f"{facts.at(node)} does not make a flat tensor of a bucket"
     elif value.bucket is not None or value.kind != made.kind or not set(made.names) <= set(value.names):
         yield (
             f"{facts.at(node)} packs {names_of(made.names)}, which {facts.named(node.inputs[0])} does not "
@@ -58,7 +58,7 @@ def check(facts: Facts, node: Pack) -> Iterable[str]:
     alone = made.bucket is not None and made.bucket.degree > 1 and made.bucket.members == 1
     held = Shard(0) if alone else value.placement
     if made.placement != held:
-        yield f"{facts.at(node)} hands on {held} as {made.placement}"
+        yield f"{facts.at(node)} reads {held} and declares it as {made.placement}"
 
 
 @each

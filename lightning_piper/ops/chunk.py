@@ -152,7 +152,9 @@ def check(facts: Facts, node: Chunk) -> Iterable[str]:
     for value, specs, made in zip(node.outputs, dag.code_of(node).outputs, interface.outputs, strict=True):
         if value.tensors != specs:
             says, makes = specs_of(value.tensors), specs_of(specs)
-            yield f"{facts.at(node)} names {value.label} {says}; of {node.slice} its code makes {makes}"
+            yield (
+                f"{facts.at(node)} declares {value.label} {says}, but of {node.slice} its code makes {makes}"
+            )
         placement = held(dag, made)
         others = others_of(dag, node.key, interface.outputs.index(made))
         if (value.kind, value.names, value.placement, value.bucket, value.others) != (
@@ -163,13 +165,13 @@ def check(facts: Facts, node: Chunk) -> Iterable[str]:
             others,
         ):
             yield (
-                f"{facts.at(node)} names {value.label} {value.placement} what is "
+                f"{facts.at(node)} declares {value.label} {value.placement}, but its code makes "
                 f"{made.kind}:{names_of(made.names)} {placement}"
             )
     if dag.regions[node.region].joined and node.slice != Slice(0, dag.local_batch_size):
         yield (
-            f"{facts.at(node)} works on samples {node.slice}; what is computed from gathered samples needs "
-            "all of them at once"
+            f"{facts.at(node)} works on samples {node.slice}, but code that reads gathered samples "
+            "needs all of them at once"
         )
     yield from _state(facts, node)
     yield from _params(facts, node)

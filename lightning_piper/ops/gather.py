@@ -77,7 +77,7 @@ class AllGatherInstruction(Collective):
 def check_parameters(facts: Facts, node: Parameters) -> Iterable[str]:
     value = node.outputs[0]
     if value.bucket is None or value.kind != Kind.PARAM or value.placement != Shard(0):
-        yield f"{facts.at(node)} makes no shard of a bucket of parameters"
+        yield f"{facts.at(node)} does not make a shard of a bucket of parameters"
     elif any(spec.dtype != value.bucket.dtype for spec in value.bucket.tensors):
         yield (
             f"{facts.at(node)} keeps parameters in {value.bucket.dtype}, which is not the dtype of all of "

@@ -172,12 +172,18 @@ def check_metrics(facts: Facts, node: Metrics) -> Iterable[str]:
     names = node.outputs[0].names
     parts: dict[tuple[int, int], Contributions] = {}
     if replace(node.outputs[0], placement=Replicate()) != metrics_value(facts.dag):
-        yield f"{facts.at(node)} names {node.outputs[0].label} what has other places"
+        yield (
+            f"{facts.at(node)} declares {node.outputs[0].label}, but the step has other metrics or another "
+            "placement of them"
+        )
     code = facts.dag.code
     for ref, metric, term, part in zip(node.inputs, node.metrics, node.terms, node.slices, strict=True):
         value = facts.dag.value(ref)
         if value.names != (names[metric],) or list(facts.parts.get(ref, {})) != [part]:
-            yield f"{facts.at(node)} takes {facts.named(ref)} for {names[metric]} of samples {part}"
+            yield (
+                f"{facts.at(node)} reads {facts.named(ref)} as {names[metric]} of samples {part}, which it "
+                "is not"
+            )
         elif (made := facts.origins[ref]) and code.interfaces[made[0], made[1]].outputs[made[2]].term != term:
             yield (
                 f"{facts.at(node)} weighs {facts.named(ref)} as {code.terms[term].label}, but it has "

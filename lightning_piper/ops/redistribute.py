@@ -176,9 +176,9 @@ def check(facts: Facts, node: Redistribute) -> Iterable[str]:
         )
     found = dict(value.others).get(node.axis, Replicate())
     if found != node.before:
-        yield f"{facts.at(node)} takes {value.label} for {node.before}, which is {found}"
+        yield f"{facts.at(node)} reads {value.label} as {node.before}, but it is {found}"
     if made.others != (wanted := held_after(value.others, node.axis, node.after)):
-        yield f"{facts.at(node)} names {made.label} {dict(made.others)}, which is {dict(wanted)}"
+        yield f"{facts.at(node)} declares {made.label} {dict(made.others)}, but it is {dict(wanted)}"
     if (made.kind, made.names, made.placement, made.bucket) != (
         value.kind,
         value.names,
@@ -187,7 +187,10 @@ def check(facts: Facts, node: Redistribute) -> Iterable[str]:
     ):
         yield f"{facts.at(node)} describes its output differently from its input {facts.named(ref)}"
     if made.tensors != changed_specs(value.tensors, node.before, node.after, node.mesh.size(node.axis)):
-        yield f"{facts.at(node)} names {made.label} what {node.before} -> {node.after} does not make"
+        yield (
+            f"{facts.at(node)} declares tensors of {made.label} that {node.before} -> {node.after} does not "
+            "make"
+        )
 
 
 def changed_specs(

@@ -93,7 +93,7 @@ def check_reduce_scatter(facts: Facts, node: ReduceScatter) -> Iterable[str]:
     facts.forward(node)
     value, made = facts.dag.value(node.inputs[0]), node.outputs[0]
     if value.bucket is None or made.placement != Shard(0) or carries(made) != carries(value):
-        yield f"{facts.at(node)} makes no shard of the bucket that it sums"
+        yield f"{facts.at(node)} does not make a shard of the bucket that it sums"
 
 
 def summed_once(facts: Facts, node: Node) -> Iterable[str]:

@@ -207,12 +207,18 @@ def check_weights(facts: Facts, node: Weights) -> Iterable[str]:
         or own[1] != 0
         or (own[0].terms, own[0].slices) != (node.terms, node.slices)
     ):
-        yield f"{facts.at(node)} takes {facts.named(node.inputs[0])} for the counts of its slices"
+        yield (
+            f"{facts.at(node)} reads {facts.named(node.inputs[0])} as the counts of its slices, which it is "
+            "not"
+        )
         return
     summed = isinstance(total[0], CountsSum)
     source = total[0].inputs[0] if summed else node.inputs[1]
     if source != (own[0].id, 1):
-        yield f"{facts.at(node)} takes {facts.named(node.inputs[1])} for the counts of the whole batch"
+        yield (
+            f"{facts.at(node)} reads {facts.named(node.inputs[1])} as the counts of the whole batch, which "
+            "it is not"
+        )
     if summed != (dag.replicas > 1 and not dag.mean_of_replicas):
         yield f"{facts.at(node)} divides by counts of {'all replicas' if summed else 'one replica'}"
     if node.parts != (dag.replicas if dag.mean_of_replicas else 1):

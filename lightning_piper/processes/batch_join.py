@@ -79,7 +79,7 @@ class BatchJoin:
 _CHOSEN = (
     "in a pipeline that PiperStrategy('auto') chooses, the batches of several processes are joined into one"
 )
-_ADVICE = "PiperStrategy() uses data parallelism and joins no batches"
+_ADVICE = "Or use PiperStrategy(), which uses data parallelism and does not join batches"
 
 
 def _shapes(spec: BatchSpec) -> str:

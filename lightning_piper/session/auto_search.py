@@ -166,8 +166,8 @@ def _cut(module: nn.Module, batch: Any, world: World) -> BlockCut:
             raise PiperError(problem if rank == 0 else f"rank {rank}: {problem}") from failure
         if text != found[0][1]:
             raise PiperError(
-                f"rank {rank} traced a different training_step than rank 0. The step must not depend on "
-                "the rank, the time or unseeded random numbers [PIPER-L006]"
+                f"rank {rank} traced a different training_step than rank 0. Make the step independent of "
+                "the rank, the time and unseeded random numbers [PIPER-L006]"
             )
     return cut
 

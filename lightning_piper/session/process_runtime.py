@@ -185,13 +185,14 @@ class ProcessRuntime:
             where = next((f": {d}" for text in texts if (d := difference(texts[0], text)) is not None), "")
             if self._world.count == self._world.size and len({sums[3] for _, sums in found}) == 1:
                 raise CaptureError(
-                    f"the processes traced different versions of {compiled.step.name}{where}. A captured "
-                    "step must be the same in all replicas, so it must not depend on the rank [PIPER-L006]"
+                    f"the processes traced different versions of {compiled.step.name}{where}. Remove what "
+                    "depends on the rank from the step, because a captured step must be the same in all "
+                    "replicas [PIPER-L006]"
                 )
             raise PiperError(
-                "the processes compiled different plans, because their modules differ in names or shapes, or "
-                f"the step reads different Python values{where}. Build the module in the same way in every "
-                "process, independently of the rank [PIPER-L006]"
+                "the processes compiled different plans, because their modules differ in names or shapes, "
+                f"or the step reads different Python values{where}. In every process, build the module in "
+                "the same way and give the values that the step reads the same content [PIPER-L006]"
             )
         if apart and len({sums[:2] for _, sums in found}) > len({sums[1] for _, sums in found}):
             raise other_plans("now")
@@ -476,9 +477,9 @@ def check_placed(program: Sequence[Directive], processes: int) -> None:
 def _check_number(devices: int, processes: int) -> None:
     if devices != processes:
         raise PiperError(
-            f"the directives place the step on {devices} logical device(s), the Trainer runs {processes} "
-            f"process(es); give Trainer(devices={devices}), or all devices in one process with "
-            "PiperStrategy(transport='local') and devices=1 [PIPER-S003]"
+            f"the directives place the step on {devices} logical device(s), but the Trainer runs "
+            f"{processes} process(es). Give Trainer(devices={devices}), or run all devices in one process "
+            "with PiperStrategy(transport='local') and devices=1 [PIPER-S003]"
         )
 
 

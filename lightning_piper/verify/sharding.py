@@ -29,7 +29,7 @@ def flat_values(facts: Facts, node: Node) -> Iterable[str]:
         bucket = value.bucket
         if bucket is None:
             if isinstance(value.placement, Shard):
-                yield f"{facts.at(node)} makes {value.label} in shards, but lays it in no bucket"
+                yield f"{facts.at(node)} makes {value.label} in shards, but does not put it into a bucket"
             continue
         if value.others != bucket.others:
             yield (
@@ -113,7 +113,7 @@ def shards(facts: Facts, updated: Updates) -> Iterable[str]:
             if first is not node:
                 yield (
                     f"{name} has shards twice on the same devices, in {facts.at(first)} and "
-                    f"{facts.at(node)}: one would go stale"
+                    f"{facts.at(node)}: one of them would keep old values"
                 )
     fitting: dict[tuple[Bucket, Bucket], bool] = {}
     for chunk in dag.of_type(Chunk):

@@ -378,9 +378,9 @@ FAULTS = [
     Fault(shard_and_whole, 3, r"gradient of a.weight \(update .*\): adds R and S\(0\)", model="used_twice"),
     Fault(names_turned, 2, r"differently from the tensor of the bucket of first.weight, first.bias"),
     Fault(shard_without_bucket, 2, r"reducescatter .* makes grad:first.weight,first.bias in shards, but "
-                                   r"lays it in no bucket"),
-    Fault(gradients_said_to_be_whole, 0, r"names grad:first.weight,first.bias R what is grad:first.weight, "
-                                         r"first.bias P\(sum\)"),
+                                   r"does not put it into a bucket"),
+    Fault(gradients_said_to_be_whole, 0, r"declares grad:first.weight,first.bias R, but its code makes "
+                                         r"grad:first.weight, first.bias P\(sum\)"),
     Fault(metrics_unsummed, 3, r"report .* reads metrics:returned loss,train_loss of metrics"),
     Fault(replicas_turned, 3, r"has device [02] as replica [01], which elsewhere is replica [01]"),
 ]  # fmt: skip

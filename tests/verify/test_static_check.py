@@ -376,9 +376,9 @@ EDITS = [
          r"buffers one.1.running_mean, .*: update .* keeps the value after sample 3, not after 8"),
     Edit("mlp", metric_dropped, r"metric returned loss \(metrics .*\): samples 0:2 are missing"),
     Edit("mlp", metric_doubled, r"metric returned loss \(metrics .*\): samples 0:2 count 2 times"),
-    Edit("mlp", metric_weighed_wrongly, r"metrics .* takes loss returned loss of F\[PP=1\] for returned "
+    Edit("mlp", metric_weighed_wrongly, r"metrics .* reads loss returned loss of F\[PP=1\] as returned "
                                         r"loss of samples 0:4"),
-    Edit("logs", metrics_exchanged, r"metrics .* takes loss returned loss of F\[PP=1\] for twice of samples "
+    Edit("logs", metrics_exchanged, r"metrics .* reads loss returned loss of F\[PP=1\] as twice of samples "
                                     r"0:2"),
     Edit("logs", metrics_of_a_region_not_reported, r"report .* does not take every region's metrics exactly "
                                                    r"once"),

@@ -40,8 +40,8 @@ def checked_options(value: Any) -> Mapping[str, Any] | None:
     unknown = sorted(map(str, value.keys() - _torch_inductor.inductor_options()))
     if unknown:
         raise PiperError(
-            f"PiperStrategy(compile=...): Inductor has no option {unknown[0]!r}; see torch._inductor.config"
-            " [PIPER-S001]"
+            f"PiperStrategy(compile=...): Inductor has no option {unknown[0]!r}. Give options of "
+            "torch._inductor.config [PIPER-S001]"
         )
     return dict(value)
 
