@@ -98,7 +98,7 @@ def check_saved_by_processes(folder: Path, program: Any, count: int) -> None:
     assert not torch.equal(loaded(input_ids=tokens).logits, before)
 
 
-@pytest.mark.parametrize("name", ["zero3", "pp2"])
+@pytest.mark.parametrize("name", ["zero3", "pp2", "tp2"])
 def test_processes_write_what_a_checkpoint_has(tmp_path, name):
     check_saved_by_processes(tmp_path, PROGRAMS[name], count=2)
 
