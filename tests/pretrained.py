@@ -171,3 +171,22 @@ def save(rank: int, source: Path, folder: Path, program: Any) -> dict[Any, Any]:
         piper.save_pretrained(trainer, folder / "after")
     trainer.save_checkpoint(folder / "plain.ckpt")
     return {}
+
+
+def continue_training(rank: int, source: Path, folder: Path, program: Any) -> dict[Any, Any]:
+    """Train for a step, then for a second step in another fit, and in a fit that resumes from a checkpoint.
+    All steps have the same batch. Save the model after each fit."""
+    loader: Any = DataLoader(torch.arange(2, 8).expand(8, 6), batch_size=2)
+
+    def step(module: Tuned, name: str, steps: int, ckpt_path: Path | None = None) -> None:
+        options = {**QUIET, "accelerator": "cpu", "devices": 2, "max_steps": steps}
+        trainer = L.Trainer(**options, strategy=piper.PiperStrategy(program))
+        trainer.fit(module, loader, ckpt_path=ckpt_path)
+        piper.save_pretrained(trainer, folder / name)
+        trainer.save_checkpoint(folder / f"{name}.ckpt")
+
+    module = Tuned("llama", source, piper.from_pretrained)
+    step(module, "first", 1)
+    step(module, "second", 1)
+    step(Tuned("llama", source, piper.from_pretrained), "resumed", 2, folder / "first.ckpt")
+    return {}

@@ -107,6 +107,14 @@ def test_rank_zero_writes_what_every_process_has(tmp_path):
     check_saved_by_processes(tmp_path, None, count=1)
 
 
+def test_later_fits_continue_with_the_trained_values(tmp_path):
+    source = saved("llama", tmp_path / "source", torch.float64, sharded=False)
+    launch_trainings(2, pretrained.continue_training, tmp_path / "run", source, tmp_path, PROGRAMS["zero3"])
+    first, second, resumed = (values(tmp_path / name) for name in ("first", "second", "resumed"))
+    assert same(second, resumed)
+    assert not same(first, second) and not same(values(source), first)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_files_are_those_of_transformers(tmp_path, kind, dtype):
