@@ -114,7 +114,7 @@ FAULTS: dict[str, tuple[int, Edit, str]] = {
     "swapped posts": (
         1,
         overtake(Irecv, 1, 2),
-        r"channel 0>1, message 1: post %\d+ recv.* expects %\d+ but meets send",
+        r"channel 0>1, message 1: post %\d+ recv.* expects the value of %\d+, but send",
     ),
     "receives fed each other's message": (1, exchange_messages, "channel 0>1, message 1: .* expects"),
     "dropped send": (0, drop(SendInstruction, 1), "at the end, slots are not empty"),
