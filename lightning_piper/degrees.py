@@ -17,8 +17,9 @@ from torch import nn
 
 from lightning_piper.argument_names import problem_of
 from lightning_piper.capture import capture
-from lightning_piper.directives import Directive, Place, Shard, Split
+from lightning_piper.directives import Directive, Place, Shard
 from lightning_piper.directives.base import set_degrees
+from lightning_piper.directives.sequence import applied_order
 from lightning_piper.errors import DirectiveError, PiperError
 from lightning_piper.limits import DEVICES, integer, shown
 from lightning_piper.search.analytic_costs import analytic
@@ -198,8 +199,8 @@ class Degrees:
             shard = Shard(devices=lines, axis="cp", stream="cp", values={"*": 1})
         else:
             shard = Shard(devices=lines)
-        at = max(i for i, directive in enumerate(directives) if isinstance(directive, Place | Split)) + 1
-        return (*directives[:at], shard, *directives[at:])
+        program = (shard, *directives)
+        return tuple(program[i] for i in applied_order(program))
 
     def _cuts(self, cut: BlockCut, module: nn.Module | None, batch: Any) -> tuple[int, ...]:
         """Return the first block of each stage except the first stage, so that the longest stage is as short

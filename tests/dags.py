@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning_piper.capture.eager.eager_reference import Outcome
-from lightning_piper.directives import parse
+from lightning_piper.directives import Directive, parse
+from lightning_piper.directives.base import Contract
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ops.build import build_dag
 from lightning_piper.passes import apply_program
 from lightning_piper.verify.interpreter import interpret
 from tests.models import captured
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fixed(Directive):
+    """A directive of another package, which no directive of Piper's passes when a program is sorted."""
+
+    op: ClassVar[str] = "fixed"
+    contract: ClassVar[Contract] = "bitwise"
+
+    def apply(self, dag: TrainingDAG) -> None:
+        pass
 
 
 def build(name: str, *program: Any, size: int | None = None) -> TrainingDAG:

@@ -72,6 +72,11 @@ class Directive:
         user built."""
         return vars(self).get(DEGREES)
 
+    @property
+    def kind(self) -> str:
+        """The name of the directive in the table of the order of directives (`directives.sequence`)."""
+        return self.op
+
     @abstractmethod
     def apply(self, dag: TrainingDAG) -> Contract | None:
         """Rewrite `dag` in place.

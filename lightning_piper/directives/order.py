@@ -73,6 +73,13 @@ class Order(Directive):
 
     filters: Sequence[Filter | Sequence[Filter]]
 
+    @property
+    def kind(self) -> str:
+        named = [condition for group in self.filters for condition in _members(group)]
+        if any(map(names_copies, named)):
+            return f"{self.op} of copies"
+        return f"{self.op} of R" if any(map(names_again, named)) else self.op
+
     def check_fields(self) -> None:
         if not isinstance(self.filters, list | tuple) or len(self.filters) < 2:
             self.refuse("filters", shown(self.filters), "give a list of at least two groups [PIPER-D003]")

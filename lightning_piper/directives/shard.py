@@ -146,6 +146,10 @@ class Shard(Directive):
         return blocks_of(self, program) if self.divides_tensors else ()
 
     @property
+    def kind(self) -> str:
+        return f"{self.op} of {'tensors' if self.divides_tensors else 'experts'}"
+
+    @property
     def divides_tensors(self) -> bool:
         """Whether the directive divides tensors, not experts."""
         return self.params is not None or self.values is not None

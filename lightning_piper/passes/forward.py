@@ -24,7 +24,7 @@ from functools import partial
 
 from lightning_piper.directives.place import Place
 from lightning_piper.directives.program import Program
-from lightning_piper.directives.split import Split
+from lightning_piper.directives.sequence import applied_order
 from lightning_piper.directives.transfers import connect, connect_report, place_around
 from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.dag import TrainingDAG
@@ -42,14 +42,12 @@ def forward_passes(program: Program, training: TrainingDAG | None = None) -> lis
     Args:
         training: The training step's finished DAG, if there is one. It says where parameters are.
     """
-    early = [i for i, directive in enumerate(program) if isinstance(directive, Place | Split)]
-    late = [i for i in range(len(program)) if i not in early]
     groups = _groups(program, training)
     rest = Pass(
         "place the rest", "bitwise", partial(_place_rest, groups=groups, training=training), apart=False
     )
     passes: list[Pass] = []
-    for index in [*early, *late]:
+    for index in applied_order(program):
         directive = program[index]
         if directive.replica_groups():
             passes.append(rest)

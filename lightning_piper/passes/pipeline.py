@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from lightning_piper.directives.base import error_at
 from lightning_piper.directives.program import Program, replicas_of
+from lightning_piper.directives.sequence import applied_order
 from lightning_piper.directives.sharding import buckets_between_steps, keeps_shards_of
 from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.buckets import Bucket
@@ -120,6 +121,6 @@ def _describe(dag: TrainingDAG, program: Program) -> None:
 
 def _directives(program: Program) -> list[Pass]:
     return [
-        Pass(directive.op, directive.contract, directive.apply, index, directive=directive)
-        for index, directive in enumerate(program)
+        Pass(program[i].op, program[i].contract, program[i].apply, i, directive=program[i])
+        for i in applied_order(program)
     ]

@@ -20,7 +20,7 @@ from lightning_piper.plan import check_plans, compile_plans
 from lightning_piper.plan.instructions import Run
 from lightning_piper.testing import POOL, case, check_program
 from lightning_piper.verify.static_check import check
-from tests.dags import b, bi, build, bw, chunk, f, order, place, run, split, zero_bubble
+from tests.dags import Fixed, b, bi, build, bw, chunk, f, order, place, run, split, zero_bubble
 from tests.groups import marked
 from tests.models import CASES
 from tests.reference import differences
@@ -235,9 +235,10 @@ def test_transfers_carry_the_gradients_of_inputs() -> None:
             [
                 split(2),
                 order(bi(1, 0), bw(1, 0)),
+                Fixed(),
                 {"op": "split", "filter": {}, "dim_name": "UB", "num_microbatches": 2},
             ],
-            "directive 2 (split): field 'filter': BI[PP=1,MB=0] is already ordered by directive 1",
+            "directive 3 (split): field 'filter': BI[PP=1,MB=0] is already ordered by directive 1",
         ),
         (
             [split(2), order(bi(3, 0), bw(1, 0))],

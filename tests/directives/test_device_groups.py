@@ -31,7 +31,7 @@ from lightning_piper.testing import Spec, case
 from lightning_piper.testing.equivalence import assert_same, run_interpreter, run_plans, single_device
 from lightning_piper.verify.interpreter import interpret
 from lightning_piper.verify.static_check import check
-from tests.dags import b, build, f, order, run, shape, split
+from tests.dags import Fixed, b, build, f, order, run, shape, split
 from tests.models import fresh
 from tests.reference import differences
 
@@ -370,7 +370,7 @@ def test_zbv_of_a_tied_model() -> None:
             "of a region in one replicate",
         ),
         (
-            [*CROSSING, order(f(0, 0), b(0, 0)), split(2, "UB")],
+            [*CROSSING, order(f(0, 0), b(0, 0)), Fixed(), split(2, "UB")],
             "is already ordered by directive 5; move this directive before that order",
         ),
     ],

@@ -21,6 +21,7 @@ from lightning_piper.testing import Case, directive_suite
 from lightning_piper.verify import Report
 from tests import ring
 from tests.axes import EXPERTS, HEADS, columns, everywhere, sparse
+from tests.dags import Fixed
 from tests.directives.test_recompute import ONE, PROGRAMS, SPLIT, TWO, again
 from tests.groups import marked
 from tests.tensors import compiled_for, decoder, far, fit, grid, report_of
@@ -229,16 +230,16 @@ def test_what_is_wrong_is_found(name, monkeypatch):
         ([ONE, SPLIT, off(), Order(filters=[{"PASS": ["B", "FETCH"]}, LAYER_1])], "or STORE or FETCH alone"),
         ([ONE, off(), off(PASS="FETCH")], "PASS 'FETCH' is unknown"),
         (
-            [ONE, off(), SPLIT],
+            [ONE, off(), Fixed(), SPLIT],
             "directive 1 offloads the values that .* saves; move this directive before the offload",
         ),
         (
-            [ONE, off(), again()],
+            [ONE, off(), Fixed(), again()],
             "directive 1 offloads the values that .* saves; move this directive before the offload",
         ),
         ([TWO, off(), Place(filter={}, devices=[0])], "already on device"),
         (
-            [*PROGRAMS["columns"][:1], off(), *PROGRAMS["columns"][1:-1]],
+            [*PROGRAMS["columns"][:1], off(), Fixed(), *PROGRAMS["columns"][1:-1]],
             "directive 1 offloads saved values; move this directive before the offload",
         ),
     ],

@@ -15,7 +15,7 @@ from lightning_piper.ops.reduce import AllReduce
 from lightning_piper.ops.update import Accumulate, Update
 from lightning_piper.passes import complete
 from lightning_piper.verify.static_check import check
-from tests.dags import b, build, chunk, f, order, place, run, shape, split
+from tests.dags import Fixed, b, build, chunk, f, order, place, run, shape, split
 from tests.models import captured
 from tests.reference import differences
 
@@ -148,7 +148,7 @@ def test_a_place_comes_before_an_order() -> None:
         DirectiveError,
         match=r"F\[PP=0\] is already ordered by directive 0; move this directive before that order",
     ):
-        build("mlp", order(f(0), b(0)), *place(0))
+        build("mlp", order(f(0), b(0)), Fixed(), *place(0))
 
 
 def test_a_place_comes_before_a_recompute() -> None:
@@ -160,6 +160,7 @@ def test_a_place_comes_before_a_recompute() -> None:
         build(
             "mlp",
             {"op": "recompute", "filter": {"PP": 0}},
+            Fixed(),
             {"op": "place", "filter": {"PP": 1}, "devices": [0]},
         )
 

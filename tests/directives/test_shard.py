@@ -32,6 +32,7 @@ from lightning_piper.testing import (
     run_interpreter,
     run_plans,
 )
+from tests.dags import Fixed
 from tests.forward import eager, leaves_of, run
 from tests.groups import marked
 
@@ -334,11 +335,12 @@ def test_experts_are_sharded_before_a_recompute(spec: Spec) -> None:
     program = [
         piper.Place(filter={}, devices=[0, 1]),
         piper.Recompute(filter={}),
+        Fixed(),
         shard([0, 1]),
         replicate([0, 1]),
     ]
     says = (
-        r"directive 2 .* R\[PP=0,EP=0\] is the second forward pass that directive 1 makes; move this directive "
+        r"directive 3 .* R\[PP=0,EP=0\] is the second forward pass that directive 1 makes; move this directive "
         r"before the recompute"
     )
     with pytest.raises(piper.DirectiveError, match=says):

@@ -22,7 +22,7 @@ from lightning_piper.passes import apply_program, complete
 from lightning_piper.plan import check_plans, compile_plans
 from lightning_piper.verify.interpreter import interpret
 from lightning_piper.verify.static_check import check
-from tests.dags import b, build, chunk, f, order, place, run, shape, split
+from tests.dags import Fixed, b, build, chunk, f, order, place, run, shape, split
 from tests.models import captured
 from tests.reference import differences, distance, plain
 
@@ -325,8 +325,8 @@ def test_a_smaller_batch_under_nested_splits() -> None:
         ),
         (
             "mlp",
-            [order(f(0), b(0)), split(2)],
-            "directive 1 (split): field 'filter': F[PP=0] is already ordered by directive 0; move this "
+            [order(f(0), b(0)), Fixed(), split(2)],
+            "directive 2 (split): field 'filter': F[PP=0] is already ordered by directive 0; move this "
             "directive before that order",
         ),
         (

@@ -7,6 +7,7 @@ from lightning_piper.compiler import compile_step
 from lightning_piper.degrees import given
 from lightning_piper.directives import parse
 from lightning_piper.schedules import dualpipe, one_f_one_b
+from tests.dags import Fixed
 from tests.errors.case import GROUPS, PLACES, REPLICATE, SPLIT, Case, Cases, batch, net, program
 
 TITLE = "Directives on the graph"
@@ -75,7 +76,8 @@ def entered_again() -> None:
 CASES: Cases = [
     program("a filter does not match a chunk", {"op": "place", "filter": {"PP": 2}, "devices": [0]}),
     program("a stage is placed twice", *PLACES, {"op": "place", "filter": {"PP": 1}, "devices": [0]}),
-    program("a stage is placed after the order that names it", ordered(F0, B0), *PLACES),
+    program("a stage is placed after the order that names it and a directive of another package",
+        ordered(F0, B0), Fixed(), *PLACES),
     program("forward and backward of a stage on different "
             "devices", {"op": "place", "filter": F0, "devices": [0]},
             {"op": "place", "filter": B0, "devices": [1]}),
@@ -93,9 +95,8 @@ CASES: Cases = [
                         "loss")], *PLACES, SPLIT),
     program("two splits of a batch use the same tag", *PLACES, SPLIT, SPLIT),
     program("one pass of a stage is split alone", *PLACES, {**SPLIT, "filter": F0}),
-    program("split after the order", *PLACES, ordered(F0, B0), SPLIT),
-    program("split after the recompute", *PLACES, AGAIN, SPLIT),
-    program("a stage is placed after the recompute", AGAIN, *PLACES),
+    program("`split` after the order and a directive of another package", *PLACES, ordered(F0, B0), Fixed(), SPLIT),
+    program("`split` after the recompute and a directive of another package", *PLACES, AGAIN, Fixed(), SPLIT),
     program("an order names a pass twice", *PLACES, ordered(F0, {"PP": 0})),
     program("an order contradicts the data flow", *PLACES, ordered(B0, F0)),
     Case("an order of microbatches contradicts statistics of the whole batch", whole_batch),
@@ -109,7 +110,7 @@ CASES: Cases = [
             ordered(F1, {"PP": 1, "PASS": "BI"}), ordered({"PP": 0, "PASS": "F"}, {"PP": 1, "PASS": "B"})),
     program("`BI` in a place", {"op": "place", "filter": {"PASS": "BI"}, "devices": [0]}),
     program("groups of devices without a `replicate`", *GROUPS),
-    program("`replicate` before `place`", REPLICATE),
+    program("`replicate` without `place`", REPLICATE),
     program("`replicate` of one stage only", *GROUPS, {**REPLICATE, "filter": {"PP": 0}}),
     program("`replicate` and `place` name different groups", *GROUPS,
         {**REPLICATE, "devices": [[0, 1], [2, 3]]}),

@@ -12,6 +12,7 @@ from lightning_piper.capture import capture
 from lightning_piper.compiler import compile_step
 from lightning_piper.directives import parse
 from lightning_piper.runtime import Executor, LocalTransport, run_local, shards_of
+from tests.dags import Fixed
 from tests.errors.case import Case, Cases, module_of
 
 MOE = """\
@@ -120,7 +121,7 @@ CASES: Cases = [
         {**SHARD, "devices": [0, 1, 2]}),
     program("experts are divided twice", PLACE, REPLICATE, SHARD, SHARD),
     program("experts are divided, and other regions are not replicated", PLACE, SHARD),
-    program("`split` after `shard`", PLACE, REPLICATE, SHARD,
+    program("`split` after `shard` and a directive of another package", PLACE, REPLICATE, SHARD, Fixed(),
             {"op": "split", "filter": {}, "dim_name": "MB", "num_microbatches": 2}),
     divided("dropout in experts", (GELU, GELU + "; rows = F.dropout(rows)")),
     divided("experts read a tensor past `dispatch`", (GELU, GELU + "; rows = rows * score.mean()")),

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 import lightning_piper as piper
+from tests.dags import Fixed
 from tests.errors.case import Case, Cases, module_of
 
 MODEL = """\
@@ -65,7 +66,7 @@ CASES: Cases = [
     Case("the program does not have the axis",
         lambda: compiled({**PLACE, "axes": ["dp"]}, shard(devices=None))),
     Case("some regions are not placed", lambda: compiled({**PLACE, "filter": {"PP": 0}}, shard())),
-    Case("`replicate` comes before `shard`", lambda: compiled(PLACE, REPLICATE, shard())),
+    Case("`replicate`, a directive of another package, and then `shard`", lambda: compiled(PLACE, REPLICATE, Fixed(), shard())),
     Case("two `shard` directives for the same axis", lambda: compiled(PLACE, shard(), shard())),
     Case("the filter leaves out a region that reads a "
          "parameter", lambda: compiled(PLACE, shard(filter={"PP": 1}))),

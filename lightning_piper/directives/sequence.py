@@ -1,0 +1,54 @@
+"""The order in which the directives of a program are applied."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from lightning_piper.directives.base import Directive
+
+# Kind of a directive (`Directive.kind`) -> the kinds that are applied before it.
+FOLLOWS: Mapping[str, frozenset[str]] = {
+    kind: frozenset(earlier)
+    for kind, earlier in {
+        "place": (),
+        "split": (),
+        "shard of tensors": ("place", "split"),
+        "shard of experts": ("place", "split", "shard of tensors"),
+        "replicate": ("place", "shard of tensors"),
+        "recompute": ("place", "split", "shard of experts"),
+        "offload": ("split", "shard of tensors", "shard of experts", "recompute"),
+        "order": ("place", "split"),
+        "order of R": ("place", "split", "recompute"),
+        "order of copies": ("place", "split", "recompute", "offload"),
+    }.items()
+}
+
+
+def applied_order(program: Sequence[Directive]) -> list[int]:
+    """Return the indices of a program's directives in the order in which they are applied.
+
+    A directive comes after those that must precede it, and otherwise as early as the list says. What
+    directives of other packages need is not known, so they keep their places, and no directive passes them.
+    """
+    kinds, found = [directive.kind for directive in program], list[int]()
+    for known, run in itertools.groupby(range(len(program)), lambda i: kinds[i] in FOLLOWS):
+        indices = list(run)
+        found += _sorted(kinds, indices) if known else indices
+    return found
+
+
+def _sorted(kinds: Sequence[str], indices: list[int]) -> list[int]:
+    """Return some indices of directives in the order in which these directives are applied."""
+    waiting: dict[str, deque[int]] = {}
+    for i in indices:
+        waiting.setdefault(kinds[i], deque()).append(i)
+    found: list[int] = []
+    while waiting:
+        ready = (kind for kind in waiting if FOLLOWS[kind].isdisjoint(waiting))
+        kind = min(ready, key=lambda kind: waiting[kind][0])
+        found.append(waiting[kind].popleft())
+        if not waiting[kind]:
+            del waiting[kind]
+    return found
