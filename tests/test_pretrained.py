@@ -4,17 +4,20 @@ holds, and files that do not fit are refused.
 
 from __future__ import annotations
 
+import copy
+import io
 import json
 import re
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import lightning_piper as piper
 from lightning_piper.checkpoint.safetensors_files import StoredTensor, stored_tensors
 from lightning_piper.errors import PiperError
-from lightning_piper.holdings.materialization import Known, materialize
+from lightning_piper.holdings.materialization import Known, materialize, named_tensors
 from lightning_piper.ir.values import TensorSpec, flattened
 from tests import pretrained
 from tests.distributed.processes import launch_trainings
@@ -186,6 +189,129 @@ def test_damaged_files_and_folders_are_refused(tmp_path):
 def test_a_resized_model_is_refused(tmp_path):
     saved("gpt2", tmp_path, torch.float32, sharded=False)
     model = read("gpt2", tmp_path)
-    model.transformer.ln_f.bias = torch.nn.Parameter(torch.empty(3, device="meta"))
+    model.transformer.ln_f.bias.data = torch.empty(3, device="meta")
     with pytest.raises(PiperError, match=r"has the shape \[3\], but \[16\] in its file"):
         Known().with_stored(model)
+
+
+class Adapted(nn.Module):
+    """A layer with an adapter, as packages for adapters wrap layers."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.more = nn.Parameter(torch.zeros(base.out_features, base.in_features, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + x @ self.more.t()
+
+
+def adapt(model: Any) -> None:
+    attention = model.model.layers[0].self_attn
+    attention.q_proj = Adapted(attention.q_proj)
+
+
+def drop(model: Any) -> None:
+    model.model.layers = model.model.layers[1:]
+
+
+def swap(model: Any) -> None:
+    mlp = model.model.layers[0].mlp
+    mlp.gate_proj, mlp.up_proj = mlp.up_proj, mlp.gate_proj
+
+
+def tie(model: Any) -> None:
+    model.lm_head.weight = model.model.embed_tokens.weight
+
+
+def take_out(model: Any) -> nn.Module:
+    return nn.Sequential(model.model.embed_tokens, model.model.layers[1].mlp, model.lm_head)
+
+
+def take_a_parameter_out(model: Any) -> nn.Module:
+    head = nn.Linear(*reversed(model.lm_head.weight.shape), bias=False, device="meta")
+    head.weight = model.lm_head.weight
+    return head
+
+
+def copied(model: Any) -> nn.Module:
+    return copy.deepcopy(model.model.layers)
+
+
+def pickled(model: Any) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)  # type: ignore[no-any-return]
+
+
+def converted(model: Any) -> nn.Module:
+    return model.to(torch.float32)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "change", [adapt, drop, swap, tie, take_out, take_a_parameter_out, copied, pickled, converted]
+)
+def test_a_changed_model_has_the_values_of_its_tensors(tmp_path, change):
+    """Names no longer say which tensor of the files a parameter is."""
+    folder = saved("llama", tmp_path, torch.float64, sharded=False)
+    wanted, found = by_transformers(KINDS["llama"]()[0], folder), read("llama", folder)
+    right, ours = (change(model) or model for model in (wanted, found))
+    values = dict(named_tensors(with_values(ours)))
+    for name, tensor in named_tensors(right):
+        assert torch.equal(values[name], tensor), name
+
+
+def zero(model: Any) -> None:
+    nn.init.zeros_(model.lm_head.weight)
+
+
+def scale_a_copy(model: Any) -> nn.Module:
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.5)
+    return copy.deepcopy(model)
+
+
+def replace(model: Any) -> None:
+    model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (zero, "'lm_head.weight' comes from piper.from_pretrained and was changed in place"),
+        (scale_a_copy, "'lm_head.weight' comes from piper.from_pretrained and was changed in place"),
+        (replace, "'lm_head.weight' comes from piper.from_pretrained and was replaced by a parameter"),
+    ],
+)
+def test_changes_that_would_be_lost_are_refused(tmp_path, change, says):
+    model = read("llama", saved("llama", tmp_path, torch.float64, sharded=False))
+    with pytest.raises(PiperError, match=re.escape(says)):
+        with_values(change(model) or model)
+
+
+def test_a_new_submodule_has_its_own_initial_values(tmp_path):
+    model = read("llama", saved("llama", tmp_path, torch.float64, sharded=False))
+    with torch.device("meta"):
+        model.lm_head = nn.Linear(model.config.hidden_size, 3)
+    assert with_values(model).lm_head.weight.std() > 0
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "auto"}, {"torch_dtype": "auto"}, {"dtype": "float32"}])
+def test_dtypes_by_name(tmp_path, options):
+    model = read("llama", saved("llama", tmp_path, torch.float64, sharded=False), **options)
+    assert model.dtype == (torch.float32 if options.get("dtype") == "float32" else torch.float64)
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"dtype": "flaot32"}, "dtype='flaot32' is not a floating-point dtype. Give one such as"),
+        ({"dtype": torch.int8}, "dtype=torch.int8 is not a floating-point dtype"),
+        ({"subfolder": "step"}, "subfolder='step' is not supported. Give the path"),
+    ],
+)
+def test_options_that_are_refused(tmp_path, options, says):
+    saved("llama", tmp_path, torch.float64, sharded=False)
+    with pytest.raises(PiperError, match=re.escape(says)):
+        read("llama", tmp_path, **options)

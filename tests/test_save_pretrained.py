@@ -80,6 +80,7 @@ def check_saved_by_processes(folder: Path, program: Any, count: int) -> None:
     """Train on two processes, and check that they save the values of a checkpoint in `count` files."""
     source = saved("tied_llama", folder / "source", torch.float64, sharded=True)
     launch_trainings(2, pretrained.save, folder / "run", source, folder, program)
+    assert "captured 2 times" not in (folder / "run" / "0.txt").read_text()
     state = torch.load(folder / "plain.ckpt", weights_only=False)["state_dict"]
     state = {key.removeprefix("model."): x for key, x in state.items()}
     untied = {key: x for key, x in state.items() if key != "lm_head.weight"}

@@ -29,8 +29,8 @@ FOLLOWS: Mapping[str, frozenset[str]] = {
 def applied_order(program: Sequence[Directive]) -> list[int]:
     """Return the indices of a program's directives in the order in which they are applied.
 
-    A directive comes after those that must precede it, and otherwise as early as the list says. What
-    directives of other packages need is not known, so they keep their places, and no directive passes them.
+    A directive comes after those that must precede it, and otherwise as early as the list says. Directives of
+    other packages keep their places, and no directive passes them, because the table does not have them.
     """
     kinds, found = [directive.kind for directive in program], list[int]()
     for known, run in itertools.groupby(range(len(program)), lambda i: kinds[i] in FOLLOWS):

@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -27,7 +27,10 @@ Places = Mapping[str, list[Place]]
 
 HOOK = "piper_init_parameters"
 UNWRITTEN = 0xFF  # the bytes of fresh memory: a NaN in every floating-point dtype, and not a valid bool
-PRETRAINED = "_piper_pretrained"  # attribute of a submodule whose values are in files: its `Pretrained`
+PRETRAINED = "_piper_pretrained"  # attribute of a model whose values are in files: its `Pretrained`
+# Attribute of a tensor whose values are in a file: its `Stored`. Attribute of a submodule with such tensors:
+# its `StoredTensors`.
+STORED = "_piper_stored"
 
 
 class StoredValue(Protocol):
@@ -45,16 +48,66 @@ class StoredValue(Protocol):
 
 @dataclass(frozen=True)
 class Pretrained:
-    """The values that files have for a submodule on the meta device.
+    """How a model on the meta device, whose values are in files, gives values to tensors that no file has.
 
     Attributes:
-        stored: Name in the submodule -> tensor in a file.
-        initialize: Name of the method of the submodule that fills one of its own submodules. It gives values
-            to tensors that no file has.
+        initialize: Name of the method of the model that fills one of its own submodules.
     """
 
-    stored: Mapping[str, StoredValue]
     initialize: str
+
+
+class Stored(NamedTuple):
+    """The values of a tensor on the meta device, and the version of the tensor to which they belong.
+
+    A tensor with another version was changed in place, which has no effect on the meta device.
+    """
+
+    value: StoredValue
+    version: int
+
+
+class StoredTensors:
+    """The tensors of one submodule whose values are in files, by their names in the submodule.
+
+    A user may take the submodule out of its model, or put it into another one. Copies of the submodule mark
+    their tensors again, because a copied parameter does not have the attributes of the original one.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = dict(tensors)
+
+    def __getstate__(self) -> dict[str, tuple[torch.Tensor, StoredValue, bool]]:
+        marks = {name: tensor.__dict__[STORED] for name, tensor in self.tensors.items()}
+        return {
+            name: (tensor, marks[name].value, tensor._version == marks[name].version)
+            for name, tensor in self.tensors.items()
+        }
+
+    def __setstate__(self, state: Mapping[str, tuple[torch.Tensor, StoredValue, bool]]) -> None:
+        self.tensors = {name: tensor for name, (tensor, _, _) in state.items()}
+        for tensor, value, unchanged in state.values():
+            tensor.__dict__[STORED] = Stored(value, tensor._version if unchanged else -1)
+
+
+def mark_stored(model: nn.Module, stored: Mapping[str, StoredValue]) -> None:
+    """Mark the tensors of a model on the meta device whose values are in files.
+
+    Args:
+        stored: Name in the model -> tensor in a file. A tied tensor needs only one of its names.
+    """
+    tensors = dict(named_tensors(model))
+    for name, value in stored.items():
+        tensors[name].__dict__[STORED] = Stored(value, tensors[name]._version)
+    for part in model.modules():
+        own = {name: x for name, x in own_tensors(part).items() if STORED in x.__dict__}
+        if own:
+            part.__dict__[STORED] = StoredTensors(own)
+
+
+def own_tensors(part: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers of a submodule itself, without those of its submodules."""
+    return {name: x for name, x in (part._parameters | part._buffers).items() if x is not None}
 
 
 @dataclass(frozen=True)
@@ -80,30 +133,47 @@ class Known:
         meta device that `piper.from_pretrained` found in files.
 
         Raises:
-            PiperError: A tensor has another shape in its file.
+            PiperError: The user has changed or replaced a tensor since `piper.from_pretrained`.
         """
         stored: dict[int, StoredValue] = {}
-        for path, part in module.named_modules():
-            pretrained: Pretrained | None = part.__dict__.get(PRETRAINED)
-            if pretrained is None:
+        for name, tensor in named_tensors(module):
+            mark: Stored | None = tensor.__dict__.get(STORED)
+            if mark is None or not tensor.is_meta:
                 continue
-            for name, tensor in named_tensors(part):
-                value = pretrained.stored.get(name)
-                if value is None or not tensor.is_meta:
+            if tensor._version != mark.version:
+                raise _changed(name, "was changed in place, which has no effect on the meta device")
+            stored[id(tensor)] = _fitting(name, tensor, mark.value)
+        for path, part in module.named_modules():
+            own = own_tensors(part)
+            for attribute, original in vars(part)[STORED].tensors.items() if STORED in vars(part) else ():
+                now, name = own.get(attribute), f"{path}.{attribute}" if path else attribute
+                if now is None or not now.is_meta or id(now) in stored:
                     continue
-                if value.shape != tensor.shape:
-                    raise PiperError(
-                        f"PiperStrategy: {name!r} of submodule {path!r} has the shape {list(tensor.shape)}, "
-                        f"but {list(value.shape)} in its file. Do not resize a model from "
-                        "piper.from_pretrained before the fit [PIPER-K009]"
-                    )
-                stored[id(tensor)] = value
+                if isinstance(now, nn.Parameter):
+                    raise _changed(name, "was replaced by a parameter on the meta device")
+                # `module.to(dtype)` replaces buffers
+                stored[id(now)] = _fitting(name, now, original.__dict__[STORED].value)
         found = {
             name: stored[id(tensor_at(at))]
             for name, at in (places_of(module) if stored else {}).items()
             if id(tensor_at(at)) in stored and name not in self
         }
         return Known(self.loaded, self.later, found)
+
+
+def _fitting(name: str, tensor: torch.Tensor, value: StoredValue) -> StoredValue:
+    """Return the value of a tensor, which must have the tensor's shape."""
+    if value.shape != tensor.shape:
+        raise _changed(name, f"has the shape {list(tensor.shape)}, but {list(value.shape)} in its file")
+    return value
+
+
+def _changed(name: str, how: str) -> PiperError:
+    return PiperError(
+        f"PiperStrategy: {name!r} comes from piper.from_pretrained and {how}. Its values are read at the first "
+        "batch. So change the values with transformers, save them, and give that folder to "
+        "piper.from_pretrained; or replace the whole submodule by one with initial values [PIPER-K009]"
+    )
 
 
 def named_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -145,12 +215,17 @@ def put(places: list[Place], tensor: torch.Tensor) -> None:
         setattr(part, attribute, tensor)
 
 
+def _attributes(tensor: torch.Tensor) -> dict[str, object]:
+    return {name: value for name, value in tensor.__dict__.items() if name != STORED}
+
+
 def like(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     """Return `data` as a parameter or buffer like `tensor`."""
     if not isinstance(tensor, nn.Parameter):
+        data.__dict__.update(_attributes(tensor))  # such as the mark of `nn.Buffer`
         return data
     param = nn.Parameter(data, requires_grad=tensor.requires_grad)
-    param.__dict__.update(tensor.__dict__)  # attributes set by users, such as "no weight decay"
+    param.__dict__.update(_attributes(tensor))  # attributes set by users, such as "no weight decay"
     return param
 
 

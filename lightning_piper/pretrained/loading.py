@@ -22,7 +22,7 @@ import torch
 
 from lightning_piper.checkpoint.safetensors_files import StoredTensor, stored_tensors
 from lightning_piper.errors import PiperError
-from lightning_piper.holdings.materialization import PRETRAINED, Pretrained, named_tensors
+from lightning_piper.holdings.materialization import PRETRAINED, Pretrained, mark_stored, named_tensors
 
 MOST = 20  # names in a message
 
@@ -59,7 +59,8 @@ def from_pretrained(model_class: Any, path: str | os.PathLike[str], **options: A
             "transformers and save them again from this class, with "
             "save_pretrained(folder, save_original_format=False) [PIPER-K009]"
         )
-    model.__dict__[PRETRAINED] = Pretrained(stored, "_init_weights")
+    model.__dict__[PRETRAINED] = Pretrained("_init_weights")
+    mark_stored(model, stored)
     return model.eval()
 
 
@@ -68,7 +69,14 @@ def _built(model_class: Any, folder: Path, options: dict[str, Any]) -> Any:
     require_transformers("from_pretrained")
     from transformers import GenerationConfig
 
+    if "subfolder" in options:
+        raise PiperError(
+            f"piper.from_pretrained: subfolder={options['subfolder']!r} is not supported. Give the path "
+            f"{str(folder / str(options['subfolder']))!r} [PIPER-K009]"
+        )
     given = {key: options.pop(key) for key in ("dtype", "attn_implementation") if key in options}
+    if (dtype := _dtype(options.pop("torch_dtype", given.pop("dtype", None)))) is not None:
+        given["dtype"] = dtype
     config = _configuration(model_class, folder, options)
     if "dtype" not in given and config.dtype is None:
         dtypes = [each.dtype for each in stored_tensors(folder).values() if each.dtype.is_floating_point]
@@ -85,6 +93,19 @@ def _built(model_class: Any, folder: Path, options: dict[str, Any]) -> Any:
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
+
+
+def _dtype(given: Any) -> torch.dtype | None:
+    """Return the dtype that a user gave, or None for the dtype of the weights."""
+    if given is None or given == "auto":
+        return None
+    dtype = getattr(torch, given, None) if isinstance(given, str) else given
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise PiperError(
+            f"piper.from_pretrained: dtype={given!r} is not a floating-point dtype. Give one such as "
+            "torch.bfloat16 or 'bfloat16', or leave it out [PIPER-K009]"
+        )
+    return dtype
 
 
 def require_transformers(caller: str) -> None:

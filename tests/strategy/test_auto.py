@@ -649,7 +649,7 @@ def test_a_search_that_finds_no_program(devices, monkeypatch):
     [
         ({"devices": 0}, "devices=0"),
         ({"objective": "speed"}, "objective='speed'. Give one of time, memory"),
-        ({"memory": "24XB"}, "memory '24XB'"),
+        ({"memory": "24XB"}, "memory='24XB'"),
         ({"hardware": 3}, "hardware=3"),
         ({"gap": "x"}, "gap='x'"),
         ({"schedules": "gpipe"}, "schedules='gpipe'. Give some of"),
