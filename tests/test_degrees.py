@@ -194,8 +194,17 @@ def test_names_are_degrees() -> None:
         piper.PiperStrategy([piper.Place([0])], pp=2)
 
 
-def fitted(marked: bool = True, **arguments: Any) -> dict[str, torch.Tensor]:
-    module = Net(marked)
+class ReadsTrainer(Net):
+    """A step that reads the Trainer and the optimizer, and logs a number of the optimizer."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rate = self.optimizers().param_groups[0]["lr"]  # type: ignore[union-attr]
+        self.log("rate", rate)
+        return super().training_step(batch, batch_idx) * (1 + self.trainer.global_step + rate)
+
+
+def fitted(marked: bool = True, kind: type[Net] = Net, **arguments: Any) -> dict[str, torch.Tensor]:
+    module = kind(marked)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
@@ -225,6 +234,15 @@ def test_the_strategy_takes_degrees(marked: bool, degrees: dict[str, Any]) -> No
     expected = fitted(directives=[piper.Place([0])])
     for name, param in fitted(marked, **degrees).items():
         torch.testing.assert_close(param, expected[name], rtol=1e-12, atol=1e-14)
+
+
+def test_a_step_that_reads_the_trainer_is_cut() -> None:
+    """The copy of the module that is cut keeps its trainer."""
+    expected = fitted(kind=ReadsTrainer, directives=[piper.Place([0])])
+    for name, param in fitted(False, ReadsTrainer, pp=2).items():
+        torch.testing.assert_close(param, expected[name], rtol=1e-12, atol=1e-14)
+    other = fitted(directives=[piper.Place([0])])
+    assert any(not torch.equal(param, expected[name]) for name, param in other.items())  # the control
 
 
 def test_the_strategy_refuses_wrong_degrees_at_once() -> None:

@@ -28,7 +28,7 @@ Places = Mapping[str, list[Place]]
 HOOK = "piper_init_parameters"
 UNWRITTEN = 0xFF  # the bytes of fresh memory: a NaN in every floating-point dtype, and not a valid bool
 PRETRAINED = "_piper_pretrained"  # attribute of a model whose values are in files: its `Pretrained`
-# Attribute of a tensor whose values are in a file: its `Stored`. Attribute of a submodule with such tensors:
+# Attribute of a tensor whose values are in a file: its `FileMark`. Attribute of a submodule with such tensors:
 # its `StoredTensors`.
 STORED = "_piper_stored"
 
@@ -57,7 +57,7 @@ class Pretrained:
     initialize: str
 
 
-class Stored(NamedTuple):
+class FileMark(NamedTuple):
     """The values of a tensor on the meta device, and the version of the tensor to which they belong.
 
     A tensor with another version was changed in place, which has no effect on the meta device.
@@ -87,7 +87,7 @@ class StoredTensors:
     def __setstate__(self, state: Mapping[str, tuple[torch.Tensor, StoredValue, bool]]) -> None:
         self.tensors = {name: tensor for name, (tensor, _, _) in state.items()}
         for tensor, value, unchanged in state.values():
-            tensor.__dict__[STORED] = Stored(value, tensor._version if unchanged else -1)
+            tensor.__dict__[STORED] = FileMark(value, tensor._version if unchanged else -1)
 
 
 def mark_stored(model: nn.Module, stored: Mapping[str, StoredValue]) -> None:
@@ -98,7 +98,7 @@ def mark_stored(model: nn.Module, stored: Mapping[str, StoredValue]) -> None:
     """
     tensors = dict(named_tensors(model))
     for name, value in stored.items():
-        tensors[name].__dict__[STORED] = Stored(value, tensors[name]._version)
+        tensors[name].__dict__[STORED] = FileMark(value, tensors[name]._version)
     for part in model.modules():
         own = {name: x for name, x in own_tensors(part).items() if STORED in x.__dict__}
         if own:
@@ -137,7 +137,7 @@ class Known:
         """
         stored: dict[int, StoredValue] = {}
         for name, tensor in named_tensors(module):
-            mark: Stored | None = tensor.__dict__.get(STORED)
+            mark: FileMark | None = tensor.__dict__.get(STORED)
             if mark is None or not tensor.is_meta:
                 continue
             if tensor._version != mark.version:

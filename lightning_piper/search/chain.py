@@ -106,9 +106,17 @@ def copy_of(module: nn.Module) -> nn.Module:
         CaptureError: The module cannot be copied.
     """
     kept: list[Any] = [*module.parameters(), *module.buffers()]
-    kept += [vars(module)[name] for name in ("_trainer", "_fabric") if vars(module).get(name) is not None]
+    owners = {
+        (name, attribute): vars(part)[attribute]
+        for name, part in module.named_modules()
+        for attribute in ("_trainer", "_fabric")
+        if vars(part).get(attribute) is not None
+    }
     try:
-        return copy.deepcopy(module, {id(x): x for x in kept})
+        copied = copy.deepcopy(module, {id(x): x for x in (*kept, *owners.values())})
+        for (name, attribute), owner in owners.items():  # a copied LightningModule is without its trainer
+            vars(copied.get_submodule(name))[attribute] = owner
+        return copied
     except Exception as error:
         found = f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error})"
         raise CaptureError(
