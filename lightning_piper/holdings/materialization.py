@@ -70,7 +70,7 @@ class FileMark(NamedTuple):
 class StoredTensors:
     """The tensors of one submodule whose values are in files, by their names in the submodule.
 
-    A user may take the submodule out of its model, or put it into another one. Copies of the submodule mark
+    A user may take the submodule out of its model, or put the submodule into another model. Copies of the submodule mark
     their tensors again, because a copied parameter does not have the attributes of the original one.
     """
 
@@ -106,7 +106,7 @@ def mark_stored(model: nn.Module, stored: Mapping[str, StoredValue]) -> None:
 
 
 def own_tensors(part: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers of a submodule itself, without those of its submodules."""
+    """Return the parameters and buffers that belong directly to a submodule, not to its own submodules."""
     return {name: x for name, x in (part._parameters | part._buffers).items() if x is not None}
 
 
