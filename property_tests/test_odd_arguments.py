@@ -26,7 +26,7 @@ from lightning_piper import schedules
 from lightning_piper.compiler import compile_step
 from lightning_piper.directives import parse, to_json
 from lightning_piper.profile import Schedule
-from lightning_piper.simulate import Link, Network, read_durations, simulate
+from lightning_piper.simulate import IssueCost, Link, Network, SharedLink, read_durations, simulate
 from lightning_piper.testing import POOL, Case, Model, Spec, case, cases, make_batch, programs
 from lightning_piper.viz import dot_graph, text_chart
 
@@ -271,12 +271,14 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     "simulate": (
         simulate,
         lambda: {"dag": COMPILED().dag, "plans": COMPILED().plans, "durations": {"F": 1, "B": 2},
-            "network": None},
+            "network": None, "issue": None},
     ),
     "Link": (Link, lambda: {"latency": 1, "bandwidth": 2}),
+    "SharedLink": (SharedLink, lambda: {"devices": [0], "bandwidth": 2, "peers": None}),
+    "IssueCost": (IssueCost, lambda: {"time": 1, "devices": 1}),
     "Network": (
         lambda **fields: simulate(COMPILED().dag, COMPILED().plans, network=Network(**fields)),
-        lambda: {"link": Link(), "channels": {}, "groups": {}},
+        lambda: {"link": Link(), "channels": {}, "groups": {}, "shared": [], "communicators": {}},
     ),
     "read_durations": (read_durations, lambda: {"path": "none.json"}),
     "text_chart": (text_chart,

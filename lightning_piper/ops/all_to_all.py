@@ -24,7 +24,7 @@ from lightning_piper.ops.base import (
     register_operation,
 )
 from lightning_piper.ops.facts import Facts
-from lightning_piper.ops.instruction import Collective
+from lightning_piper.ops.instruction import Channel, Collective, all_pairs
 from lightning_piper.ops.reference import Made, Reference
 from lightning_piper.routing import COMBINE, COUNTS, DISPATCH
 
@@ -86,6 +86,10 @@ class AllToAllInstruction(Collective):
     def even(self) -> bool:
         """Whether each member sends and receives equal parts. The instruction then reads no counts."""
         return len(self.reads) == 1
+
+    @property
+    def routes(self) -> tuple[Channel, ...]:
+        return all_pairs(self.members)
 
     @property
     def nbytes(self) -> int:

@@ -19,6 +19,17 @@ Channel = tuple[int, int]  # (sending device, receiving device)
 Group = tuple[tuple[int, ...], str]  # devices that communicate together, and the name of their communicator
 
 
+def neighbours(members: tuple[int, ...], steps: int = 1) -> tuple[Channel, ...]:
+    """Return the channels on which each member of a ring sends to the member some steps after it."""
+    far = steps % len(members)
+    return tuple(zip(members, members[far:] + members[:far], strict=True)) if far else ()
+
+
+def all_pairs(members: tuple[int, ...]) -> tuple[Channel, ...]:
+    """Return the channels on which each member sends to each other member."""
+    return tuple((a, b) for a in members for b in members if a != b)
+
+
 @dataclass(frozen=True, slots=True)
 class Read:
     """A read of one bundle by an instruction; `last` empties the slot.
@@ -122,6 +133,11 @@ class Collective(Instruction):
     members: tuple[int, ...]
     communicator: str
     bucket: Bucket | None = None
+
+    @property
+    def routes(self) -> tuple[Channel, ...]:
+        """The messages that travel at the same time. A member divides its bytes evenly among its messages."""
+        return neighbours(self.members)
 
     @property
     def group(self) -> Group:

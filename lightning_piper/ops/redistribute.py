@@ -36,7 +36,7 @@ from lightning_piper.ops.base import (
     take,
 )
 from lightning_piper.ops.facts import Facts, Origin
-from lightning_piper.ops.instruction import Collective, Instruction
+from lightning_piper.ops.instruction import Channel, Collective, Instruction, all_pairs, neighbours
 from lightning_piper.ops.reduce import AllReduceInstruction, bind_all_reduce, summed
 from lightning_piper.ops.reference import Made, Reference, sum_in_order
 
@@ -104,6 +104,11 @@ class RedistributeInstruction(Collective):
     tensors: tuple[TensorSpec, ...]
 
     @property
+    def routes(self) -> tuple[Channel, ...]:
+        moved = isinstance(self.before, Shard) and isinstance(self.after, Shard)
+        return all_pairs(self.members) if moved else super().routes
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the gathered tensor, of all terms of a sum, or of one member's part in other exchanges."""
         made = sum(spec.nbytes for spec in self.tensors)
@@ -124,6 +129,10 @@ class ShiftInstruction(RedistributeInstruction):
     def steps(self) -> int:
         """The distance from this member to the member that it sends to."""
         return _steps(self.before, self.after)
+
+    @property
+    def routes(self) -> tuple[Channel, ...]:
+        return neighbours(self.members, self.steps)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,15 +10,20 @@ code runs::
 from lightning_piper.simulate.durations import DEFAULT, Durations, Number, read_durations
 from lightning_piper.simulate.engine import Span
 from lightning_piper.simulate.figures import DeviceFigures, Shares, Simulation, figures, simulate
-from lightning_piper.simulate.network import Link, Network
+from lightning_piper.simulate.hardware import Hardware
+from lightning_piper.simulate.issue_cost import IssueCost
+from lightning_piper.simulate.network import Link, Network, SharedLink
 
 __all__ = [
     "DEFAULT",
     "DeviceFigures",
     "Durations",
+    "Hardware",
+    "IssueCost",
     "Link",
     "Network",
     "Number",
+    "SharedLink",
     "Shares",
     "Simulation",
     "Span",

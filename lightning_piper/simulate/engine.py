@@ -40,8 +40,10 @@ from lightning_piper.plan.instructions import (
 )
 from lightning_piper.plan.matching import Matching, Meeting, parties
 from lightning_piper.plan.plan import Plan
+from lightning_piper.simulate.contention import Traffic, Transfer
 from lightning_piper.simulate.durations import Number, WorkDurations
-from lightning_piper.simulate.network import Network
+from lightning_piper.simulate.issue_cost import IssueCost
+from lightning_piper.simulate.network import Network, Phase
 
 Interval = tuple[Number, Number]
 Lane = tuple[str, object]  # a channel or a group
@@ -123,46 +125,83 @@ class _Clock:
 
 
 @dataclass(slots=True)
+class _Stream:
+    """A stream of a device.
+
+    Attributes:
+        issued: Instructions that have been issued and have not begun, with their positions in the plan. The
+            first one waits.
+    """
+
+    device: int
+    clock: _Clock = field(default_factory=_Clock)
+    issued: deque[tuple[int, Instruction]] = field(default_factory=deque)
+
+
+@dataclass(slots=True, eq=False)
 class _PendingExchange:
     """One message or one collective.
 
     Attributes:
         lane: The channel or group, which carries one exchange at a time.
         parties: The number of devices that must join.
-        joined: (device, instruction) of the devices that have joined.
-        ready: The time at which the last device joined.
-        since: From this time on, only communication delayed the last device that joined.
-        waiting: Devices that cannot continue before all have joined.
+        joined: (device, instruction) of the devices that have issued the instruction which joins.
+        arrived: The number of devices whose streams have reached it.
+        ready: The time at which the last device arrived.
+        since: From this time on, only communication delayed the last device that arrived.
+        end: The end; None if it is not known yet.
+        waiting: Devices that cannot issue their next instruction before all have joined.
+        held: Streams that wait until the end is known.
     """
 
     lane: Lane
     parties: int
     joined: list[tuple[int, Instruction]] = field(default_factory=list)
+    arrived: int = 0
     ready: Number = 0
     since: Number = 0
-    end: Number = 0
+    end: Number | None = None
     waiting: list[int] = field(default_factory=list)
+    held: list[_Stream] = field(default_factory=list)
 
     @property
     def complete(self) -> bool:
         return len(self.joined) == self.parties
 
 
+@dataclass(slots=True)
+class _Queue:
+    """The exchanges of a channel or group that are not over, in order, and the end of the last one."""
+
+    exchanges: deque[_PendingExchange] = field(default_factory=deque)
+    under_way: bool = False
+    free: Number = 0
+
+
 class _SimulatedDevices:
     """The clocks, events and exchanges of all devices."""
 
     def __init__(
-        self, dag: TrainingDAG, plans: Mapping[int, Plan], work: WorkDurations, network: Network
+        self,
+        dag: TrainingDAG,
+        plans: Mapping[int, Plan],
+        work: WorkDurations,
+        network: Network,
+        issue: IssueCost | None,
     ) -> None:
         self._dag, self._work, self._network = dag, work, network
+        self._ready_at = None if issue is None else issue.times(plans)  # device -> time of each instruction
         self.trace = Trace(times={device: [] for device in plans})
-        self._clocks: dict[tuple[int, str], _Clock] = {}
-        # (device, event) -> (time, since), node
-        self._events: dict[tuple[int, int], tuple[Interval, int]] = {}
+        self._streams: dict[tuple[int, str], _Stream] = {}
+        # (device, event) -> (time, since), node; None if it is issued and has not happened
+        self._events: dict[tuple[int, int], tuple[Interval, int] | None] = {}
+        self._awaiting: dict[tuple[int, int], list[_Stream]] = {}
         self._matching = Matching()
         self._exchanges: dict[Meeting, _PendingExchange] = {}
         self._started: dict[tuple[int, int], _PendingExchange] = {}  # (device, node)
-        self._free: dict[Lane, Number] = {}  # lane -> end of its last exchange
+        self._queues: dict[Lane, _Queue] = {}
+        self._traffic = Traffic(network) if network.shared or network.communicators else None
+        self._going_on: deque[_Stream] = deque()  # streams that need not wait any longer
 
     def blocked(self, device: int, instruction: Instruction) -> _PendingExchange | None:
         """Return the exchange whose other parties must join before the instruction can be issued, or None."""
@@ -178,32 +217,94 @@ class _SimulatedDevices:
 
     def issue(self, device: int, instruction: Instruction) -> list[int]:
         """Issue an instruction. Returns the devices that can now continue."""
-        clock = self._clocks.setdefault((device, instruction.stream), _Clock())
-        start, freed = clock.time, list[int]()
+        stream = self._streams.setdefault((device, instruction.stream), _Stream(device))
+        freed = list[int]()
+        match instruction:
+            case SendInstruction() | Irecv() | Collective():
+                exchange = self._started[device, instruction.node] = self._exchange(instruction)
+                exchange.joined.append((device, instruction))
+                if exchange.complete:
+                    self._queues.setdefault(exchange.lane, _Queue()).exchanges.append(exchange)
+                    freed = exchange.waiting
+            case Record():
+                self._events[device, instruction.event] = None
+            case WaitEvent() if (device, instruction.event) not in self._events:
+                raise VerificationError(
+                    f"plan of device {device}: {instruction.where}: it waits for event "
+                    f"e{instruction.event} before this event is recorded{ADVICE} [PIPER-V003]"
+                )
+        times = self.trace.times[device]
+        times.append((0, 0))
+        if stream.issued or not self._begin(stream, len(times) - 1, instruction):
+            stream.issued.append((len(times) - 1, instruction))
+        self._go_on()
+        return freed
+
+    def pass_time(self) -> bool:
+        """Let time pass until exchanges that share links or communicators change.
+
+        Returns:
+            Whether there are such exchanges.
+        """
+        if self._traffic is None or (moment := self._traffic.advance()) is None:
+            return False
+        now, ended = moment
+        for transfer in ended:
+            queue = self._queues[transfer.owner.lane]
+            queue.under_way = False
+            assert transfer.start is not None
+            self._over(queue, transfer.owner, transfer.start, now)
+            self._start_next(queue)
+        self._go_on()
+        return True
+
+    def _go_on(self) -> None:
+        while self._going_on:
+            stream = self._going_on.popleft()
+            while stream.issued and self._begin(stream, *stream.issued[0]):
+                stream.issued.popleft()
+
+    def _begin(self, stream: _Stream, position: int, instruction: Instruction) -> bool:
+        """Begin an instruction, if what it waits for is known. Returns whether it began."""
+        device, clock = stream.device, stream.clock
+        match instruction:
+            case WaitWork() | WaitSend() if self._started[device, instruction.node].end is None:
+                self._started[device, instruction.node].held.append(stream)
+                return False
+            case WaitEvent() if self._events[device, instruction.event] is None:
+                self._awaiting.setdefault((device, instruction.event), []).append(stream)
+                return False
+        if self._ready_at is not None and self._ready_at[device][position] > clock.time:
+            clock.time = clock.since = self._ready_at[device][position]
+        start = clock.time
+        self._run(device, instruction, clock)
+        self.trace.times[device][position] = (start, clock.time)
+        self.trace.end = max(self.trace.end, clock.time)
+        return True
+
+    def _run(self, device: int, instruction: Instruction, clock: _Clock) -> None:
         match instruction:
             case WaitWork():
                 exchange = self._started[device, instruction.node]
+                assert exchange.end is not None
                 self._hold(device, instruction, clock, (exchange.end, exchange.since), instruction.node)
             case WaitSend():
                 # Nothing here needs the sent value, so this wait does not count as waiting for communication.
                 end = self._started[device, instruction.node].end
+                assert end is not None
                 self._hold(device, instruction, clock, (end, end), instruction.node)
             case SendInstruction() | Irecv() | Collective():
-                freed = self._join(device, instruction, clock, self._exchange(instruction))
+                self._arrive(clock, self._started[device, instruction.node])
             case Record():
-                self._events[device, instruction.event] = ((clock.time, clock.since), instruction.node)
+                key = (device, instruction.event)
+                self._events[key] = ((clock.time, clock.since), instruction.node)
+                self._going_on += self._awaiting.pop(key, ())
             case WaitEvent():
-                if (device, instruction.event) not in self._events:
-                    raise VerificationError(
-                        f"plan of device {device}: {instruction.where}: it waits for event "
-                        f"e{instruction.event} before this event is recorded{ADVICE} [PIPER-V003]"
-                    )
-                self._hold(device, instruction, clock, *self._events[device, instruction.event])
+                recorded = self._events[device, instruction.event]
+                assert recorded is not None
+                self._hold(device, instruction, clock, *recorded)
             case _:
                 self._occupy(device, instruction, clock)
-        self.trace.times[device].append((start, clock.time))
-        self.trace.end = max(self.trace.end, clock.time)
-        return freed
 
     def _hold(
         self, device: int, instruction: Instruction, clock: _Clock, moment: Interval, node: int
@@ -238,27 +339,49 @@ class _SimulatedDevices:
             self._exchanges[meeting] = _PendingExchange(lane_of(instruction), parties(instruction))
         return self._exchanges[meeting]
 
-    def _join(
-        self, device: int, instruction: Instruction, clock: _Clock, exchange: _PendingExchange
-    ) -> list[int]:
-        """Let a device join an exchange. If it is the last one, determine when the exchange starts and ends,
-        and return the devices that wait for it. Otherwise return an empty list."""
-        self._started[device, instruction.node] = exchange
-        exchange.joined.append((device, instruction))
+    def _arrive(self, clock: _Clock, exchange: _PendingExchange) -> None:
+        exchange.arrived += 1
         exchange.ready = max(exchange.ready, clock.time)
         exchange.since = max(exchange.since, clock.since)
-        if not exchange.complete:
-            return []
-        start = max(exchange.ready, self._free.get(exchange.lane, 0))
-        exchange.end = self._free[exchange.lane] = start + self._duration(exchange)
+        if exchange.complete:
+            self._start_next(self._queues[exchange.lane])
+
+    def _start_next(self, queue: _Queue) -> None:
+        """Start the next exchanges of a channel or group, if all of their parties have arrived."""
+        while queue.exchanges and not queue.under_way:
+            exchange = queue.exchanges[0]
+            if exchange.arrived < exchange.parties:
+                return
+            start = max(exchange.ready, queue.free)
+            transfer = self._transfer(exchange)
+            if transfer is None:
+                self._over(queue, exchange, start, start + self._duration(exchange))
+            else:
+                assert self._traffic is not None
+                queue.under_way = True
+                self._traffic.request(start, transfer)
+
+    def _over(self, queue: _Queue, exchange: _PendingExchange, start: Number, end: Number) -> None:
+        """Enter the end of the first exchange of a queue."""
+        queue.exchanges.popleft()
+        queue.free = exchange.end = end
         for member, joined in exchange.joined:
-            self._span(
-                member, joined, "recv" if isinstance(joined, Irecv) else joined.op, start, exchange.end
-            )
-        return exchange.waiting
+            self._span(member, joined, "recv" if isinstance(joined, Irecv) else joined.op, start, end)
+        self._going_on += exchange.held
+
+    def _transfer(self, exchange: _PendingExchange) -> Transfer | None:
+        """Return the exchange as a transfer that may delay other ones; None if it shares nothing with them."""
+        if self._traffic is None:
+            return None
+        shared = self._network.communicators
+        names = tuple((device, shared[i.row]) for device, i in exchange.joined if i.row in shared)
+        instruction = _carried(exchange)
+        measured = self._work.measured(instruction.node)
+        phases = self._network.phases(instruction) if measured is None else [Phase(measured, 0, None, (), 0)]
+        return self._traffic.transfer(exchange, phases, names)
 
     def _duration(self, exchange: _PendingExchange) -> Number:
-        instruction: Any = next(joined for _, joined in exchange.joined if not isinstance(joined, Irecv))
+        instruction = _carried(exchange)
         measured = self._work.measured(instruction.node)
         if measured is not None:
             return measured
@@ -267,17 +390,29 @@ class _SimulatedDevices:
         return self._network.transfer(instruction.channel, sum(spec.nbytes for spec in instruction.tensors))
 
 
+def _carried(exchange: _PendingExchange) -> SendInstruction | Collective:
+    """Return an instruction that says what the exchange carries."""
+    instruction: Any = next(joined for _, joined in exchange.joined if not isinstance(joined, Irecv))
+    return instruction  # type: ignore[no-any-return]
+
+
 def run_in_virtual_time(
-    dag: TrainingDAG, plans: Mapping[int, Plan], work: WorkDurations, network: Network
+    dag: TrainingDAG,
+    plans: Mapping[int, Plan],
+    work: WorkDurations,
+    network: Network,
+    issue: IssueCost | None = None,
 ) -> Trace:
     """Run the plans of all devices in virtual time.
 
-    This takes time linear in the number of instructions, and the same plans always give the same trace.
+    This takes time linear in the number of instructions, and the same plans always give the same trace. Exchanges that
+    share links cost more: each start and end of one changes the rates of the exchanges that share links with
+    it.
 
     Raises:
         VerificationError: Devices wait for each other. The message names the instruction of each.
     """
-    world = _SimulatedDevices(dag, plans, work, network)
+    world = _SimulatedDevices(dag, plans, work, network, issue)
     position = dict.fromkeys(plans, 0)
     ready = deque(plans)
     while ready:
@@ -298,4 +433,6 @@ def run_in_virtual_time(
             f"the plans deadlock: {shown}. Remove or reverse an order that lists one of these passes "
             "[PIPER-V004]"
         )
+    while world.pass_time():
+        pass
     return world.trace

@@ -17,6 +17,7 @@ from lightning_piper.plan.instructions import Run
 from lightning_piper.plan.plan import Plan
 from lightning_piper.simulate.durations import DEFAULT, Durations, Number, WorkDurations
 from lightning_piper.simulate.engine import Interval, Span, StreamWait, Trace, run_in_virtual_time
+from lightning_piper.simulate.issue_cost import IssueCost
 from lightning_piper.simulate.memory import Curve, curves
 from lightning_piper.simulate.network import Network
 
@@ -162,6 +163,7 @@ def simulate(
     plans: Mapping[int, Plan],
     durations: Durations = DEFAULT,
     network: Network | None = None,
+    issue: IssueCost | None = None,
 ) -> Simulation:
     """Run the plans of a DAG in virtual time.
 
@@ -175,6 +177,7 @@ def simulate(
             B 2, BI and BW 1).
         network: The links for transfers and collectives without a duration of their own (default: they take
             no time).
+        issue: The time that hosts need to issue instructions (default: no time).
 
     Raises:
         SimulationError: The durations are invalid.
@@ -187,12 +190,11 @@ def simulate(
         )
     if network is not None and not isinstance(network, Network):
         raise SimulationError(f"simulate(network={limits.shown(network)}): give a Network [PIPER-T003]")
-    issued = [i.node for plan in plans.values() for i in plan.instructions if isinstance(i, Run)]
-    return figures(
-        dag,
-        plans,
-        run_in_virtual_time(dag, plans, WorkDurations(dag, durations, issued), network or Network()),
-    )
+    if issue is not None and not isinstance(issue, IssueCost):
+        raise SimulationError(f"simulate(issue={limits.shown(issue)}): give an IssueCost [PIPER-T003]")
+    chunks = [i.node for plan in plans.values() for i in plan.instructions if isinstance(i, Run)]
+    work = WorkDurations(dag, durations, chunks)
+    return figures(dag, plans, run_in_virtual_time(dag, plans, work, network or Network(), issue))
 
 
 def figures(dag: TrainingDAG, plans: Mapping[int, Plan], trace: Trace) -> Simulation:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -14,8 +14,10 @@ import torch
 
 from lightning_piper.errors import SimulationError
 from lightning_piper.limits import integer, shown
-from lightning_piper.simulate.durations import checked
-from lightning_piper.simulate.network import Link
+from lightning_piper.plan.instructions import Channel, Collective, SendInstruction
+from lightning_piper.plan.plan import Plan
+from lightning_piper.simulate.durations import Number, checked
+from lightning_piper.simulate.network import HierarchicalRing, Link, Network, SharedLink
 from lightning_piper.user_files import name_of, read_json
 
 LARGEST = 10**18  # limit for a number of the specification
@@ -35,6 +37,20 @@ class Collectives(NamedTuple):
     gather: Link
 
 
+class SharedBandwidth(NamedTuple):
+    """The bandwidth that devices share on a link, such as the network cards of a node.
+
+    Attributes:
+        devices: The number of consecutive devices that share it.
+        bandwidth: Bytes per second in each direction.
+        alone: The bytes per second of one device while the other devices are idle.
+    """
+
+    devices: int
+    bandwidth: Number
+    alone: Number
+
+
 @dataclass(frozen=True)
 class Hardware:
     """Equal devices, numbered so that devices with the fastest links are next to each other.
@@ -45,8 +61,8 @@ class Hardware:
         flops: Floating point operations per second by dtype name, such as `bfloat16`.
         bandwidth: The bandwidth of a device's memory in bytes per second.
         links: (n, link), the nearest first. The link joins n consecutive devices, starting at a multiple of
-            n. The last link also joins all other pairs. Latency is in seconds, bandwidth in bytes per second
-            and direction.
+            n. The last link also joins all other pairs. Latency is in seconds. Bandwidth is in bytes per
+            second and direction, while all devices send.
         host: The link between a device and its host's memory.
         host_memory: The bytes of host memory for each device.
         efficiency: The share of `flops` and `bandwidth` that real operations reach.
@@ -55,6 +71,7 @@ class Hardware:
         at_once: The number of devices that can compute at full speed at the same time, if devices are
             processes that share cores. Otherwise None.
         step: Seconds that a step takes on each device in addition to its passes, messages, sums and updates.
+        shared: For each of the links, the bandwidth that devices share on it, or None.
     """
 
     name: str
@@ -68,6 +85,7 @@ class Hardware:
     collectives: Mapping[int, Collectives] = field(default_factory=dict)
     at_once: int | None = None
     step: float = 0
+    shared: tuple[SharedBandwidth | None, ...] = ()
 
     @classmethod
     def read(cls, name: str | PathLike[str]) -> Hardware:
@@ -131,6 +149,64 @@ class Hardware:
         """Return the link that joins these two devices. A ring of all devices between them uses it, too."""
         return next((link for n, link in self.links if first // n == last // n), self.links[-1][1])
 
+    def network(self, plans: Mapping[int, Plan]) -> Network:
+        """Return the network of these plans: their channels and groups, and the links that devices share.
+
+        A group on several nodes, with equally many members on each, is a hierarchical ring.
+        """
+        channels: dict[Channel, Link] = {}
+        groups: dict[tuple[int, ...], Link | HierarchicalRing] = {}
+        for plan in plans.values():
+            for instruction in plan.instructions:
+                if isinstance(instruction, SendInstruction):
+                    channels.setdefault(instruction.channel, self._alone(self._level(instruction.channel))[1])
+                elif isinstance(instruction, Collective) and instruction.members not in groups:
+                    groups[instruction.members] = self._ring(instruction.members)
+        return Network(channels=channels, groups=groups, host=self.host, shared=self._shared(sorted(plans)))
+
+    def _level(self, devices: Iterable[int]) -> int:
+        """Return the number of the nearest link that joins all of these devices."""
+        low, high = min(devices), max(devices)
+        levels = range(len(self.links) - 1)
+        return next((k for k in levels if low // self.links[k][0] == high // self.links[k][0]), len(levels))
+
+    def _alone(self, level: int) -> tuple[int, Link]:
+        """Return a link with the bandwidth that one device has while the other devices are idle."""
+        count, link = self.links[level]
+        shared = self.shared[level] if self.shared else None
+        return count, link if shared is None else Link(link.latency, shared.alone)
+
+    def _ring(self, members: tuple[int, ...]) -> Link | HierarchicalRing:
+        level = self._level(members)
+        across = self._alone(level)[1]
+        nodes: dict[int, list[int]] = {}
+        for member in members if level else ():
+            nodes.setdefault(member // self.links[level - 1][0], []).append(member)
+        counts = {len(node) for node in nodes.values()}
+        if len(counts) != 1 or counts == {1}:
+            return across
+        inside = self._alone(max(self._level(node) for node in nodes.values()))[1]
+        return HierarchicalRing(tuple(map(tuple, nodes.values())), inside, across)
+
+    def _shared(self, devices: Sequence[int]) -> list[SharedLink]:
+        """Return the links that devices share to the devices that no nearer link joins with them."""
+        found = []
+        for level, shared in enumerate(self.shared):
+            if shared is None:
+                continue
+            near = self.links[level - 1][0] if level else 1
+            far = max(devices, default=0) + 1 if level == len(self.links) - 1 else self.links[level][0]
+            for block in sorted({device // shared.devices for device in devices}):
+                own = [device for device in devices if device // shared.devices == block]
+                peers = frozenset(
+                    device
+                    for device in devices
+                    if device // far == own[0] // far and device // near != own[0] // near
+                )
+                if peers:
+                    found.append(SharedLink(own, shared.bandwidth, peers))
+        return found
+
 
 def known() -> list[str]:
     """Return the names of the package's hardware specifications."""
@@ -166,9 +242,8 @@ def _hardware(where: str, content: Any) -> Hardware:
                 f"{where}: flops has {shown(dtype)}, which is not a data type; give names such as 'bfloat16'"
                 " [PIPER-T002]"
             )
-    links = tuple(
-        _link(f"{where}: links[{i}]", link, ("devices",)) for i, link in enumerate(content["links"])
-    )
+    read = [_shared_link(f"{where}: links[{i}]", link) for i, link in enumerate(content["links"])]
+    links = tuple((n, link) for n, link, _ in read)
     counts = [n for n, _ in links]
     if counts != sorted(set(counts)):
         raise SimulationError(
@@ -182,17 +257,47 @@ def _hardware(where: str, content: Any) -> Hardware:
     host = _link(f"{where}: host", content["host"], ())[1]
     bandwidth = _number(where, "bandwidth", content["bandwidth"])
     return Hardware(
-        content["name"], whole["memory"], flops, bandwidth, links, host, whole["host_memory"], efficiency
+        content["name"],
+        whole["memory"],
+        flops,
+        bandwidth,
+        links,
+        host,
+        whole["host_memory"],
+        efficiency,
+        shared=tuple(shared for *_, shared in read),
     )
 
 
-def _link(where: str, content: Any, more: tuple[str, ...]) -> tuple[int, Link]:
+def _shared_link(where: str, content: Any) -> tuple[int, Link, SharedBandwidth | None]:
+    """Return what a link of a file joins, the link while all devices send, and what they share on it."""
+    n, link = _link(where, content, ("devices",), ("shared",))
+    if "shared" not in content:
+        return n, link, None
+    assert link.bandwidth is not None
+    within = f"{where}: shared"
+    _check_keys(within, content["shared"], ("devices", "bandwidth"), ())
+    devices = integer(content["shared"]["devices"])
+    if devices is None or not 1 <= devices <= n:
+        raise SimulationError(
+            f"{within}: devices is {shown(content['shared']['devices'])}; give an integer from 1 to {n} "
+            "[PIPER-T002]"
+        )
+    bandwidth = _number(within, "bandwidth", content["shared"]["bandwidth"])
+    alone = min(link.bandwidth, bandwidth)
+    each = bandwidth if devices == 1 else bandwidth / devices
+    return n, Link(link.latency, min(alone, each)), SharedBandwidth(devices, bandwidth, alone)
+
+
+def _link(
+    where: str, content: Any, more: tuple[str, ...], optional: tuple[str, ...] = ()
+) -> tuple[int, Link]:
     """Read a link from JSON data. Returns the number of devices that it joins, and the link.
 
     Raises:
         SimulationError: The data is invalid.
     """
-    _check_keys(where, content, (*more, "latency", "bandwidth"), ("source",))
+    _check_keys(where, content, (*more, "latency", "bandwidth"), ("source", *optional))
     devices = integer(content["devices"]) if more else 1
     if devices is None or devices < 1:
         raise SimulationError(

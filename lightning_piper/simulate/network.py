@@ -1,14 +1,18 @@
-"""The time of communication: a latency and a bandwidth for each channel and each group."""
+"""The time of communication: a latency and a bandwidth for each channel and each group, and links that
+several exchanges share.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Any, NamedTuple
 
 from lightning_piper.errors import SimulationError
-from lightning_piper.limits import shown
-from lightning_piper.plan.instructions import Channel, Collective
+from lightning_piper.limits import integer, shown
+from lightning_piper.ops.instruction import neighbours
+from lightning_piper.plan.instructions import AllGatherInstruction, Channel, Collective, SendInstruction
 from lightning_piper.simulate.durations import Number, checked
 
 
@@ -37,36 +41,153 @@ class Link:
 
 
 @dataclass(frozen=True)
+class SharedLink:
+    """A link that several devices share, such as the network card of a node.
+
+    Exchanges that run at the same time share its bandwidth. Each direction has the
+    whole bandwidth.
+
+    Attributes:
+        devices: The devices that send and receive over the link.
+        bandwidth: Bytes per unit of time in each direction.
+        peers: The devices at the other end (default: all other devices).
+
+    Raises:
+        SimulationError: The devices or peers are not integers, or the bandwidth is not a number > 0.
+    """
+
+    devices: Collection[int]
+    bandwidth: Number
+    peers: Collection[int] | None = None
+
+    def __post_init__(self) -> None:
+        checked("bandwidth", self.bandwidth, positive=True)
+        for name, devices in (("devices", self.devices), ("peers", self.peers or (0,))):
+            if not isinstance(devices, Collection) or not devices or None in map(integer, devices):
+                raise SimulationError(
+                    f"SharedLink({name}={shown(devices)}): give a list of devices such as [0, 1] [PIPER-T003]"
+                )
+
+    def reaches(self, device: int) -> bool:
+        """Return whether a device is at the other end of the link."""
+        return device not in self.devices if self.peers is None else device in self.peers
+
+
+@dataclass(frozen=True)
+class HierarchicalRing:
+    """The links of a group on several nodes, each with equally many members.
+
+    A sum or a gather goes around a ring inside of each node, and around one ring across the nodes for each
+    member of a node, with this member's part of the bytes. Other exchanges use the links across nodes.
+
+    Attributes:
+        nodes: The members on each node.
+        inside: The link between neighbours on a node.
+        across: The link between neighbours on different nodes.
+    """
+
+    nodes: tuple[tuple[int, ...], ...]
+    inside: Link
+    across: Link
+
+    def phases(self, instruction: Collective) -> list[Phase]:
+        """Return the parts of a sum or a gather."""
+        count, each, nbytes = len(self.nodes), len(self.nodes[0]), instruction.nbytes
+        inside = Phase(
+            (each - 1) * self.inside.latency,
+            Fraction((each - 1) * nbytes, each),
+            self.inside.bandwidth,
+            tuple(route for node in self.nodes for route in neighbours(node)),
+            1,
+        )
+        across = Phase(
+            (count - 1) * self.across.latency,
+            Fraction((count - 1) * nbytes, count * each),
+            self.across.bandwidth,
+            tuple(route for ring in zip(*self.nodes, strict=True) for route in neighbours(ring)),
+            1,
+        )
+        if instruction.rings == 2:
+            return [inside, across, across, inside]
+        return [across, inside] if isinstance(instruction, AllGatherInstruction) else [inside, across]
+
+
+class Phase(NamedTuple):
+    """A part of an exchange: after the latency, bytes travel on several channels at the same rate.
+
+    Attributes:
+        nbytes: The bytes that each member sends.
+        bandwidth: The largest number of bytes that a member sends per unit of time; None is unlimited.
+        routes: The channels on which bytes travel at the same time.
+        share: The share of a member's bytes that travels on each of its channels.
+    """
+
+    latency: Number
+    nbytes: Number
+    bandwidth: Number | None
+    routes: tuple[Channel, ...]
+    share: Number
+
+    @property
+    def time(self) -> Number:
+        """The time of the part without other exchanges on its links."""
+        return self.latency + (0 if self.bandwidth is None else self.nbytes / self.bandwidth)
+
+
+@dataclass(frozen=True)
 class Network:
     """The links between devices.
 
     Attributes:
         link: The link of every channel and group without an entry.
         channels: Links by (sending device, receiving device).
-        groups: Links between neighbours in a ring, by the group's devices.
+        groups: Links between neighbours in a ring, or the links of a hierarchical ring, by the group's
+            devices.
         host: The link between each device and its host's memory, which carries one copy in each direction at
             once.
+        shared: Links that exchanges share (default: exchanges do not delay each other). An exchange with a
+            measured duration does not use them.
+        communicators: Names by stream of messages or communicator of collectives. On each device, exchanges
+            with the same name run one after the other, as if one communicator carried them (default: each
+            channel and each group has a communicator of its own).
 
     Raises:
-        SimulationError: A value is not a Link.
+        SimulationError: A value has another type.
     """
 
     link: Link = Link()
     channels: Mapping[Channel, Link] = field(default_factory=dict)
-    groups: Mapping[tuple[int, ...], Link] = field(default_factory=dict)
+    groups: Mapping[tuple[int, ...], Link | HierarchicalRing] = field(default_factory=dict)
     host: Link = Link()
+    shared: Sequence[SharedLink] = ()
+    communicators: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         single = {"link": self.link, "host": self.host}
-        several = {"channels": self.channels, "groups": self.groups}
+        several: dict[str, tuple[Any, Any]] = {
+            "channels": (self.channels, Link),
+            "groups": (self.groups, Link | HierarchicalRing),
+        }
         for name, link in single.items():
             if not isinstance(link, Link):
                 raise SimulationError(f"Network({name}={shown(link)}): give a Link [PIPER-T003]")
-        for name, links in several.items():
-            if not isinstance(links, Mapping) or not all(isinstance(link, Link) for link in links.values()):
+        for name, (links, kind) in several.items():
+            if not isinstance(links, Mapping) or not all(isinstance(link, kind) for link in links.values()):
                 raise SimulationError(
                     f"Network({name}={shown(links)}): give a mapping from devices to Links [PIPER-T003]"
                 )
+        if not isinstance(self.shared, Sequence) or not all(isinstance(x, SharedLink) for x in self.shared):
+            raise SimulationError(
+                f"Network(shared={shown(self.shared)}): give a list of SharedLinks [PIPER-T003]"
+            )
+        names = self.communicators
+        if not isinstance(names, Mapping) or not all(
+            isinstance(name, str) for item in names.items() for name in item
+        ):
+            raise SimulationError(
+                f"Network(communicators={shown(names)}): give a mapping from streams to names, such as "
+                '{"send": "pair", "recv": "pair"} [PIPER-T003]'
+            )
 
     def transfer(self, channel: Channel, nbytes: int) -> Number:
         """Return the time of a transfer from the moment when both sides are ready."""
@@ -78,7 +199,29 @@ class Network:
         It takes `Collective.rings` rounds of the ring, or one message if it is direct.
         """
         n = len(instruction.members)
-        link = self.groups.get(instruction.members, self.link)
+        link = self._link(instruction)
+        if isinstance(link, HierarchicalRing):
+            return sum(phase.time for phase in link.phases(instruction))
         if instruction.direct:
             return link.time(instruction.nbytes)
         return instruction.rings * (n - 1) * link.time(instruction.nbytes, n)
+
+    def _link(self, instruction: Collective) -> Link | HierarchicalRing:
+        link = self.groups.get(instruction.members, self.link)
+        if isinstance(link, HierarchicalRing) and instruction.routes != neighbours(instruction.members):
+            return link.across
+        return link
+
+    def phases(self, instruction: SendInstruction | Collective) -> list[Phase]:
+        """Return the parts of an exchange. Without shared links, they take the time of the exchange."""
+        if isinstance(instruction, SendInstruction):
+            link = self.channels.get(instruction.channel, self.link)
+            nbytes = sum(spec.nbytes for spec in instruction.tensors)
+            return [Phase(link.latency, nbytes, link.bandwidth, (instruction.channel,), 1)]
+        found, n, routes = self._link(instruction), len(instruction.members), instruction.routes
+        if isinstance(found, HierarchicalRing):
+            return found.phases(instruction)
+        steps, parts = (1, 1) if instruction.direct else (instruction.rings * (n - 1), n)
+        share = Fraction(n, len(routes)) if routes else 0
+        sent = Fraction(steps * instruction.nbytes, parts)
+        return [Phase(steps * found.latency, sent, found.bandwidth, routes, share)]

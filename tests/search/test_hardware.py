@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from lightning_piper.errors import SimulationError
-from lightning_piper.simulate.hardware import Hardware, known
-from lightning_piper.simulate.network import Link
+from lightning_piper.ir.values import TensorSpec
+from lightning_piper.plan.instructions import AllReduceInstruction, Instruction, SendInstruction
+from lightning_piper.simulate.contention import Traffic
+from lightning_piper.simulate.hardware import Hardware, SharedBandwidth, known
+from lightning_piper.simulate.network import HierarchicalRing, Link
 
 FOLDER = Path(__file__).parents[2] / "lightning_piper" / "simulate" / "hardware"
 
@@ -41,6 +44,76 @@ def test_figures_of_a_data_sheet() -> None:
     assert found.link(7, 8).bandwidth == 50e9
     with pytest.raises(SimulationError, match="H100 SXM: flops has no 'complex64'"):
         found.flops_of(torch.complex64)
+
+
+def test_devices_share_the_network_of_a_node() -> None:
+    """P4d: 4 x 100 Gb/s for 8 devices are 6.25 GB/s for each, or at most 12.5 GB/s for one."""
+    found = Hardware.read("a100-p4d")
+    assert found.link(0, 7).bandwidth == 300e9 and found.link(7, 8).bandwidth == 6.25e9
+    assert found.shared == (SharedBandwidth(1, 300e9, 300e9), SharedBandwidth(8, 50e9, 12.5e9))
+    assert Hardware.read("a100-80gb-sxm").link(7, 8).bandwidth == 25e9
+
+
+class Ended(NamedTuple):
+    """A plan with instructions alone."""
+
+    instructions: list[Instruction]
+
+
+def exchanged(members: tuple[int, ...], nbytes: int) -> Any:
+    """The instructions of an all-reduce over members, and of a message from each to the device 8 after it."""
+    tensors = (TensorSpec((nbytes,), torch.uint8, (1,)),)
+    about: dict[str, Any] = {"node": 0, "label": "", "tensors": tensors}
+    summed = AllReduceInstruction(**about, members=members, communicator="data")
+    return {d: Ended([summed, SendInstruction(**about, channel=(d, d + 8))]) for d in members}
+
+
+def test_the_network_of_plans() -> None:
+    """Among 16 devices on two nodes, a sum is a hierarchical ring, and eight messages share what leaves a
+    node.
+    """
+    members = tuple(range(16))
+    plans = exchanged(members, 64 * 10**9)
+    network = Hardware.read("a100-p4d").network(plans)
+    assert network.channels[0, 8] == Link(1e-5, 12.5e9) == network.channels[7, 15]
+    ring = network.groups[members]
+    assert ring == HierarchicalRing((members[:8], members[8:]), Link(5e-6, 300e9), Link(1e-5, 12.5e9))
+    # Inside: 2 x 7 x 8 GB at 300 GB/s. Across: 2 x 1 x 4 GB at 12.5 GB/s, if nothing else leaves the node.
+    alone = 2 * 7 * (5e-6 + 8 / 300) + 2 * (1e-5 + 4 / 12.5)
+    assert network.collective(plans[0].instructions[0]) == pytest.approx(alone)
+    ports = [link for link in network.shared if len(link.devices) == 1]
+    cards = [link for link in network.shared if len(link.devices) == 8]
+    assert [link.devices for link in ports] == [[device] for device in members]
+    assert all(len(link.peers or ()) == 7 and link.bandwidth == 300e9 for link in ports)
+    assert [(link.devices, sorted(link.peers or ())) for link in cards] == [
+        (list(members[:8]), list(members[8:])),
+        (list(members[8:]), list(members[:8])),
+    ]
+    # Of groups with one member on a node, or with unequal numbers, the ring takes the links across nodes.
+    for odd in ((0, 8), (0, 1, 8)):
+        assert Hardware.read("a100-p4d").network(exchanged(odd, 8)).groups[odd] == Link(1e-5, 12.5e9)
+
+
+def test_eight_devices_that_send_have_an_eighth_of_the_cards_each() -> None:
+    """They have 6.25 GB/s each, and a hierarchical ring has that across nodes."""
+    plans = exchanged(tuple(range(16)), 64 * 10**9)
+    network = Hardware.read("a100-p4d").network(plans)
+
+    def end(instructions: list[Any]) -> float:
+        """Return the end of exchanges that start together."""
+        traffic, last = Traffic(network), 0.0
+        for instruction in instructions:
+            transfer = traffic.transfer(instruction, network.phases(instruction), ())
+            assert transfer is not None
+            traffic.request(0, transfer)
+        while (moment := traffic.advance()) is not None:
+            last = float(moment[0])
+        return last
+
+    messages = [plans[device].instructions[1] for device in range(8)]
+    assert end(messages[:1]) == pytest.approx(1e-5 + 64 / 12.5)
+    assert end(messages) == pytest.approx(1e-5 + 64 / 6.25)
+    assert end(plans[0].instructions[:1]) == pytest.approx(2 * 7 * (5e-6 + 8 / 300) + 2 * (1e-5 + 4 / 6.25))
 
 
 def test_this_machine() -> None:
@@ -80,6 +153,14 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "a latency that is none": ({"links": [LINK | {"latency": -1}]}, r"links\[0\]: latency is -1"),
     "a link without bandwidth": ({"host": {"latency": 0}}, "host lacks 'bandwidth'"),
     "a host that is none": ({"host": []}, "host is a list; give an object"),
+    "shared by no devices": (
+        {"links": [LINK | {"shared": {"devices": 9, "bandwidth": 1}}]},
+        r"links\[0\]: shared: devices is 9; give an integer from 1 to 8",
+    ),
+    "shared without bandwidth": (
+        {"links": [LINK | {"shared": {"devices": 8}}]},
+        r"links\[0\]: shared lacks 'bandwidth'",
+    ),
     "too efficient": ({"efficiency": 1.5}, "efficiency is 1.5; give a share, at most 1"),
 }
 

@@ -1,0 +1,223 @@
+"""Exchanges that share links or communicators, in the order of their time.
+
+Exchanges on a shared link divide its bandwidth by progressive filling: the rates of all exchanges rise together
+until a link is full. The exchanges on this link keep their rates, and the other rates rise on. The result is
+max-min fair (Bertsekas and Gallager 1992). Rates change when an exchange starts or ends, and only for exchanges
+that share links with it, directly or through other exchanges.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import count
+from typing import Any
+
+from lightning_piper.plan.instructions import Channel
+from lightning_piper.simulate.durations import Number
+from lightning_piper.simulate.network import Network, Phase
+
+Loads = Mapping[int, Number]  # port -> how many times the rate of an exchange passes through it
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """An exchange that may delay other exchanges.
+
+    Attributes:
+        owner: The exchange.
+        phases: The parts of the exchange that have not begun, the next one last.
+        loads: The ports of each phase.
+        names: The communicators that it occupies.
+        number: The number of its request.
+        start: The time at which it got its communicators; None before.
+        moving: Whether the bytes of its phase travel; the latency is over.
+        limit: The largest rate of its phase; None is unlimited.
+        remaining: The bytes of its phase that remain at the time `since`.
+        rate: The bytes that travel per unit of time from `since` on.
+        version: The number of changes of the rate. Events of earlier versions do not take place.
+    """
+
+    owner: Any
+    phases: list[Phase]
+    loads: list[Loads]
+    names: tuple[object, ...]
+    number: int = 0
+    start: Number | None = None
+    moving: bool = False
+    limit: Number | None = None
+    remaining: Number = 0
+    rate: Number = 0
+    since: Number = 0
+    version: int = 0
+
+
+def progressive_filling(
+    flows: Iterable[tuple[Transfer, Loads]], capacities: Mapping[int, Number]
+) -> dict[Transfer, Number]:
+    """Return the max-min fair rate of each transfer on its ports.
+
+    Args:
+        flows: The transfers, with their ports.
+        capacities: The bandwidth of each port.
+    """
+    rising = dict(flows)
+    room = {port: capacities[port] for loads in rising.values() for port in loads}
+    load: dict[int, Number] = dict.fromkeys(room, 0)
+    users: dict[int, dict[Transfer, None]] = {port: {} for port in room}
+    for transfer, loads in rising.items():
+        for port, times in loads.items():
+            load[port] += times
+            users[port][transfer] = None
+    rates: dict[Transfer, Number] = {}
+    while rising:
+        levels = {port: room[port] / load[port] for port in users}
+        level = min(levels.values())
+        stopped = {t: t.limit for t in rising if t.limit is not None and t.limit <= level}
+        if not stopped:
+            stopped = {t: level for port, at in levels.items() if at == level for t in users[port]}
+        for transfer, rate in stopped.items():
+            rates[transfer] = rate
+            for port, times in rising.pop(transfer).items():
+                room[port] -= rate * times
+                load[port] -= times
+                del users[port][transfer]
+                if not users[port]:
+                    del users[port]
+    return rates
+
+
+class Traffic:
+    """The transfers of all devices."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._links: dict[int, list[int]] = {}  # device -> the links that it shares
+        for number, link in enumerate(network.shared):
+            for device in link.devices:
+                self._links.setdefault(device, []).append(number)
+        # A link has two ports: 2k for bytes that leave its devices, 2k + 1 for bytes that come to them.
+        self._capacities = {
+            port: exact(link.bandwidth)
+            for k, link in enumerate(network.shared)
+            for port in (2 * k, 2 * k + 1)
+        }
+        self._loads = functools.cache(self._loads_of)
+        self._on: dict[int, dict[Transfer, Loads]] = {port: {} for port in self._capacities}
+        self._changed: dict[int, None] = {}  # ports whose transfers have changed
+        self._taken: set[object] = set()
+        self._queues: dict[object, list[tuple[int, Transfer]]] = {}  # communicator -> transfers that wait
+        self._events: list[tuple[Number, int, Transfer, int]] = []
+        self._numbers = count()
+
+    def _loads_of(self, routes: tuple[Channel, ...], share: Number) -> Loads:
+        loads: dict[int, Number] = {}
+        for sender, receiver in routes:
+            for device, peer, side in ((sender, receiver, 0), (receiver, sender, 1)):
+                for k in self._links.get(device, ()):
+                    if self._network.shared[k].reaches(peer):
+                        loads[2 * k + side] = loads.get(2 * k + side, 0) + share
+        return loads
+
+    def transfer(self, owner: object, phases: Iterable[Phase], names: tuple[object, ...]) -> Transfer | None:
+        """Return the transfer of an exchange, or None if the exchange shares nothing with other exchanges."""
+        order = list(phases)[::-1]
+        loads = [self._loads(phase.routes, phase.share) for phase in order]
+        return Transfer(owner, order, loads, names) if any(loads) or names else None
+
+    def request(self, time: Number, transfer: Transfer) -> None:
+        """Start a transfer at this time, or as soon as its communicators are free."""
+        transfer.number = next(self._numbers)
+        self._at(time, transfer)
+
+    def advance(self) -> tuple[Number, list[Transfer]] | None:
+        """Go to the next time at which something happens.
+
+        Returns:
+            The time, and the transfers that end then; None if no transfer is left.
+        """
+        if not self._events:
+            return None
+        now, ended = self._events[0][0], list[Transfer]()
+        while self._events and self._events[0][0] == now:
+            _, _, transfer, version = heapq.heappop(self._events)
+            if version == transfer.version:
+                self._continue(now, transfer, ended)
+        self._share(now)
+        return now, ended
+
+    def _at(self, time: Number, transfer: Transfer) -> None:
+        transfer.version += 1
+        heapq.heappush(self._events, (time, next(self._numbers), transfer, transfer.version))
+
+    def _continue(self, now: Number, transfer: Transfer, ended: list[Transfer]) -> None:
+        """Begin or end a phase of a transfer, or its latency."""
+        if transfer.start is None:
+            busy = next((name for name in transfer.names if name in self._taken), None)
+            if busy is not None:
+                heapq.heappush(self._queues.setdefault(busy, []), (transfer.number, transfer))
+                return
+            self._taken.update(transfer.names)
+            transfer.start = now
+        elif not transfer.moving:
+            self._move(now, transfer)
+            return
+        else:
+            self._end_phase(transfer)
+        if transfer.phases:
+            self._at(now + transfer.phases[-1].latency, transfer)
+            return
+        ended.append(transfer)
+        self._taken.difference_update(transfer.names)
+        for name in transfer.names:
+            queue = self._queues.get(name, [])
+            while queue and name not in self._taken:
+                self._continue(now, heapq.heappop(queue)[1], ended)
+
+    def _move(self, now: Number, transfer: Transfer) -> None:
+        """Let the bytes of a phase travel."""
+        phase, loads = transfer.phases[-1], transfer.loads[-1]
+        transfer.moving = True
+        transfer.limit = None if phase.bandwidth is None else exact(phase.bandwidth)
+        transfer.remaining, transfer.rate, transfer.since = exact(phase.nbytes), 0, now
+        if not loads or not phase.nbytes:
+            self._at(
+                now + (transfer.remaining / transfer.limit if transfer.limit is not None else 0), transfer
+            )
+            return
+        for port in loads:
+            self._on[port][transfer] = loads
+            self._changed[port] = None
+
+    def _end_phase(self, transfer: Transfer) -> None:
+        transfer.moving = False
+        transfer.phases.pop()
+        for port in transfer.loads.pop():
+            if self._on[port].pop(transfer, None) is not None:
+                self._changed[port] = None
+
+    def _share(self, now: Number) -> None:
+        """Compute the rates on changed ports, and on all ports that share transfers with them."""
+        ports, flows = list(self._changed), dict[Transfer, Loads]()
+        seen = set(ports)
+        for port in ports:  # grows
+            for transfer, loads in self._on[port].items():
+                if transfer not in flows:
+                    flows[transfer] = loads
+                    new = [other for other in loads if other not in seen]
+                    seen.update(new)
+                    ports += new
+        self._changed.clear()
+        for transfer, rate in progressive_filling(flows.items(), self._capacities).items():
+            if rate != transfer.rate:
+                transfer.remaining -= transfer.rate * (now - transfer.since)
+                transfer.rate, transfer.since = rate, now
+                self._at(now + max(transfer.remaining, 0) / rate, transfer)
+
+
+def exact(number: Number) -> Number:
+    """Return a number whose quotients are exact, unless it is a float."""
+    return number if isinstance(number, float) else Fraction(number)
