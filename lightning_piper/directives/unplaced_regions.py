@@ -18,10 +18,11 @@ def without_device(dag: TrainingDAG) -> tuple[str, str] | None:
     Return None if all regions have a device, if none has one, or if a later directive may place them.
     """
     unplaced: dict[int, Chunk] = {}
-    placed = set[int]()
+    placed, readers = set[int](), dict[str, int]()  # placed regions; parameter -> a placed region with it
     for chunk in dag.of_type(Chunk):
         if chunk.devices:
             placed.add(chunk.region)
+            readers |= {name: chunk.region for name in dag.interface(chunk).params if name not in readers}
         else:
             unplaced.setdefault(chunk.region, chunk)
     index, ops = dag.program.index, dag.program.ops
@@ -31,16 +32,18 @@ def without_device(dag: TrainingDAG) -> tuple[str, str] | None:
     first = dag.regions[chunks[0].region]
     before = next((r for r in reversed(dag.regions[: first.index]) if r.index in placed), None)
     after = next((r for r in dag.regions[first.index + 1 :] if r.index in placed), None)
-    neighbour = before or after
+    reads = next((name for name in dag.interface(chunks[0]).params if name in readers), None)
+    neighbour = before or after if reads is None else dag.regions[readers[reads]]
     found = f"the program places some regions but leaves {len(unplaced)} without a device: "
     found += "; ".join(f"{dag.regions[chunk.region].label} ({_shown(dag, chunk)})" for chunk in chunks)
     if first.tags or neighbour is None or not neighbour.tags:
         condition = json.dumps(dict(first.tags) or {"TAG": "-"})
         return found, f"add a place whose filter selects it ({condition}) [PIPER-D009]"
     tag, number = next(iter(neighbour.tags.items()))
-    advice = f"annotate this code as a part of a stage next to it: with piper.annotate({tag!r}, {number})"
+    stage = "a stage next to it" if reads is None else f"the stage that has {reads}"
+    advice = f"annotate this code as a part of {stage}: with piper.annotate({tag!r}, {number})"
     if dag.program.degrees is None:
-        advice += ', or add a place whose filter selects it ({"TAG": "-"} selects code without a tag)'
+        advice += f', or add a place whose filter selects it ({{"{tag}": "-"}} selects code without this tag)'
     else:
         found = f"no stage runs the code at {'; '.join(_shown(dag, chunk) for chunk in chunks)}"
     return f"{found}{_between(before, after)}", f"{advice} [PIPER-D009]"

@@ -7,16 +7,19 @@ from typing import Any
 
 import pytest
 
+from lightning_piper.capture import capture
+from lightning_piper.directives import parse
 from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.nodes import Chunk
+from lightning_piper.ops.build import build_dag
 from lightning_piper.ops.metrics import Report
 from lightning_piper.ops.p2p import Recv, Send
 from lightning_piper.ops.reduce import AllReduce
 from lightning_piper.ops.update import Accumulate, Update
-from lightning_piper.passes import complete
+from lightning_piper.passes import apply_program, complete
 from lightning_piper.verify.static_check import check
 from tests.dags import Fixed, b, build, chunk, f, order, place, run, shape, split
-from tests.models import captured
+from tests.models import MLP, captured, regression
 from tests.reference import differences
 
 
@@ -194,6 +197,22 @@ def test_a_region_left_without_a_place_is_named_with_its_line() -> None:
         and 'Add a place whose filter selects it ({"PP": 1})' in said
     )
     assert source.startswith(__file__.replace("directives/test_place.py", "models.py:"))
+
+
+class LogsAWeight(MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("size", self.first.weight.norm())
+        return loss
+
+
+def test_code_that_reads_a_parameter_belongs_to_the_stage_that_has_it() -> None:
+    """The stage before the code is PP=1, but the parameter is of PP=0."""
+    dag = apply_program(build_dag(capture(LogsAWeight(), regression(4))), parse(place(0, 1)))
+    with pytest.raises(DirectiveError) as caught:
+        complete(dag)
+    assert "as a part of the stage that has first.weight: with piper.annotate('PP', 0)" in str(caught.value)
+    assert '{"PP": "-"} selects code without this tag' in str(caught.value)
 
 
 def test_devices_are_numbered_without_gaps() -> None:
