@@ -98,10 +98,21 @@ def _problems(
                 "written yet. If writing it fails, there is no last checkpoint. Use save_last=True"
                 " [PIPER-S002]"
             )
+    yield from _problems_of_averages(trainer, module)
+
+
+def check_averages(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Raise an error if a callback would copy a module without values. Callbacks copy before `check_fit`."""
+    if (problem := next(_problems_of_averages(trainer, module), None)) is not None:
+        raise PiperError(f"PiperStrategy: {problem}")
+
+
+def _problems_of_averages(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[str]:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if is_a(callback, WeightAveraging, StochasticWeightAveraging) and is_on_meta(module):
             yield (
-                f"the callback {type(callback).__name__} has copied the module, which is on the meta device "
-                "and has no values yet. Build the module with values [PIPER-S009]"
+                f"the callback {type(callback).__name__} copies the module, which is on the meta device and "
+                "has no values yet. Build the module with values [PIPER-S009]"
             )
 
 

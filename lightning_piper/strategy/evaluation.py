@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_piper.argument_names import problem_of
@@ -37,7 +38,7 @@ from lightning_piper.session.uncaptured_steps import NOT_CAPTURED, check_may_be,
 from lightning_piper.session.verification import Verify
 from lightning_piper.strategy import _lightning
 from lightning_piper.strategy.checkpoints import Restored, of_files
-from lightning_piper.strategy.checks import check_evaluation
+from lightning_piper.strategy.checks import check_averages, check_evaluation
 from lightning_piper.strategy.compatibility import Averages, count_once, resume, suspend
 from lightning_piper.strategy.data import draw_seed
 from lightning_piper.strategy.phases import Evaluating, Fitting, Idle, Starting
@@ -97,6 +98,9 @@ class EvaluatingStrategy(OverProcesses):
 
     def setup_environment(self) -> None:
         super().setup_environment()
+        module = self.lightning_module
+        if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+            check_averages(module.trainer, module)
         if self._simulated and self.root_device.type != "cpu":
             raise PiperError(
                 f"PiperStrategy(transport='simulated') on {self.root_device}: the simulated accelerator "

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BatchSizeFinder,
     Callback,
+    EMAWeightAveraging,
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
@@ -169,6 +170,8 @@ CASES: Cases = [
     Case("a `reset_parameters()` that fails", lambda: on_meta(lambda: torch.ones(2) + torch.ones(3))),
     Case("weight averaging of a module on the meta device",
          lambda: on_meta(lambda: None, callbacks=[StochasticWeightAveraging(0.1)])),
+    Case("`EMAWeightAveraging` of a module on the meta device",
+         lambda: on_meta(lambda: None, callbacks=[EMAWeightAveraging()])),
     Case("`StochasticWeightAveraging` of a module with batch norms", averaged),
     Case("`BackboneFinetuning` that unfreezes in the middle of a fit", fine_tuned),
     Case("your own precision plugin (`plugins=[...]`)", lambda: fit(net(), plugins=[Eighths()])),
