@@ -184,6 +184,9 @@ def test_damaged_files_and_folders_are_refused(tmp_path):
         read("llama", tmp_path)
     with pytest.raises(PiperError, match="LlamaConfig does not have nonsense"):
         read("llama", tmp_path, nonsense=1)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(PiperError, match=r"transformers cannot read .*config\.json.*\[PIPER-K008\]"):
+        read("llama", tmp_path)
 
 
 def test_a_resized_model_is_refused(tmp_path):

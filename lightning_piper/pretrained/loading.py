@@ -137,7 +137,13 @@ def _configuration(model_class: Any, folder: Path, options: dict[str, Any]) -> A
             "(huggingface_hub.snapshot_download) [PIPER-K008]"
         )
     config_class = getattr(model_class, "config_class", None) or AutoConfig
-    config, unused = config_class.from_pretrained(folder, return_unused_kwargs=True, **options)
+    try:
+        config, unused = config_class.from_pretrained(folder, return_unused_kwargs=True, **options)
+    except (OSError, ValueError) as error:  # the file is damaged, or names an unknown kind of model
+        raise PiperError(
+            f"piper.from_pretrained: transformers cannot read {folder / 'config.json'}: {error}. Save the model "
+            "again with save_pretrained, or download it again [PIPER-K008]"
+        ) from error
     if unused:
         raise PiperError(
             f"piper.from_pretrained: {type(config).__name__} does not have {_names(unused)}. Remove these "
