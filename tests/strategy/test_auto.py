@@ -617,7 +617,7 @@ def test_a_searched_program_that_is_slower_than_predicted(predicted, reports, mo
     steps = step_times.UNMEASURED + step_times.STEPS + 2
     with caplog.at_level("INFO", "lightning.pytorch"):
         trainer = L.Trainer(
-            strategy=piper.PiperStrategy("auto", whole=False),
+            strategy=piper.PiperStrategy("auto", whole=False, transport="local"),
             callbacks=[Searches()],
             accelerator="cpu",
             devices=1,
