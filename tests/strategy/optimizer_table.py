@@ -225,6 +225,18 @@ TABLE: dict[str, Row] = {
     "state under a name": (Fitted, whole(Named)),
     "lists and texts as state": (Fitted, whole(Lookback)),
     "replaces data": (Fitted, whole(Restarted)),
+    **{
+        kind.__name__: (Fitted, whole(kind))
+        for kind in (own.Lamb, own.Clipping, own.Centralised, own.Projected, own.InBlocks, own.Bounded, own.Lars,
+                     own.WarmedUp, own.Skipping, own.Factored, own.Lion, own.Adan)
+    },
+    "AdamW, amsgrad": (Fitted, whole(optim.AdamW, 0.01, amsgrad=True)),
+    "Adam, fused": (Fitted, whole(optim.Adam, 0.01, fused=True)),
+    "Adam, not foreach": (Fitted, whole(optim.Adam, 0.01, foreach=False)),
+    "SGD, Nesterov": (Fitted, whole(optim.SGD, 0.1, momentum=0.9, nesterov=True, weight_decay=0.01)),
+    "SGD, maximize": (Fitted, whole(optim.SGD, 0.01, maximize=True)),
+    "RMSprop, centred": (Fitted, whole(optim.RMSprop, 0.01, centered=True, momentum=0.9)),
+    "RAdam, decoupled decay": (Fitted, whole(optim.RAdam, 0.01, weight_decay=0.1, decoupled_weight_decay=True)),
 }  # fmt: skip
 
 # Each has a form of its own, draws, or is sharded by torch.
