@@ -315,7 +315,7 @@ FAULTS = (
     "duplicate place",
     "region without place", "device gap", "bad device", "several devices", "passes apart",
     "too many microbatches",
-    "no microbatches", "split twice", "split after order", "contradicting order", "order in a circle",
+    "no microbatches", "split twice", "contradicting order", "order in a circle",
     "chunk in two groups",
     "one group", "part after whole", "whole after part", "whole and part", "not a list",
 )  # fmt: skip
@@ -397,11 +397,6 @@ def _broken_orders(fault: str, microbatches: int, draw: Draw) -> list[JSON]:
         return {"op": "order", "filters": groups}
 
     match fault:
-        case "split after order":
-            return [
-                order([forward, backward]),
-                {"op": "split", "filter": {}, "dim_name": "UB", "num_microbatches": 1},
-            ]
         case "contradicting order":
             return [order([backward, forward])]
         case "order in a circle":

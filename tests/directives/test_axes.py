@@ -20,6 +20,7 @@ from lightning_piper.ops.redistribute import CutOut, Redistribute
 from lightning_piper.ops.update import Update
 from lightning_piper.verify.static_check import check
 from tests.axes import EXPERTS, HEADS, columns, everywhere, sequences, sparse
+from tests.dags import Fixed
 from tests.groups import marked
 from tests.tensors import DIM, PARAMS, VOCABULARY, WORDS, compiled_for, decoder, grid, report_of, tensors
 
@@ -219,7 +220,7 @@ def test_experts_are_owned_along_their_axis_and_tokens_travel_along_it():
     "program, expected",
     [
         (
-            [grid(ep=2, tp=2), EXPERTS, columns(params=HEADS), everywhere(4)],
+            [grid(ep=2, tp=2), EXPERTS, Fixed(), columns(params=HEADS), everywhere(4)],
             "directive 1 .*a later shard directive shards params or values; move this",
         ),
         (

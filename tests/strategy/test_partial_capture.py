@@ -131,7 +131,7 @@ def test_each_batch_brings_what_it_carries_and_what_the_rest_writes_costs_no_cap
     )
     assert found["stages"].objects == found["alone"].objects and len(captures) == 1
     with pytest.raises(
-        piper.PiperError, match=r"batch\['texts'\] is a list with one entry for each of 8 samples"
+        piper.PiperError, match=r"batch\['texts'\] is a list with an entry for each of 8 samples"
     ):
         trainer = L.Trainer(
             accelerator="cpu", devices=1, strategy=local(program("Branch")), max_epochs=1, **QUIET
