@@ -73,8 +73,8 @@ class Directive:
         return vars(self).get(DEGREES)
 
     @property
-    def kind(self) -> str:
-        """The name of the directive in the table of the order of directives (`directives.sequence`)."""
+    def sorted_as(self) -> str:
+        """The name of the directive in the table by which Piper sorts a program (`directives.sequence`)."""
         return self.op
 
     @abstractmethod

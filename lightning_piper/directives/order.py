@@ -74,7 +74,7 @@ class Order(Directive):
     filters: Sequence[Filter | Sequence[Filter]]
 
     @property
-    def kind(self) -> str:
+    def sorted_as(self) -> str:
         named = [condition for group in self.filters for condition in _members(group)]
         if any(map(names_copies, named)):
             return f"{self.op} of copies"

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from lightning_piper.directives.base import Directive
 
-# Kind of a directive (`Directive.kind`) -> the kinds that are applied before it.
+# Kind of a directive (`Directive.sorted_as`) -> the kinds that are applied before it.
 FOLLOWS: Mapping[str, frozenset[str]] = {
     kind: frozenset(earlier)
     for kind, earlier in {
@@ -32,7 +32,7 @@ def applied_order(program: Sequence[Directive]) -> list[int]:
     A directive comes after those that must precede it, and otherwise as early as the list says. Directives of
     other packages keep their places, and no directive passes them, because the table does not have them.
     """
-    kinds, found = [directive.kind for directive in program], list[int]()
+    kinds, found = [directive.sorted_as for directive in program], list[int]()
     for known, run in itertools.groupby(range(len(program)), lambda i: kinds[i] in FOLLOWS):
         indices = list(run)
         found += _sorted(kinds, indices) if known else indices

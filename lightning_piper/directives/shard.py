@@ -146,7 +146,7 @@ class Shard(Directive):
         return blocks_of(self, program) if self.divides_tensors else ()
 
     @property
-    def kind(self) -> str:
+    def sorted_as(self) -> str:
         return f"{self.op} of {'tensors' if self.divides_tensors else 'experts'}"
 
     @property
