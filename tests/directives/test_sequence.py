@@ -36,7 +36,9 @@ OF_KIND: dict[str, Directive] = {
 
 
 def test_each_kind_has_its_row():
-    assert {kind: directive.sorted_as for kind, directive in OF_KIND.items()} == {kind: kind for kind in FOLLOWS}
+    assert {kind: directive.sorted_as for kind, directive in OF_KIND.items()} == {
+        kind: kind for kind in FOLLOWS
+    }
     assert Fixed().sorted_as not in FOLLOWS
 
 
