@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.versions import COMBINATIONS
 from tests.wheel import differences, example
 
 ROOT = Path(__file__).parents[1]
@@ -63,7 +64,10 @@ def test_continuous_integration_runs_what_the_readme_names() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
     jobs = workflow["jobs"]
     commands = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
-    assert commands == {"ci": ["bash .ci/run"], "coverage": ["make coverage"]}
+    versions = ["python -m tests.versions ${{ matrix.torch }}"]
+    assert commands == {"ci": ["bash .ci/run"], "versions": versions, "coverage": ["make coverage"]}
+    tried = {(each["python"], each["torch"]) for each in jobs["versions"]["strategy"]["matrix"]["include"]}
+    assert tried <= {(each.python, each.torch) for each in COMBINATIONS}
     promised = {name.rpartition(" ")[2] for name in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", name)}
     assert promised and promised <= {*jobs["ci"]["strategy"]["matrix"]["python"]}, (
         "a release that is promised is tried"

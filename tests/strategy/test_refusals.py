@@ -163,7 +163,11 @@ class Finetuned(MLP):
             {"callbacks": [StochasticWeightAveraging(1e-2)], "max_epochs": 2},
             "StochasticWeightAveraging of a module with",
         ),
-        (Meta, {"callbacks": [StochasticWeightAveraging(1e-2)], "max_epochs": 2}, "'gain' of"),
+        (
+            Meta,
+            {"callbacks": [StochasticWeightAveraging(1e-2)], "max_epochs": 2},
+            "StochasticWeightAveraging copies the module, which is on the meta device",
+        ),
         (
             Finetuned,
             {"callbacks": [BackboneFinetuning(1)], "max_epochs": 2},
