@@ -70,8 +70,9 @@ class FileMark(NamedTuple):
 class StoredTensors:
     """The tensors of one submodule whose values are in files, by their names in the submodule.
 
-    A user may take the submodule out of its model, or put the submodule into another model. Copies of the submodule mark
-    their tensors again, because a copied parameter does not have the attributes of the original one.
+    A user may take the submodule out of its model, or put the submodule into another model. Copies of the
+    submodule mark their tensors again, because a copied parameter does not have the attributes of the
+    original one.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
