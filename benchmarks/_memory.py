@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from lightning_piper.runtime.shared_blocks import shared_blocks
+from lightning_piper.runtime.same_machine.shared_blocks import shared_blocks
 
 MB = 2**20
 

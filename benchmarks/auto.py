@@ -36,12 +36,12 @@ import lightning_piper as piper
 from lightning_piper.processes.heap import keep_freed_memory
 from lightning_piper.processes.world import World
 from lightning_piper.search import Candidate, Written, best_of
-from lightning_piper.search.blocks import blocks_of
+from lightning_piper.search.costs.blocks import blocks_of
+from lightning_piper.search.costs.workload import Workload
 from lightning_piper.search.estimate import time_of
 from lightning_piper.search.program_writer import write
 from lightning_piper.search.report import described
 from lightning_piper.search.stage_costs import CostModel
-from lightning_piper.search.workload import Workload
 from lightning_piper.session.concurrent_measurement import measured_together
 from lightning_piper.simulate.hardware import Hardware
 

@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from _gpt import Config, Plain, batch
 from torch import Tensor, nn
 
-from lightning_piper.search.blocks import blocks_of
-from lightning_piper.search.measurement import measured
+from lightning_piper.search.costs.blocks import blocks_of
+from lightning_piper.search.costs.measurement import measured
 
 
 class Net(L.LightningModule):

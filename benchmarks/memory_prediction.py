@@ -27,7 +27,8 @@ from _memory import MB, growth_of
 
 import lightning_piper as piper
 from lightning_piper import Offload, Place, Recompute, Replicate, Shard, Split, schedules
-from lightning_piper.runtime import Executor, ProcessTransport, shards_of, shared_memory
+from lightning_piper.runtime import Executor, ProcessTransport, shards_of
+from lightning_piper.runtime.same_machine import shared_memory
 from lightning_piper.simulate import simulate
 
 CPU = torch.device("cpu")

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 import lightning_piper as piper
 from lightning_piper.capture import capture
+from lightning_piper.common.garbage_collection import uncollected
 from lightning_piper.directives import Directive, parse
-from lightning_piper.garbage_collection import uncollected
 from lightning_piper.passes import prepared, run_pipeline
 from lightning_piper.plan import check_plans, compile_plans
 from lightning_piper.verify.hook import StaticCheck

@@ -21,8 +21,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from lightning_piper.common.limits import INDEX, integer, is_name, shown
 from lightning_piper.errors import CaptureError
-from lightning_piper.limits import INDEX, integer, is_name, shown
 
 META_KEY = "piper"
 LAYER = "LAYER"  # the tag of repeated blocks, in a step without annotations

@@ -17,11 +17,11 @@ from torch import nn
 
 from lightning_piper.capture import capture
 from lightning_piper.cli_search import run_compare, run_search
+from lightning_piper.common.garbage_collection import uncollected
 from lightning_piper.compiler import Compiled, compile
 from lightning_piper.directives import Directive, parse
 from lightning_piper.directives.program import annotate_as, annotations_of
 from lightning_piper.errors import PiperError
-from lightning_piper.garbage_collection import uncollected
 from lightning_piper.passes import run_pipeline
 from lightning_piper.plan import check_plans, compile_plans
 from lightning_piper.profile.node_times import when_it_ran

@@ -21,21 +21,21 @@ from lightning_piper.capture import (
     capture,
     flatten,
 )
+from lightning_piper.common.garbage_collection import uncollected
+from lightning_piper.common.limits import INDEX, integer, shown
+from lightning_piper.common.units import duration
 from lightning_piper.directives import Directive, Place, Replicate, parse
 from lightning_piper.directives.split import refuse_nonlinear
 from lightning_piper.directives.zero_stages import shards_of
 from lightning_piper.errors import CaptureError, NodeNotFoundError, PiperError, with_notes
-from lightning_piper.garbage_collection import uncollected
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import describe, matches
 from lightning_piper.ir.nodes import Chunk, Node
 from lightning_piper.ir.text import line_of
-from lightning_piper.limits import INDEX, integer, shown
 from lightning_piper.ops.weights import Counts, counted_buffers
 from lightning_piper.passes import prepared, run_pipeline
 from lightning_piper.plan import Plans, check_plans, compile_plans
 from lightning_piper.summary import degrees_of, parameters_of, unproved
-from lightning_piper.units import duration
 from lightning_piper.verify import Report, verify_step
 from lightning_piper.verify.hook import StaticCheck
 from lightning_piper.verify.uncaptured_check import verify_executed

@@ -15,20 +15,20 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
 
-from lightning_piper.argument_names import problem_of
 from lightning_piper.capture import capture
+from lightning_piper.common.argument_names import problem_of
+from lightning_piper.common.limits import DEVICES, integer, shown
 from lightning_piper.directives import Directive, Place, Shard
 from lightning_piper.directives.base import set_degrees
 from lightning_piper.directives.sequence import applied_order
 from lightning_piper.errors import DirectiveError, PiperError
-from lightning_piper.limits import DEVICES, integer, shown
-from lightning_piper.search.analytic_costs import analytic
-from lightning_piper.search.blocks import BlockCut, blocks_of
+from lightning_piper.search.costs.analytic_costs import analytic
+from lightning_piper.search.costs.blocks import BlockCut, blocks_of
+from lightning_piper.search.costs.workload import Work
 from lightning_piper.search.program_writer import TAG, Params, Written, write
 from lightning_piper.search.proposal import sizes_of, write_stages
 from lightning_piper.search.rows import SHAPES
 from lightning_piper.search.space import Candidate, Layout
-from lightning_piper.search.workload import Work
 from lightning_piper.simulate.hardware import Hardware
 from lightning_piper.tensor_parallel import tensor_parallel
 

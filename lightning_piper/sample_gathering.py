@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from lightning_piper.common.limits import shown
 from lightning_piper.errors import CaptureError
-from lightning_piper.limits import shown
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
 Scatter = Callable[[torch.Tensor, int], torch.Tensor]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from lightning_piper.capture.losses.cross_sample import takes_statistics
+from lightning_piper.common.units import compact, duration
 from lightning_piper.directives import Replicate
 from lightning_piper.directives.program import Program
 from lightning_piper.directives.replicate import LEVELS
@@ -12,7 +13,6 @@ from lightning_piper.directives.zero_stages import shards_of
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import DATA
 from lightning_piper.ir.nodes import Chunk
-from lightning_piper.units import compact, duration
 
 LONG = 3  # seconds: a shorter capture is not worth a line
 _STAGES = 8  # the summary lists the parameters of up to this many stages

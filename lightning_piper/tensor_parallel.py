@@ -11,10 +11,10 @@ from torch import nn
 
 from lightning_piper.capture import capture
 from lightning_piper.capture.tensor_sharding.shardable_params import find_params
+from lightning_piper.common.limits import integer, shown
 from lightning_piper.directives import Directive, Place, Shard
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.values import Shard as Part
-from lightning_piper.limits import integer, shown
 
 AXIS = "tp"
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import lightning_piper as piper
-from lightning_piper.argument_names import problem_of, unknown
+from lightning_piper.common.argument_names import problem_of, unknown
 from lightning_piper.directives import parse
 
 

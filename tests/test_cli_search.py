@@ -23,11 +23,11 @@ from lightning_piper.directives.program import annotate_as, annotations_of
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.profile.files import plan_json
-from lightning_piper.search.analytic_costs import analytic
-from lightning_piper.search.blocks import blocks_of
 from lightning_piper.search.comparison import PredictionComparison, compare
+from lightning_piper.search.costs.analytic_costs import analytic
+from lightning_piper.search.costs.blocks import blocks_of
+from lightning_piper.search.costs.recorded_costs import FIELDS
 from lightning_piper.search.proposal import Proposal, search, sizes_of
-from lightning_piper.search.recorded_costs import FIELDS
 from lightning_piper.simulate import simulate
 from tests.search.nets import GPT, Module, tokens
 from tests.strategy.fitting import QUIET

@@ -274,7 +274,7 @@ def test_all_errors_are_piper_errors() -> None:
 
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `place` lose a transfer, as a bug would."""
-    from lightning_piper.ops.p2p import Recv
+    from lightning_piper.ops.communication.p2p import Recv
 
     right = Place.apply
 

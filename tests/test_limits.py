@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import lightning_piper as piper
-from lightning_piper import limits, schedules
+from lightning_piper import schedules
+from lightning_piper.common import limits
 from lightning_piper.directives import parse, to_json
 from lightning_piper.simulate import Link, read_durations
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_piper.common.units import compact, duration
 from lightning_piper.summary import LONG, told_of_capture
-from lightning_piper.units import compact, duration
 
 
 @pytest.mark.parametrize(

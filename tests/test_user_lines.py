@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from lightning_piper import user_lines
+from lightning_piper.common import user_lines
 
 
 @pytest.mark.parametrize("package, installed", [("torchmetrics", True), ("my_models", False)])

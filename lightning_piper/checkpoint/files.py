@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
+from lightning_piper.common.regular_files import open_regular
 from lightning_piper.errors import CheckpointNotFoundError, PiperError
-from lightning_piper.regular_files import open_regular
 
 MANIFEST = "manifest.json"
 # The files that a manifest may list, all directly in the directory.

@@ -39,11 +39,11 @@ from lightning_piper.checkpoint.files import (
 )
 from lightning_piper.checkpoint.snapshot import HostRoom
 from lightning_piper.checkpoint.tensor_ranges import LoadRanges, Reader, SaveRanges, TensorRange, Writer
+from lightning_piper.common.regular_files import open_regular
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.placeholders import check_values
 from lightning_piper.ir.values import TensorSpec, flattened, view_as
 from lightning_piper.processes.world import World, of_rank, together
-from lightning_piper.regular_files import open_regular
 
 META = "meta.pt"
 

@@ -42,8 +42,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from lightning_piper.checkpoint.snapshot import HostRoom
+from lightning_piper.common.regular_files import open_regular
 from lightning_piper.errors import PiperError
-from lightning_piper.regular_files import open_regular
 
 # Largest number of elements of a chunk. A chunk is read whole, so a process reads up to this many unneeded
 # elements at either end of its range. A chunk also costs about a kilobyte of metadata.

@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar, get_args
 
-from lightning_piper.argument_names import problem_of
+from lightning_piper.common.argument_names import problem_of
+from lightning_piper.common.limits import DEVICES, integer, is_name, shown
+from lightning_piper.common.user_lines import user_frame
 from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import Filter, Index, describe, matches, names_split_backward, problem_with
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.regions import SPLIT_BACKWARD, Step
-from lightning_piper.limits import DEVICES, integer, is_name, shown
-from lightning_piper.user_lines import user_frame
 
 Contract = Literal["bitwise", "reassociated", "bounded"]
 ENTRY_POINTS = "lightning_piper.directives"

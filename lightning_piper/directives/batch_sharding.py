@@ -14,10 +14,10 @@ from lightning_piper.ir.mesh import DATA, Mesh
 from lightning_piper.ir.nodes import Chunk, Node
 from lightning_piper.ir.values import Partial, Slice
 from lightning_piper.ops.chunk import held
-from lightning_piper.ops.gather_samples import GatherSamples, ScatterSamples, exchanged
+from lightning_piper.ops.communication.gather_samples import GatherSamples, ScatterSamples, exchanged
+from lightning_piper.ops.communication.total import Total
 from lightning_piper.ops.metrics import Metrics, MetricsSum, metrics_value
 from lightning_piper.ops.samples import Concat, Cut
-from lightning_piper.ops.total import Total
 
 ORDER = "order"  # the op of the directive
 

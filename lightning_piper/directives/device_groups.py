@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Ref
-from lightning_piper.ops.p2p import Recv
+from lightning_piper.ops.communication.p2p import Recv
 from lightning_piper.ops.update import Accumulate, Update
 
 Group = tuple[int, ...]

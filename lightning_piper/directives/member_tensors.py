@@ -14,6 +14,7 @@ import fnmatch
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lightning_piper.common.limits import shown
 from lightning_piper.directives.base import Directive
 from lightning_piper.directives.batch_sharding import shard_batch
 from lightning_piper.directives.place import Place
@@ -29,11 +30,10 @@ from lightning_piper.ir.policies import ShardingPolicy
 from lightning_piper.ir.regions import Step
 from lightning_piper.ir.values import Kind, Partial, Replicate, Value
 from lightning_piper.ir.values import Shard as Part
-from lightning_piper.limits import shown
 from lightning_piper.ops.chunk import make_chunk
-from lightning_piper.ops.p2p import Recv, Send
-from lightning_piper.ops.redistribute import CutOut, Redistribute, changed_specs, held_after
-from lightning_piper.ops.total import Total
+from lightning_piper.ops.communication.p2p import Recv, Send
+from lightning_piper.ops.communication.redistribute import CutOut, Redistribute, changed_specs, held_after
+from lightning_piper.ops.communication.total import Total
 
 if TYPE_CHECKING:
     from lightning_piper.directives.shard import Shard

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 
 import networkx as nx
 
+from lightning_piper.common.limits import integer, shown
 from lightning_piper.directives.base import Contract, Directive, register
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import AGAIN, FETCH, STORE, Filter
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.values import Kind, Slice
-from lightning_piper.limits import integer, shown
 from lightning_piper.ops.host import Fetch, Store
 from lightning_piper.ops.update import Update
 

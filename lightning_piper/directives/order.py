@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import networkx as nx
 
+from lightning_piper.common.limits import shown
 from lightning_piper.directives.backward import split_backward
 from lightning_piper.directives.base import Contract, Directive, names_absent, register
 from lightning_piper.ir.dag import TrainingDAG
@@ -26,9 +27,8 @@ from lightning_piper.ir.filters import (
 from lightning_piper.ir.nodes import Chunk, Node
 from lightning_piper.ir.regions import Region
 from lightning_piper.ir.values import Kind
-from lightning_piper.limits import shown
+from lightning_piper.ops.communication.total import Total
 from lightning_piper.ops.order import Barrier
-from lightning_piper.ops.total import Total
 
 Cycle = Sequence[tuple[int, int]]  # the edges
 # Why orders make a cycle, as a text about the user's module, and what to do. None: the cause is not known.

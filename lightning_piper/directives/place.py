@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from lightning_piper.common.limits import is_name, shown
 from lightning_piper.directives.base import Contract, Directive, register
 from lightning_piper.directives.transfers import place_around
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import AGAIN, Filter
 from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk
-from lightning_piper.limits import is_name, shown
 
 
 @register

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_piper.annotate import annotate_modules
-from lightning_piper.argument_names import unknown
+from lightning_piper.common.argument_names import unknown
+from lightning_piper.common.limits import DIRECTIVES, integer, is_name, shown
+from lightning_piper.common.user_files import read_json
 from lightning_piper.directives.base import (
     Directive,
     check_class,
@@ -23,8 +25,6 @@ from lightning_piper.directives.base import (
     set_line,
 )
 from lightning_piper.errors import DirectiveError
-from lightning_piper.limits import DIRECTIVES, integer, is_name, shown
-from lightning_piper.user_files import read_json
 
 Program = Sequence[Directive]
 VERSION = 1  # of programs as JSON objects

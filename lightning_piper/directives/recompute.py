@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from lightning_piper.common.limits import shown
 from lightning_piper.directives.base import Contract, Directive, register
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import AGAIN, Filter, matches
@@ -16,7 +17,6 @@ from lightning_piper.ir.nodes import Chunk, Ref
 from lightning_piper.ir.recomputation import Recomputation
 from lightning_piper.ir.regions import Step
 from lightning_piper.ir.values import Kind
-from lightning_piper.limits import shown
 from lightning_piper.ops.host import Fetch
 
 

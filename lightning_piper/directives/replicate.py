@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from lightning_piper.common.limits import integer, is_number, shown
 from lightning_piper.directives.base import Contract, Directive, register
 from lightning_piper.directives.batch_sharding import shard_batch
 from lightning_piper.directives.place import groups_of
@@ -27,7 +28,6 @@ from lightning_piper.ir.filters import Filter
 from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.policies import ShardingPolicy
-from lightning_piper.limits import integer, is_number, shown
 
 MEBI = 2**20
 SHARDS = ("elements", "parameter")

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from lightning_piper.common.limits import is_name, shown
 from lightning_piper.directives.base import Contract, Directive, register
 from lightning_piper.directives.batch_sharding import shard_batch
 from lightning_piper.directives.member_tensors import blocks_of, check_tensors, divided_step, take_parts
@@ -26,9 +27,8 @@ from lightning_piper.ir.mesh import DATA, Mesh
 from lightning_piper.ir.nodes import Chunk, Ref
 from lightning_piper.ir.regions import Routed, Step
 from lightning_piper.ir.values import Kind, Slice, TensorSpec, Value
-from lightning_piper.limits import is_name, shown
-from lightning_piper.ops.all_to_all import AllToAll
 from lightning_piper.ops.chunk import make_chunk
+from lightning_piper.ops.communication.all_to_all import AllToAll
 from lightning_piper.ops.host import Store
 from lightning_piper.routing import COMBINE, COUNTS, DISPATCH
 

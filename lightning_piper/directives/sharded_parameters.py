@@ -22,7 +22,7 @@ from lightning_piper.ir.mesh import DATA, Mesh
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.policies import ShardingPolicy
 from lightning_piper.ir.values import Kind, Partial, Shard, Value
-from lightning_piper.ops.bucket import Pack
+from lightning_piper.ops.communication.bucket import Pack
 from lightning_piper.ops.update import Accumulate, Update
 
 

@@ -22,9 +22,9 @@ from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.policies import ShardingPolicy
 from lightning_piper.ir.values import Kind, Partial, Replicate, Shard, Value
-from lightning_piper.ops.bucket import Pack
-from lightning_piper.ops.gather import AllGather, Parameters
-from lightning_piper.ops.reduce import AllReduce, ReduceScatter
+from lightning_piper.ops.communication.bucket import Pack
+from lightning_piper.ops.communication.gather import AllGather, Parameters
+from lightning_piper.ops.communication.reduce import AllReduce, ReduceScatter
 from lightning_piper.ops.update import Accumulate, Update
 
 Group = tuple[int, ...]

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NoReturn
 
 import networkx as nx
 
+from lightning_piper.common.limits import PASSES, is_name, shown
 from lightning_piper.directives.base import Contract, Directive, error_at, register
 from lightning_piper.directives.transfers import connect, disconnect
 from lightning_piper.ir.dag import TrainingDAG
@@ -18,16 +19,15 @@ from lightning_piper.ir.filters import AGAIN, Filter
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.regions import Step
 from lightning_piper.ir.values import Kind, Slice
-from lightning_piper.limits import PASSES, is_name, shown
 from lightning_piper.ops.arguments import Arguments
-from lightning_piper.ops.bucket import Pack
 from lightning_piper.ops.build import build_dag, chain_state
 from lightning_piper.ops.chunk import make_chunk
-from lightning_piper.ops.gather_samples import GatherSamples
+from lightning_piper.ops.communication.bucket import Pack
+from lightning_piper.ops.communication.gather_samples import GatherSamples
+from lightning_piper.ops.communication.total import Total
 from lightning_piper.ops.host import Store
 from lightning_piper.ops.metrics import Metrics
 from lightning_piper.ops.samples import Concat, Cut
-from lightning_piper.ops.total import Total
 from lightning_piper.ops.update import Accumulate, Update
 
 

@@ -11,14 +11,14 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.values import Partial, Replicate
 from lightning_piper.ops.arguments import Arguments
-from lightning_piper.ops.bucket import Pack
-from lightning_piper.ops.gather_samples import GatherSamples, ScatterSamples
+from lightning_piper.ops.communication.bucket import Pack
+from lightning_piper.ops.communication.gather_samples import GatherSamples, ScatterSamples
+from lightning_piper.ops.communication.p2p import Recv, Send
+from lightning_piper.ops.communication.total import Total
 from lightning_piper.ops.host import Fetch, Store
 from lightning_piper.ops.metrics import Metrics, MetricsSum, Report
-from lightning_piper.ops.p2p import Recv, Send
 from lightning_piper.ops.results import Result
 from lightning_piper.ops.samples import Concat, Cut
-from lightning_piper.ops.total import Total
 from lightning_piper.ops.update import Accumulate, Update
 
 SEND_STREAM, RECV_STREAM = "send", "recv"

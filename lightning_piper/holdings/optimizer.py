@@ -33,7 +33,7 @@ from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.holdings.tensor_map import LocalShard
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import flattened
-from lightning_piper.ops.gather import Parameters
+from lightning_piper.ops.communication.gather import Parameters
 from lightning_piper.processes.world import RANK_ZERO, World, on_host
 
 State = dict[str, Any]

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_piper.common.user_lines import user_frame
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.remote_gradient import RemoteGradient
-from lightning_piper.user_lines import user_frame
 
 WHOLE = (
     "keeps whole parameters in each process, if the program replicates the whole step: it shards only the "

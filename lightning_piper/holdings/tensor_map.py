@@ -16,7 +16,7 @@ from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.values import TensorSpec, view_as
-from lightning_piper.ops.gather import Parameters
+from lightning_piper.ops.communication.gather import Parameters
 from lightning_piper.processes.world import RANK_ZERO
 
 Range = tuple[int, int]  # elements start:stop of a tensor, in the order of its memory

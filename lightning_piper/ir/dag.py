@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import networkx as nx
 
+from lightning_piper.common.limits import shown
 from lightning_piper.ir.application import Application
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.mesh import DATA, Mesh
@@ -16,7 +17,6 @@ from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.policies import ShardingPolicy
 from lightning_piper.ir.regions import SPLIT_BACKWARD, Code, Interface, PassKey, Region, Step, StepCode
 from lightning_piper.ir.values import Slice, TensorSpec, Value
-from lightning_piper.limits import shown
 
 N = TypeVar("N", bound=Node)
 # the fields of a node that refer to other nodes' outputs; only a chunk has all of these fields

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from lightning_piper.common.limits import INDEX, SHOWN, is_name, shown
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Node
 from lightning_piper.ir.regions import SPLIT_BACKWARD
-from lightning_piper.limits import INDEX, SHOWN, is_name, shown
 
 Filter = Mapping[str, object]
 AGAIN = "R"  # a recomputed forward pass

@@ -20,11 +20,11 @@ from typing import Any, Protocol
 
 import torch
 
+from lightning_piper.common.limits import shown
 from lightning_piper.errors import ExecutionError, PiperError, VerificationError
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Node, Ref
-from lightning_piper.limits import shown
 from lightning_piper.ops.facts import Facts
 from lightning_piper.ops.instruction import Channel, Collective, Instruction, Read
 from lightning_piper.ops.reference import Bundle as Held

@@ -9,10 +9,10 @@ from lightning_piper.ir.regions import PassKey, Step
 from lightning_piper.ir.values import Kind, Slice
 from lightning_piper.ops.arguments import Arguments
 from lightning_piper.ops.chunk import make_chunk
-from lightning_piper.ops.gather_samples import GatherSamples, ScatterSamples
+from lightning_piper.ops.communication.gather_samples import GatherSamples, ScatterSamples
+from lightning_piper.ops.communication.total import Total
 from lightning_piper.ops.metrics import Metrics, Report, first_log, metrics_value
 from lightning_piper.ops.results import Result
-from lightning_piper.ops.total import Total
 from lightning_piper.ops.update import Accumulate, Update
 
 

@@ -17,14 +17,14 @@ from lightning_piper.ir.regions import Output, PassKey
 from lightning_piper.ir.seeds import chunk_seed
 from lightning_piper.ir.sharded_values import is_summed, others_of
 from lightning_piper.ir.values import Kind, Partial, Placement, Replicate, Slice, Value
-from lightning_piper.ops import all_to_all
 from lightning_piper.ops.base import Binding, Bound, Operation, Planning, about, register_operation
+from lightning_piper.ops.communication import all_to_all
+from lightning_piper.ops.communication.gather_samples import read_as_exchanged
+from lightning_piper.ops.communication.redistribute import read_as_wanted
+from lightning_piper.ops.communication.total import placement_of_terms, read_as_total
 from lightning_piper.ops.facts import Facts, Origin, names_of, slices_of, specs_of
-from lightning_piper.ops.gather_samples import read_as_exchanged
 from lightning_piper.ops.instruction import Instruction
-from lightning_piper.ops.redistribute import read_as_wanted
 from lightning_piper.ops.reference import Bundle, Made, Reference
-from lightning_piper.ops.total import placement_of_terms, read_as_total
 from lightning_piper.ops.weights import check_reader, implied, share_of
 
 Place = tuple[int, int]  # (index of a bundle in `reads`, tensor in the bundle)

@@ -16,9 +16,14 @@ from lightning_piper.ir.nodes import IssuePriority, Node, Ref
 from lightning_piper.ir.regions import LOSS, StepCode
 from lightning_piper.ir.values import Kind, Partial, Replicate, Slice, TensorSpec, Value
 from lightning_piper.ops.base import Binding, Bound, Operation, Planning, about, register_operation
+from lightning_piper.ops.communication.reduce import (
+    AllReduce,
+    check_all_reduce,
+    interpret_all_reduce,
+    lower_all_reduce,
+)
 from lightning_piper.ops.facts import Contributions, Facts
 from lightning_piper.ops.instruction import Instruction
-from lightning_piper.ops.reduce import AllReduce, check_all_reduce, interpret_all_reduce, lower_all_reduce
 from lightning_piper.ops.reference import Bundle, Made, Reference, sum_in_order
 from lightning_piper.ops.weights import check_reader, implied, share_of
 

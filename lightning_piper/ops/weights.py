@@ -20,9 +20,9 @@ from lightning_piper.ir.nodes import Chunk, IssuePriority, Node, Ref
 from lightning_piper.ir.terms import Denominator, Term, Weighing
 from lightning_piper.ir.values import Kind, Partial, Replicate, Slice, TensorSpec, Value
 from lightning_piper.ops.base import Binding, Bound, Operation, Planning, about, register_operation
+from lightning_piper.ops.communication.reduce import AllReduce, check_all_reduce, lower_all_reduce
 from lightning_piper.ops.facts import Facts, slices_of
 from lightning_piper.ops.instruction import Instruction
-from lightning_piper.ops.reduce import AllReduce, check_all_reduce, lower_all_reduce
 from lightning_piper.ops.reference import Bundle, Made, Reference
 
 

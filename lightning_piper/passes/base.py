@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import get_args
 
+from lightning_piper.common.limits import shown
 from lightning_piper.directives.base import Contract, Directive, error_at, error_of
 from lightning_piper.errors import DirectiveError, PiperError, VerificationError
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.limits import shown
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.values import Shard
-from lightning_piper.ops.bucket import Pack
+from lightning_piper.ops.communication.bucket import Pack
 from lightning_piper.ops.update import Accumulate
 from lightning_piper.plan.order import global_order
 

@@ -10,11 +10,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_piper.common.limits import shown
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Node
 from lightning_piper.ir.text import listing
-from lightning_piper.limits import shown
 from lightning_piper.passes.base import Done
 
 _NAME = re.compile(r"\d\d+-[\w.-]+\.txt")

@@ -8,7 +8,7 @@ An example::
     print(plans[0])                                  # one line for each instruction
 """
 
-from lightning_piper.plan.check import check_plans
+from lightning_piper.plan.checks.plan_check import check_plans
 from lightning_piper.plan.compilation import Plans, compile_plans
 from lightning_piper.plan.order import global_order
 from lightning_piper.plan.plan import Plan

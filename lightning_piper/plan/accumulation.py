@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_piper.ir.nodes import Node
 from lightning_piper.ops.base import Planning, about, bucket_of
-from lightning_piper.ops.bucket import Pack, taken
+from lightning_piper.ops.communication.bucket import Pack, taken
 from lightning_piper.ops.instruction import Read
 from lightning_piper.ops.update import Accumulate, Add
 

@@ -10,9 +10,9 @@ from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Node, Ref
 from lightning_piper.ops.base import about, bucket_of, operation_of
-from lightning_piper.ops.gather import Parameters
+from lightning_piper.ops.communication.gather import Parameters
+from lightning_piper.ops.communication.p2p import Irecv, WaitSend
 from lightning_piper.ops.instruction import Channel, Collective, Instruction, Read, WaitWork
-from lightning_piper.ops.p2p import Irecv, WaitSend
 from lightning_piper.plan.accumulation import Accumulation
 from lightning_piper.plan.send_completion import SendCompletion
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightning_piper.ops.all_to_all import AllToAllInstruction
-from lightning_piper.ops.bucket import PackInstruction
 from lightning_piper.ops.chunk import Place, Run
-from lightning_piper.ops.gather import AllGatherInstruction
+from lightning_piper.ops.communication.all_to_all import AllToAllInstruction
+from lightning_piper.ops.communication.bucket import PackInstruction
+from lightning_piper.ops.communication.gather import AllGatherInstruction
+from lightning_piper.ops.communication.p2p import Irecv, SendInstruction, WaitSend
+from lightning_piper.ops.communication.reduce import AllReduceInstruction, ReduceScatterInstruction
 from lightning_piper.ops.host import FetchInstruction, StoreInstruction
 from lightning_piper.ops.instruction import Channel, Collective, Group, HostCopy, Instruction, Read, WaitWork
 from lightning_piper.ops.metrics import Merge, ReportInstruction
-from lightning_piper.ops.p2p import Irecv, SendInstruction, WaitSend
-from lightning_piper.ops.reduce import AllReduceInstruction, ReduceScatterInstruction
 from lightning_piper.ops.samples import ConcatInstruction, CutInstruction
 from lightning_piper.ops.update import Add, Deliver
 

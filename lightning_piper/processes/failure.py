@@ -41,13 +41,13 @@ import torch.distributed as dist
 
 from lightning_piper import runtime
 from lightning_piper.capture.python_state.name_scan import is_users
+from lightning_piper.common.user_lines import shown_line
 from lightning_piper.errors import PiperError
 from lightning_piper.processes import agreement
 from lightning_piper.processes.background import AWAITED
 from lightning_piper.processes.progress import Progress, parted
 from lightning_piper.processes.world import RANK_ZERO, World
-from lightning_piper.runtime.forks import in_forks
-from lightning_piper.user_lines import shown_line
+from lightning_piper.runtime.same_machine.forks import in_forks
 
 GRACE = 5.0  # seconds for a process to fail by itself, with a better message
 SETTLE = 2.0  # seconds from the first report of a failed communication to the verdict

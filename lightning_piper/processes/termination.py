@@ -23,7 +23,7 @@ from typing import Any
 
 from lightning_piper.processes import world
 from lightning_piper.processes.failure import FailureWatch, end
-from lightning_piper.runtime.forks import in_forks
+from lightning_piper.runtime.same_machine.forks import in_forks
 
 SOON = 3.0  # seconds
 

@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from lightning_piper.lightning_packages import is_a
+from lightning_piper.common.lightning_packages import is_a
 from lightning_piper.simulate import Simulation
 
 

@@ -33,6 +33,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_piper.common.regular_files import open_regular
+from lightning_piper.common.user_files import parse_json
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.dag import TrainingDAG
@@ -41,10 +43,8 @@ from lightning_piper.ir.text import line_of
 from lightning_piper.ops.base import INSTRUCTIONS
 from lightning_piper.plan import instructions as ins
 from lightning_piper.plan.plan import Plan
-from lightning_piper.regular_files import open_regular
 from lightning_piper.simulate.engine import Trace
 from lightning_piper.simulate.figures import Simulation
-from lightning_piper.user_files import parse_json
 from lightning_piper.viz.colours import BOOKKEEPING, colour, rank
 
 VERSION = 1

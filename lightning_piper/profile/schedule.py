@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from lightning_piper.common.limits import INDEX, integer, shown
 from lightning_piper.errors import PiperError
-from lightning_piper.limits import INDEX, integer, shown
 
 OFF, WARMUP, ACTIVE = "off", "warmup", "active"
 

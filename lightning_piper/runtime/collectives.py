@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from lightning_piper.ops.base import Bound, Bundle, Exchange, Slots, parts_of
 from lightning_piper.runtime.messages import Messages, PendingWork
-from lightning_piper.runtime.shared_memory import DIRECT, SharedMessages, SharedSum
+from lightning_piper.runtime.same_machine.shared_memory import DIRECT, SharedMessages, SharedSum
 
 Finish = Callable[[Any], Bundle]
 # Maximum bytes of a tensor that each member sends to all members, which then add. For more bytes, gloo's own

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from lightning_piper.accelerators import with_index
+from lightning_piper.common.limits import shown
 from lightning_piper.errors import ExecutionError, OutOfMemoryError, PiperError
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.regions import Step
-from lightning_piper.limits import shown
 from lightning_piper.ops.base import BINDERS, Binding
 from lightning_piper.plan import instructions as ins
 from lightning_piper.plan.instructions import Instruction

@@ -27,8 +27,8 @@ from lightning_piper.runtime.collectives import Finish, Members, bind_alone, bin
 from lightning_piper.runtime.groups import local_group
 from lightning_piper.runtime.messages import Messages, PendingWork
 from lightning_piper.runtime.piggyback import Piggyback, piggyback_of
-from lightning_piper.runtime.shared_blocks import shared_blocks
-from lightning_piper.runtime.shared_memory import SharedMessages, messages_of
+from lightning_piper.runtime.same_machine.shared_blocks import shared_blocks
+from lightning_piper.runtime.same_machine.shared_memory import SharedMessages, messages_of
 from lightning_piper.runtime.wire import packer, unpacker
 
 

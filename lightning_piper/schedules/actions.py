@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from lightning_piper.common.limits import DEVICES, PASSES, integer, is_name, shown
 from lightning_piper.directives import Directive, Order, Place, Split
 from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.filters import Filter
-from lightning_piper.limits import DEVICES, PASSES, integer, is_name, shown
 
 # By rank: a device, or a group of devices over which a `replicate` divides the batch.
 Devices = Sequence[int | Sequence[int]]

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 
+from lightning_piper.common.limits import FILE, PASSES, shown
+from lightning_piper.common.user_files import read_text
 from lightning_piper.directives import Directive, Order, Place, parse
 from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.filters import matches
-from lightning_piper.limits import FILE, PASSES, shown
 from lightning_piper.schedules.actions import Action, Devices, Row, check_names, program_of
-from lightning_piper.user_files import read_text
 
 _KINDS = {"F": "F", "B": "B", "I": "BI", "W": "BW"}
 _LETTERS = {kind: letter for letter, kind in _KINDS.items()}

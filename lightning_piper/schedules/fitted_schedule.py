@@ -7,9 +7,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
+from lightning_piper.common.limits import integer, shown
 from lightning_piper.directives import Directive
 from lightning_piper.errors import DirectiveError
-from lightning_piper.limits import integer, shown
 from lightning_piper.schedules.actions import Action, Devices, Row, counts, one_by_one, program_of
 from lightning_piper.schedules.beam import searched, shortest
 from lightning_piper.schedules.interleaving import interleaved_rows

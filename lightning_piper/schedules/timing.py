@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
+from lightning_piper.common.limits import integer, is_number, shown
 from lightning_piper.errors import DirectiveError
-from lightning_piper.limits import integer, is_number, shown
 from lightning_piper.schedules.actions import Row
 
 Number = int | float | Fraction

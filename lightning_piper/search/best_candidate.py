@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NoReturn
 
+from lightning_piper.common.limits import integer, is_number, shown
 from lightning_piper.errors import NoProgram, SearchError
-from lightning_piper.limits import integer, is_number, shown
 from lightning_piper.search.bounds import INFINITE
 from lightning_piper.search.branch_and_bound import Progress, Search
+from lightning_piper.search.costs.workload import Workload
 from lightning_piper.search.report import Found
 from lightning_piper.search.rows import SHAPES
 from lightning_piper.search.space import Space, bytes_of, check_choices
-from lightning_piper.search.workload import Workload
 from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.hardware import Hardware
 

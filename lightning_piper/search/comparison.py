@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from lightning_piper.common.units import duration
 from lightning_piper.compiler import Compiled, compile
 from lightning_piper.directives import Directive, Shard, to_json
 from lightning_piper.directives.program import Annotations, annotate_as
@@ -20,17 +21,16 @@ from lightning_piper.ir.nodes import Chunk
 from lightning_piper.plan.instructions import Collective, SendInstruction
 from lightning_piper.plan.plan import Plan
 from lightning_piper.profile.files import read_json, steps_in
-from lightning_piper.search.blocks import BlockCut, blocks_of
-from lightning_piper.search.chain import copy_of
+from lightning_piper.search.costs.blocks import BlockCut, blocks_of
+from lightning_piper.search.costs.chain import copy_of
+from lightning_piper.search.costs.recorded_costs import FIELDS, from_recording
+from lightning_piper.search.costs.workload import Workload
 from lightning_piper.search.program_writer import TAG
 from lightning_piper.search.proposal import Proposal, search, sizes_of, work_of
-from lightning_piper.search.recorded_costs import FIELDS, from_recording
 from lightning_piper.search.report import described
-from lightning_piper.search.workload import Workload
 from lightning_piper.simulate import Link, Network, Simulation, simulate
 from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.hardware import Hardware
-from lightning_piper.units import duration
 
 Stages = Sequence[Sequence[int]]  # the blocks of each stage
 

@@ -15,23 +15,23 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_piper.capture import flatten
 from lightning_piper.capture.tensor_sharding.shardable_params import find_params
+from lightning_piper.common.limits import shown
 from lightning_piper.compiler import compile, verify
 from lightning_piper.directives import Directive
 from lightning_piper.errors import NoProgram, PiperError, SearchError
 from lightning_piper.ir.values import Shard as Part
-from lightning_piper.limits import shown
 from lightning_piper.search.accounting import bytes_needed
-from lightning_piper.search.analytic_costs import analytic
 from lightning_piper.search.best_candidate import best_of, check_asked
-from lightning_piper.search.blocks import BlockCut, blocks_of
-from lightning_piper.search.chain import copy_of
-from lightning_piper.search.measurement import measured
-from lightning_piper.search.optimizers import optimizer_of, states_of
-from lightning_piper.search.parameters import like
+from lightning_piper.search.costs.analytic_costs import analytic
+from lightning_piper.search.costs.blocks import BlockCut, blocks_of
+from lightning_piper.search.costs.chain import copy_of
+from lightning_piper.search.costs.measurement import measured
+from lightning_piper.search.costs.optimizers import optimizer_of, states_of
+from lightning_piper.search.costs.parameters import like
+from lightning_piper.search.costs.workload import Workload
 from lightning_piper.search.program_writer import TENSOR, Params, Written, write
 from lightning_piper.search.report import CandidateRow, Found, described, size
 from lightning_piper.search.space import Candidate, bytes_of
-from lightning_piper.search.workload import Workload
 from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.hardware import Hardware
 

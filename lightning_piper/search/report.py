@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
+from lightning_piper.common.units import duration
 from lightning_piper.search.estimate import Estimate
 from lightning_piper.search.space import Candidate, Space
 from lightning_piper.simulate.durations import Number
-from lightning_piper.units import duration
 
 _WHY = {  # reason in `Found.cut` -> its text
     "bound": "excluded, because a bound shows that they are not better",

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from operator import ge
 from typing import NamedTuple
 
+from lightning_piper.common.limits import PASSES
 from lightning_piper.errors import DirectiveError
-from lightning_piper.limits import PASSES
 from lightning_piper.schedules.actions import Row
 from lightning_piper.schedules.dualpipe import dualpipev_rows
 from lightning_piper.schedules.interleaving import interleaved_rows

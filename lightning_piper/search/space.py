@@ -11,10 +11,10 @@ from fractions import Fraction
 from itertools import combinations, combinations_with_replacement
 from typing import NamedTuple
 
+from lightning_piper.common.limits import DEVICES, integer, is_number, shown
 from lightning_piper.errors import SearchError
-from lightning_piper.limits import DEVICES, integer, is_number, shown
+from lightning_piper.search.costs.workload import Workload
 from lightning_piper.search.rows import SHAPES, is_possible, rank_of
-from lightning_piper.search.workload import Workload
 from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.hardware import Hardware
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from lightning_piper.errors import SearchError
 from lightning_piper.runtime.process import MOST as LENT
+from lightning_piper.search.costs.workload import Block, Workload
 from lightning_piper.search.rows import SHAPES, rank_of
 from lightning_piper.search.space import Layout, Space
-from lightning_piper.search.workload import Block, Workload
 from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.hardware import Hardware
 from lightning_piper.simulate.network import Link

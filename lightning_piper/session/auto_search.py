@@ -20,23 +20,23 @@ import torch
 from torch import nn
 
 from lightning_piper.capture import as_before
+from lightning_piper.common.units import duration
 from lightning_piper.errors import PiperError, SearchError
 from lightning_piper.holdings.elementwise import NotElementwise, Untried, sees_others, state_keys
 from lightning_piper.processes.batch_join import BatchJoin
 from lightning_piper.processes.world import World
 from lightning_piper.processes.world import described as text_of
-from lightning_piper.search.blocks import BlockCut, blocks_of
-from lightning_piper.search.optimizers import states_of
-from lightning_piper.search.parameters import like
+from lightning_piper.search.costs.blocks import BlockCut, blocks_of
+from lightning_piper.search.costs.optimizers import states_of
+from lightning_piper.search.costs.parameters import like
+from lightning_piper.search.costs.workload import Workload
 from lightning_piper.search.proposal import TOO_LARGE, Proposal, search
 from lightning_piper.search.report import counted, described, size
 from lightning_piper.search.space import Candidate
-from lightning_piper.search.workload import Workload
 from lightning_piper.session.available_memory import memory_of
 from lightning_piper.session.concurrent_measurement import measured_together
 from lightning_piper.session.program_cache import ChosenProgram, file_of, folder, read, write
 from lightning_piper.simulate.hardware import Hardware
-from lightning_piper.units import duration
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,13 @@ from lightning_piper.directives import Place, Replicate
 from lightning_piper.processes.world import World, together
 from lightning_piper.runtime import Executor, ProcessTransport
 from lightning_piper.runtime.collectives import Members
-from lightning_piper.runtime.shared_memory import messages_of
-from lightning_piper.search.blocks import BlockCut
-from lightning_piper.search.measurement import measured
-from lightning_piper.search.optimizers import ADAM
-from lightning_piper.search.parameters import CACHES, Optimizer, wait
+from lightning_piper.runtime.same_machine.shared_memory import messages_of
+from lightning_piper.search.costs.blocks import BlockCut
+from lightning_piper.search.costs.measurement import measured
+from lightning_piper.search.costs.optimizers import ADAM
+from lightning_piper.search.costs.parameters import CACHES, Optimizer, wait
+from lightning_piper.search.costs.workload import Workload
 from lightning_piper.search.proposal import CALLS, sizes_of
-from lightning_piper.search.workload import Workload
 from lightning_piper.simulate import Link
 from lightning_piper.simulate.hardware import Collectives, Hardware
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lightning_piper.capture import has_gradient_hooks
-from lightning_piper.user_lines import is_installed
+from lightning_piper.common.user_lines import is_installed
 
 _CLIPS = {"clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm", "clip_gradients"}
 _EACH_BATCH = {

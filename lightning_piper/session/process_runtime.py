@@ -28,7 +28,7 @@ from lightning_piper.ir.mesh import DATA
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import Kind, Slice
 from lightning_piper.ops.arguments import Arguments, join, shares, ways_of
-from lightning_piper.ops.total import OverBatch
+from lightning_piper.ops.communication.total import OverBatch
 from lightning_piper.processes.agreement import other_plans
 from lightning_piper.processes.world import World, described, of_rank
 from lightning_piper.runtime import (

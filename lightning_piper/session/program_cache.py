@@ -21,7 +21,7 @@ from lightning_piper.capture.graph_cache.cached_graphs import VERSIONS
 from lightning_piper.directives import Directive, parse
 from lightning_piper.errors import PiperError
 from lightning_piper.processes.world import World
-from lightning_piper.search.blocks import BlockCut, text_of
+from lightning_piper.search.costs.blocks import BlockCut, text_of
 from lightning_piper.search.program_writer import TAG, Written
 
 

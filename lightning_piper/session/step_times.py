@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-from lightning_piper.units import duration
+from lightning_piper.common.units import duration
 
 UNMEASURED = 2  # first steps, which also allocate memory and fill caches
 STEPS = 20

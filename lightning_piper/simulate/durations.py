@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
 from os import PathLike
 
+from lightning_piper.common.limits import is_number, shown
+from lightning_piper.common.user_files import name_of, read_json
 from lightning_piper.errors import SimulationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
-from lightning_piper.limits import is_number, shown
-from lightning_piper.ops.p2p import Recv
+from lightning_piper.ops.communication.p2p import Recv
 from lightning_piper.plan.instructions import Instruction
-from lightning_piper.user_files import name_of, read_json
 
 Number = int | float | Fraction
 Durations = Mapping[str, Number] | Callable[[Chunk], Number]

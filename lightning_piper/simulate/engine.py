@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
-from lightning_piper.plan.check import ADVICE
+from lightning_piper.plan.checks.plan_check import ADVICE
 from lightning_piper.plan.instructions import (
     Collective,
     HostCopy,

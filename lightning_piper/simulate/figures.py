@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from lightning_piper import limits
+from lightning_piper.common import limits
 from lightning_piper.errors import SimulationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.plan.instructions import Run

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lightning_piper.common.limits import integer, shown
+from lightning_piper.common.user_files import name_of, read_json
 from lightning_piper.errors import SimulationError
-from lightning_piper.limits import integer, shown
 from lightning_piper.plan.instructions import Channel, Collective, SendInstruction
 from lightning_piper.plan.plan import Plan
 from lightning_piper.simulate.durations import Number, checked
 from lightning_piper.simulate.network import HierarchicalRing, Link, Network, SharedLink
-from lightning_piper.user_files import name_of, read_json
 
 LARGEST = 10**18  # limit for a number of the specification
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from lightning_piper.common.limits import integer, shown
 from lightning_piper.errors import SimulationError
-from lightning_piper.limits import integer, shown
 from lightning_piper.plan.instructions import Instruction
 from lightning_piper.plan.plan import Plan
 from lightning_piper.simulate.durations import Number, checked

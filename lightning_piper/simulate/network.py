@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from lightning_piper.common.limits import integer, shown
 from lightning_piper.errors import SimulationError
-from lightning_piper.limits import integer, shown
 from lightning_piper.ops.instruction import neighbours
 from lightning_piper.plan.instructions import AllGatherInstruction, Channel, Collective, SendInstruction
 from lightning_piper.simulate.durations import Number, checked

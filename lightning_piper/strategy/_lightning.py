@@ -69,8 +69,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from lightning_piper.common.lightning_packages import is_a, package_of
 from lightning_piper.compiler import Compiled
-from lightning_piper.lightning_packages import is_a, package_of
 from lightning_piper.processes.progress import Progress, progress
 from lightning_piper.session.replay import added
 

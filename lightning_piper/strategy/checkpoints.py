@@ -21,12 +21,12 @@ from lightning_piper.checkpoint.sharded_checkpoint import Saving, open_checkpoin
 from lightning_piper.checkpoint.snapshot import HostRoom, snapshot
 from lightning_piper.checkpoint.state import Loading, referenced, resolved
 from lightning_piper.checkpoint.tensor_ranges import TensorRange
+from lightning_piper.common.lightning_packages import is_exactly
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.distributed_marks import parts_of
 from lightning_piper.holdings.materialization import Known
 from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.holdings.placeholders import check_values
-from lightning_piper.lightning_packages import is_exactly
 from lightning_piper.processes.background import BackgroundThread
 from lightning_piper.processes.failure import GRACE
 from lightning_piper.processes.world import World, together

@@ -24,10 +24,10 @@ from torch.optim import Optimizer
 
 from lightning_piper.accelerators.kinds import HOST, backend_of
 from lightning_piper.capture import has_gradient_hooks
+from lightning_piper.common.lightning_packages import is_a
+from lightning_piper.common.limits import is_number, shown
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.materialization import Known, is_on_meta, without_initial_values
-from lightning_piper.lightning_packages import is_a
-from lightning_piper.limits import is_number, shown
 from lightning_piper.session.verification import ACCEPTED
 from lightning_piper.strategy.checkpoints import is_behind
 

@@ -17,11 +17,11 @@ from torchmetrics import Metric
 
 from lightning_piper.checkpoint.state import ranges_of, reference
 from lightning_piper.checkpoint.tensor_ranges import TensorRange
+from lightning_piper.common.lightning_packages import is_a
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.copies import Copy, Refer, averages_each_element
 from lightning_piper.holdings.norms import norms_of_each
 from lightning_piper.holdings.ownership import Ownership
-from lightning_piper.lightning_packages import is_a
 from lightning_piper.processes.world import World
 from lightning_piper.session.metric_objects import Gather, whole_lists
 from lightning_piper.strategy._lightning import copy_of, throughputs_of, update_of

@@ -14,8 +14,8 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_piper.argument_names import problem_of
 from lightning_piper.capture.cutting.chunk_compiler import checked_options
+from lightning_piper.common.argument_names import problem_of
 from lightning_piper.degrees import Degrees
 from lightning_piper.directives import Directive, replicas_of
 from lightning_piper.directives.program import annotate_as
@@ -24,6 +24,8 @@ from lightning_piper.holdings.distributed_marks import parts_of, put_together
 from lightning_piper.holdings.materialization import is_on_meta, load_state, materialize
 from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.processes.settings import check_alike
+from lightning_piper.session.eager_steps.conditions import NOT_CAPTURED, check_may_be, may_run_uncaptured
+from lightning_piper.session.eager_steps.standalone_module import Standalone
 from lightning_piper.session.process_runtime import Settings, check_placed
 from lightning_piper.session.program import (
     annotations_for_fit,
@@ -33,8 +35,6 @@ from lightning_piper.session.program import (
     is_searched,
     told,
 )
-from lightning_piper.session.standalone_module import Standalone
-from lightning_piper.session.uncaptured_steps import NOT_CAPTURED, check_may_be, may_run_uncaptured
 from lightning_piper.session.verification import Verify
 from lightning_piper.strategy import _lightning
 from lightning_piper.strategy.checkpoints import Restored, of_files

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_piper.capture import PartlyCaptured, flatten
+from lightning_piper.common.units import Stopwatch
 from lightning_piper.compiler import Compiled
 from lightning_piper.directives.zero_stages import shards_of
 from lightning_piper.errors import PiperError
@@ -28,15 +29,15 @@ from lightning_piper.processes.settings import Settings, Watched
 from lightning_piper.processes.world import on_host
 from lightning_piper.profile import Recording, Schedule, recording_of
 from lightning_piper.runtime import DigestMismatch, StepResult
-from lightning_piper.session.eager_replicas import why_not
+from lightning_piper.session.eager_steps.eager_replicas import why_not
+from lightning_piper.session.eager_steps.partial_capture import InPart
+from lightning_piper.session.eager_steps.standalone_module import Standalone
 from lightning_piper.session.evaluation import Evaluation
 from lightning_piper.session.hook_code import changes_gradients_of_each_batch
-from lightning_piper.session.partial_capture import InPart
 from lightning_piper.session.pending_step import PendingStep
 from lightning_piper.session.process_runtime import Prepared, ProcessRuntime, check_devices
 from lightning_piper.session.programs import TRAINING, Programs
 from lightning_piper.session.replay import Given
-from lightning_piper.session.standalone_module import Standalone
 from lightning_piper.session.token_accumulation import TokenAccumulation
 from lightning_piper.session.verification import (
     LaterWarnings,
@@ -50,7 +51,6 @@ from lightning_piper.strategy.checks import check_optimizer_stays, check_runs_on
 from lightning_piper.strategy.compatibility import count_replicas, drops_gradients, resume, suspend
 from lightning_piper.strategy.precision import Clipping, LossScaling
 from lightning_piper.summary import told_of_capture
-from lightning_piper.units import Stopwatch
 
 
 class Fit:

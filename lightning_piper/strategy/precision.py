@@ -10,9 +10,9 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
+from lightning_piper.common.lightning_packages import is_a, is_exactly
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.norms import GlobalNorms
-from lightning_piper.lightning_packages import is_a, is_exactly
 from lightning_piper.processes.world import World
 
 ACCEPTED = "'32-true', '64-true', '16-true', 'bf16-true', 'bf16-mixed' and '16-mixed'"

@@ -20,8 +20,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_piper.accelerators.kinds import check_kind
+from lightning_piper.common.lightning_packages import is_a
 from lightning_piper.errors import PiperError
-from lightning_piper.lightning_packages import is_a
 from lightning_piper.processes.batch_join import BatchJoin
 from lightning_piper.processes.failure import HERE, FailureWatch
 from lightning_piper.processes.heap import give_freed_memory_back, keep_freed_memory

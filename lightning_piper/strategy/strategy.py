@@ -28,19 +28,24 @@ from lightning_piper.checkpoint.state import (
     referenced,
     tensor_ranges_of,
 )
+from lightning_piper.common.lightning_packages import is_a
 from lightning_piper.compiler import Compiled
 from lightning_piper.degrees import given as degrees_given
 from lightning_piper.errors import BatchError, PiperError
 from lightning_piper.holdings.materialization import is_on_meta
 from lightning_piper.holdings.optimizer import State, check_groups, names_in
-from lightning_piper.lightning_packages import is_a
 from lightning_piper.profile import Schedule, schedule_of
-from lightning_piper.search.optimizers import states_of
+from lightning_piper.search.costs.optimizers import states_of
 from lightning_piper.session.auto_search import choose
 from lightning_piper.session.available_memory import NoRoom, check_room
-from lightning_piper.session.standalone_module import Standalone
+from lightning_piper.session.eager_steps.conditions import (
+    NOT_CAPTURED,
+    check_may_be,
+    is_as_under_ddp,
+    summary_of,
+)
+from lightning_piper.session.eager_steps.standalone_module import Standalone
 from lightning_piper.session.step_times import StepTimes
-from lightning_piper.session.uncaptured_steps import NOT_CAPTURED, check_may_be, is_as_under_ddp, summary_of
 from lightning_piper.session.verification import Verify
 from lightning_piper.strategy import _lightning
 from lightning_piper.strategy.checkpoints import (

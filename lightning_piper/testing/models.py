@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from lightning_piper.annotate import annotate
 from lightning_piper.capture import CapturedStep, capture
+from lightning_piper.common.limits import shown
 from lightning_piper.errors import PiperError
-from lightning_piper.limits import shown
 from lightning_piper.sample_gathering import gather_samples
 from lightning_piper.testing.experts import WIDTH, RoutedBlock
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_piper.common.units import Stopwatch
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.passes import Done
-from lightning_piper.units import Stopwatch
 from lightning_piper.verify.static_check import check, check_structure
 
 _GRAPH = ("nodes", "graph", "program", "overlaps", "_next")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from lightning_piper.common.units import Stopwatch, duration
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.passes import Done
 from lightning_piper.passes.trace import PassTrace
-from lightning_piper.units import Stopwatch, duration
 from lightning_piper.verify.report import Report, aligned
 from lightning_piper.verify.static_check import check
 

@@ -11,8 +11,8 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import DATA
 from lightning_piper.ir.nodes import Chunk, Node
 from lightning_piper.ir.values import Kind, Partial, Replicate, Shard, Value
+from lightning_piper.ops.communication.gather import Parameters
 from lightning_piper.ops.facts import Facts, names_of
-from lightning_piper.ops.gather import Parameters
 from lightning_piper.ops.update import Update
 
 Updates = Mapping[str, Mapping[tuple[int, ...], Update]]  # name -> devices -> update

@@ -16,8 +16,8 @@ import networkx as nx
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Node
-from lightning_piper.ops import all_to_all
 from lightning_piper.ops.base import problems_with
+from lightning_piper.ops.communication import all_to_all
 from lightning_piper.ops.facts import Facts
 from lightning_piper.verify import sharding
 from lightning_piper.verify.completeness import incomplete

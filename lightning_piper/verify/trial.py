@@ -23,10 +23,10 @@ from torch.overrides import TorchFunctionMode
 from lightning_piper.capture import CapturedStep
 from lightning_piper.capture.eager.eager_reference import Outcome, mixed, run_eagerly
 from lightning_piper.capture.tracing.step_trace import TracedStep
+from lightning_piper.common.user_lines import user_line
 from lightning_piper.directives import accumulating
 from lightning_piper.ir.values import Slice
 from lightning_piper.ops.build import build_dag
-from lightning_piper.user_lines import user_line
 from lightning_piper.verify.cross_sample import find_dependences
 from lightning_piper.verify.interpreter import interpret
 from lightning_piper.verify.same_draws import SameDraws

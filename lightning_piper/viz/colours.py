@@ -5,8 +5,8 @@
 from __future__ import annotations
 
 from lightning_piper.ops.base import INSTRUCTIONS
+from lightning_piper.ops.communication.p2p import SendInstruction
 from lightning_piper.ops.instruction import Collective
-from lightning_piper.ops.p2p import SendInstruction
 
 BOOKKEEPING = "#ececec"
 COMMUNICATION = SendInstruction.colour

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import networkx as nx
 
+from lightning_piper.common.limits import shown
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Node
-from lightning_piper.limits import shown
-from lightning_piper.ops.p2p import Recv, Send
+from lightning_piper.ops.communication.p2p import Recv, Send
 from lightning_piper.viz.colours import BOOKKEEPING, COMMUNICATION, colour
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import math
 
+from lightning_piper.common.limits import WIDTH, shown
 from lightning_piper.errors import PiperError
-from lightning_piper.limits import WIDTH, shown
 from lightning_piper.simulate import Number, Simulation
 from lightning_piper.viz.boxes import distinct_names, is_chunk, rows_of
 

@@ -15,8 +15,8 @@ from lightning_piper.ir.nodes import Chunk, Ref
 from lightning_piper.ir.values import Slice
 from lightning_piper.ops import build, metrics
 from lightning_piper.ops import chunk as chunk_operation
+from lightning_piper.ops.communication.reduce import AllReduce
 from lightning_piper.ops.metrics import Metrics, Report
-from lightning_piper.ops.reduce import AllReduce
 from lightning_piper.ops.update import Update
 from property_tests.mutations.table import Function, Seeded, Wrap, mutation
 

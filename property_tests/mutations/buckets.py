@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_piper.ops.gather import AllGatherInstruction
-from lightning_piper.ops.reduce import ReduceScatterInstruction
+from lightning_piper.ops.communication.gather import AllGatherInstruction
+from lightning_piper.ops.communication.reduce import ReduceScatterInstruction
 from lightning_piper.plan import device as device_plan
 from lightning_piper.plan import instructions as ins
 from property_tests.mutations.table import Function, Seeded, Wrap, mutation

@@ -11,8 +11,9 @@ from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Node
 from lightning_piper.ir.terms import Term, Weighing
 from lightning_piper.ir.values import Slice
-from lightning_piper.ops import build, gather_samples
-from lightning_piper.ops.gather_samples import GatherSamples
+from lightning_piper.ops import build
+from lightning_piper.ops.communication import gather_samples
+from lightning_piper.ops.communication.gather_samples import GatherSamples
 from property_tests.mutations.table import Function, Seeded, mutation
 
 SCENARIO = "gathered samples"

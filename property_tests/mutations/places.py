@@ -7,8 +7,8 @@ from typing import Any
 from lightning_piper.directives import device_groups, order, place, split, transfers
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Node, Ref
+from lightning_piper.ops.communication.p2p import Recv, Send
 from lightning_piper.ops.metrics import Metrics
-from lightning_piper.ops.p2p import Recv, Send
 from lightning_piper.ops.update import Update
 from property_tests.mutations.table import Function, Seeded, mutation
 

@@ -14,10 +14,10 @@ from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk
-from lightning_piper.ops import all_to_all
-from lightning_piper.ops.all_to_all import AllToAll
-from lightning_piper.ops.bucket import Pack
-from lightning_piper.ops.reduce import ReduceScatter
+from lightning_piper.ops.communication import all_to_all
+from lightning_piper.ops.communication.all_to_all import AllToAll
+from lightning_piper.ops.communication.bucket import Pack
+from lightning_piper.ops.communication.reduce import ReduceScatter
 from lightning_piper.ops.update import Accumulate, Update
 from lightning_piper.plan import instructions as ins
 from lightning_piper.plan.instructions import Instruction

@@ -14,8 +14,8 @@ import torch
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ops import chunk as chunk_operation
-from lightning_piper.ops import gather, reduce
 from lightning_piper.ops.base import BINDERS
+from lightning_piper.ops.communication import gather, reduce
 from lightning_piper.plan import instructions as ins
 from lightning_piper.runtime import chunks, collectives, process, step_outputs
 from property_tests.mutations.table import Function, Seeded, Wrap, mutation

@@ -15,7 +15,7 @@ from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.regions import StepCode
 from lightning_piper.ops import build
 from lightning_piper.ops.base import BINDERS
-from lightning_piper.ops.total import Total, TotalInstruction
+from lightning_piper.ops.communication.total import Total, TotalInstruction
 from property_tests.mutations.table import Function, Seeded, Wrap, mutation
 
 SCENARIO = "whole batch"

@@ -11,9 +11,9 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.values import Partial, Replicate, Shard
-from lightning_piper.ops.gather import AllGather, Parameters
+from lightning_piper.ops.communication.gather import AllGather, Parameters
+from lightning_piper.ops.communication.reduce import AllReduce, ReduceScatter
 from lightning_piper.ops.metrics import Metrics, Report
-from lightning_piper.ops.reduce import AllReduce, ReduceScatter
 from lightning_piper.passes import elimination
 from lightning_piper.plan import device as device_plan
 from lightning_piper.plan import instructions as ins

@@ -14,8 +14,8 @@ import torch
 from lightning_piper.accelerators.simulated_device import Simulated
 from lightning_piper.errors import ExecutionError, VerificationError
 from lightning_piper.plan import compile_plans
+from lightning_piper.plan.checks.queues import check_queues
 from lightning_piper.plan.instructions import Instruction, WaitEvent, WaitWork
-from lightning_piper.plan.queues import check_queues
 from lightning_piper.testing.simulated import Batch, Over, first_difference
 from tests.models import captured
 from tests.plan.programs import edited, pipeline

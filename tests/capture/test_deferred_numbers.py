@@ -21,7 +21,7 @@ from lightning_piper.directives import transfers
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import LOSS
 from lightning_piper.ops.build import build_dag
-from lightning_piper.ops.p2p import Send
+from lightning_piper.ops.communication.p2p import Send
 from lightning_piper.verify import interpret
 from tests.groups import marked
 from tests.models import MLP, regression

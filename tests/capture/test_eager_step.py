@@ -15,7 +15,7 @@ from lightning_piper.capture.eager.eager_step import EagerStep, is_of_none
 from lightning_piper.compiler import compile_step
 from lightning_piper.errors import DirectiveError, VerificationError
 from lightning_piper.ir.values import TensorSpec
-from lightning_piper.ops.bucket import Pack
+from lightning_piper.ops.communication.bucket import Pack
 from lightning_piper.ops.update import Update
 from lightning_piper.runtime import Executor, LocalTransport, run_local
 from lightning_piper.verify.static_check import check

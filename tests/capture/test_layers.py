@@ -17,8 +17,8 @@ import lightning_piper as piper
 from lightning_piper.annotate import annotate, repeated_blocks
 from lightning_piper.capture import capture
 from lightning_piper.directives import Directive
-from lightning_piper.ops.gather import AllGather
-from lightning_piper.ops.reduce import AllReduce
+from lightning_piper.ops.communication.gather import AllGather
+from lightning_piper.ops.communication.reduce import AllReduce
 from tests.plan.test_gathers import held
 
 WIDTH, LAYERS = 8, 5

@@ -15,8 +15,8 @@ import lightning_piper as piper
 from lightning_piper import Replicate, Shard, Split
 from lightning_piper.directives import member_tensors
 from lightning_piper.errors import CaptureError, DirectiveError, VerificationError
-from lightning_piper.ops.all_to_all import AllToAll
-from lightning_piper.ops.redistribute import CutOut, Redistribute
+from lightning_piper.ops.communication.all_to_all import AllToAll
+from lightning_piper.ops.communication.redistribute import CutOut, Redistribute
 from lightning_piper.ops.update import Update
 from lightning_piper.verify.static_check import check
 from tests.axes import EXPERTS, HEADS, columns, everywhere, sequences, sparse

@@ -13,7 +13,7 @@ from lightning_piper.directives import Order, Place, Replicate, Split
 from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
-from lightning_piper.ops.p2p import Recv, Send
+from lightning_piper.ops.communication.p2p import Recv, Send
 from lightning_piper.ops.update import Accumulate
 from lightning_piper.passes import complete
 from lightning_piper.plan import check_plans, compile_plans

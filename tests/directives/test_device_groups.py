@@ -21,8 +21,8 @@ from lightning_piper.errors import DirectiveError, VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ops.build import build_dag
+from lightning_piper.ops.communication.p2p import Recv, Send
 from lightning_piper.ops.metrics import Metrics
-from lightning_piper.ops.p2p import Recv, Send
 from lightning_piper.ops.update import Accumulate, Update
 from lightning_piper.passes import apply_program, complete
 from lightning_piper.plan import check_plans, compile_plans

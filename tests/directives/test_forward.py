@@ -15,7 +15,7 @@ from lightning_piper.directives import Replicate
 from lightning_piper.errors import DirectiveError, VerificationError
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import Slice
-from lightning_piper.ops.gather import AllGather
+from lightning_piper.ops.communication.gather import AllGather
 from lightning_piper.ops.metrics import Metrics, Report
 from lightning_piper.ops.results import Result
 from lightning_piper.ops.samples import Cut

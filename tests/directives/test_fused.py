@@ -10,7 +10,7 @@ import lightning_piper as piper
 from lightning_piper import Place, Replicate, Split
 from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.values import Shard as Part
-from lightning_piper.ops.redistribute import Redistribute
+from lightning_piper.ops.communication.redistribute import Redistribute
 from tests.fused import fusing, params
 from tests.groups import marked
 from tests.tensors import divided, stages, tensors

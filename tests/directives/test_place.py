@@ -12,9 +12,9 @@ from lightning_piper.directives import parse
 from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ops.build import build_dag
+from lightning_piper.ops.communication.p2p import Recv, Send
+from lightning_piper.ops.communication.reduce import AllReduce
 from lightning_piper.ops.metrics import Report
-from lightning_piper.ops.p2p import Recv, Send
-from lightning_piper.ops.reduce import AllReduce
 from lightning_piper.ops.update import Accumulate, Update
 from lightning_piper.passes import apply_program, complete
 from lightning_piper.verify.static_check import check

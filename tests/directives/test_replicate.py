@@ -21,7 +21,7 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import Partial
-from lightning_piper.ops.reduce import AllReduce
+from lightning_piper.ops.communication.reduce import AllReduce
 from lightning_piper.ops.update import Accumulate, Update
 from lightning_piper.passes import complete
 from lightning_piper.plan import compile_plans

@@ -18,7 +18,7 @@ from lightning_piper.compiler import Compiled
 from lightning_piper.errors import CaptureError, DirectiveError, VerificationError
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import Shard as Part
-from lightning_piper.ops.redistribute import CutOut, Redistribute
+from lightning_piper.ops.communication.redistribute import CutOut, Redistribute
 from lightning_piper.placements import ring
 from lightning_piper.simulate import Link, Network, simulate
 from lightning_piper.verify import Report

@@ -15,7 +15,7 @@ import lightning_piper as piper
 from lightning_piper import Place, Replicate, Split
 from lightning_piper.capture.tensor_sharding import decompositions
 from lightning_piper.errors import CaptureError, DirectiveError
-from lightning_piper.ops.redistribute import CutOut, Redistribute
+from lightning_piper.ops.communication.redistribute import CutOut, Redistribute
 from tests.groups import marked
 from tests.tensors import LENGTH, VOCABULARY, decoder, divided, report_of, stages, tensors
 

@@ -19,9 +19,9 @@ from lightning_piper.directives.program import parse
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.mesh import DATA, Mesh
 from lightning_piper.ir.values import Slice, TensorSpec
-from lightning_piper.ops.all_to_all import AllToAll
-from lightning_piper.ops.gather import AllGather, Parameters
-from lightning_piper.ops.reduce import ReduceScatter
+from lightning_piper.ops.communication.all_to_all import AllToAll
+from lightning_piper.ops.communication.gather import AllGather, Parameters
+from lightning_piper.ops.communication.reduce import ReduceScatter
 from lightning_piper.testing import (
     Case,
     Model,

@@ -16,8 +16,8 @@ from lightning_piper.capture.eager.eager_reference import run_eagerly
 from lightning_piper.directives import parse
 from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.nodes import Chunk
-from lightning_piper.ops.gather import AllGather, Parameters
-from lightning_piper.ops.reduce import ReduceScatter
+from lightning_piper.ops.communication.gather import AllGather, Parameters
+from lightning_piper.ops.communication.reduce import ReduceScatter
 from lightning_piper.ops.update import Accumulate, Update
 from lightning_piper.plan import compile_plans
 from lightning_piper.testing.equivalence import run_plans

@@ -13,9 +13,9 @@ from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.regions import LOSS
 from lightning_piper.ops.build import build_dag
+from lightning_piper.ops.communication.p2p import Send
 from lightning_piper.ops.metrics import Metrics
 from lightning_piper.ops.order import Barrier
-from lightning_piper.ops.p2p import Send
 from lightning_piper.ops.samples import Concat, Cut
 from lightning_piper.ops.update import Accumulate
 from lightning_piper.passes import apply_program, complete

@@ -20,7 +20,8 @@ from lightning_piper.ir import sharded_values
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.values import Partial, Replicate, Shard
-from lightning_piper.ops import chunk, metrics, redistribute, weights
+from lightning_piper.ops import chunk, metrics, weights
+from lightning_piper.ops.communication import redistribute
 from lightning_piper.placements import attention, proof, ring, rules, vocabulary
 from lightning_piper.placements.rule import Rule
 from lightning_piper.verify.static_check import check

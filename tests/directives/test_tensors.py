@@ -19,8 +19,8 @@ from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import Kind
 from lightning_piper.ir.values import Replicate as Whole
 from lightning_piper.ir.values import Shard as Part
-from lightning_piper.ops.gather import Parameters
-from lightning_piper.ops.redistribute import CutOut, Redistribute
+from lightning_piper.ops.communication.gather import Parameters
+from lightning_piper.ops.communication.redistribute import CutOut, Redistribute
 from lightning_piper.ops.update import Update
 from lightning_piper.verify.interpreter import interpret
 from lightning_piper.verify.static_check import check

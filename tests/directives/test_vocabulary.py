@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import lightning_piper as piper
 from lightning_piper import Place, Shard
-from lightning_piper.ops.redistribute import CutOut, Redistribute
+from lightning_piper.ops.communication.redistribute import CutOut, Redistribute
 from lightning_piper.verify.interpreter import interpret
 from tests.groups import marked
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lightning_piper.ir.nodes import Chunk
-from lightning_piper.ops.gather import AllGather
-from lightning_piper.ops.reduce import ReduceScatter
+from lightning_piper.ops.communication.gather import AllGather
+from lightning_piper.ops.communication.reduce import ReduceScatter
 from lightning_piper.ops.update import Accumulate
 from lightning_piper.plan import compile_plans
 from lightning_piper.plan.instructions import Run

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_piper.runtime import shared_memory
 from lightning_piper.runtime.collectives import Members
-from lightning_piper.runtime.shared_blocks import shared_blocks
-from lightning_piper.runtime.shared_memory import DIRECT, PIECE, SharedMessages, messages_of
+from lightning_piper.runtime.same_machine import shared_memory
+from lightning_piper.runtime.same_machine.shared_blocks import shared_blocks
+from lightning_piper.runtime.same_machine.shared_memory import DIRECT, PIECE, SharedMessages, messages_of
 
 # These need memfd_create and /proc, and no limit of file sizes.
 POSSIBLE = shared_memory._opened(*shared_memory._address()) is not None

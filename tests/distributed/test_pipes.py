@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from lightning_piper.processes.failure import waited
-from lightning_piper.runtime import pipes
-from lightning_piper.runtime.pipes import MOST, Inbox, Outbox, pipes_for, writing_end
+from lightning_piper.runtime.same_machine import pipes
+from lightning_piper.runtime.same_machine.pipes import MOST, Inbox, Outbox, pipes_for, writing_end
 
 pytestmark = pytest.mark.skipif(
     not os.path.exists("/proc/self/fd"), reason="another process's pipes are opened through /proc"

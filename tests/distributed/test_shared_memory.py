@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_piper.runtime.shared_blocks import NAME, SharedBlocks
+from lightning_piper.runtime.same_machine.shared_blocks import NAME, SharedBlocks
 from tests.distributed import shared_memory as work
 from tests.distributed.processes import launch
 

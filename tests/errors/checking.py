@@ -10,7 +10,7 @@ import lightning_piper as piper
 from lightning_piper.compiler import compile_step
 from lightning_piper.directives import parse
 from lightning_piper.ir import Chunk, TrainingDAG
-from lightning_piper.ops.p2p import Recv
+from lightning_piper.ops.communication.p2p import Recv
 from lightning_piper.ops.update import Accumulate, Update
 from lightning_piper.plan import Plan, check_plans
 from lightning_piper.plan.instructions import Instruction, Irecv, Run, SendInstruction, WaitSend, WaitWork

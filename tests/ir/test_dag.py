@@ -12,8 +12,8 @@ from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ops.build import build_dag
+from lightning_piper.ops.communication.p2p import Recv, Send
 from lightning_piper.ops.metrics import Metrics, Report
-from lightning_piper.ops.p2p import Recv, Send
 from lightning_piper.ops.update import Update
 from lightning_piper.passes import apply_program
 from lightning_piper.schedules import one_f_one_b

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_piper.errors import VerificationError
 from lightning_piper.plan import check_plans, compile_plans
-from lightning_piper.plan.deadlock import run_symbolically
+from lightning_piper.plan.checks.deadlock import run_symbolically
 from lightning_piper.plan.instructions import (
     Add,
     AllReduceInstruction,

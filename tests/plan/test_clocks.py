@@ -12,7 +12,7 @@ import pytest
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.plan import check_plans, compile_plans
-from lightning_piper.plan.clocks import problems_of
+from lightning_piper.plan.checks.clocks import problems_of
 from lightning_piper.plan.instructions import (
     Add,
     AllGatherInstruction,

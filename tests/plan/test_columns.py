@@ -17,7 +17,7 @@ from lightning_piper import Place
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ops.base import OPERATIONS
-from lightning_piper.ops.reduce import ReduceScatter
+from lightning_piper.ops.communication.reduce import ReduceScatter
 from lightning_piper.plan import Plan, Plans, check_plans, compile_plans
 from lightning_piper.plan.columns import Columns, columns_of
 from lightning_piper.plan.instructions import Instruction

@@ -18,8 +18,8 @@ from lightning_piper.capture import CapturedStep, capture
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Node
 from lightning_piper.ir.values import Shard
-from lightning_piper.ops.gather import AllGather
-from lightning_piper.ops.reduce import ReduceScatter, ReduceScatterInstruction
+from lightning_piper.ops.communication.gather import AllGather
+from lightning_piper.ops.communication.reduce import ReduceScatter, ReduceScatterInstruction
 from lightning_piper.ops.update import Accumulate
 from lightning_piper.passes import eliminate
 from lightning_piper.plan import Plan, check_plans, compile_plans, global_order

@@ -9,8 +9,8 @@ import pytest
 
 from lightning_piper.directives import Order, Place, Split
 from lightning_piper.ir.nodes import Chunk
-from lightning_piper.ops.p2p import Send
-from lightning_piper.ops.reduce import AllReduce
+from lightning_piper.ops.communication.p2p import Send
+from lightning_piper.ops.communication.reduce import AllReduce
 from lightning_piper.ops.update import Accumulate
 from lightning_piper.plan import check_plans, compile_plans, global_order
 from lightning_piper.plan.instructions import Run

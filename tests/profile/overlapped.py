@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_piper as piper
-from lightning_piper.runtime import collectives, shared_memory
-from lightning_piper.runtime.shared_memory import SharedSum
+from lightning_piper.runtime import collectives
+from lightning_piper.runtime.same_machine import shared_memory
+from lightning_piper.runtime.same_machine.shared_memory import SharedSum
 from tests.distributed.processes import PATIENCE, launch_trainings
 from tests.strategy.fitting import QUIET, sharing_captures, trace
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from lightning_piper.processes.failure import _line, _receive
-from lightning_piper.runtime import forks
-from lightning_piper.runtime.pipes import Inbox, Outbox
-from lightning_piper.runtime.shared_blocks import SharedBlocks
+from lightning_piper.runtime.same_machine import forks
+from lightning_piper.runtime.same_machine.pipes import Inbox, Outbox
+from lightning_piper.runtime.same_machine.shared_blocks import SharedBlocks
 from tests.distributed.shared_memory import POSSIBLE
 
 pytestmark = pytest.mark.skipif(

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lightning_piper.errors import ExecutionError
-from lightning_piper.ops.p2p import Send
-from lightning_piper.ops.reduce import AllReduce, AllReduceInstruction, ReduceScatter
+from lightning_piper.ops.communication.p2p import Send
+from lightning_piper.ops.communication.reduce import AllReduce, AllReduceInstruction, ReduceScatter
 from lightning_piper.ops.update import Update
 from lightning_piper.plan import Plan, compile_plans
 from lightning_piper.plan.instructions import Deliver, Run

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from lightning_piper.ir.values import Partial, Placement, Replicate, Shard, TensorSpec, is_shift
-from lightning_piper.ops.instruction import Read
-from lightning_piper.ops.redistribute import (
+from lightning_piper.ops.communication.redistribute import (
     Redistribute,
     ShiftInstruction,
     _Redistribute,
     _Shift,
     changed_specs,
 )
+from lightning_piper.ops.instruction import Read
 from lightning_piper.placements.placement_changes import parsed
 from lightning_piper.simulate import Link, Network
 

@@ -17,10 +17,10 @@ from lightning_piper.errors import CaptureError
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import Kind
 from lightning_piper.search import proposal
-from lightning_piper.search.analytic_costs import analytic
-from lightning_piper.search.blocks import BlockCut, blocks_of
-from lightning_piper.search.chain import shortened
-from lightning_piper.search.microbatch_check import meets
+from lightning_piper.search.costs.analytic_costs import analytic
+from lightning_piper.search.costs.blocks import BlockCut, blocks_of
+from lightning_piper.search.costs.chain import shortened
+from lightning_piper.search.costs.microbatch_check import meets
 from lightning_piper.search.program_writer import Written
 from lightning_piper.search.space import Space
 from lightning_piper.simulate.hardware import Hardware

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 import lightning_piper as piper
 from lightning_piper.errors import CaptureError, SimulationError
 from lightning_piper.search.accounting import bytes_needed
-from lightning_piper.search.analytic_costs import analytic, costs_of
-from lightning_piper.search.block_work import written_in_place_of
-from lightning_piper.search.blocks import blocks_of
-from lightning_piper.search.measurement import measured, seconds_of_passes
-from lightning_piper.search.operation_costs import Cost, Counting, seconds
-from lightning_piper.search.optimizers import optimizer_of, states_of
-from lightning_piper.search.parameters import like
+from lightning_piper.search.costs.analytic_costs import analytic, costs_of
+from lightning_piper.search.costs.block_work import written_in_place_of
+from lightning_piper.search.costs.blocks import blocks_of
+from lightning_piper.search.costs.measurement import measured, seconds_of_passes
+from lightning_piper.search.costs.operation_costs import Cost, Counting, seconds
+from lightning_piper.search.costs.optimizers import optimizer_of, states_of
+from lightning_piper.search.costs.parameters import like
+from lightning_piper.search.costs.sequential_run import walk
 from lightning_piper.search.proposal import work_of
-from lightning_piper.search.sequential_run import walk
 from lightning_piper.search.space import Space
 from lightning_piper.simulate.hardware import Hardware
 from tests.search.nets import GPT, HEADS, SEQ, VOCAB, WIDTH, Module, tokens

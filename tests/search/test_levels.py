@@ -12,9 +12,9 @@ from lightning_piper.directives import Replicate
 from lightning_piper.errors import PiperError
 from lightning_piper.search import Block, Candidate, Layout, Space, Work, Workload
 from lightning_piper.search.accounting import bytes_needed
-from lightning_piper.search.blocks import blocks_of
-from lightning_piper.search.chain import copy_of
 from lightning_piper.search.choices import everything
+from lightning_piper.search.costs.blocks import blocks_of
+from lightning_piper.search.costs.chain import copy_of
 from lightning_piper.search.proposal import _written
 from lightning_piper.search.report import described
 from tests.search.nets import GPT, Module, tokens

@@ -7,7 +7,7 @@ import torch
 
 import lightning_piper as piper
 from lightning_piper.search import Candidate, Layout
-from lightning_piper.search.blocks import blocks_of
+from lightning_piper.search.costs.blocks import blocks_of
 from lightning_piper.search.program_writer import write
 from lightning_piper.search.proposal import _params
 from lightning_piper.search.report import counted, described

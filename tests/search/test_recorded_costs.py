@@ -12,10 +12,10 @@ import lightning_piper as piper
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.profile.files import plan_json
-from lightning_piper.search.analytic_costs import analytic
-from lightning_piper.search.blocks import blocks_of
-from lightning_piper.search.recorded_costs import from_recording
-from lightning_piper.search.workload import Workload
+from lightning_piper.search.costs.analytic_costs import analytic
+from lightning_piper.search.costs.blocks import blocks_of
+from lightning_piper.search.costs.recorded_costs import from_recording
+from lightning_piper.search.costs.workload import Workload
 from lightning_piper.simulate.hardware import Hardware
 from tests.search.nets import GPT, Module, tokens
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import lightning_piper as piper
-from lightning_piper.session.eager_replicas import why_not
+from lightning_piper.session.eager_steps.conditions import _said
+from lightning_piper.session.eager_steps.eager_replicas import why_not
 from lightning_piper.session.process_runtime import Settings
-from lightning_piper.session.uncaptured_steps import _said
 
 PLAIN = [piper.Place(filter={}, devices=[0, 1]), piper.Replicate(filter={}, devices=[0, 1])]
 PROBLEM = "directive 1 (replicate): field 'filter': F[] changes norm.running_mean"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from lightning_piper.errors import SimulationError
 from lightning_piper.ir.values import TensorSpec
-from lightning_piper.ops.all_to_all import AllToAllInstruction
+from lightning_piper.ops.communication.all_to_all import AllToAllInstruction
 from lightning_piper.plan.instructions import (
     AllReduceInstruction,
     Collective,

@@ -12,7 +12,7 @@ import pytest
 
 from lightning_piper.errors import SimulationError, VerificationError
 from lightning_piper.ir.nodes import Chunk
-from lightning_piper.ops.p2p import Recv
+from lightning_piper.ops.communication.p2p import Recv
 from lightning_piper.plan.instructions import (
     AllReduceInstruction,
     Instruction,

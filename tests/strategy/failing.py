@@ -15,7 +15,7 @@ import torch
 
 import lightning_piper as piper
 from lightning_piper.processes import failure
-from lightning_piper.runtime import shared_memory
+from lightning_piper.runtime.same_machine import shared_memory
 from tests.distributed.processes import LIMIT
 from tests.strategy.fitting import PROGRAM, Batches, trainer
 from tests.strategy.models import MLP, vectors

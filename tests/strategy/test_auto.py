@@ -31,10 +31,10 @@ from lightning_piper.errors import NoProgram, PiperError, SearchError
 from lightning_piper.processes.world import World
 from lightning_piper.search import proposal
 from lightning_piper.search.accounting import needed_by_replicas
-from lightning_piper.search.analytic_costs import analytic
-from lightning_piper.search.blocks import blocks_of
-from lightning_piper.search.microbatch_check import meets
-from lightning_piper.search.optimizers import states_of
+from lightning_piper.search.costs.analytic_costs import analytic
+from lightning_piper.search.costs.blocks import blocks_of
+from lightning_piper.search.costs.microbatch_check import meets
+from lightning_piper.search.costs.optimizers import states_of
 from lightning_piper.search.program_writer import Written
 from lightning_piper.search.proposal import Proposal, search
 from lightning_piper.search.report import size

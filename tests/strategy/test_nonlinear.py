@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import lightning_piper as piper
 from lightning_piper.capture import capture
 from lightning_piper.errors import DirectiveError, PiperError
-from lightning_piper.search.microbatch_check import meets
+from lightning_piper.search.costs.microbatch_check import meets
 from tests.strategy.fitting import Batches, local, trainer
 
 STAGES = [piper.Place(filter={"PP": i}, devices=[i]) for i in range(2)]

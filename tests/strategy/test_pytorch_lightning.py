@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_piper as piper
-from lightning_piper.lightning_packages import is_a, is_exactly
+from lightning_piper.common.lightning_packages import is_a, is_exactly
 from tests.distributed.processes import launch_trainings
 from tests.strategy.fitting import distance
 

@@ -11,7 +11,7 @@ import lightning_piper as piper
 from lightning_piper import schedules
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.nodes import Chunk
-from lightning_piper.ops.gather_samples import GatherSamples, ScatterSamples
+from lightning_piper.ops.communication.gather_samples import GatherSamples, ScatterSamples
 from lightning_piper.passes import run_pipeline
 from lightning_piper.plan.order import global_order
 from lightning_piper.testing import Spec, case, run_interpreter

@@ -20,10 +20,10 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.values import Partial, Replicate, Shard, Slice
+from lightning_piper.ops.communication.reduce import AllReduce
+from lightning_piper.ops.communication.total import Total
 from lightning_piper.ops.metrics import Metrics, Report
-from lightning_piper.ops.reduce import AllReduce
 from lightning_piper.ops.samples import Concat, Cut
-from lightning_piper.ops.total import Total
 from lightning_piper.ops.update import Accumulate, Update
 from lightning_piper.passes import complete, eliminate
 from lightning_piper.schedules import gpipe

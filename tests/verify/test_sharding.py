@@ -19,11 +19,11 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk, Node
 from lightning_piper.ir.values import Partial, Replicate, Shard
-from lightning_piper.ops.bucket import Pack
-from lightning_piper.ops.gather import AllGather, Parameters
+from lightning_piper.ops.communication.bucket import Pack
+from lightning_piper.ops.communication.gather import AllGather, Parameters
+from lightning_piper.ops.communication.p2p import Send
+from lightning_piper.ops.communication.reduce import AllReduce, ReduceScatter
 from lightning_piper.ops.metrics import Metrics, Report
-from lightning_piper.ops.p2p import Send
-from lightning_piper.ops.reduce import AllReduce, ReduceScatter
 from lightning_piper.ops.update import Accumulate, Update
 from lightning_piper.passes import eliminate
 from lightning_piper.verify.equivalence import compare

@@ -24,9 +24,9 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Node
 from lightning_piper.ir.values import Slice
 from lightning_piper.ops.build import build_dag
+from lightning_piper.ops.communication.p2p import Recv, Send
+from lightning_piper.ops.communication.reduce import AllReduce
 from lightning_piper.ops.metrics import Metrics, Report
-from lightning_piper.ops.p2p import Recv, Send
-from lightning_piper.ops.reduce import AllReduce
 from lightning_piper.ops.samples import Concat, Cut
 from lightning_piper.ops.update import Accumulate, Update
 from lightning_piper.passes import apply_program, complete

@@ -10,7 +10,7 @@ import pytest
 
 import lightning_piper as piper
 from lightning_piper.errors import DirectiveError, VerificationError
-from lightning_piper.ops.total import Total
+from lightning_piper.ops.communication.total import Total
 from lightning_piper.passes import run_pipeline
 from lightning_piper.testing import Spec, case, run_interpreter
 from lightning_piper.testing.suite import check_program

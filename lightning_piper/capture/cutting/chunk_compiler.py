@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from lightning_piper.capture.torch_private import _torch_inductor
+from lightning_piper.common.limits import shown
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.boxed_code import RUNS_KEY
 from lightning_piper.ir.regions import Code
-from lightning_piper.limits import shown
 
 Function = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 

@@ -26,8 +26,8 @@ from lightning_piper.capture.python_state.state_reads import History
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.capture.torch_private._torch_communication import without_communication
 from lightning_piper.capture.user_code.step_arguments import SKIPPED, arguments
+from lightning_piper.common.user_lines import user_line
 from lightning_piper.errors import PiperError
-from lightning_piper.user_lines import user_line
 
 Tensors = list[torch.Tensor]
 

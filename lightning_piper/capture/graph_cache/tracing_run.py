@@ -25,8 +25,8 @@ from lightning_piper.capture.graph_cache.graph_builder import GraphBuilder, NotB
 from lightning_piper.capture.graph_cache.serialization import bytes_of, is_constant, name_of
 from lightning_piper.capture.torch_private import _torch, _torch_calls
 from lightning_piper.capture.user_code.source import line_in_backward
+from lightning_piper.common.limits import OPERATIONS
 from lightning_piper.errors import LongStepError
-from lightning_piper.limits import OPERATIONS
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format)
 

@@ -41,13 +41,13 @@ from lightning_piper.capture.joint.joined_part import (
 from lightning_piper.capture.joint.sample_dimension import shape_of
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.capture.user_code.source import LINE_KEY
+from lightning_piper.common.user_lines import shown_line
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import Region
 from lightning_piper.placements.placement_changes import AFTER, CHANGE, FOLLOWS
 from lightning_piper.routing import COMBINE, ROUTE
 from lightning_piper.sample_gathering import GATHER
 from lightning_piper.totals import TOTAL
-from lightning_piper.user_lines import shown_line
 
 aten = torch.ops.aten
 BORDERS = (TOTAL, CHANGE)  # the training DAG does the work of these nodes between two passes

@@ -30,7 +30,7 @@ from lightning_piper.capture.joint.remainder_operation import REMAINDER_BACKWARD
 from lightning_piper.capture.losses.linear_trial import LINEAR, STILL, try_linearity
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.capture.user_code.source import CALLED_KEY
-from lightning_piper.user_lines import shown_line
+from lightning_piper.common.user_lines import shown_line
 
 ZERO = "zero"
 _FIRST = """

@@ -12,8 +12,8 @@ import torch
 
 from lightning_piper.capture.proxies.opaque_content import content_of, is_stand_in
 from lightning_piper.capture.user_code.replaced_attribute import replaced_attribute
+from lightning_piper.common.user_lines import user_line
 from lightning_piper.errors import CaptureError
-from lightning_piper.user_lines import user_line
 
 _CONVERSIONS = (torch.as_tensor, torch.asarray, torch.tensor)
 

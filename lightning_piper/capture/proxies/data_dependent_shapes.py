@@ -16,8 +16,8 @@ import torch
 
 from lightning_piper.accelerators.kinds import MOVES
 from lightning_piper.capture.torch_private import _torch
+from lightning_piper.common.user_lines import user_line
 from lightning_piper.errors import CaptureError
-from lightning_piper.user_lines import user_line
 
 SELECTING = frozenset(
     {

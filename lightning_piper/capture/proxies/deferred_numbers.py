@@ -24,8 +24,8 @@ from lightning_piper.capture.proxies.data_dependent_shapes import SELECTING, Dat
 from lightning_piper.capture.proxies.numbers import NumberProxy, holds_number
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.capture.user_code.replaced_attribute import replaced_attribute
+from lightning_piper.common.user_lines import user_line
 from lightning_piper.errors import CaptureError
-from lightning_piper.user_lines import user_line
 
 LATER = "<value known after the step>"  # the phrase that texts show instead of the value
 MANY = 1024  # the most elements that `tolist` may return

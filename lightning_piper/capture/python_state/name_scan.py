@@ -23,7 +23,7 @@ from lightning_piper.capture.proxies.deferred_numbers import Namespace
 from lightning_piper.capture.python_state.object_content import MEMOISED
 from lightning_piper.capture.python_state.state_locations import StateLocation
 from lightning_piper.capture.python_state.state_recorder import StateRecorder, is_library
-from lightning_piper.user_lines import is_installed
+from lightning_piper.common.user_lines import is_installed
 
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "IMPORT_FROM")
 _IMPORT, _TEXT = "IMPORT_NAME", "LOAD_CONST"

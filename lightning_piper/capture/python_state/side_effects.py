@@ -21,8 +21,8 @@ from lightning_piper.capture.proxies.deferred_numbers import is_deferred
 from lightning_piper.capture.proxies.numbers import NumberProxy
 from lightning_piper.capture.python_state.state_locations import ALL, Guard, StateLocation
 from lightning_piper.capture.python_state.state_protection import Attribute, attributes
+from lightning_piper.common.user_lines import user_line
 from lightning_piper.errors import CaptureError
-from lightning_piper.user_lines import user_line
 
 _GROWING = (list, deque, dict, OrderedDict, defaultdict)
 _VALUES = (type(None), bool, int, float, str, torch.Tensor)

@@ -17,8 +17,8 @@ from lightning_piper.capture.proxies.arrays import converted
 from lightning_piper.capture.proxies.deferred_numbers import call, is_deferred
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.capture.user_code.source import marking_line
+from lightning_piper.common.user_lines import user_frame, user_line
 from lightning_piper.errors import CaptureError
-from lightning_piper.user_lines import user_frame, user_line
 
 _CONTAINERS = (list, deque, dict, OrderedDict, defaultdict, set)
 _COMPARED = (type(None), bool, int, float, str, torch.Tensor)

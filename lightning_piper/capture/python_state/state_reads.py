@@ -38,8 +38,8 @@ from lightning_piper.capture.python_state.state_locations import (
 from lightning_piper.capture.python_state.state_protection import RefusalMode, changes
 from lightning_piper.capture.python_state.state_recorder import StateRecorder
 from lightning_piper.capture.torch_private import _torch
+from lightning_piper.common.user_lines import shown_line
 from lightning_piper.errors import CaptureError
-from lightning_piper.user_lines import shown_line
 
 T = TypeVar("T")
 # The device types on which steps run.

@@ -30,9 +30,9 @@ from lightning_piper.capture.python_state.state_locations import (
     is_sequence,
 )
 from lightning_piper.capture.torch_private import _torch
+from lightning_piper.common.user_lines import LIBRARIES as LIBRARY_FOLDERS
+from lightning_piper.common.user_lines import user_line
 from lightning_piper.errors import CaptureError
-from lightning_piper.user_lines import LIBRARIES as LIBRARY_FOLDERS
-from lightning_piper.user_lines import user_line
 
 LIBRARIES = frozenset(sys.stdlib_module_names) | {
     "torch",

@@ -15,8 +15,8 @@ from torch import nn
 from lightning_piper.capture.proxies.numbers import NumberAnswer, NumberInputs
 from lightning_piper.capture.python_state.state_locations import MISSING, form_of, is_sequence
 from lightning_piper.capture.torch_private import _torch
+from lightning_piper.common.user_lines import user_line
 from lightning_piper.errors import CaptureError
-from lightning_piper.user_lines import user_line
 
 READING = frozenset({"get", "keys", "values", "items", "copy", "get_last_lr", "state_dict", "index", "count"})
 _PLAIN = (type(None), bool, str, bytes, torch.dtype, torch.device, enum.Enum, PurePath, type, slice, range)

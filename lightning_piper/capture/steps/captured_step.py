@@ -45,8 +45,8 @@ from lightning_piper.capture.steps.named_tensors import laid_out, named_tensors,
 from lightning_piper.capture.steps.symbolic_step import SymbolicStep, SymbolicTraces
 from lightning_piper.capture.tensor_sharding.propagation import propagate_placements
 from lightning_piper.capture.tracing.step_trace import Fakes, TracedStep, fakes_of, trace
+from lightning_piper.common.garbage_collection import uncollected
 from lightning_piper.errors import CaptureError
-from lightning_piper.garbage_collection import uncollected
 from lightning_piper.ir.division import Division
 from lightning_piper.ir.recomputation import Recomputation
 from lightning_piper.ir.regions import StepCode

@@ -49,12 +49,12 @@ from lightning_piper.capture.user_code.caught_refusals import recording_refusals
 from lightning_piper.capture.user_code.error_origin import is_own, where_kept
 from lightning_piper.capture.user_code.source import mark_called
 from lightning_piper.capture.user_code.step_arguments import SKIPPED, arguments
+from lightning_piper.common.user_lines import user_line
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import LOSS, Logged, Output, Rebuild
 from lightning_piper.ir.values import Kind, TensorSpec
 from lightning_piper.routing import exchanging
 from lightning_piper.sample_gathering import gathering
-from lightning_piper.user_lines import user_line
 
 REDUCTIONS = {"mean": "mean", "sum": "sum", "max": "max", "min": "min", torch.mean: "mean", torch.sum: "sum",
     torch.max: "max",

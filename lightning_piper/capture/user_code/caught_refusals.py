@@ -11,8 +11,8 @@ from types import TracebackType
 from typing import Any
 
 from lightning_piper.capture.torch_private import _torch
+from lightning_piper.common.user_lines import LIBRARIES
 from lightning_piper.errors import CaptureError
-from lightning_piper.user_lines import LIBRARIES
 
 REFUSALS = (CaptureError, *_torch.WITHOUT_VALUES)
 

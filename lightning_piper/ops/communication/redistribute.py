@@ -22,7 +22,6 @@ from lightning_piper.ir.division import Change
 from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk, IssuePriority, Node, Ref
 from lightning_piper.ir.values import Partial, Placement, Replicate, Shard, TensorSpec, is_shift
-from lightning_piper.ops.all_to_all import AllToAll
 from lightning_piper.ops.base import (
     Binding,
     Bound,
@@ -35,9 +34,10 @@ from lightning_piper.ops.base import (
     register_operation,
     take,
 )
+from lightning_piper.ops.communication.all_to_all import AllToAll
+from lightning_piper.ops.communication.reduce import AllReduceInstruction, bind_all_reduce, summed
 from lightning_piper.ops.facts import Facts, Origin
 from lightning_piper.ops.instruction import Channel, Collective, Instruction, all_pairs, neighbours
-from lightning_piper.ops.reduce import AllReduceInstruction, bind_all_reduce, summed
 from lightning_piper.ops.reference import Made, Reference, sum_in_order
 
 NAMES = {

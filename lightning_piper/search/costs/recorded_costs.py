@@ -9,10 +9,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from lightning_piper.common.limits import is_number, shown
 from lightning_piper.errors import PiperError
-from lightning_piper.limits import is_number, shown
 from lightning_piper.profile.files import read_json, steps_in
-from lightning_piper.search.workload import Block, Work, Workload
+from lightning_piper.search.costs.workload import Block, Work, Workload
 from lightning_piper.simulate.durations import Number
 
 # Pass -> the fields of `Work` whose sum is the time of the pass.

@@ -19,16 +19,16 @@ from torch import nn
 
 from lightning_piper.accelerators import seeded
 from lightning_piper.capture import flatten
+from lightning_piper.common.limits import integer, shown
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import Code, Interface, PassKey
 from lightning_piper.ir.values import Kind, Slice
-from lightning_piper.limits import integer, shown
-from lightning_piper.search.block_work import alone, checked_samples, seconds_of, total, workload
-from lightning_piper.search.blocks import BlockCut, blocks_of, text_of
-from lightning_piper.search.microbatch_check import meets
-from lightning_piper.search.parameters import CACHES, Optimizer, timed, wait
-from lightning_piper.search.sequential_run import walk
-from lightning_piper.search.workload import Work, Workload
+from lightning_piper.search.costs.block_work import alone, checked_samples, seconds_of, total, workload
+from lightning_piper.search.costs.blocks import BlockCut, blocks_of, text_of
+from lightning_piper.search.costs.microbatch_check import meets
+from lightning_piper.search.costs.parameters import CACHES, Optimizer, timed, wait
+from lightning_piper.search.costs.sequential_run import walk
+from lightning_piper.search.costs.workload import Work, Workload
 
 # The machine's speed varies, so a short step runs several times: at most MOST times, in about ENOUGH seconds.
 MOST, ENOUGH = 20, 0.7

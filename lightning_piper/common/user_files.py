@@ -10,7 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from lightning_piper.limits import FILE, shown
+from lightning_piper.common.limits import FILE, shown
 
 
 def name_of(path: object) -> str:

@@ -18,11 +18,11 @@ from torch import nn
 
 from lightning_piper.annotate import annotate_modules
 from lightning_piper.capture import CapturedStep, capture
+from lightning_piper.common.limits import shown
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import StepCode
 from lightning_piper.ir.values import Kind
-from lightning_piper.limits import shown
-from lightning_piper.search.chain import Shortened, copy_of, links, shortened
+from lightning_piper.search.costs.chain import Shortened, copy_of, links, shortened
 
 TAG = "BLOCK"
 

@@ -11,8 +11,9 @@ from itertools import zip_longest
 
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.values import TensorSpec
-from lightning_piper.plan.clocks import problems_of
-from lightning_piper.plan.deadlock import run_symbolically
+from lightning_piper.plan.checks.clocks import problems_of
+from lightning_piper.plan.checks.deadlock import run_symbolically
+from lightning_piper.plan.checks.queues import check_queues
 from lightning_piper.plan.instructions import (
     Add,
     Channel,
@@ -27,7 +28,6 @@ from lightning_piper.plan.instructions import (
 )
 from lightning_piper.plan.no_sync_plan import no_sync_instructions
 from lightning_piper.plan.plan import Plan
-from lightning_piper.plan.queues import check_queues
 
 ADVICE = ". If you added an operation, check its lowering; otherwise report this"
 _PENDING, _READY = "pending", "ready"

@@ -21,8 +21,8 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_piper.errors import ExecutionError
 from lightning_piper.runtime.messages import Messages, PendingWork
-from lightning_piper.runtime.pipes import MOST, Inbox, Outbox, pipes_for, writing_end
-from lightning_piper.runtime.shared_blocks import NAME, NOTE, READERS, shared_blocks
+from lightning_piper.runtime.same_machine.pipes import MOST, Inbox, Outbox, pipes_for, writing_end
+from lightning_piper.runtime.same_machine.shared_blocks import NAME, NOTE, READERS, shared_blocks
 
 DIRECT = MOST  # maximum bytes of a message that the pipe itself carries
 PIECE = 2**18  # Bytes to read before adding them. They are few enough to stay in a cache.

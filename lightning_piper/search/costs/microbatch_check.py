@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from lightning_piper.capture.losses.cross_sample import takes_statistics
-from lightning_piper.search.blocks import BlockCut
+from lightning_piper.search.costs.blocks import BlockCut
 from lightning_piper.verify.trial import tried
 
 

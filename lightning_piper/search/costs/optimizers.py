@@ -12,8 +12,8 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_piper.search.chain import copy_of
-from lightning_piper.search.parameters import options_of
+from lightning_piper.search.costs.chain import copy_of
+from lightning_piper.search.costs.parameters import options_of
 
 ADAM = 2.0  # bytes of state for each byte of parameters
 SIDE = 64  # longest side of the tensors of a trial step; the state of larger tensors grows in proportion

@@ -20,8 +20,8 @@ from functools import cache
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_piper.runtime.forks import in_forks
-from lightning_piper.runtime.mapped_memory import Mapped
+from lightning_piper.runtime.same_machine.forks import in_forks
+from lightning_piper.runtime.same_machine.mapped_memory import Mapped
 
 READERS = 8  # maximum processes of a communicator
 HEAD = 64  # bytes of a block before the message: READERS numbers

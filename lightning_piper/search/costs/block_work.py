@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from lightning_piper.common.limits import integer, shown
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import StepCode
 from lightning_piper.ir.values import Kind
-from lightning_piper.limits import integer, shown
 from lightning_piper.runtime.inplace_grads import written_in_place
-from lightning_piper.search.blocks import BlockCut
-from lightning_piper.search.microbatch_check import meets
-from lightning_piper.search.parameters import OfParam
-from lightning_piper.search.workload import Block, Work, Workload
+from lightning_piper.search.costs.blocks import BlockCut
+from lightning_piper.search.costs.microbatch_check import meets
+from lightning_piper.search.costs.parameters import OfParam
+from lightning_piper.search.costs.workload import Block, Work, Workload
 from lightning_piper.simulate.durations import Number
 
 

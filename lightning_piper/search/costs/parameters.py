@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_piper.accelerators import synchronize
-from lightning_piper.search.blocks import BlockCut
+from lightning_piper.search.costs.blocks import BlockCut
 from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.hardware import Hardware
 

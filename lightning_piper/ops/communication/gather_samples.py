@@ -30,12 +30,12 @@ from lightning_piper.ops.base import (
     register_operation,
     take,
 )
+from lightning_piper.ops.communication.reduce import summed
+from lightning_piper.ops.communication.total import OverBatch, placement_of_terms
 from lightning_piper.ops.facts import Facts, Origin, carries, slices_of
 from lightning_piper.ops.instruction import Collective
-from lightning_piper.ops.reduce import summed
 from lightning_piper.ops.reference import Made, Reference, strided, sum_in_order
 from lightning_piper.ops.samples import Cut, restrided
-from lightning_piper.ops.total import OverBatch, placement_of_terms
 
 
 @dataclass(frozen=True, kw_only=True)

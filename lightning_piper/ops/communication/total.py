@@ -11,8 +11,8 @@ from lightning_piper.ir.mesh import DATA, Mesh
 from lightning_piper.ir.nodes import Chunk, IssuePriority, Node, Ref
 from lightning_piper.ir.values import Partial, Placement, Replicate, Slice
 from lightning_piper.ops.base import Operation, Planning, register_operation
+from lightning_piper.ops.communication.reduce import AllReduceInstruction, bind_all_reduce
 from lightning_piper.ops.facts import Facts, carries, slices_of
-from lightning_piper.ops.reduce import AllReduceInstruction, bind_all_reduce
 from lightning_piper.ops.reference import Made, Reference, sum_in_order
 
 

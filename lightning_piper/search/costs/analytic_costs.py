@@ -19,12 +19,12 @@ from lightning_piper.errors import CaptureError
 from lightning_piper.ir.division import Change, Division
 from lightning_piper.ir.regions import Code, Output, PassKey, StepCode
 from lightning_piper.ir.values import Partial, Replicate, Shard, TensorSpec
-from lightning_piper.search.block_work import alone, checked_samples, seconds_of, total, workload
-from lightning_piper.search.blocks import TAG, BlockCut, blocks_of, bytes_of, refusal
-from lightning_piper.search.operation_costs import Cost, Counting, seconds
-from lightning_piper.search.parameters import calculated
-from lightning_piper.search.sequential_run import walk
-from lightning_piper.search.workload import Work, Workload
+from lightning_piper.search.costs.block_work import alone, checked_samples, seconds_of, total, workload
+from lightning_piper.search.costs.blocks import TAG, BlockCut, blocks_of, bytes_of, refusal
+from lightning_piper.search.costs.operation_costs import Cost, Counting, seconds
+from lightning_piper.search.costs.parameters import calculated
+from lightning_piper.search.costs.sequential_run import walk
+from lightning_piper.search.costs.workload import Work, Workload
 from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.hardware import Hardware
 

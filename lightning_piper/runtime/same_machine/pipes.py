@@ -20,7 +20,7 @@ from collections.abc import Iterable
 
 import torch
 
-from lightning_piper.runtime.forks import in_forks
+from lightning_piper.runtime.same_machine.forks import in_forks
 
 MOST = 2**12  # maximum bytes of a message; Linux writes this many atomically
 

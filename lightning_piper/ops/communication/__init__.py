@@ -1,0 +1,1 @@
+"""Operations that move values between devices, or combine values of several devices."""
