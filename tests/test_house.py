@@ -114,7 +114,7 @@ PACKAGES = {
         "pending_step",
         "programs",
         "evaluation",
-        "eager_steps",
+        "eager",
         "__init__",
     ],
     "lightning_piper.runtime": [

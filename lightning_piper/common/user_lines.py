@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 LIBRARIES = tuple(str(Path(m.__file__).parent) + "/" for m in (torch, contextlib) if m.__file__) + (
-    str(Path(__file__).parents[0]) + "/",
+    str(Path(__file__).parents[1]) + "/",
 )
 
 

@@ -24,8 +24,8 @@ from lightning_piper.holdings.distributed_marks import parts_of, put_together
 from lightning_piper.holdings.materialization import is_on_meta, load_state, materialize
 from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.processes.settings import check_alike
-from lightning_piper.session.eager_steps.conditions import NOT_CAPTURED, check_may_be, may_run_uncaptured
-from lightning_piper.session.eager_steps.standalone_module import Standalone
+from lightning_piper.session.eager.conditions import NOT_CAPTURED, check_may_be, may_run_uncaptured
+from lightning_piper.session.eager.standalone_module import Standalone
 from lightning_piper.session.process_runtime import Settings, check_placed
 from lightning_piper.session.program import (
     annotations_for_fit,

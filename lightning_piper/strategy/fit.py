@@ -29,9 +29,9 @@ from lightning_piper.processes.settings import Settings, Watched
 from lightning_piper.processes.world import on_host
 from lightning_piper.profile import Recording, Schedule, recording_of
 from lightning_piper.runtime import DigestMismatch, StepResult
-from lightning_piper.session.eager_steps.eager_replicas import why_not
-from lightning_piper.session.eager_steps.partial_capture import InPart
-from lightning_piper.session.eager_steps.standalone_module import Standalone
+from lightning_piper.session.eager.eager_replicas import why_not
+from lightning_piper.session.eager.partial_capture import InPart
+from lightning_piper.session.eager.standalone_module import Standalone
 from lightning_piper.session.evaluation import Evaluation
 from lightning_piper.session.hook_code import changes_gradients_of_each_batch
 from lightning_piper.session.pending_step import PendingStep

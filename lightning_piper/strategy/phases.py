@@ -38,9 +38,9 @@ from lightning_piper.processes.batch_join import BatchJoin
 from lightning_piper.processes.world import World
 from lightning_piper.profile import Schedule, recording_of
 from lightning_piper.search.program_writer import Written
-from lightning_piper.session.eager_steps.eager_optimizer import EagerOptimizer, divided
-from lightning_piper.session.eager_steps.eager_replicas import EagerReplicas
-from lightning_piper.session.eager_steps.standalone_module import Standalone
+from lightning_piper.session.eager.eager_optimizer import EagerOptimizer, divided
+from lightning_piper.session.eager.eager_replicas import EagerReplicas
+from lightning_piper.session.eager.standalone_module import Standalone
 from lightning_piper.session.evaluation import Evaluation
 from lightning_piper.session.program_cache import ChosenProgram
 from lightning_piper.strategy.fit import Fit

@@ -38,13 +38,8 @@ from lightning_piper.profile import Schedule, schedule_of
 from lightning_piper.search.costs.optimizers import states_of
 from lightning_piper.session.auto_search import choose
 from lightning_piper.session.available_memory import NoRoom, check_room
-from lightning_piper.session.eager_steps.conditions import (
-    NOT_CAPTURED,
-    check_may_be,
-    is_as_under_ddp,
-    summary_of,
-)
-from lightning_piper.session.eager_steps.standalone_module import Standalone
+from lightning_piper.session.eager.conditions import NOT_CAPTURED, check_may_be, is_as_under_ddp, summary_of
+from lightning_piper.session.eager.standalone_module import Standalone
 from lightning_piper.session.step_times import StepTimes
 from lightning_piper.session.verification import Verify
 from lightning_piper.strategy import _lightning

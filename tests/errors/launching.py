@@ -25,7 +25,7 @@ import lightning_piper as piper
 from lightning_piper.holdings.materialization import Known
 from lightning_piper.processes.launcher_checks import check_address
 from lightning_piper.profile import Schedule
-from lightning_piper.session.eager_steps.conditions import check_may_be
+from lightning_piper.session.eager.conditions import check_may_be
 from lightning_piper.strategy.checks import check_fit, uncapturable
 from tests.errors.case import PLACES, Case, Cases, Elsewhere, fit, net, written
 from tests.strategy.fitting import local, trainer

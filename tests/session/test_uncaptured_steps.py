@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import lightning_piper as piper
-from lightning_piper.session.eager_steps.conditions import _said
-from lightning_piper.session.eager_steps.eager_replicas import why_not
+from lightning_piper.session.eager.conditions import _said
+from lightning_piper.session.eager.eager_replicas import why_not
 from lightning_piper.session.process_runtime import Settings
 
 PLAIN = [piper.Place(filter={}, devices=[0, 1]), piper.Replicate(filter={}, devices=[0, 1])]

@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_piper as piper
 from lightning_piper.capture.eager.eager_step import EagerStep
 from lightning_piper.session import programs
-from lightning_piper.session.eager_steps import eager_replicas
-from lightning_piper.session.eager_steps.eager_replicas import EagerReplicas
+from lightning_piper.session.eager import eager_replicas
+from lightning_piper.session.eager.eager_replicas import EagerReplicas
 from lightning_piper.strategy.phases import Eager
 
 BATCHES = 3

@@ -14,7 +14,7 @@ import lightning_piper as piper
 from lightning_piper.holdings.aliased_shards import AliasedShards
 from lightning_piper.holdings.optimizer import ShardedOptimizer
 from lightning_piper.runtime import StepResult
-from lightning_piper.session.eager_steps.eager_optimizer import EagerOptimizer
+from lightning_piper.session.eager.eager_optimizer import EagerOptimizer
 from lightning_piper.session.process_runtime import Prepared, ProcessRuntime
 from tests.strategy import uncaptured
 from tests.strategy.uncaptured import KINDS, Gan, Losses, Net, ddp, fit

@@ -29,7 +29,7 @@ from lightning_piper.holdings.aliased_shards import AliasedShards
 from lightning_piper.holdings.host_states import HostStates
 from lightning_piper.holdings.optimizer import Names, ShardedOptimizer, State, usual_state
 from lightning_piper.processes.world import World, on_host
-from lightning_piper.session.eager_steps.standalone_module import Standalone
+from lightning_piper.session.eager.standalone_module import Standalone
 from lightning_piper.session.process_runtime import ProcessRuntime, Settings
 
 

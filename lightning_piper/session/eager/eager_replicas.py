@@ -27,9 +27,9 @@ from lightning_piper.errors import CaptureError, DirectiveError, ExecutionError
 from lightning_piper.processes.world import RANK_ZERO, fill
 from lightning_piper.profile import Recording
 from lightning_piper.sample_gathering import exchanging_rows
-from lightning_piper.session.eager_steps.eager_optimizer import compiled_eager
-from lightning_piper.session.eager_steps.sparse_gradients import added, mean_over_replicas, sparse_weights
-from lightning_piper.session.eager_steps.standalone_module import Standalone
+from lightning_piper.session.eager.eager_optimizer import compiled_eager
+from lightning_piper.session.eager.sparse_gradients import added, mean_over_replicas, sparse_weights
+from lightning_piper.session.eager.standalone_module import Standalone
 from lightning_piper.session.process_runtime import Prepared, ProcessRuntime, Settings, check_devices
 from lightning_piper.totals import summing
 

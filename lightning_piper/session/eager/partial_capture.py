@@ -22,7 +22,7 @@ from lightning_piper.directives.zero_stages import shards_of
 from lightning_piper.errors import CaptureError, ExecutionError, PiperError, with_notes
 from lightning_piper.ir.regions import Step
 from lightning_piper.processes.world import World, on_host
-from lightning_piper.session.eager_steps.eager_replicas import why_not
+from lightning_piper.session.eager.eager_replicas import why_not
 from lightning_piper.session.metric_objects import MetricObjects
 from lightning_piper.session.process_runtime import Settings
 from lightning_piper.session.replay import NOT_REPLAYED

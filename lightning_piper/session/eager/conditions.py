@@ -12,8 +12,8 @@ from lightning_piper.directives.zero_stages import shards_of
 from lightning_piper.errors import BatchError, CaptureError, DirectiveError, LongStepError, PiperError
 from lightning_piper.holdings.distributed_marks import parts_of
 from lightning_piper.holdings.materialization import is_on_meta
-from lightning_piper.session.eager_steps.eager_replicas import why_not
-from lightning_piper.session.eager_steps.standalone_module import Standalone
+from lightning_piper.session.eager.eager_replicas import why_not
+from lightning_piper.session.eager.standalone_module import Standalone
 
 LINE = 150  # characters of a reason in the log
 NOT_CAPTURED = (CaptureError, DirectiveError, BatchError)
