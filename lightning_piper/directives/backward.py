@@ -12,7 +12,7 @@ from lightning_piper.ops.chunk import make_chunk
 
 
 def split_backward(dag: TrainingDAG, chunks: Sequence[Chunk]) -> None:
-    """Split backward chunks into the passes that their regions have.
+    """Replace each backward chunk by the chunks `BI` and `BW`, or by one of them if its region has only one.
 
     F -> saved -> B -> cotangent, grad      -->      F -> saved -> BI -> cotangent
                                                      F -> saved -> BW -> grad       (BI -> saved -> BW)
@@ -27,8 +27,8 @@ def split_backward(dag: TrainingDAG, chunks: Sequence[Chunk]) -> None:
 
 
 def _replace(dag: TrainingDAG, chunk: Chunk) -> dict[Ref, Ref]:
-    """Split one chunk. The first pass of the split keeps the chunk's node and id, so that chunks still come
-    after the chunks that they read, in the order of ids.
+    """Split one chunk. Its first pass keeps the chunk's node and id, so that every chunk still has a larger
+    id than the chunks that it reads.
 
     Returns:
         The new reference for each output of the chunk.
@@ -56,7 +56,7 @@ def _replace(dag: TrainingDAG, chunk: Chunk) -> dict[Ref, Ref]:
         )
         if parts:
             dag.add(part)
-            # Nodes that a directive orders after B wait for the second pass, too.
+            # Nodes that a directive orders after B also wait for the second pass.
             for later in map(dag.nodes.__getitem__, list(dag.graph.successors(chunk.id))):
                 by = dag.graph.edges[chunk.id, later.id]["order"]
                 # A second forward pass waits for the gradient that a backward pass outputs. The first pass of

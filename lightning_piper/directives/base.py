@@ -22,7 +22,8 @@ from lightning_piper.ir.regions import SPLIT_BACKWARD, Step
 
 Contract = Literal["bitwise", "reassociated", "bounded"]
 ENTRY_POINTS = "lightning_piper.directives"
-# The attributes of `built_at` and `written_for`. They are not fields, because equality and JSON leave them out.
+# The attributes that hold `built_at` and `written_for`. They are not fields, so equality and JSON ignore
+# them.
 LINE, DEGREES = "_built_at", "_written_for"
 FIELD = re.compile(r"^\(\w+\): field '[^']*': ")  # the beginning of a message of `Directive.refuse`
 
@@ -46,14 +47,14 @@ class Directive:
     contract: ClassVar[Contract]
 
     def __new__(cls, *args: Any, **fields: Any) -> Self:
-        known = fields.keys() <= cls.__dataclass_fields__.keys()  # a quick answer for most calls
+        known = fields.keys() <= cls.__dataclass_fields__.keys()  # then `problem_of` is not needed
         if not known and (problem := problem_of(cls, fields)) is not None:
             raise DirectiveError(f"{problem} [PIPER-D002]")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        """Convert numpy integers to Python integers, because fields are written as JSON and compared by
-        `type`.
+        """Record the line of the user's code (`built_at`). Convert integers and containers in fields to
+        Python's own types, because fields are written as JSON and checked by `type`.
         """
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -63,7 +64,8 @@ class Directive:
 
     @property
     def built_at(self) -> str | None:
-        """`file:line` of the user's code that built this directive. None for a directive from JSON."""
+        """`file:line` of the user's code that built this directive. None for a directive from JSON, or if no
+        line of the user's code was running."""
         return vars(self).get(LINE)
 
     @property
@@ -89,7 +91,7 @@ class Directive:
         """
 
     def prepare(self, step: Step, program: Sequence[Directive]) -> Step:
-        """Return the captured step in the form that this directive needs.
+        """Return the captured step in the form that this directive needs (default: `step` itself).
 
         Piper calls this method before it applies any directive of the program.
         """
@@ -108,7 +110,8 @@ class Directive:
         """Check the values of fields. Raise an error for values that no DAG could accept."""
 
     def completed(self, program: Sequence[Directive]) -> Directive:
-        """Return this directive with the omitted fields that follow from the program's other directives."""
+        """Return a directive with the omitted fields that follow from the program's other directives
+        (default: this directive)."""
         return self
 
     def replica_groups(self) -> Sequence[Sequence[int]]:
@@ -133,7 +136,7 @@ class Directive:
         raise DirectiveError(f"({self.op}): field {field!r}: {found}; {accepted}")
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON form. It does not have fields with their default value, unless the default comes
+        """Return the JSON form. It leaves out each field that has its default value, unless the default comes
         from a factory.
         """
         out: dict[str, Any] = {"op": self.op}
@@ -143,7 +146,7 @@ class Directive:
                 out[field.name] = _plain(value)
         return out
 
-    # For the rewrites of subclasses
+    # Checks for subclasses. Each check that fails calls `refuse`.
 
     def check_filter(self, field: str, condition: Any, copies: bool = False) -> None:
         """Check that the value of a field is a filter. With `copies`, PASS may name copies to and from the
@@ -152,7 +155,7 @@ class Directive:
             self.refuse(field, problem, 'for instance {"PP": 0, "PASS": "F"} [PIPER-D003]')
 
     def check_device_list(self, field: str, devices: Any) -> None:
-        """Check that the value of a field is a list of distinct devices."""
+        """Check that the value of a field is a non-empty list of distinct devices from 0 to `DEVICES` - 1."""
         good = (
             isinstance(devices, list | tuple) and devices and all(type(d) is int and d >= 0 for d in devices)
         )
@@ -186,12 +189,13 @@ class Directive:
     def select(
         self, dag: TrainingDAG, field: str, condition: Filter, index: Index | None = None
     ) -> list[Chunk]:
-        """Return the chunks that the filter matches.
+        """Return the chunks that the filter `condition` matches. Messages show `field` as the filter's field.
 
-        A filter that matches nothing is an error, with three exceptions. A smaller batch may not have the
-        microbatch. A part of the step may not have the pass: a frozen first stage does not have a backward
-        pass, and a first stage does not have a `BI`. A forward-only step may not have any part of the
-        training step.
+        A filter that matches nothing is an error, with three exceptions that give an empty list. A smaller
+        batch may not have the microbatch. A part of the step may not have the pass: a frozen first stage does
+        not have a backward pass, and a first stage does not have a `BI`. A forward-only step may not have any
+        part of the training step. `BI` or `BW` of a backward pass that is not split is an error, and so is
+        `B` of a split one.
         """
         index = index or Index(dag)
         chunks = index.select(condition)
@@ -258,7 +262,7 @@ def _with_plain_parts(value: Any, depth: int = 0) -> Any:
     """Return a value whose integers and containers are Python's, converted from numpy or from a configuration
     (Hydra).
 
-    A value that is plain already is returned itself.
+    All other values are returned unchanged.
     """
     if value is None or isinstance(value, str | bool | float) or type(value) is int:
         return value
@@ -282,20 +286,20 @@ def _with_plain_parts(value: Any, depth: int = 0) -> Any:
 
 
 def set_line(directive: Directive, line: str | None) -> None:
-    """Set `built_at`."""
+    """Set the property `built_at` of a directive."""
     object.__setattr__(directive, LINE, line)
 
 
 def set_degrees(directive: Directive, degrees: str | None) -> None:
-    """Set `written_for`."""
+    """Set the property `written_for` of a directive."""
     object.__setattr__(directive, DEGREES, degrees)
 
 
 def error_at(index: int, directive: Directive | None, error: DirectiveError | str) -> DirectiveError:
-    """Return an error with the index of its directive, and with a note that names the line that built the
-    directive.
+    """Return `error` with the index of its directive, and with a note that names the line that built the
+    directive, if this line is known.
 
-    A user who gave degrees did not write the directive, so the error names the degrees instead.
+    If Piper wrote the directive for degrees that the user gave, the message names the degrees instead.
     """
     if directive is not None and directive.written_for is not None:
         return error_of(directive.written_for, FIELD.sub("", str(error)))
@@ -318,7 +322,7 @@ def register(cls: D) -> D:
     """Register a directive class under its `op`, so that JSON can name it. This is a class decorator.
 
     Raises:
-        DirectiveError: The op is missing, or another class has it.
+        DirectiveError: `op` or `contract` is missing or not valid, or another class has the same op.
     """
     check_class(cls)
     taken = _registry.get(cls.op)
@@ -348,14 +352,15 @@ def check_class(cls: type[Directive]) -> None:
 def find(op: str) -> type[Directive] | None:
     """Return the directive class of an op; None if the op is unknown.
 
-    Looks in installed packages only if the op is unknown, because this takes milliseconds.
+    Looks in installed packages only if no registered class has the op, because this search takes
+    milliseconds.
     """
     return _registry.get(op) or known().get(op)
 
 
 def known() -> dict[str, type[Directive]]:
-    """Return all directives by op, including those in installed packages (entry points of group
-    `lightning_piper.directives`).
+    """Register the directives of installed packages (entry points of group `lightning_piper.directives`), and
+    return all registered classes by op.
     """
     for point in entry_points(group=ENTRY_POINTS):
         if point.name not in _registry:

@@ -19,16 +19,16 @@ from lightning_piper.ops.communication.total import Total
 from lightning_piper.ops.metrics import Metrics, MetricsSum, metrics_value
 from lightning_piper.ops.samples import Concat, Cut
 
-ORDER = "order"  # the op of the directive
+ORDER = "order"  # the op of `Order`
 
 
 def shard_batch(dag: TrainingDAG, mesh: Mesh, directive: Directive) -> None:
-    """Give every replica its local batch. This is done in all regions together, because each slice goes
-    through all regions.
+    """Give every replica its local batch. All regions change together, because each slice of the batch goes
+    through all regions. Do nothing if the batch is already divided over this mesh.
 
     Args:
         dag: The DAG to rewrite.
-        mesh: The places of all groups. Replicas are along `DATA`.
+        mesh: The mesh of the group ranks of every device group. Replicas are along `DATA`.
         directive: The directive to apply, which errors name.
 
     Raises:
@@ -65,7 +65,7 @@ def _refuse_statistics(
     """Raise an error for buffers whose values would differ between the replicas."""
     advice = "let batch norms take the statistics of the whole batch (Trainer(sync_batchnorm=True), nn.SyncBatchNorm)"
     if any(len(parts) > 1 for parts in dag.slices().values()) and ORDER in dag.program.ops:
-        # An order of microbatches contradicts these statistics.
+        # An order of microbatches contradicts statistics of the whole batch.
         advice = "use one microbatch (microbatches=1) with Trainer(sync_batchnorm=True)"
     directive.refuse(
         "filter",
@@ -128,7 +128,7 @@ def _shrink(dag: TrainingDAG, node: Node, replicas: int) -> None:
         outputs = (
             dataclasses.replace(node.outputs[0], tensors=dag.specs_of(node.inputs[0], rows // per_sample)),
         )
-    elif node.outputs:  # transfers and sums output their input
+    elif node.outputs:  # a transfer or a sum: its output has the specs and placement of its input
         placement = dag.value(node.inputs[0]).placement
         tensors = dag.value(node.inputs[0]).tensors
         outputs = tuple(dataclasses.replace(v, tensors=tensors, placement=placement) for v in node.outputs)

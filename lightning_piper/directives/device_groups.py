@@ -23,8 +23,10 @@ Group = tuple[int, ...]
 
 
 def settle(dag: TrainingDAG, chunks: Iterable[Chunk]) -> tuple[list[Update], bool]:
-    """Create one gradient sum for each device group and one update for each device, after `chunks` got their
-    devices.
+    """Adapt gradient sums and updates after `chunks` got their devices.
+
+    Each device group of a region gets a sum of its gradients. Each device group that uses parameters, or
+    makes their gradients, gets an update.
 
     Returns:
         The updates, which may now read values of other devices, and whether the order of gradient sums
@@ -56,8 +58,8 @@ def settle(dag: TrainingDAG, chunks: Iterable[Chunk]) -> tuple[list[Update], boo
 
 
 def _sum_on_each_group(dag: TrainingDAG, family: list[Update]) -> bool:
-    """Make each sum add the gradients of one device group. Terms without devices stay in the first group's
-    sum.
+    """Make each sum that the updates in `family` read add the gradients of one device group. Terms without
+    devices stay in the first group's sum.
 
     Returns:
         Whether a region has several device groups.
@@ -85,7 +87,8 @@ def _sum_on_each_group(dag: TrainingDAG, family: list[Update]) -> bool:
 
 
 def _by_group(dag: TrainingDAG, totals: list[Accumulate]) -> list[Accumulate]:
-    """Return the sums of one region, one for each device group, in the order of their first samples."""
+    """Divide `totals`, the sums of one region, into one sum for each device group, and add the missing sums.
+    Return the sums in the order of the groups' first samples."""
     terms = sorted((ref for total in totals for ref in total.inputs), key=lambda ref: dag.producer(ref).slice)
     groups = list(dict.fromkeys(group for ref in terms if (group := dag.nodes[ref[0]].devices)))
     if len(groups) <= len(totals) == 1:
@@ -106,7 +109,7 @@ def _by_group(dag: TrainingDAG, totals: list[Accumulate]) -> list[Accumulate]:
 
 
 def _read_instead(dag: TrainingDAG, update: Update, inputs: tuple[Ref, ...]) -> None:
-    """Make an update read values where they are made, and remove the transfers that are no longer needed."""
+    """Make an update read `inputs`, and remove the transfers that only this update needed."""
     received = [dag.nodes[ref[0]] for ref in update.inputs if isinstance(dag.nodes[ref[0]], Recv)]
     dag.rewire(update, inputs=inputs)
     for recv in received:
@@ -115,9 +118,11 @@ def _read_instead(dag: TrainingDAG, update: Update, inputs: tuple[Ref, ...]) -> 
 
 
 def _update_everywhere(dag: TrainingDAG, family: list[Update], users: set[Group]) -> list[Update]:
-    """Add updates on all devices that use the parameters or make their gradients.
+    """Add an update on each device group that uses the parameters (`users`) or makes their gradients.
 
-    Does nothing before all inputs of the update have devices.
+    Returns:
+        `family` with the new updates. If an input of the update does not have devices yet, nothing is added
+        and the list is empty.
     """
     inputs = tuple(dag.source(ref) for ref in family[0].inputs)
     sources = [dag.nodes[ref[0]] for ref in inputs]

@@ -1,10 +1,11 @@
 """Tensor parallelism: the rewrite of a `shard` with `params` or `values`. Ranks of an axis hold shards of
 tensors.
 
-    F[0] -> F[1] -> F[2]     --take parts over [0, 1]-->     F[0] -> F[1] @0,1, a part each -> allreduce -> F[2]
+    F[0] -> F[1] -> F[2]     --shard over [0, 1]-->     F[0] -> F[1] @0,1, a shard each -> allreduce -> F[2]
 
 `Shard.prepare` cuts the step for this rewrite: regions end where the placement of a value must change. Until
-the directive is applied, the passes run on whole tensors as on one device, with nothing between them.
+the directive is applied, the passes run on whole tensors as on one device, without communication between
+them.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ if TYPE_CHECKING:
 
 
 def check_tensors(directive: Shard) -> None:
-    """Check the fields `params`, `values` and `attention`."""
+    """Check the fields `params`, `values` and `attention` of a `shard`. Raise an error if one is not
+    valid."""
     for field in ("params", "values"):
         given: Any = getattr(directive, field)
         if given is None:
@@ -78,7 +80,8 @@ def _is_placement(value: Any) -> bool:
 
 
 def _part(said: int | Sequence[int]) -> Part:
-    """Return the part that a field gives: a dimension, or a dimension and a number of runs."""
+    """Return the placement for an entry of `params` or `values`: a dimension, or (dimension, number of
+    runs)."""
     return Part(said) if isinstance(said, int) else Part(*said)
 
 
@@ -114,7 +117,8 @@ def _dividing(program: Sequence[Directive]) -> list[Shard]:
 
 
 def _check_together(directive: Shard, divisions: Sequence[Division]) -> None:
-    """Raise an error if two axes divide the same parameter, or the same dimension of values."""
+    """Raise an error if the last division, which is of `directive`, shards the same parameter as an earlier
+    division, or the same dimension of values."""
     *earlier, mine = divisions
     for other in earlier:
         if both := sorted(mine.params.keys() & other.params.keys()):
@@ -133,7 +137,8 @@ def blocks_of(directive: Shard, program: Sequence[Directive]) -> list[tuple[int,
 
 
 def _axes_of(directive: Shard, program: Sequence[Directive]) -> list[str]:
-    """Return the axes along which a program divides tensors. Each axis may have only one directive."""
+    """Return the axes along which a program divides tensors. Raise an error if several directives have the
+    axis of `directive`."""
     axes = [other.axis for other in _dividing(program)]
     if axes.count(directive.axis) > 1:
         found = f"several directives shard tensors along {directive.axis!r}"
@@ -144,9 +149,10 @@ def _axes_of(directive: Shard, program: Sequence[Directive]) -> list[str]:
 def lines_of(
     directive: Shard, program: Sequence[Directive], axes: Sequence[str] = ()
 ) -> list[tuple[int, ...]]:
-    """Return the lines of devices along the directive's axis, in all groups.
+    """Return the lines of devices along the directive's axis, in all groups: the field `devices`, or else the
+    lines of the meshes that the program's `place` directives give. Raise an error if there are none.
 
-    With several `axes`, which include the directive's axis, return the blocks along them.
+    With several `axes`, which include the directive's axis, return the blocks along these axes.
     """
     axes = axes or [directive.axis]
     if directive.devices is not None:
@@ -174,7 +180,9 @@ def lines_of(
 
 
 def _params(directive: Shard, step: Step, degree: int) -> dict[str, Part]:
-    """Return the division of each parameter by its canonical name. The last pattern that matches counts."""
+    """Return, by canonical name, the division of each parameter that a pattern of the directive matches. If
+    several patterns match, the last one counts. Raise an error if a pattern matches nothing, or if the
+    dimension cannot be divided evenly."""
     found: dict[str, Part] = {}
     for pattern, said in (directive.params or {}).items():
         names = [
@@ -203,8 +211,8 @@ def _params(directive: Shard, step: Step, degree: int) -> dict[str, Part]:
 
 
 def take_parts(directive: Shard, dag: TrainingDAG, mesh: Mesh, training: TrainingDAG | None = None) -> None:
-    """Let the ranks of the axis hold shards of tensors, and insert the communication that changes placements
-    between passes.
+    """Let ranks hold shards of tensors along all axes, and insert the communication that changes placements
+    between passes. For a second directive of a program, this function only checks its fields.
 
     A forward-only step reads parameters as `training` stores them, if there is a training DAG.
     """
@@ -231,7 +239,7 @@ def take_parts(directive: Shard, dag: TrainingDAG, mesh: Mesh, training: Trainin
             )
     _check_divided(directive, dag)
     if dag.member_axes:
-        return  # the first of these directives has done it for all axes
+        return  # an earlier directive has rewritten the DAG for all axes
     whole = [chunk for chunk in dag.of_type(Chunk) if len(chunk.devices) != len(mesh.places)]
     if whole:
         where = f"on {list(whole[0].devices)}" if whole[0].devices else "on no device yet"
@@ -260,7 +268,7 @@ def take_parts(directive: Shard, dag: TrainingDAG, mesh: Mesh, training: Trainin
             gather_as_in_training(dag, training)
         else:
             touched += hold_parts(dag, {chunk.region for chunk in chunks})
-        # With several replicas, a replicate sums them together with the replicas' gradients.
+        # With several replicas, a `replicate` sums gradients over ranks and replicas together.
         if dag.replicas == 1:
             touched += reduce_gradients(dag, {chunk.region for chunk in chunks}, ShardingPolicy())
     except Conflict as conflict:
@@ -325,7 +333,8 @@ def _follow(dag: TrainingDAG, chunks: Sequence[Chunk]) -> None:
 
 
 def _change(dag: TrainingDAG, chunk: Chunk, streams: Mapping[str, str]) -> list[Node]:
-    """Insert the placement changes that the readers of a chunk's outputs need."""
+    """Insert the placement changes that the readers of a chunk's outputs need, and return the new nodes.
+    `streams` maps an axis to the logical stream of its exchanges."""
     made: list[Node] = []
     for i, output in enumerate(dag.interface(chunk).outputs):
         readers = dag.readers((chunk.id, i))

@@ -105,7 +105,7 @@ class Offload(Directive):
     def _keep_saved(self, dag: TrainingDAG, chunks: list[Chunk]) -> None:
         """Store the values that the selected chunks save on the host, and fetch them for the later passes
         that read them."""
-        # Passes other than the first forward pass, by region and slice.
+        # (region, slice) -> all its passes but the first forward pass
         later: dict[tuple[int, Slice], list[Chunk]] = {}
         for chunk in dag.of_type(Chunk):
             if not _is_first(chunk):
@@ -131,12 +131,13 @@ class Offload(Directive):
     def _store(self, dag: TrainingDAG, chunk: Chunk, ref: Ref) -> Node:
         store = dag.add(Store(inputs=(ref,), stream=self.store_stream, **_about(dag, chunk, ref, STORE)))
         if ref[0] != chunk.id:
-            dag.order(chunk, store, dag.origin)  # a received value is awaited where a chunk computes with it
+            # The chunk reads `ref`. If it is a received value, the chunk waits for it, so the store need not.
+            dag.order(chunk, store, dag.origin)
         return store
 
     def _fetch(self, dag: TrainingDAG, store: Node, ref: Ref, readers: list[Chunk]) -> None:
-        """Add a fetch of a stored value, which the readers read instead of `ref`. Order it before the chunks
-        that `ahead` selects."""
+        """Add a fetch of a stored value, which the readers read instead of `ref`. If `ahead` is a filter, the
+        fetch comes before the chunks of the same device that the filter selects."""
         ahead = 1 if isinstance(self.ahead, Mapping) else self.ahead
         fetch = Fetch(
             inputs=((store.id, 0),),
@@ -159,8 +160,8 @@ def _is_first(chunk: Chunk) -> bool:
 
 
 def _kept(dag: TrainingDAG, chunk: Chunk, later: Iterable[Chunk]) -> dict[Ref, list[Chunk]]:
-    """Return the values that a chunk saves or reads, and that later passes read. Each value comes with its
-    later readers.
+    """Return value -> its readers in `later`, for each value to offload: one that the chunk saves, or an
+    activation that the chunk reads. Values without elements are left out.
     """
     kept: dict[Ref, list[Chunk]] = {}
     for reader in later:
@@ -175,7 +176,7 @@ def _kept(dag: TrainingDAG, chunk: Chunk, later: Iterable[Chunk]) -> dict[Ref, l
 
 
 def _about(dag: TrainingDAG, chunk: Chunk, ref: Ref, what: str) -> dict[str, Any]:
-    """Return the fields that a store or fetch of a value has. `what` is its PASS."""
+    """Return the fields of a store or fetch of a value for a chunk. `what` is its tag PASS."""
     return {
         "outputs": (dag.value(ref),),
         "tags": {**chunk.tags, "PASS": what},

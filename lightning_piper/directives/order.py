@@ -30,7 +30,7 @@ from lightning_piper.ir.values import Kind
 from lightning_piper.ops.communication.total import Total
 from lightning_piper.ops.order import Barrier
 
-Cycle = Sequence[tuple[int, int]]  # the edges
+Cycle = Sequence[tuple[int, int]]  # the edges of a cycle: (id of the first node, id of the second node)
 # Why orders make a cycle, as a text about the user's module, and what to do. None: the cause is not known.
 Cause = tuple[str, str] | None
 Lanes = Sequence[Sequence[Node]]  # For a group: the nodes that each of its filters selects.
@@ -95,7 +95,7 @@ class Order(Directive):
                 self.check_filter(f"filters[{i}]", condition, copies=True)
         copying = [any(names_copies(condition) for condition in _members(group)) for group in self.filters]
         for i, group in enumerate(self.filters):
-            # Copies are not ordered among each other.
+            # Piper does not order copies among each other.
             if copying[i] and (len(_members(group)) > 1 or any(copying[i - 1 : i])):
                 self.refuse(
                     f"filters[{i}]",
@@ -110,6 +110,9 @@ class Order(Directive):
         """
 
     def apply(self, dag: TrainingDAG) -> None:
+        """Split the backward passes that filters name by `BI` or `BW`. Add temporal edges from each group to
+        the next one, and record the chunks that may interleave. Raise an error if the edges close a cycle.
+        """
         self._split_backward(dag)
         groups: list[dict[int, Node]] = []
         for lanes in _around_joined(dag, self._lanes(dag)):
@@ -125,7 +128,11 @@ class Order(Directive):
         self._refuse_cycle(dag)
 
     def _lanes(self, dag: TrainingDAG) -> list[Lanes]:
-        """Return, for each group, the nodes that each of its filters selects."""
+        """Return, for each group, the nodes that each of its filters selects.
+
+        Record that this order names these nodes. A second forward pass that a filter selects by `R` does not
+        wait for a gradient any more. Raise an error if two groups select the same node.
+        """
         index, found = Index(dag), list[Lanes]()
         seen: dict[int, int] = {}
         for i, group in enumerate(self.filters):
@@ -151,7 +158,7 @@ class Order(Directive):
         them.
 
         Raises:
-            DirectiveError: The filter matches nothing.
+            DirectiveError: The filter matches nothing. `select` has the exceptions.
         """
         if not names_copies(condition):
             return self.select(dag, field, condition, index)
@@ -165,7 +172,8 @@ class Order(Directive):
         return found
 
     def _split_backward(self, dag: TrainingDAG) -> None:
-        """Split the backward chunks that filters with PASS `BI` or `BW` select."""
+        """Split the backward chunks that filters with PASS `BI` or `BW` select. Raise an error if an earlier
+        order names such a chunk."""
         asking = [
             (i, c) for i, group in enumerate(self.filters) for c in _members(group) if names_split_backward(c)
         ]
@@ -186,7 +194,7 @@ class Order(Directive):
 
     def _sequence(self, dag: TrainingDAG, before: list[Node], after: list[Node]) -> None:
         """Add temporal edges from all of `before` to all of `after` on each device: m + n edges through a
-        barrier, not m * n.
+        barrier, not m * n. Between devices, only check that data requires the same order (`_across`).
         """
         by_device: dict[tuple[int, ...], tuple[list[Node], list[Node]]] = {}
         for side, chunks in enumerate((before, after)):
@@ -207,6 +215,7 @@ class Order(Directive):
         """Raise an error if a chunk of one device is to run before a chunk of another device, and no data
         flows between them.
         """
+        # `reached` maps a node to the nodes of `before` from which a path leads to it, as a bit mask.
         bit = {chunk.id: 1 << i for i, chunk in enumerate(before)}
         reached: dict[int, int] = {}
         try:
@@ -237,7 +246,7 @@ class Order(Directive):
         """Check that the graph has no cycle.
 
         Raises:
-            DirectiveError: It has one. The message shows the cycle, or its cause if the cause is known.
+            DirectiveError: There is a cycle. The message shows the cycle, its cause if known, or both.
         """
         if nx.is_directed_acyclic_graph(dag.graph):
             return
@@ -259,10 +268,11 @@ class Order(Directive):
 
 
 def _around_joined(dag: TrainingDAG, groups: list[Lanes]) -> list[Lanes]:
-    """Reorder the groups as gathered samples require.
+    """Reorder the groups as gathered samples require. Without gathered samples, return them unchanged.
 
-    First come the nodes that the joined part of the step waits for, then the joined part, then the nodes that
-    wait for it. Each keeps the given order, so the backward passes of a schedule keep their order.
+    First come the nodes that the joined part of the step waits for, and all forward passes. Then come the
+    forward passes of the joined part, its backward passes, and all other nodes. Within each of these parts,
+    the given order stays.
     """
     joined = [chunk for chunk in dag.of_type(Chunk) if dag.regions[chunk.region].joined]
     if not joined:
@@ -283,7 +293,7 @@ def _around_joined(dag: TrainingDAG, groups: list[Lanes]) -> list[Lanes]:
 
 
 def _ancestors(dag: TrainingDAG, nodes: list[int]) -> set[int]:
-    """Return all nodes that must run before these nodes."""
+    """Return the ids of all nodes that must run before the nodes with the ids `nodes`. Empties `nodes`."""
     found, stack = set[int](), nodes
     while stack:
         new = [i for i in dag.graph.predecessors(stack.pop()) if i not in found]
@@ -316,7 +326,7 @@ def _summed(dag: TrainingDAG, cycle: Cycle) -> Cause:
 def _entered_again(dag: TrainingDAG) -> Cause:
     """Return the cause of a cycle in a step that enters the same tags twice. Return None for any other step.
 
-    An order by tags then orders both parts of the step as one part.
+    An order by tags then orders the two parts of the step that have these tags as one part.
     """
     first: dict[str, Region] = {}
     for region in dag.code.regions:

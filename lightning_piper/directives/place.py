@@ -86,6 +86,9 @@ class Place(Directive):
         return Mesh(tuple(self.axes), _shape(self.devices), tuple(range(len(self.group))))
 
     def apply(self, dag: TrainingDAG) -> Contract | None:
+        """Give the selected chunks their devices. Then place the nodes that follow from these chunks, and
+        insert transfers. The contract is `reassociated` if a region has several device groups.
+        """
         chunks, group = self.select(dag, "filter", self.filter), self.group
         if self.axes:
             mesh = self.mesh
@@ -148,7 +151,8 @@ class Place(Directive):
 
 
 def groups_of(program: Sequence[Directive]) -> list[Any]:
-    """Return the groups on which a program places chunks: one group, or a list of different groups."""
+    """Return the groups on which a program places chunks: a list of devices if there is one group, otherwise
+    a list of groups. It is empty for a program without `place`."""
     groups = list(dict.fromkeys(directive.group for directive in program if isinstance(directive, Place)))
     return list(groups[0]) if len(groups) == 1 else [list(group) for group in groups]
 

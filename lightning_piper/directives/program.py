@@ -27,8 +27,8 @@ from lightning_piper.directives.base import (
 from lightning_piper.errors import DirectiveError
 
 Program = Sequence[Directive]
-VERSION = 1  # of programs as JSON objects
-KEYS = ("version", "annotate", "directives", "about")  # keys of such an object; `about` is for people
+VERSION = 1  # the value of the key `version` in a program that is a JSON object
+KEYS = ("version", "annotate", "directives", "about")  # the keys of such a program; Piper ignores `about`
 Annotations = Mapping[str, Sequence[Sequence[str]]]  # tag -> groups of module names, as in `annotate_modules`
 
 
@@ -39,8 +39,8 @@ def parse(source: Any) -> list[Directive]:
     [...]}`, or the path of a JSON file with one of these. `annotations_of` parses the object's `annotate`.
 
     Raises:
-        DirectiveError: An entry is invalid. The message names its index and field, the value found and the
-            values accepted.
+        DirectiveError: The source does not have one of these forms, or an entry is invalid. For an entry, the
+            message names its index and field, the value found and the values accepted.
     """
     source, where = _content(source)
     if isinstance(source, dict):
@@ -88,13 +88,13 @@ def _check_fields(index: int, directive: Directive) -> None:
 def annotations_of(source: Any) -> Annotations:
     """Return the module annotations of a program object, such as `{"PP": [["first"], ["layers.*"]]}`.
 
-    Other forms of programs do not have annotations.
+    The result is empty for every other form of a program.
 
     Args:
         source: The program, in any form that `parse` accepts. An iterator is not consumed.
 
     Raises:
-        DirectiveError: `annotate_modules` would not accept the annotations.
+        DirectiveError: The annotations do not have this form, or the file cannot be read.
     """
     content, where = _content(source)
     return _annotations_of(content, where) if isinstance(content, dict) else {}
@@ -106,8 +106,8 @@ def annotate_as(module: nn.Module, annotations: Annotations) -> list[RemovableHa
 
 
 def _content(source: Any) -> tuple[Any, str]:
-    """Return the content of a program's source, and its name for errors. Converts the object of a
-    configuration (Hydra).
+    """Return the content of a program's source, and the name of the source for errors. A mapping, such as a
+    configuration of Hydra, becomes a dict.
     """
     if not isinstance(source, str | PathLike):
         return dict(source) if isinstance(source, Mapping) else source, "the program"
@@ -119,7 +119,7 @@ def _read(path: str | PathLike[str], where: str) -> Any:
     """Read a program from a JSON file.
 
     Raises:
-        DirectiveError: The file does not exist, or does not have a list or an object.
+        DirectiveError: The file does not exist, cannot be read as JSON, or has neither a list nor an object.
     """
     try:
         content = read_json(path)
@@ -135,8 +135,8 @@ def _read(path: str | PathLike[str], where: str) -> Any:
 
 
 def _directives_of(program: dict[Any, Any], where: str) -> Sequence[Any]:
-    """Return the list of directives of a program object. The version is checked first, because another
-    version may have other keys.
+    """Return the list of directives of a program object. Raise an error if its version or a key is unknown,
+    or if there is no list. Check the version first, because another version may have other keys.
     """
     if "version" not in program:
         wanted = f'a list of directives, or {{"version": {VERSION}, "directives": [...]}}'

@@ -82,11 +82,14 @@ class Recompute(Directive):
         """Do nothing, because a step without backward passes saves nothing."""
 
     def apply(self, dag: TrainingDAG) -> None:
+        """Add second forward passes. With `keep`, only check the filter, because `prepare` has already
+        changed the code of the passes.
+        """
         chosen = {(chunk.region, chunk.slice) for chunk in self.select(dag, "filter", self.filter)}
         if self.keep is not None:
             self._check_whole(dag, chosen)
             return
-        second: dict[int, Chunk] = {}  # by the id of the first forward pass
+        second: dict[int, Chunk] = {}  # id of a forward pass -> its second forward pass
         for chunk in [c for c in dag.of_type(Chunk) if c.kind != "F" and (c.region, c.slice) in chosen]:
             self._recompute(dag, chunk, second)
         if not second:
@@ -97,12 +100,14 @@ class Recompute(Directive):
             )
 
     def _recompute(self, dag: TrainingDAG, backward: Chunk, second: dict[int, Chunk]) -> None:
-        """Make a backward pass read saved values from a second forward pass, which is added to `second`."""
+        """Make a backward pass read saved values from a second forward pass. If `second` does not have this
+        pass yet, make it and add it to `second`."""
         served = [
             (ref, forward)
             for ref in dict.fromkeys(backward.inputs)
             if (forward := self._kept_by(dag, backward, ref))
         ]
+        # A forward pass whose saved values have no elements is not repeated.
         keeping = {
             forward.id for ref, forward in served if any(spec.numel for spec in dag.value(ref).tensors)
         }
@@ -119,7 +124,7 @@ class Recompute(Directive):
 
     def _kept_by(self, dag: TrainingDAG, backward: Chunk, ref: Ref) -> Chunk | None:
         """Return the forward pass that saves a value for a backward pass; None if no forward pass saves the
-        value.
+        value. Raise an error if an earlier directive offloads or recomputes the value.
         """
         forward = dag.nodes[dag.source(ref)[0]]
         if not isinstance(forward, Chunk) or forward.kind != "F" or dag.value(ref).kind != Kind.SAVED:
@@ -135,8 +140,8 @@ class Recompute(Directive):
         return forward
 
     def _check_whole(self, dag: TrainingDAG, chosen: set[Any]) -> None:
-        """Raise an error if the filter selects only some microbatches of a region, because all microbatches
-        run the same code.
+        """Raise an error if the filter selects only some microbatches of a region, or uses tags other than
+        the region's annotations. All microbatches of a region run the same code.
         """
         selected = {region for region, _ in chosen}
         for chunk in dag.of_type(Chunk):

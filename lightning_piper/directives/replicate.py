@@ -98,6 +98,7 @@ class Replicate(Directive):
     zero: dataclasses.InitVar[int | None] = None
 
     def __post_init__(self, zero: int | None) -> None:
+        """Set the field of the ZeRO stage `zero`. Raise an error if a field sets a different stage."""
         super().__post_init__()
         if zero is None:
             return
@@ -125,8 +126,8 @@ class Replicate(Directive):
         self._check_options()
 
     def _check_devices(self) -> None:
-        """Check that all groups have the same size, and that a device has the same position in all of its
-        groups."""
+        """Check that all groups have the same size, at least 2, and that a device has the same position in
+        all of its groups."""
         self.check_groups("devices", self.devices)
         sizes = {len(group) for group in self.replica_groups()}
         if len(sizes) > 1 or min(sizes) < 2:
@@ -187,6 +188,9 @@ class Replicate(Directive):
         gather_as_in_training(dag, training)
 
     def apply(self, dag: TrainingDAG) -> None:
+        """Divide the batch, sum gradients over the replicas, and shard what the fields say. Parameters that a
+        `shard` divides get their sums and gathers again, with this directive's policy.
+        """
         regions, policy = self._shard_batch(dag), self._policy()
         try:
             again = [region for region in sorted(regions & dag.meshes.keys()) if region in dag.policies]
@@ -207,7 +211,8 @@ class Replicate(Directive):
         connect(dag, touched)
 
     def _shard_batch(self, dag: TrainingDAG) -> set[int]:
-        """Give every replica its local batch. Returns the selected regions."""
+        """Give every replica its local batch, and record `average` in the DAG. Return the selected regions.
+        Raise an error if a chunk of these regions is not on one of the groups."""
         chunks = self.select(dag, "filter", self.filter)
         groups = self.replica_groups()
         if not groups:

@@ -29,8 +29,9 @@ FOLLOWS: Mapping[str, frozenset[str]] = {
 def applied_order(program: Sequence[Directive]) -> list[int]:
     """Return the indices of a program's directives in the order in which they are applied.
 
-    A directive comes after those that must precede it, and otherwise as early as the list says. Directives of
-    other packages keep their places, and no directive passes them, because the table does not have them.
+    A directive comes after all directives of the kinds that `FOLLOWS` lists for it. Otherwise the order of
+    the program stays. A directive whose kind is not in `FOLLOWS` keeps its index, and no other directive
+    moves from before this index to after it, or the other way.
     """
     kinds, found = [directive.sorted_as for directive in program], list[int]()
     for known, run in itertools.groupby(range(len(program)), lambda i: kinds[i] in FOLLOWS):
@@ -40,7 +41,8 @@ def applied_order(program: Sequence[Directive]) -> list[int]:
 
 
 def _sorted(kinds: Sequence[str], indices: list[int]) -> list[int]:
-    """Return some indices of directives in the order in which these directives are applied."""
+    """Return `indices` in the order in which their directives are applied. All their kinds are in
+    `FOLLOWS`."""
     waiting: dict[str, deque[int]] = {}
     for i in indices:
         waiting.setdefault(kinds[i], deque()).append(i)

@@ -36,15 +36,15 @@ from lightning_piper.routing import COMBINE, COUNTS, DISPATCH
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shard(Directive):
-    """Divide the experts of the regions that `filter` selects over the devices of a group, or tensors with
-    `params` or `values`.
+    """Divide the experts of the regions that `filter` selects over the devices of a group. With `params` or
+    `values`, divide tensors instead.
 
         F[EP=0] @0,1     --shard {EP: 0} over [0, 1]-->     all-to-all -> F[EP=0], half of the experts on each @0,1 -> all-to-all
 
     Attributes:
         filter: Selects chunks. They must be placed on the groups and split already. Only regions between
-            `piper.dispatch` and `piper.combine` are divided, not the operations around them in the same
-            annotation.
+            `piper.dispatch` and `piper.combine` are divided. Operations with the same annotation before or
+            after such a region are not.
         devices: One group, `[0, 1]`, or a list of groups, `[[0, 1], [2, 3]]`. Each group has all experts, and
             device i of n has the i-th of n equal parts. A stage on `[0, 1, 2, 3]` may have its experts twice,
             on `[0, 1]` and on `[2, 3]`. Default: the lines along `axis` of the mesh on which chunks are
@@ -73,9 +73,9 @@ class Shard(Directive):
     with its gradient and optimizer state. The devices that hold the same experts sum these gradients, and
     shard the optimizer state further.
 
-    All other parameters are summed as the `replicate` of their region says. That directive may come before or
-    after this one. Its levels (shard_grads, shard_params) apply to the experts, too, over the devices that
-    hold the same experts.
+    The gradients of all other parameters are summed as the `replicate` of their region says. The `replicate`
+    may come before or after this directive. Its levels (shard_grads, shard_params) also apply to the experts,
+    over the devices that hold the same experts.
 
     The gradient of an expert is a sum over the tokens of all devices, so it is equal up to reassociation.
     """
@@ -119,7 +119,8 @@ class Shard(Directive):
             )
 
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
-        """Divide experts as in training, and gather their parameters from the shards that training keeps."""
+        """Divide experts or tensors as in training. If there is a training step, parameters come from the
+        shards that it keeps. Do nothing if the selected regions do not have experts to divide."""
         if self.divides_tensors:
             chunks = self.select(dag, "filter", self.filter)
             take_parts(self, dag, self._mesh(dag, chunks), training)
@@ -155,6 +156,7 @@ class Shard(Directive):
         return self.params is not None or self.values is not None
 
     def apply(self, dag: TrainingDAG) -> None:
+        """Divide tensors or experts, insert the exchanges, and let each device sum and update its parts."""
         for store in dag.of_type(Store):
             self.refuse(
                 "filter",
@@ -177,7 +179,9 @@ class Shard(Directive):
             )
 
     def _divide(self, dag: TrainingDAG, selected: set[int]) -> list[int]:
-        """Divide the experts and insert the exchanges of tokens. Returns the regions of these experts."""
+        """Divide the experts of the `selected` regions and insert the exchanges of tokens. Return the
+        selected regions that have experts. Raise an error if no selected region has experts, or if the
+        experts cannot be divided."""
         if len(dag.member_axes) < len(dag.step.divisions):
             self.refuse(
                 "filter",
@@ -233,7 +237,9 @@ class Shard(Directive):
         return next(iter(found))
 
     def _at(self, dag: TrainingDAG, chunk: Chunk) -> Mesh:
-        """Return the mesh of one chunk's group ranks."""
+        """Return the mesh of one chunk's group ranks: the mesh of its `place`, reduced to the axes along
+        which work is divided, or a mesh of `DATA` and `axis` that follows from `devices`. Raise an error if
+        neither fits."""
         where = f"placed on {list(chunk.devices)}" if chunk.devices else "not placed yet"
         if self.devices is None:
             arranged = dag.arranged.get((chunk.region, chunk.devices))
@@ -277,8 +283,8 @@ class Shard(Directive):
         """Check that the experts of a region can be divided over `degree` devices.
 
         Raises:
-            DirectiveError: They are divided already or cannot be divided evenly, or the region does more
-                than work on dispatched rows.
+            DirectiveError: The experts are divided already or cannot be divided evenly, or the region does
+                more than work on dispatched rows.
         """
         experts = dag.code.routed[region]
         label = f"region {dag.regions[region].label} ({dag.regions[region].source})"
@@ -338,8 +344,8 @@ class Shard(Directive):
                 )
 
     def _check_shared(self, dag: TrainingDAG, regions: Sequence[int], mesh: Mesh) -> None:
-        """Raise an error if another reader of a divided parameter is not divided in the same way, or if its
-        experts are not contiguous.
+        """Raise an error if another region that reads a divided parameter is not divided in the same way, or
+        if the experts of a parameter are not contiguous in memory.
         """
         readers = readers_of(dag)
         for name in dict.fromkeys(name for region in regions for name in dag.code.routed[region].params):
@@ -361,9 +367,11 @@ class Shard(Directive):
                 )
 
     def _exchange(self, dag: TrainingDAG, chunks: Sequence[Chunk], mesh: Mesh) -> None:
-        """Insert exchanges around the chunks of one region, whose code and values change."""
+        """Insert exchanges of rows before and after the chunks of one region. If experts may get different
+        numbers of rows, also insert one exchange of counts for each slice. Give the chunks' outputs the specs
+        for divided experts."""
         experts = dag.code.routed[chunks[0].region]
-        routes: dict[Slice, tuple[Ref, ...]] = {}  # counts at the source, and counts that arrived
+        routes: dict[Slice, tuple[Ref, ...]] = {}  # slice -> (counts before their exchange, counts after it)
         for chunk in sorted(chunks, key=lambda c: (c.kind != "F", c.id)):
             interface, whole = dag.interface(chunk), chunk.outputs
             if chunk.slice not in routes and not experts.even:
@@ -423,9 +431,9 @@ class Shard(Directive):
         return dataclasses.replace(value, tensors=(spec,), others=((self.axis, values.Shard(0)),))
 
     def _sent(self, value: Value, experts: Routed, mesh: Mesh) -> Value:
-        """Return the value of the rows at their experts.
+        """Return the value of the rows that a device's experts receive, given the `value` that devices send.
 
-        If their number is not fixed, it is estimated as the number of rows at the source, which is the
+        If the number of received rows is not fixed, the specs have the number of sent rows, as in the
         balanced case.
         """
         (spec,), shape = value.tensors, value.tensors[0].shape

@@ -1,9 +1,9 @@
 """Parameters that are divided along an axis of the mesh. Each device holds, sums and updates its own part of
 them.
 
-Such parameters have their own buckets. The gradient of a part covers the rows that all devices of its line
-along the axis sent there. It is summed along the data axis, over the devices that hold the same part. Each of
-these devices updates a shard of the bucket:
+Divided parameters have their own buckets. The gradient of a part covers the rows that all devices of its line
+along the axis sent to it. The gradient is summed along the data axis, over the devices that hold the same
+part. Each of these devices updates a shard of the bucket:
 
     pack -> accumulate -> (reduce-scatter over the holders of the same part) -> update;   one gather of the parameters a step
 
@@ -27,8 +27,8 @@ from lightning_piper.ops.update import Accumulate, Update
 
 
 def hold_parts(dag: TrainingDAG, regions: Iterable[int]) -> list[Node]:
-    """Let devices hold, sum and update their parts of the parameters of `regions`, with the policies in
-    `dag.policies`.
+    """Let devices hold, sum and update their parts of the divided parameters of `regions`, with the policies
+    in `dag.policies`. First remove earlier sums, updates and gathers of these parameters.
 
     Returns:
         The updates, which may read values of other devices.
@@ -37,6 +37,7 @@ def hold_parts(dag: TrainingDAG, regions: Iterable[int]) -> list[Node]:
         Conflict: Regions that share parameters have different policies.
     """
     readers = _users_of(dag)
+    # (regions that use the parameters, their mesh, axes along which they are divided) -> names of parameters
     families: dict[tuple[frozenset[int], Mesh, tuple[str, ...]], list[str]] = {}
     for region in sorted(set(regions)):
         for name in [name for name in dag.divided if region in readers[name]]:
@@ -61,7 +62,8 @@ def _users_of(dag: TrainingDAG) -> Mapping[str, frozenset[int]]:
 
 
 def _hold(dag: TrainingDAG, family: Sequence[int], names: Sequence[str]) -> list[Node]:
-    """Let devices hold, sum and update their parts of the parameters that the regions of `family` share."""
+    """Let devices hold, sum and update their parts of the parameters `names`, which the regions of `family`
+    share. Return the updates."""
     mesh = dag.mesh_of(names[0])
     policy = _policy(dag, family, names, members=mesh.size(DATA))
     chunks = [chunk for chunk in dag.of_type(Chunk) if chunk.region in family]
@@ -70,6 +72,7 @@ def _hold(dag: TrainingDAG, family: Sequence[int], names: Sequence[str]) -> list
     }
     updates: list[Node] = []
     buckets: list[Bucket] = []
+    # A bucket has either trained or untrained parameters.
     for some in ([n for n in names if n in trained], [n for n in names if n not in trained]):
         params = [dataclasses.replace(dag.step.params[name], spec=dag.spec_of(name)) for name in some]
         buckets += buckets_of(params, policy.bucket_bytes, mesh, along=dag.divided[names[0]])
@@ -84,9 +87,10 @@ def _hold(dag: TrainingDAG, family: Sequence[int], names: Sequence[str]) -> list
 
 
 def _policy(dag: TrainingDAG, family: Sequence[int], names: Sequence[str], members: int) -> ShardingPolicy:
-    """Return the policy of the regions' replicate directive, always with a sharded optimizer state.
+    """Return the policy of the regions in `dag.policies`, changed to shard the optimizer state.
 
-    All devices that hold the same part shard its optimizer state.
+    If only one device holds each part (`members` is 1), gradients and parameters are not sharded. Raise
+    `Conflict` if the regions have different policies.
     """
     found = {dag.policies[region] for region in family if region in dag.policies}
     if len(found) > 1:
@@ -105,8 +109,8 @@ def _policy(dag: TrainingDAG, family: Sequence[int], names: Sequence[str], membe
 def _sum(
     dag: TrainingDAG, family: Sequence[int], chunks: Sequence[Chunk], bucket: Bucket, policy: ShardingPolicy
 ) -> list[Node]:
-    """Add the sums of a bucket's gradients, one for each region and device group. Add an update of all sums
-    on each group.
+    """Add the sums of a bucket's gradients, one for each region and device group. Add an update on each group
+    that reads all sums. Return the updates.
     """
     totals: list[Ref] = []
     for region in reversed(family):  # in the order of the backward pass
@@ -126,8 +130,8 @@ def _sum(
 def _total(
     dag: TrainingDAG, terms: Sequence[tuple[Chunk, int]], bucket: Bucket, policy: ShardingPolicy
 ) -> Ref:
-    """Add the sum of the gradients that chunks on the same devices make, over all holders of the same
-    part.
+    """Add the sum of the bucket's gradients over `terms`, and over all devices that hold the same part. A
+    term is (chunk, output index). All these chunks are on the same devices.
     """
     alone = bucket.members == 1
     value = Value(
@@ -161,7 +165,8 @@ def _total(
 
 
 def _undo(dag: TrainingDAG, names: set[str]) -> None:
-    """Remove the gradient sums, updates and gathers of some parameters."""
+    """Remove the gradient sums, updates and gathers of the parameters `names`, so that chunks read the
+    devices' own copies."""
     stack: list[Node] = []
     for chunk in list(dag.of_type(Chunk)):
         held = dag.interface(chunk).params

@@ -34,7 +34,7 @@ class Conflict(Exception):
     """Two directives treat one parameter differently. The message says what is wrong.
 
     Attributes:
-        advice: The way out of the conflict; empty if the caller's usual advice holds.
+        advice: A way to resolve the conflict. If it is empty, the caller gives its own advice.
     """
 
     def __init__(self, message: str, advice: str = "") -> None:
@@ -74,6 +74,7 @@ def reduce_gradients(dag: TrainingDAG, regions: set[int], policy: ShardingPolicy
                 f"another directive sums {shown}, in {value.bucket.dtype}, but this one would sum it in "
                 f"{wanted}"
             )
+        # With sharded gradients, replicas sum each term, and accumulate shards of these sums.
         if policy.gradients and _shardable(dag, value.bucket):
             shards = tuple((scatter(dag, total, policy, ref).id, 0) for ref in total.inputs)
             dag.rewire(total, inputs=shards)
@@ -126,7 +127,7 @@ def gather_parameters(dag: TrainingDAG, regions: set[int], policy: ShardingPolic
             if any(readers.get(name, frozenset()) & here for name in bucket.names)
         ]
         if policy.parameters or dag.earlier_buckets:
-            # A bucket of an earlier program may have parameters that this step trains, and others that it reads.
+            # In a bucket of an earlier program, this step may train some parameters and only read others.
             untrained = _untrained_buckets(dag, devices, here & regions, policy)
             buckets += [bucket for bucket in untrained if bucket not in buckets]
         gather_at(dag, devices, buckets, policy)
@@ -138,7 +139,7 @@ def gather_as_in_training(dag: TrainingDAG, training: TrainingDAG) -> None:
         bucket = shards.outputs[0].bucket
         assert bucket is not None
         if bucket.mesh != dag.mesh_of(bucket.names[0]):
-            continue  # not yet divided
+            continue  # A `shard` that is applied later divides these parameters and gathers them.
         stream = next((gather.stream for gather in training.users(shards)), shards.stream)
         policy = ShardingPolicy(
             optimizer=True, gradients=not shards.kept, parameters=not shards.kept, gather_stream=stream
@@ -159,7 +160,7 @@ def gather_at(dag: TrainingDAG, devices: Group, buckets: Iterable[Bucket], polic
     placed = {
         n: node for node in dag.of_type(Parameters) if node.devices == devices for n in node.outputs[0].names
     }
-    sources: dict[str, Parameters] = {}
+    sources: dict[str, Parameters] = {}  # parameter -> the node with the shard of its bucket
     for bucket in buckets:
         found = placed.get(bucket.names[0])
         same = all(placed.get(name) is found for name in bucket.names)
@@ -177,7 +178,7 @@ def gather_at(dag: TrainingDAG, devices: Group, buckets: Iterable[Bucket], polic
                 )
             )
         sources |= dict.fromkeys(bucket.names, found)
-    shared: dict[int, AllGather] = {}
+    shared: dict[int, AllGather] = {}  # id of such a node -> its gather. Used if chunks share a gather.
     for chunk in [c for c in dag.of_type(Chunk) if c.devices == devices]:
         names = dag.interface(chunk).params
         own: dict[int, AllGather] = {} if policy.parameters else shared
@@ -193,8 +194,8 @@ def gather_at(dag: TrainingDAG, devices: Group, buckets: Iterable[Bucket], polic
 
 
 def _sharded(dag: TrainingDAG, regions: set[int]) -> list[Bucket]:
-    """Return the gradient buckets of `regions`, in the parameters' dtype. The parameters of one bucket have
-    the same readers.
+    """Return the buckets of the trained parameters of `regions` that this program may shard, in the
+    parameters' dtype. Buckets of divided parameters are left out.
     """
     found: dict[Bucket, None] = {}
     for total in dag.of_type(Accumulate):
@@ -212,7 +213,11 @@ def _sharded(dag: TrainingDAG, regions: set[int]) -> list[Bucket]:
 def _untrained_buckets(
     dag: TrainingDAG, devices: Group, regions: set[int], policy: ShardingPolicy
 ) -> list[Bucket]:
-    """Return buckets of the parameters that `regions` read and that no region trains."""
+    """Return buckets, which this program may shard, of the parameters that `regions` read and no region
+    trains.
+
+    Leave out divided parameters, and parameters that `devices` already gather.
+    """
     placed = {n for node in dag.of_type(Parameters) if node.devices == devices for n in node.outputs[0].names}
     trained = _trained(dag).keys() | placed | dag.divided.keys()
     readers = readers_of(dag)
@@ -246,7 +251,8 @@ def buckets_between_steps(training: TrainingDAG) -> dict[str, dict[Group, Bucket
 
 
 def keeps_shards_of(dag: TrainingDAG, training: TrainingDAG) -> bool:
-    """Return whether the devices read each parameter from the shards that they keep of it under `training`."""
+    """Return whether each chunk of `dag` reads each parameter from the bucket from which the same devices
+    read it in `training`. Divided parameters are not compared."""
     kept, own = buckets_between_steps(training), buckets_between_steps(dag)
     return all(
         own.get(name, {}).get(chunk.devices) == kept.get(name, {}).get(chunk.devices)
@@ -268,7 +274,7 @@ def _bucket(dag: TrainingDAG, regions: set[int], policy: ShardingPolicy) -> list
     parameters.
 
     Returns:
-        The updates, now one for each bucket.
+        The new updates, one for each bucket and device group.
     """
     totals: dict[tuple[str, ...], list[Accumulate]] = {}
     for total in dag.of_type(Accumulate):
@@ -303,7 +309,7 @@ def _is_to_sum(dag: TrainingDAG, total: Accumulate) -> bool:
 
 
 def _packed(dag: TrainingDAG, total: Accumulate, bucket: Bucket, names: tuple[str, ...]) -> Accumulate:
-    """Add the part of a gradient sum that lies in one bucket."""
+    """Add a sum of the parts of `total`'s terms that lie in `bucket`, the gradients of `names`."""
     value = Value(Kind.GRAD, names, (bucket.whole,), Partial(), bucket)
     about = {"tags": total.tags, "devices": total.devices, "placed_by": total.placed_by, "outputs": (value,)}
     packs = tuple((dag.add(Pack(inputs=(ref,), stream=total.stream, **about)).id, 0) for ref in total.inputs)  # type: ignore[arg-type]
@@ -317,7 +323,7 @@ def _buckets(
 
     Parameters that an earlier program sharded are in its buckets. The other parameters of one bucket have the
     same readers, so that a gather brings only parameters that its reader reads. Parameters that a `shard` may
-    divide have buckets of their own.
+    divide have buckets of their own. `dtype` is the dtype of the buckets; None: the parameters' dtype.
 
     Raises:
         Conflict: An earlier program shards a parameter over other devices.

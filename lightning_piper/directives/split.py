@@ -40,9 +40,9 @@ class Split(Directive):
                                                                           F[MB=1] 2:4 -> B[MB=1] 2:4 ---^
 
     Attributes:
-        filter: Selects chunks (default: all chunks), always with both passes of a region. A part of the model
-            may be split alone. Then values that enter it are cut along the batch, and values that leave it
-            are joined.
+        filter: Selects chunks (default: all chunks). It must select all passes of a region or none. A part of
+            the model may be split alone. Then values that enter this part are cut along the batch, and values
+            that leave it are joined.
         dim_name: The new tag (default: "MB"). Microbatch i has `dim_name=i`.
         num_microbatches: The number of microbatches. Their sizes differ by one sample of each replica at most,
             and the larger ones come first.
@@ -89,6 +89,9 @@ class Split(Directive):
             dag.change(chunk, tags={**chunk.tags, self.dim_name: 0})
 
     def apply(self, dag: TrainingDAG) -> None:
+        """Repeat the selected chunks for each microbatch, and connect the copies. Chunks that are computed
+        from gathered samples are not repeated.
+        """
         chunks = self._cuttable(dag, self.select(dag, "filter", self.filter))
         if dag.meshes:
             divided = dag.regions[min(dag.meshes)].label
@@ -116,10 +119,10 @@ class Split(Directive):
         )
 
     def _cuttable(self, dag: TrainingDAG, chunks: list[Chunk]) -> list[Chunk]:
-        """Return the chunks without those that are computed from gathered samples.
+        """Return the chunks that are not computed from gathered samples. Raise an error if there are none.
 
-        Chunks that are computed from gathered samples need all samples at once, and run on the devices of the
-        first microbatch.
+        Chunks that are computed from gathered samples need all samples at once. They get the tag of the first
+        microbatch, so that they run on its devices.
         """
         found = [chunk for chunk in chunks if not dag.regions[chunk.region].joined]
         if chunks and not found:
@@ -132,7 +135,7 @@ class Split(Directive):
         for chunk in chunks:
             if dag.regions[chunk.region].joined:
                 dag.change(chunk, tags={**chunk.tags, self.dim_name: 0})
-                # A stage without microbatches; an order may name all of them.
+                # The stage has only this chunk. An order may still name further microbatches of the stage.
                 if dag.regions[chunk.region].label not in cut:
                     dag.program.absent.setdefault(self.dim_name, set()).update(
                         range(1, self.num_microbatches)
@@ -148,7 +151,11 @@ class Split(Directive):
         connect(dag, [node for node in touched if node.id in dag.nodes] + _buffer_readers(dag))
 
     def _microbatches(self, dag: TrainingDAG, part: Slice) -> list[Slice]:
-        """Return the parts of a slice, one for each microbatch."""
+        """Return the parts of a slice, one for each microbatch.
+
+        A batch with too few samples is an error, unless it is smaller than the batch for which the program
+        was written. Then there are fewer microbatches, and the DAG records the indices that are absent.
+        """
         count, replicas = self.num_microbatches, dag.program.replicas
         # Each replica needs an equal part of each microbatch.
         unit = replicas if dag.replicas == 1 and len(part) % replicas == 0 else 1
@@ -276,7 +283,7 @@ class _Rewrite:
         touched: list[Node] = []
         repeated: list[Node] = []
         turn = {i: n for n, i in enumerate(nx.lexicographical_topological_sort(self.dag.graph))}
-        # The inputs of a chunk are already repeated.
+        # In this order, the chunks that a chunk reads are repeated before it.
         for chunk in sorted(self.chunks, key=lambda chunk: turn[chunk.id]):
             repeated += self._repeat_gathers(chunk)
             self.copies[chunk.id] = copies = [
@@ -295,8 +302,8 @@ class _Rewrite:
         return touched
 
     def _repeat_gathers(self, chunk: Chunk) -> list[Node]:
-        """Repeat the gathers of a chunk's parameters for each copy of the chunk. Returns the repeated
-        nodes.
+        """Repeat the gathers of a chunk's parameters for each copy of the chunk, if they belong to this one
+        use. Return the repeated nodes.
         """
         gathers = [
             self.dag.nodes[i] for i in dict.fromkeys(ref[0] for ref in chunk.params if ref is not None)
@@ -355,8 +362,8 @@ class _Rewrite:
     def _input(self, ref: Ref, i: int, chunk: Chunk, part: Slice) -> Ref:
         """Return the value that copy i of a chunk reads instead of `ref`.
 
-        It is the output of another copy, or a part cut out of `ref`, or `ref` itself if its shape does not
-        depend on the number of samples.
+        It is the output of copy i of another node, or a part cut out of `ref`. It is `ref` itself if its
+        shape does not depend on the number of samples.
         """
         if ref[0] in self.copies:
             return (self.copies[ref[0]][i].id, ref[1])
@@ -450,8 +457,10 @@ class _Rewrite:
         return self.joined[key]
 
     def _batch_dim(self, ref: Ref, whole: Slice, part: Slice) -> int | None:
-        """Return the dimension of a value whose size is the number of samples; None if there is no such
-        dimension. The shapes for the samples `whole` and for the samples `part` show the dimension."""
+        """Return the dimension of a value whose size is the number of samples; None if the shape does not
+        depend on that number. The shapes for the samples `whole` and for the samples `part` show the
+        dimension. Raise an error if several dimensions differ, or if their sizes are not the numbers of
+        samples."""
         if len(whole) == len(part):
             part = Slice(part.start, part.stop - 1) if len(part) > 1 else Slice(part.start, part.stop + 1)
         a, b = (self.dag.specs_of(ref, size)[0].shape for size in (len(whole), len(part)))

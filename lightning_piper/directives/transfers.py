@@ -42,7 +42,8 @@ def place_around(dag: TrainingDAG, chunks: list[Chunk]) -> bool:
 
 
 def place_dependents(dag: TrainingDAG, chunks: Iterable[Chunk]) -> list[Node]:
-    """Place the nodes whose devices follow from `chunks`: sums, metrics, and nodes that a split inserted.
+    """Place the nodes whose devices follow from `chunks`, such as sums, metrics, and nodes that a split
+    inserted.
 
     Returns:
         The nodes that were placed.
@@ -71,8 +72,8 @@ def place_dependents(dag: TrainingDAG, chunks: Iterable[Chunk]) -> list[Node]:
 def connect(dag: TrainingDAG, nodes: Iterable[Node]) -> None:
     """Insert a send and a receive where a placed node of `nodes` reads a value of another device.
 
-    One transfer serves all readers of a value on a device. Between replicated nodes, each replica sends to
-    its own device of the other group.
+    One transfer serves all readers of a value on a device. Between device groups, each device sends to the
+    device with the same group rank.
     """
     arrived: dict[tuple[Ref, tuple[int, ...]], Ref] = {}
     for node in nodes:
@@ -96,7 +97,7 @@ def _existing(dag: TrainingDAG, ref: Ref, devices: tuple[int, ...]) -> Ref | Non
 
 
 def _transfer(dag: TrainingDAG, ref: Ref, devices: tuple[int, ...], reader: Node) -> Ref:
-    """Add a send and a receive of a value. Returns the received value."""
+    """Add a send and a receive of a value for a reader on `devices`. Return the received value."""
     source, value = dag.nodes[ref[0]], dag.value(ref)
     by = max((i for i in (source.placed_by, reader.placed_by) if i is not None), default=None)
     shared: dict[str, Any] = {"outputs": (value,), "tags": source.tags, "placed_by": by, "origin": by}
@@ -126,8 +127,8 @@ def disconnect(dag: TrainingDAG, makers: Iterable[Node]) -> list[Node]:
 
 
 def connect_report(dag: TrainingDAG) -> None:
-    """Make the loss and logged values reach every device. With several devices, sum vectors that have zeros
-    for values of other devices.
+    """Make the loss and logged values reach every device. With several devices, each device makes a vector of
+    all values, with zeros for the values of other devices, and a node sums these vectors.
     """
     report = next(dag.of_type(Report))
     devices = dag.devices()

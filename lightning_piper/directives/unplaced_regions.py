@@ -9,16 +9,16 @@ from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.regions import Region
 
 SHOWN = 5  # regions in a message
-PLACE = "place"  # the op of the directive
+PLACE = "place"  # the op of `Place`
 
 
 def without_device(dag: TrainingDAG) -> tuple[str, str] | None:
-    """Return which regions the program leaves without a device, and what to do, as texts of an error.
+    """Return two texts for an error: which regions the program leaves without a device, and what to do.
 
     Return None if all regions have a device, if none has one, or if a later directive may place them.
     """
     unplaced: dict[int, Chunk] = {}
-    placed, readers = set[int](), dict[str, int]()  # placed regions; parameter -> a placed region with it
+    placed, readers = set[int](), dict[str, int]()  # placed regions; parameter -> one that reads it
     for chunk in dag.of_type(Chunk):
         if chunk.devices:
             placed.add(chunk.region)
