@@ -1,5 +1,5 @@
-"""Find the cuts of a joint graph's forward pass that allow its backward pass to be cut at placement
-changes."""
+"""Find where a joint graph's forward pass must be cut, so that its backward pass can be cut at each change of
+placement."""
 
 from __future__ import annotations
 
@@ -20,30 +20,32 @@ VIEWED = {aten.view.default, aten._unsafe_view.default, aten.alias.default}
 def backward_cuts(
     forward: list[Node], backward: list[Node], shared: Collection[Node]
 ) -> tuple[dict[Node, set[Node]], dict[Node, int]]:
-    """Return in which order the forward pass must have its regions, so that the backward pass can be cut at
-    changes of placement.
+    """Return which forward nodes must be in a later region than other forward nodes, so that the backward pass
+    can be cut at changes of placement.
 
     If a change is between two gradients, the forward node of the later gradient must be in an earlier region.
     This holds even if the forward pass has no change between the two forward nodes.
 
     Returns:
-        Two dicts. The first one: forward node -> the nodes whose regions must come before the node's region.
-            The second one: forward node -> the number of consecutive changes among the operations of its
-            gradient.
+        Two dicts, which are empty if the backward pass has no change of placement. The first one: forward
+            node -> the nodes whose regions must come before the node's region. The second one: forward node
+            -> the number of changes, one after another, between the operations of its gradient.
     """
     found: dict[Node, set[Node]] = {}
     depths: dict[Node, int] = {}
     if not any(node.target is CHANGE for node in backward):
         return found, depths
     first: dict[Any, Node] = {}
-    # Operations without a gradient have the previous operation's sequence number, so shared nodes come last.
+    # An operation without a gradient has the sequence number of the operation before it. `setdefault` keeps
+    # the first node of each number, so shared nodes come last.
     for node in sorted(forward, key=shared.__contains__):
         first.setdefault(_torch.sequence_number(node), node)
 
     def differentiated(nodes: list[Node], onward: bool) -> set[Node]:
         """Return the forward nodes to which these gradients belong.
 
-        For a sum that merges gradients, follow its inputs (with `onward`: its readers).
+        A node that belongs to no forward node, such as a sum that merges gradients, is replaced by its inputs
+        (with `onward`: by its readers).
         """
         made: set[Node] = set()
         stack, seen = list(nodes), set(nodes)
@@ -63,6 +65,7 @@ def backward_cuts(
         if node.target is CHANGE:
             for later in differentiated(node.all_input_nodes, onward=False):
                 found.setdefault(later, set()).update(differentiated(list(node.users), onward=True) - {later})
+    # backward node -> the number of changes from it on, within the gradient of one forward node
     below: dict[Node, int] = {}
     for node in reversed(backward):
         own = first.get(_torch.sequence_number(node))
@@ -74,8 +77,8 @@ def backward_cuts(
 
 
 def _merges(node: Node) -> bool:
-    """Return whether the node adds gradients of a value that is used twice, or is a view that only such sums
-    read."""
+    """Return whether an untagged node adds gradients of a value that is used several times, or is a view that
+    only such additions read."""
     if META_KEY in node.meta.get("custom", {}):
         return False
     return node.target is aten.add.Tensor or (

@@ -42,17 +42,18 @@ def concretize(
     Code that is generated within the context still reads sizes from a list: `sizes[3]`.
 
     Args:
-        numbers: the number for each `SymbolicSize`.
+        numbers: the number of each `SymbolicSize`, by its `index`.
         spec: returns the spec of a tensor of the graph.
 
     Raises:
-        NotSymbolic: a new node's value is not the value of an existing node, so its symbols are unknown. Or a
-            `SymbolicSize` is not an int or float.
+        NotSymbolic: the tensor, list or tuple of a new node is not the value of an existing node, so its
+            symbols are unknown. Or the number of a `SymbolicSize` is a truth value.
     """
     # id of a value with numbers -> this value, and the original value with symbols.
     mode, known = _torch.FakeTensorMode(), dict[int, tuple[Any, Any]]()
 
     def concrete(value: Any) -> Any:
+        """Return the value with numbers in its shape, and note the original value in `known`."""
         made = value
         if isinstance(value, torch.Tensor):
             found = spec(value)
@@ -64,6 +65,7 @@ def concretize(
         return made
 
     def number(argument: Any) -> Any:
+        """Return a number that prints like the `SymbolicSize`. Return any other argument unchanged."""
         if not isinstance(argument, SymbolicSize):
             return argument
         value = numbers[argument.index]
@@ -78,7 +80,7 @@ def concretize(
             SymbolicSize(argument.index) if isinstance(argument, _ConcreteInt | _ConcreteFloat) else argument
         )
 
-    own: list[str] = []  # new nodes whose values are not values of existing nodes
+    own: list[str] = []  # the operations of new nodes whose values are not values of existing nodes
     try:
         for node in graph.nodes:
             if "val" in node.meta:

@@ -4,9 +4,10 @@ samples (`gather_samples`).
     x -> z -> GATHER -> logits -> loss           parts of the batch: x, z, GATHER        joined: logits, loss
     y -----------------^                         `join_batch` also puts a GATHER here
 
-A node is joined if it reads the result of a GATHER or of a joined node. So a node that works on a part of the
-batch reads no joined value, and a joined node works only on the whole batch. If the joined part reads a value
-of another node, it also gathers the rows of that value, one row for each sample.
+A node is joined if it reads the result of a GATHER or of a joined node, or if only joined nodes read it (see
+`joined_nodes`). So a node that works on a part of the batch reads no joined value, and a joined node works only
+on the whole batch. If the joined part reads a value of another node, it also gathers the rows of that value,
+one row for each sample.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from lightning_piper.totals import TOTAL
 
 aten = torch.ops.aten
 EMPTY: frozenset[Node] = frozenset()
-# In the metadata of a loss gradient: the gradient belongs to a term that each part of the batch computes.
+# Metadata key of a gradient of the loss: the gradient belongs to a term that each part of the batch computes.
 OF_PARTS = "piper_of_parts"
 
 
@@ -34,9 +35,10 @@ def after_gathers(graph: torch.fx.Graph, apart: bool = False) -> set[Node]:
     """Return the forward nodes that depend on a gathered value.
 
     Args:
-        apart: if True, leave out sums that add a gathered value to a number that each part of the batch
-            computes, and all nodes that depend on such a sum. An example of such a sum is a loss with a term
-            for each sample and a term for the whole batch. Its terms have separate weights.
+        apart: if True, leave out additions and concatenations of a gathered value with a number that each
+            part of the batch computes, and the nodes that depend on gathered values only through them. An
+            example is the sum of a loss with a term for each sample and a term for the whole batch. Its two
+            terms have separate weights.
     """
     found: set[Node] = set()
     if not any(node.target is GATHER for node in graph.nodes):
@@ -59,9 +61,10 @@ def after_gathers(graph: torch.fx.Graph, apart: bool = False) -> set[Node]:
 def joined_nodes(forward: list[Node], shared: Collection[Node], apart: bool = False) -> set[Node]:
     """Return the forward nodes of the joined part.
 
-    These are the nodes that depend on a gathered value, and nodes that only the joined part reads. The latter
-    end at values with one row for each sample, which the joined part gathers. So the joined part computes a
-    temperature, and it transposes or averages values after it has gathered their rows.
+    These are the nodes that depend on a gathered value, and nodes that only the joined part reads. Back from
+    the joined part, they end at values with one row for each sample, because the joined part gathers such
+    values. So the joined part computes a temperature, and it transposes or averages values after it has
+    gathered their rows.
 
     Args:
         shared: forward nodes that belong to no region, such as views of parameters.
@@ -71,9 +74,10 @@ def joined_nodes(forward: list[Node], shared: Collection[Node], apart: bool = Fa
     if not joined:
         return joined
     varies, live = sampled(forward), _live(forward[0].graph)
+    # nodes that do not move into the joined part: it gathers their rows, or computes them again
     stay = (rows_of_samples(forward) & varies).union(shared)
-    # nodes that only the backward pass or other nodes of this set read, and unread nodes that are the same
-    # for all samples
+    # nodes that only the backward pass or other nodes of `kept` read, and unread nodes that are the same for
+    # all samples
     kept: set[Node] = set()
     for node in reversed(forward):
         users = [x for x in node.users if x in live and x.op == "call_function"]
@@ -90,7 +94,11 @@ def joined_nodes(forward: list[Node], shared: Collection[Node], apart: bool = Fa
 
 
 def rows_of_samples(forward: list[Node]) -> set[Node]:
-    """Return the nodes that depend on the samples, or draw random numbers, and have one row for each sample."""
+    """Return the batch's tensors and the forward nodes that have one row for each sample.
+
+    A node has such rows if `known_rows` returns it. A node that depends on the samples, or draws random
+    numbers, also has them if its first dimension has the size of the batch, unless it is a transposition.
+    """
     graph = forward[0].graph
     size = next((node.meta["val"].shape[0] for node in graph.nodes if is_sampled(node)), None)
     if size is None:
@@ -116,7 +124,7 @@ def differentiates_joined(
     backward: list[Node], joined: Collection[Node], shared: Collection[Node]
 ) -> Collection[Node]:
     """Return the backward nodes of the joined part: the gradients of its operations, and the sums of these
-    gradients.
+    gradients. The result leaves out gradients of terms with `OF_PARTS`, and all nodes that read them.
 
     Args:
         shared: forward nodes that belong to no region, such as views of parameters.
@@ -132,8 +140,8 @@ def differentiates_joined(
             of_parts.add(node)
             continue
         # The forward operation that the node differentiates. Sums of gradients and gradients of in-place
-        # operations have none. Such a node belongs to the joined part if all its inputs from the backward
-        # pass do.
+        # operations have none. Such a node, and the gradient of a shared node, belongs to the joined part if
+        # all its inputs from the backward pass do.
         own = None if merges else first.get(_torch.sequence_number(node))
         alone = own is None or own in shared
         if own in joined or (alone and inputs and all(x in found for x in inputs)):
@@ -142,10 +150,9 @@ def differentiates_joined(
 
 
 def _first_of_number(graph: torch.fx.Graph) -> dict[Any, Node]:
-    """Return the forward operations by sequence number.
+    """Return sequence number -> the first forward operation with this number.
 
-    An operation without a gradient has the number of the operation before it. The result leaves out such
-    operations.
+    An operation without a gradient has the number of the operation before it, so the result leaves it out.
     """
     first: dict[Any, Node] = {}
     for node in graph.nodes:
@@ -168,6 +175,7 @@ def sampled(forward: list[Node]) -> set[Node]:
 
 
 def is_sampled(node: Node) -> bool:
+    """Return whether the node is the placeholder of a tensor of the batch with at least one dimension."""
     return (
         node.op == "placeholder"
         and isinstance(node.meta.get("desc"), _torch.PlainAOTInput)
@@ -179,8 +187,8 @@ def join_batch(graph: torch.fx.Graph) -> None:
     """Let the joined part gather the batch's tensors, and compute from them the values that depend only on
     the batch.
 
-    An example is a mask made of labels. Sums over the whole batch become identities in the joined part. The
-    graph is changed in place.
+    An example of such a value is a mask made of labels. Sums over the whole batch become identities in the
+    joined part. This changes the graph in place. A graph without gathered samples is not changed.
     """
     if not (after := after_gathers(graph)):
         return
@@ -201,9 +209,10 @@ def join_batch(graph: torch.fx.Graph) -> None:
 
 
 def _plain(graph: torch.fx.Graph, joined: Collection[Node]) -> set[Node]:
-    """Return the nodes that depend only on the batch's tensors and on sizes.
+    """Return the placeholders of the batch's tensors, and the forward nodes outside of `joined` that depend
+    only on these tensors and on sizes.
 
-    They do not depend on parameters, random numbers or gathered values.
+    Such nodes do not depend on parameters, random numbers or gathered values.
     """
     found: set[Node] = set()
     for node in graph.nodes:
@@ -219,9 +228,12 @@ def _plain(graph: torch.fx.Graph, joined: Collection[Node]) -> set[Node]:
 
 
 def _copied(node: Node, reader: Node, plain: Collection[Node], made: dict[Node, Node]) -> Node:
-    """Copy a plain node, with the plain nodes on which it depends, to the position before `reader`.
+    """Return the copy of a plain node in the joined part. In the copy, the gathered rows replace a tensor of
+    the batch.
 
-    In the copy, the gathered rows replace a tensor of the batch.
+    Args:
+        reader: new copies, also of the plain nodes on which `node` depends, come before this node.
+        made: plain node -> its copy. New copies are added.
     """
     graph, stack = node.graph, [node]
     while stack:

@@ -31,21 +31,23 @@ SAME = {
 }  # fmt: skip
 SUMS = {aten.sum.default, aten.sum.dim_IntList}
 MEANS = {aten.mean.default, aten.mean.dim}
+# Operations that return a maximum or minimum of values -> which of the two.
 _EXTREMES: dict[Any, str] = {
     aten.max.default: "max", aten.amax.default: "max", aten.any.default: "max", aten.any.dim: "max",
     aten.min.default: "min", aten.amin.default: "min", aten.all.default: "min", aten.all.dim: "min",
 }  # fmt: skip
-# the extreme is the first of their results
+# Operations that return a maximum or minimum as the first of several results -> which of the two.
 _FIRST_EXTREMES: dict[Any, str] = {aten.max.dim: "max", aten.min.dim: "min"}
 OTHER_END = {"max": "min", "min": "max"}
 # Products of matrices. If both have the samples along the summed dimension, the result is a sum over samples.
 CONTRACTED = {aten.dot.default, aten.mv.default, aten.mm.default, aten.bmm.default}
 # Operations that choose between values -> the indices of these values among the arguments.
 CHOSEN = {aten.where.self: (1, 2), aten.masked_fill.Scalar: (0, 2), aten.masked_fill.Tensor: (0, 2)}
-# A comparison of a count with this number shows whether the count is 0.
+# Comparisons -> the number with which they compare a count to test that it is not 0 (n > 0, n != 0, n >= 1).
 ANY = {aten.gt.Scalar: 0, aten.ne.Scalar: 0, aten.ge.Scalar: 1}
 ZEROS = {aten.zeros_like.default, aten.new_zeros.default, aten.zeros.default}
 JOINED = {aten.stack.default, aten.cat.default}
+# Additions and subtractions -> the sign between the two operands.
 ADDED = {
     aten.add.Tensor: 1.0,
     aten.add.Scalar: 1.0,
@@ -59,6 +61,7 @@ DIVIDED = {aten.div.Tensor, aten.div.Scalar}
 
 # Operations that add rows at given indices: operation -> index of the argument with the rows.
 SCATTERED = {aten.scatter_add.default: 3, aten.index_add.default: 3, aten.index_put.default: 2}
+# Operations whose result combines over parts of the batch according to how their inputs combine.
 CHAINED = {*SAME, *SUMS, *MEANS, *JOINED, *ADDED, *MULTIPLIED, *DIVIDED, *CHOSEN, *SCATTERED}
 
 
@@ -72,7 +75,8 @@ def is_zero(value: Any) -> bool:
 
 
 def is_coarser(node: Node) -> bool:
-    """Return whether the node converts numbers to integers, or converts any values to booleans."""
+    """Return whether the node is a cast from floating-point or complex numbers to integers, or from any other
+    dtype to booleans."""
     source: Any = node.args[0]
     if node.target is not aten._to_copy.default:
         return False
@@ -91,8 +95,8 @@ def extreme_of(node: Node) -> tuple[str, Node] | None:
 
 
 # Operations that read only the shape of their input -> the value of all elements, or None if the last
-# argument is this value. The elements of `empty_like` and `new_empty` are overwritten later, so 0 stands for
-# any value.
+# argument is this value. Later operations overwrite the elements of `empty_like` and `new_empty`, so any
+# value is right for them. The table has 0.
 CONSTANTS = {aten.new_zeros.default: 0.0, aten.new_ones.default: 1.0, aten.zeros_like.default: 0.0,
     aten.ones_like.default: 1.0,
              aten.new_full.default: None, aten.full_like.default: None, aten.empty_like.default: 0.0,

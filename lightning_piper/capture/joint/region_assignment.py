@@ -1,15 +1,17 @@
 """Assign each node of a joint graph to a region.
 
 Forward nodes come in trace order. A region is a maximal run of nodes with equal tags. So a forward pass
+Forward nodes come in trace order. A region is a maximal run of nodes with equal tags. So a forward pass
 depends only on earlier regions, and a backward pass only on gradients from later regions. A run is cut
 further:
 - Work on dispatched tokens is a separate region.
-- Work that reads sums over the whole batch (`totals.total`) is a separate region. If further sums are
-  computed from it, the work that reads those sums is again a separate region.
+- Work that reads sums over the whole batch (`totals.total`), or values after a change of placement, is a
+  separate region. If further sums are computed from it, the work that reads those sums is again a separate
+  region.
 - Work on gathered samples (`joined_part.py`) is separate from all other work.
 
 Three kinds of nodes do not decide where regions begin:
-- *views*: cheap views (or casts) of a parameter or buffer. Each region that uses a view computes it, because
+- *views*: cheap views (or casts) of a parameter. Each region that uses a view computes it, because
   sending a view would send the weight.
 - *constants*: untagged work that reads only tensors of the batch and constant buffers (masks, positions,
   slices of the batch). Each region that uses a constant computes it again.
@@ -83,7 +85,8 @@ def tags_of(node: Node) -> dict[str, int]:
 
 
 def source_line(node: Node) -> str:
-    """Return the source line that opened the innermost annotation around a node."""
+    """Return the source line that opened the innermost annotation around a node. If there is none, return a
+    text that says so."""
     return str(node.meta.get("custom", {}).get(SOURCE_KEY, "outside of any annotation"))
 
 
@@ -94,7 +97,8 @@ def own_line(node: Node) -> str:
 
 
 def _first_line(node: Node) -> str:
-    """Return the line at which a region begins. Code outside of any annotation begins at its first operation."""
+    """Return the line at which the region of a first node begins: the line of its annotation, or outside of
+    any annotation the operation's own line."""
     return source_line(node) if tags_of(node) else own_line(node)
 
 
@@ -113,8 +117,8 @@ def assign(graph: torch.fx.Graph, state: frozenset[Node]) -> RegionAssignment:
     behind = backward_cuts(forward, backward, shared)
     regions = _segments([n for n in forward if n not in shared], joined, shared, weights, behind, of)
     _assign_backward(backward, regions, of, joined, shared)
-    # Regions with negative numbers come before region 0 in the forward pass, where they have no work. Their
-    # backward passes have the work after a change of placement in the backward pass of region 0.
+    # A gradient after a change of placement in the backward pass of region 0 has a negative region. Add these
+    # regions before region 0: their forward passes are empty. Then all indices begin at 0.
     if (more := -min(of.values(), default=0)) > 0:
         regions = [
             *(replace(regions[0], index=i) for i in range(more)),
@@ -125,15 +129,16 @@ def assign(graph: torch.fx.Graph, state: frozenset[Node]) -> RegionAssignment:
 
 
 def settle_glue(graph: torch.fx.Graph) -> None:
-    """Give glue, and the gradients of glue, the tags of the region to which they belong. The graph is changed
-    in place.
+    """Give glue, and the gradients of glue, the tags of the region to which each of them belongs. The graph is
+    changed in place.
 
-    This allows a cut through glue that reads sharded values.
+    With these tags, a change of placement at glue cuts the graph as it does in the region.
     """
     calls = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
     forward = [n for n in calls if not _torch.is_backward(n)]
     shared, weights = _shared(forward, frozenset())
-    runs: dict[Node, tuple[int, Node]] = {}  # node -> the number of its run, and a node with the run's tags
+    # node -> an increasing number of its run, and the first node of the run
+    runs: dict[Node, tuple[int, Node]] = {}
     last: tuple[int, Node] | None = None
     for node in forward:
         found = [runs[x] for x in node.all_input_nodes if x in runs]
@@ -145,12 +150,13 @@ def settle_glue(graph: torch.fx.Graph) -> None:
             runs[node] = max(found, key=operator.itemgetter(0))
             _tag_as(node, runs[node][1])
     first: dict[Any, Node] = {}
-    # Operations without a gradient have the previous operation's sequence number, so shared nodes come last.
+    # An operation without a gradient has the sequence number of the operation before it. `setdefault` keeps
+    # the first node of each number, so shared nodes come last.
     for node in sorted(forward, key=shared.__contains__):
         first.setdefault(_torch.sequence_number(node), node)
     for node in calls:
         own = first.get(_torch.sequence_number(node))
-        # Additions merge gradients from several places, and do not belong to a region.
+        # An addition may merge gradients from several regions, so it gets no tags.
         if (
             _torch.is_backward(node)
             and own in runs
@@ -168,7 +174,7 @@ def _tag_as(node: Node, other: Node) -> None:
 
 
 def _shared(forward: list[Node], state: frozenset[Node]) -> tuple[set[Node], set[Node]]:
-    """Return the views and constants, and all parameters with their views."""
+    """Return two sets: the views and constants, and the parameters that are used, with their views."""
     shared: set[Node] = set()
     weights: set[Node] = set()
     for node in forward:
@@ -191,8 +197,8 @@ def _shared(forward: list[Node], state: frozenset[Node]) -> tuple[set[Node], set
     return shared, weights
 
 
-# The number of a run of equal tags, whether the spot is in the joined part, and the number of boundaries
-# before it in the run.
+# Where a node lies: the number of its run of equal tags, whether it is in the joined part, and the number of
+# boundaries before it in this run. The nodes at one spot are in one region.
 Spot = tuple[int, bool, int]
 
 
@@ -206,7 +212,7 @@ def _segments(
 ) -> list[Region]:
     """Return the regions of the forward pass, and record the region of each forward node in `of`."""
     places = _places(forward, joined, weights, *behind)
-    first: dict[Spot, Node] = {}  # the first node of each region that decides where the region begins
+    first: dict[Spot, Node] = {}  # spot -> its first node that may begin a region
     for node, (place, own) in places.items():
         if own:
             first.setdefault(place, node)
@@ -214,6 +220,7 @@ def _segments(
         # Every smaller depth has a region too, even if only its backward pass has work.
         for before in range(depth):
             first.setdefault((run, whole, before), node)
+        # Before a joined region, an unjoined region gathers the samples.
         if whole:
             first.setdefault((run, False, 0), node)
     number = {place: i for i, place in enumerate(sorted(first))}
@@ -226,7 +233,7 @@ def _segments(
     # In reverse order, because the readers of a node may themselves have no region yet.
     for node in reversed([node for node in forward if node not in of]):
         users = [of[u] for u in node.users if u in of and (node in joined or u not in joined)]
-        # A gathered tensor of the batch is gathered before the region that reads it.
+        # A gathered tensor of the batch is gathered in the last unjoined region before its reader.
         if node.target is GATHER:
             users = [max(r.index for r in regions[: of[u]] if not r.joined) for u in node.users if u in of]
         of[node] = min(users, default=0)
@@ -240,8 +247,8 @@ def _places(
     after: Mapping[Node, set[Node]],
     depths: Mapping[Node, int],
 ) -> dict[Node, tuple[Spot, bool]]:
-    """Return the spot of each node, and whether the node may begin a region. The result does not have
-    untagged work before the first region.
+    """Return node -> its spot, and whether the node may begin a region. The result leaves out glue before the
+    first region.
 
     Args:
         after, depths: the results of `backward_cuts`.
@@ -270,13 +277,15 @@ def _places(
         inputs = [places[x][0] for x in node.all_input_nodes if x in places]
         follows = FOLLOWS in node.meta and not any(x.target in BORDERS for x in node.all_input_nodes)
         if inputs and (node not in parts or node.target in (operator.getitem, *ENDS) or follows):
-            latest = max(inputs)  # a term of a sum stays in the region that computes its value
+            # Glue, and a term of a sum, stay in the region that computes their latest input.
+            latest = max(inputs)
             begins = latest[1] != (node in joined)
             places[node] = (latest[0], True, 0) if begins else latest, begins
         elif node in parts:
             if (tags_of(node), parts[node]) != current:
                 run, current = run + 1, (tags_of(node), parts[node])
             here = (run, node in joined)
+            # input -> the number of boundaries before it, if the input is in the same run and part
             depth = {
                 x: places[x][0][2] for x in node.all_input_nodes if x in places and places[x][0][:2] == here
             }
@@ -293,10 +302,10 @@ def _places(
 
 
 def _is_glue(node: Node, away: set[Node], weights: set[Node]) -> bool:
-    """Return whether an untagged node may lie anywhere in a run of equal tags.
+    """Return whether a node is glue, so that it does not decide where regions begin.
 
-    A sum over the batch, a placement change (`BORDERS`) and their readers may not. A node with `AFTER`, or
-    with an input in `away` or `weights`, may not either.
+    These nodes are not glue: tagged nodes, sums over the batch and changes of placement (`BORDERS`),
+    the readers of `BORDERS`, of a parameter or of a node in `away`, and nodes with `AFTER`.
     """
     # After `combine`, rows do not belong to the experts' region any more. The result of a sum does not belong
     # to the region of its terms.
@@ -343,15 +352,16 @@ def _assign_backward(
     joined: Collection[Node],
     shared: Collection[Node],
 ) -> None:
-    """Assign each backward node to the region of the forward operation that it differentiates.
+    """Assign each backward node to the region of the forward operation that it differentiates, and record this
+    region in `of`.
 
-    Additions that merge gradients of a value used twice have no tags. They are in the region that computes
-    the latest of their inputs. Regions of backward nodes are limited by their inputs, so that passes never
-    wait for each other in a circle.
+    If the node reads a gradient of an earlier region, it is in that earlier region, so that passes never wait
+    for each other in a circle. An addition that merges gradients of a value used several times has no tags. It
+    is in the earliest region of its inputs.
     """
     by_sequence: dict[Any, int] = {}
-    # Operations without a gradient have the previous operation's sequence number, so the first operation
-    # counts.
+    # (sequence number, whether the region is joined) -> region. An operation without a gradient has the
+    # sequence number of the operation before it, so the first operation counts.
     for node, forward in of.items():
         by_sequence.setdefault((_torch.sequence_number(node), node in joined), forward)
     tags = [(dict(r.tags), r.joined) for r in regions]
@@ -361,10 +371,10 @@ def _assign_backward(
 
     def before(x: Node, node: Node) -> int:
         """Return the largest index of a region in which `node` may read the gradient `x`."""
-        # the gradient goes from the joined part to the parts of the batch
+        # Gradients go from the joined part to the parts of the batch.
         if x in joined and node not in joined:
             return max(r.index for r in regions[: of[x]] if not r.joined)
-        # The region with a sum's terms has the next larger index.
+        # In the backward pass, the reader of a sum is one region before the terms of the sum.
         return of[x] - (x.target in BORDERS and node.target is not CHANGE)
 
     for node in backward:
@@ -400,7 +410,7 @@ def gradient_terms(node: Any, of: Mapping[Node, int]) -> list[Node]:
     """Return a parameter's gradient as terms of different regions, in the order of summation.
 
     The gradient of a parameter that several regions use is a chain of additions. Splitting the chain lets
-    each region keep its own term.
+    each region keep its own term. Any other gradient is returned as one term.
     """
     if (
         node.target is aten.add.Tensor
@@ -415,14 +425,15 @@ def gradient_terms(node: Any, of: Mapping[Node, int]) -> list[Node]:
 
 
 def refuse_parts(graph: torch.fx.Graph) -> Collection[Node]:
-    """Check that the joined part reads only rows of samples and values that are the same for each part of the
-    batch, apart from its own values.
+    """Check that the joined part reads only three kinds of values: its own values, rows of samples, and values
+    that are the same for each part of the batch. Values that no result needs are not checked.
 
     Returns:
-        The nodes that are computed from gathered samples.
+        The forward nodes of the joined part.
 
     Raises:
-        CaptureError: the joined part reads a value without one row for each sample.
+        CaptureError: the joined part reads any other value, or `gather_samples` gets a value without one row
+            for each sample.
     """
     forward = [n for n in graph.nodes if n.op == "call_function" and not _torch.is_backward(n)]
     shared, _ = _shared(forward, frozenset())

@@ -11,7 +11,7 @@ from torch.fx import Node
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.ir.regions import Output, PassKey
 
-OutputRef = tuple[int, str, int]  # (region, pass, output index)
+OutputRef = tuple[int, str, int]  # (index of the region, pass, index of the bundle among the pass's outputs)
 
 
 @dataclass
@@ -20,9 +20,9 @@ class RegionPass:
 
     Attributes:
         nodes: The nodes that the pass runs, in the order of the joint graph.
-        outputs: Its output bundles, with the nodes that each holds.
-        reads: Placeholders, and nodes of other passes, in the order of use.
-        inputs: Its input bundles, with the nodes that each holds.
+        outputs: The pass's output bundles, each with the nodes that the bundle holds.
+        reads: Placeholders, and nodes of other passes, in the order of use. The values are None.
+        inputs: The pass's input bundles -> the nodes that each bundle holds.
     """
 
     key: PassKey
@@ -33,12 +33,12 @@ class RegionPass:
 
     def take(self, bundles: Iterable[OutputRef], passes: Mapping[PassKey, RegionPass]) -> None:
         """Set the inputs. A pass receives a whole bundle, even if it reads only a part of the bundle."""
-        # The bundles are sorted because a batch of one sample may run other operations, which read the
+        # The bundles are sorted because a batch of one sample may run different operations, which read the
         # bundles in another order.
         self.inputs = {ref: passes[ref[0], ref[1]].outputs[ref[2]][1] for ref in sorted(set(bundles))}
 
     def bundles(self, kind: str) -> list[tuple[OutputRef, Output, list[Node]]]:
-        """Return the output bundles of a kind."""
+        """Return each output bundle of a kind: its reference, its description, and its nodes."""
         return [
             ((*self.key, i), out, nodes) for i, (out, nodes) in enumerate(self.outputs) if out.kind == kind
         ]
@@ -47,8 +47,12 @@ class RegionPass:
 def reads_of(
     nodes: list[Node], outputs: list[tuple[Output, list[Node]]], shared: Collection[Node]
 ) -> dict[Node, None]:
-    """Return the outside nodes that these nodes read. A reader of a `shared` node computes this node again,
-    so the node's inputs are read instead."""
+    """Return the nodes outside of a pass that its nodes and outputs read, in the order of use.
+
+    Args:
+        nodes: the nodes of the pass.
+        shared: nodes that each reader computes again. Their inputs are read in their place.
+    """
     own, seen = set(nodes), set()
     reads: dict[Node, None] = {}
     stack = [x for n in reversed(nodes) for x in reversed(n.all_input_nodes)]
@@ -72,7 +76,7 @@ class PlaceholderNames:
     Attributes:
         params, buffers: Placeholder -> canonical name.
         batch: Placeholder -> index among the step's arguments, which are tensors of the batch and numbers.
-        tangent: The gradient of the loss, as traced.
+        tangent: The placeholder of the gradient of the loss. None if the graph has no such placeholder.
         tangents: Placeholders of the gradients of the loss's terms -> the indices of the terms. Empty if the
             terms were not weighted.
     """

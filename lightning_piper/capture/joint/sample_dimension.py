@@ -48,7 +48,8 @@ _SHAPED = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 
 
 def known_rows(graph: torch.fx.Graph, size: int) -> set[Node]:
-    """Return the forward values of a graph whose first dimension certainly follows the samples.
+    """Return the batch's tensors and the forward values whose first dimension certainly follows the samples:
+    it has the samples in their order, perhaps merged with the dimensions after it.
 
     Args:
         size: the number of samples in the trace.
@@ -72,12 +73,16 @@ def is_kept(node: Node, rows: set[Node]) -> bool:
 
 
 def _follows(node: Node, found: set[Node], size: int) -> bool:
-    """Return whether the first dimension of a node's value certainly follows the samples. `found` has the
-    earlier nodes for which it does."""
+    """Return whether the first dimension of a node's value certainly follows the samples.
+
+    Args:
+        found: the earlier nodes whose first dimension follows the samples.
+        size: the number of samples in the trace.
+    """
     target: Any = node.target
     shape = shape_of(node)
     if not shape:
-        # An operation with several results follows the samples if its operand does; its first result counts.
+        # The first result has no dimensions. If there are several results, a later one may follow the samples.
         return isinstance(node.meta.get("val"), tuple | list) and _operand(node) in found
     source = _operand(node)
     if target in _SHAPED:
@@ -110,6 +115,8 @@ def _follows(node: Node, found: set[Node], size: int) -> bool:
 
 
 def _along_first(node: Node, ndim: int) -> bool:
+    """Return whether the second argument of an operation of `_ALONG` includes the first dimension, or stands
+    for all dimensions."""
     given: Any = node.args[1] if len(node.args) > 1 else 0
     dims = given if isinstance(given, tuple | list) else [given]
     return any(dim is None or dim in (0, -ndim, -ndim - 1) for dim in dims) or not dims
@@ -125,8 +132,8 @@ def _counts(node: Any, size: int) -> bool:
 
 
 def is_first_of(node: Node, place: int) -> bool:
-    """Return whether dimension `place` of a transposed value is the first dimension of its source. If
-    dimensions have equal sizes, shapes do not show this."""
+    """Return whether dimension `place` of the result of a transposition (or `unsqueeze`) is the first dimension
+    of its source. Shapes do not show this if dimensions have equal sizes."""
     ndim = len(shape_of(node))
     if node.target is aten.unsqueeze.default:
         return place == 1 and node.args[1] in (0, -ndim)
@@ -153,7 +160,7 @@ def _operand(node: Node) -> Any:
 
 def shape_of(node: Any) -> tuple[int, ...]:
     """Return the shape of a value in a graph. If the value has several results, return the shape of the first
-    one."""
+    one. Return () for a value that is not a tensor."""
     value = node.meta.get("val") if isinstance(node, Node) else None
     if isinstance(value, tuple | list) and value and isinstance(value[0], torch.Tensor):
         value = value[0]

@@ -46,13 +46,14 @@ class SizeSymbols:
         self._free = free
         self._specs: Specs = ()
         self._shapes = _torch.ShapeSymbols()
+        # (index of a tensor in the batch, dimension) -> name of its symbol
         self._of: dict[tuple[int, int], str] = {}
         self.names: tuple[str, ...] = ()
 
     def fakes(
         self, specs: Specs, device: torch.device
     ) -> tuple[_torch.FakeTensorMode, tuple[torch.Tensor, ...]]:
-        """Return the fake tensors to trace with, and their fake mode."""
+        """Return fake tensors with symbols of this trace, and their fake mode. Each call makes new symbols."""
         self._specs, self._shapes, self._of = specs, _torch.ShapeSymbols(), {}
         tensors = []
         for leaf, spec in enumerate(specs):
@@ -68,8 +69,11 @@ class SizeSymbols:
         return self._shapes.mode, tuple(tensors)
 
     def values(self, specs: Specs) -> tuple[int, ...] | None:
-        """Return the symbols' values for tensors of these specs. Return None if a symbol would have two
-        values, or if a fixed dimension differs."""
+        """Return the symbols' values for tensors of these specs.
+
+        Return None if the tensors do not fit the trace: another number of tensors, another dtype or number of
+        dimensions, another size of a fixed dimension, or two values for one symbol.
+        """
         found: dict[str, int] = {}
         if len(specs) != len(self._specs):
             return None
@@ -86,7 +90,7 @@ class SizeSymbols:
         """Return a function that returns whether the trace is valid for given values of the symbols.
 
         Raises:
-            NotSymbolic: the trace is valid for one value only.
+            NotSymbolic: the trace is valid for one value of a symbol only.
         """
         if self._shapes.is_fixed(self.names):
             raise NotSymbolic("the step's Python code takes a size as a number")
@@ -105,6 +109,7 @@ class SizeNumbers:
     def __init__(self, symbols: SizeSymbols) -> None:
         self._symbols = symbols
         self._known: dict[str, int] = {}  # expression -> its index
+        # for each number of the graph: the index of its expression, or (operation, args, kwargs)
         self._sources: list[int | tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]] = []
         self._evaluate: Callable[..., tuple[Any, ...]] | None = None
 
@@ -127,7 +132,8 @@ class SizeNumbers:
         return SymbolicSize(len(self._sources) - 1)
 
     def at(self, values: Sequence[int]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Return the values of the expressions and the graph's numbers, given these values of the symbols."""
+        """Return two tuples for these values of the symbols: the values of the expressions, and the graph's
+        numbers."""
         if self._evaluate is None:
             self._evaluate = _torch.evaluator(self._symbols.names, list(self._known))
         known, found = self._evaluate(*values), list[Any]()
@@ -146,7 +152,8 @@ def fill_sizes(argument: Any, numbers: Sequence[Any]) -> Any:
 
 
 def take_numbers(graph: torch.fx.Graph, numbers: SizeNumbers) -> None:
-    """Remove the operations of a graph that compute numbers. Their readers get a `SymbolicSize` instead.
+    """Remove the operations of a graph that compute numbers, and record the numbers in `numbers`. The readers
+    of such an operation get a `SymbolicSize` instead.
 
     Raises:
         NotSymbolic: a number is not computed from sizes alone.
@@ -159,7 +166,7 @@ def take_numbers(graph: torch.fx.Graph, numbers: SizeNumbers) -> None:
     def sized(argument: Any) -> Any:
         return map_aggregate(argument, of)
 
-    known: dict[str, SymbolicSize] = {}  # by expression
+    known: dict[str, SymbolicSize] = {}  # expression -> its `SymbolicSize`
     for node in graph.nodes:
         inputs, value = node.all_input_nodes, node.meta.get("val")
         if node.op != "call_function" or not isinstance(value, _NUMBERS):
@@ -175,7 +182,7 @@ def take_numbers(graph: torch.fx.Graph, numbers: SizeNumbers) -> None:
         graph.erase_node(node)
 
 
-# A spec with indices of expressions in the place of numbers.
+# (shape, dtype, stride) of a tensor. A size or stride is the index of an expression of `SizeNumbers`.
 Places = tuple[tuple[int, ...], torch.dtype, tuple[int, ...]]
 Outputs = tuple[tuple[Places, ...], ...]
 

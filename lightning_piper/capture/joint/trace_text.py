@@ -23,10 +23,11 @@ class TraceText:
     """A trace as text that can be compared with the text of another trace.
 
     Attributes:
-        lines: One line for each operation, then one for each logged value and each use of a metric object.
-        sources: The user's line of each operation.
-        specs: Specs of the tensors that each operation returns. They differ between traces with equal lines
-            only if a trace with symbols is wrong.
+        lines: One line for each node of the graph, then one for each logged value and each use of a metric
+            object.
+        sources: The user's source line for each of `lines`. Empty if it is not known.
+        specs: For each node of the graph, the specs of the tensors that it returns. They differ between traces
+            with equal lines only if a trace with symbols is wrong.
     """
 
     lines: tuple[str, ...]
@@ -42,7 +43,7 @@ def text_of(
     """Return a trace as text.
 
     Args:
-        filled: replaces an operation's argument by the argument to show.
+        filled: returns the argument to show for an operation's argument.
         spec: returns a tensor's spec.
     """
     numbers: dict[Node, int] = {}
@@ -81,13 +82,14 @@ def _laid_out(spec: TensorSpec) -> TensorSpec:
 
 
 def tensors_of(node: Node) -> list[torch.Tensor]:
-    """Return the tensors that were traced for a node."""
+    """Return the tensors of a node's value in the trace."""
     value = node.meta.get("val")
     return [x for x in (value if isinstance(value, list | tuple) else [value]) if isinstance(x, torch.Tensor)]
 
 
 def difference(before: TraceText, after: TraceText) -> str | None:
-    """Return the first operation that differs, with its source line. Return None if the texts are equal."""
+    """Return a text that shows the first line that differs, with its source line. Return None if the lines are
+    equal."""
     if before.lines == after.lines:
         return None
     at = next(
@@ -110,7 +112,7 @@ class _BareName(str):
 
 
 def _content(value: Any) -> str:
-    """Return the text of a constant. For a tensor it has dtype, shape and a checksum."""
+    """Return the text of a constant. The text of a tensor has its dtype, its shape and a checksum."""
     if not isinstance(value, torch.Tensor):
         return repr(value)
     content = (

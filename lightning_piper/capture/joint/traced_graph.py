@@ -16,7 +16,8 @@ class TracedGraph:
 
     Attributes:
         graph: The functional graph, with torch's descriptors of its placeholders and outputs.
-        plain: Kind and names of the graph's plain outputs 0, 1, ...
+        plain: Kind and names of each value that the traced function returns. In the graph, these are the
+            outputs with torch's descriptor `PlainAOTOutput`.
         logs: The `self.log` calls, in order.
         metrics: The step's calls of metric objects.
     """
