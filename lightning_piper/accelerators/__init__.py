@@ -25,8 +25,8 @@ class Accelerator(Protocol):
     def stream(self, device: torch.device, name: object) -> Any:
         """Return the process's stream of this name on the device. All callers get the same stream.
 
-        So events that one executor records on the stream count for all executors. A CUDA device has only 32
-        streams.
+        So work of one executor on the stream comes after earlier work of another executor. A CUDA device has
+        only 32 streams, which the executors share.
         """
         ...
 
@@ -37,7 +37,7 @@ class Accelerator(Protocol):
     def set_stream(self, stream: Any) -> None: ...
 
     def record_stream(self, x: torch.Tensor, stream: Any) -> None:
-        """Record that `stream` uses the memory of `x`, which another stream made. Host memory is ignored."""
+        """Record that `stream` uses the memory of `x`, which another stream made. Ignore host memory."""
         ...
 
 
@@ -71,21 +71,24 @@ def accelerator_of(device: torch.device) -> Accelerator | None:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """Return the device with a number. A device without a number becomes the current device of its kind."""
+    """Return the device with a number. A device without a number becomes the current device of its kind.
+
+    A CPU device and a meta device stay unchanged.
+    """
     if device.type in ("cpu", "meta") or device.index is not None:
         return device
     return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all work issued to the device."""
+    """Wait for all work issued to the device. For a CPU, return at once."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def generators_of(device: torch.device) -> list[torch.Generator]:
-    """Return the generators of random numbers for code on a device: the generator of the device and the
-    generator of the host.
+    """Return the generators of random numbers for code on a device: the generator of the device, if it is not
+    the host, and the generator of the host.
 
     The host's generator is included because code may draw on the host and then move the numbers.
 

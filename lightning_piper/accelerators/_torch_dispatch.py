@@ -1,6 +1,6 @@
-"""Private names of torch for operations, as `_torch_groups` has them for process groups (torch 2.13).
+"""Private names of torch for operations (torch 2.13). `_torch_groups` has the names for process groups.
 
-It relies on:
+This file relies on:
 
 - `torch.utils._python_dispatch.TorchDispatchMode`: sees each ATen operation with its arguments, in the thread
   that has entered it.

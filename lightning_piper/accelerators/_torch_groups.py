@@ -1,10 +1,10 @@
-"""Private names of torch for process groups, as `capture._torch` has them for tracing (torch 2.13).
+"""Private names of torch for process groups (torch 2.13). `capture.torch_private` has the names for tracing.
 
-It relies on:
+This file relies on:
 
 - `_new_process_group_helper`: does the work of `new_group` for the members of a group, under a given name.
-- `_world.pg_map` and `_world.pg_group_ranks`: all groups, with the store of the default group, and the ranks
-  of members.
+- `_world.pg_map`: each group -> its backend and its store.
+- `_world.pg_group_ranks`: each group -> the ranks of its members.
 - `_get_default_timeout`: the default timeout of a backend.
 - `old_hook` in `_distributed_excepthook`: the `sys.excepthook` from before the creation of the default group.
 """
@@ -56,7 +56,7 @@ def new_group_of_members(
 def keep_all_groups() -> None:
     """Make every group of this process outlive the interpreter.
 
-    Gloo's destructor waits for messages. Without this, a process that has failed would wait until the
+    The destructor of a gloo group waits for messages. A process that has failed would wait there until the
     timeout, because other processes are still running.
     """
     for group in c10d._world.pg_map:

@@ -20,7 +20,8 @@ from lightning_piper.accelerators.queues import Moment, Queue, QueuedWork
 from lightning_piper.accelerators.simulated_device import Simulated, Stream
 
 Tensors = Sequence[torch.Tensor]
-# Gets a pair for each member: the tensors that it sends, and the tensors for its results.
+# A function that runs an operation of all members. Its argument has a pair for each member: the tensors that
+# the member sends, and the tensors for its results.
 Exchange = Callable[[list[tuple[list[torch.Tensor], list[torch.Tensor]]]], None]
 
 
@@ -30,9 +31,9 @@ class Meeting:
 
     Attributes:
         count: Number of members.
-        works: The queue and the work of each member, by its position.
-        brought: The tensors that each member sends, and the tensors for its results, as the device's work
-            sees them.
+        works: Position of a member -> its queue, and its work in this queue.
+        brought: Position of a member -> the tensors that it sends, and the tensors for its results. These
+            tensors come from `Simulated.of_work`.
         touched: Blocks of memory that the operation uses.
         notes: The notes of all members' work.
         done: Whether the operation has run.
@@ -47,7 +48,7 @@ class Meeting:
 
     @property
     def complete(self) -> bool:
-        """Whether all members have reached the operation."""
+        """Whether the operation can run, because it is the next work of all members, or has run."""
         return self.done or (
             len(self.works) == self.count and all(q.work[0] is work for q, work in self.works.values())
         )
@@ -59,7 +60,10 @@ class Communicator:
     Args:
         name: Name for messages.
         count: Number of members.
-        order: Ranks in the order in which a sum adds their terms.
+        order: Positions of members, in the order in which a sum adds their terms.
+
+    Attributes:
+        meetings: (key of `Member._meet`, number of the operation with this key) -> the operation.
     """
 
     def __init__(self, name: str, count: int, order: Sequence[int]) -> None:
@@ -71,7 +75,8 @@ class Communicator:
 
 
 class Issued:
-    """A handle of one operation for one member, like `torch.distributed.Work`."""
+    """A handle of one operation for one member, like `torch.distributed.Work`. It keeps the operation's
+    tensors alive until `wait`."""
 
     def __init__(self, simulated: Simulated, end: Moment, kept: object) -> None:
         self._simulated, self._end, self._kept = simulated, end, kept
@@ -87,7 +92,7 @@ class Member:
 
     def __init__(self, simulated: Simulated, communicator: Communicator, rank: int, stream: Stream) -> None:
         self._simulated, self._communicator, self._rank, self._stream = simulated, communicator, rank, stream
-        self._number: Counter[object] = Counter()
+        self._number: Counter[object] = Counter()  # key of `_meet` -> number of operations issued so far
 
     def send(self, tensors: Tensors, peer: int, tag: int) -> Issued:
         return self._meet("send", (self._rank, peer), 0, 2, list(tensors), [], _message)
@@ -129,8 +134,15 @@ class Member:
         into: list[torch.Tensor],
         exchange: Exchange,
     ) -> Issued:
-        """Issue one member's part of an exchange. `exchange` runs when all `count` members have issued
-        theirs."""
+        """Issue one member's part of an operation. `exchange` runs once, when all members have reached it.
+
+        Args:
+            what: Name of the operation in messages.
+            key: The n-th operation with this key of one member belongs to the n-th of the other members.
+            place: Position of this member among the `count` members of the operation.
+            given: The tensors that this member sends.
+            into: The tensors for this member's results.
+        """
         simulated, queue = self._simulated, self._stream.queue
         queue.wait(simulated.host.current.queue.now)
         self._number[key] += 1
@@ -168,7 +180,7 @@ class Member:
             target.copy_(total)
 
     def _added(self, terms: list[torch.Tensor]) -> torch.Tensor:
-        """Return the sum of the terms in the communicator's order, as devices of one process add them."""
+        """Return the sum of the terms, added in the communicator's order. `terms` has one for each member."""
         first, *rest = (terms[rank] for rank in self._communicator.order)
         total = first.clone()
         for x in rest:
@@ -177,14 +189,14 @@ class Member:
 
 
 def _message(brought: list[tuple[list[torch.Tensor], list[torch.Tensor]]]) -> None:
-    """Run a send and its receive. The sender is the first member."""
+    """Run a send and its receive. `brought` is as for `Exchange`, with the sender first."""
     (given, _), (_, into) = brought
     for x, target in zip(given, into, strict=True):
         target.copy_(x)
 
 
 def _gather(brought: list[tuple[list[torch.Tensor], list[torch.Tensor]]]) -> None:
-    """Run an all-gather."""
+    """Run an all-gather. `brought` is as for `Exchange`."""
     parts = [given[0].clone() for given, _ in brought]
     for _, into in brought:
         for target, part in zip(into, parts, strict=True):
@@ -192,7 +204,7 @@ def _gather(brought: list[tuple[list[torch.Tensor], list[torch.Tensor]]]) -> Non
 
 
 def _transpose(brought: list[tuple[list[torch.Tensor], list[torch.Tensor]]]) -> None:
-    """Run an all-to-all: part i of each member goes to member i."""
+    """Run an all-to-all: part i of each member goes to member i. `brought` is as for `Exchange`."""
     for i, (_, into) in enumerate(brought):
         for target, (given, _) in zip(into, brought, strict=True):
             target.copy_(given[i])

@@ -21,8 +21,8 @@ class Access:
 
     Attributes:
         storage: Address of the storage.
-        first, end: The range of bytes, `end` exclusive.
-        writes: Whether the work changes them.
+        first, end: The range of bytes, counted from the start of the storage. `end` is exclusive.
+        writes: Whether the work changes the bytes.
     """
 
     storage: int
@@ -41,7 +41,8 @@ class Access:
 
 
 def accesses_of(tensors: Iterable[tuple[torch.Tensor, bool]]) -> list[Access]:
-    """Return the accesses of work to tensors. Each tensor comes with whether the work changes it."""
+    """Return the accesses of work to tensors without the empty tensors. A pair is a tensor, and whether the
+    work changes it."""
     return [Access.of(x, writes) for x, writes in tensors if x.numel()]
 
 
@@ -50,9 +51,9 @@ class Note:
     """A piece of pending work.
 
     Attributes:
-        number: Its number in the order of issue.
-        what: Its name in messages, with its queue.
-        accesses: The memory that it uses.
+        number: The work's number in the order of issue.
+        what: The work's name in messages, with its queue.
+        accesses: The memory that the work uses.
     """
 
     number: int
@@ -65,7 +66,7 @@ class Conflicts:
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
-        self._waiting: dict[int, dict[int, Note]] = {}  # storage -> number -> work
+        self._waiting: dict[int, dict[int, Note]] = {}  # address of a storage -> number of a work -> the work
 
     def issued(self, what: str, accesses: list[Access]) -> Note:
         note = Note(next(self._numbers), what, accesses)
@@ -74,7 +75,8 @@ class Conflicts:
         return note
 
     def ran(self, note: Note) -> Iterator[str]:
-        """Remove work that runs now, and yield its conflicts with earlier pending work."""
+        """Remove work that runs now, and yield a message for each earlier pending work that conflicts with
+        it."""
         for storage in {access.storage for access in note.accesses}:
             there = self._waiting[storage]
             del there[note.number]
@@ -83,12 +85,13 @@ class Conflicts:
         yield from self.before(note.what, note.accesses, note.number)
 
     def before(self, what: str, accesses: Iterable[Access], number: int | None = None) -> Iterator[str]:
-        """Yield a message for each pending work that was issued earlier and uses the same bytes.
+        """Yield a message for each pending work that was issued before the work that runs now, and conflicts
+        with it.
 
         Args:
             what: Name of the work that runs now.
-            accesses: The memory that it uses.
-            number: The work's number in the order of issue; None if it is issued now.
+            accesses: The memory that this work uses.
+            number: The number of this work in the order of issue. None: all pending work was issued before.
         """
         found: dict[int, Note] = {}
         for access in accesses:

@@ -30,7 +30,13 @@ class _Turns:
             self._changed.wait_for(lambda: self._turn == own)
 
     def give(self, own: int) -> None:
-        """Give the turn to the next thread, and wait for the next turn."""
+        """Give the turn to the next thread, and wait for the next turn.
+
+        The state of the CPU's random number generator is the same after the wait.
+
+        Raises:
+            BaseException: The exception of a thread that has failed.
+        """
         state = torch.get_rng_state()
         self._pass(own)
         self.begin(own)
@@ -69,6 +75,7 @@ def run_together(
     errors: list[BaseException] = []
 
     def run(own: int) -> None:
+        """Run one program in its own thread, and record its result or its exception."""
         turns.begin(own)
         simulated.host = hosts[own]
         try:
@@ -81,6 +88,7 @@ def run_together(
             turns.end(own)
 
     def others(stand: Callable[[], BaseException]) -> None:
+        """Let the other programs continue. If no program can, raise the error that `stand` makes."""
         own = hosts.index(simulated.host)
         turns.stuck.add(own)
         if turns.all_stuck:

@@ -16,7 +16,8 @@ from lightning_piper.accelerators.queues import QueuedWork
 if TYPE_CHECKING:
     from lightning_piper.accelerators.simulated_device import Simulated
 
-_VIEW = object()  # instead of specs: the operation returns a view, though its schema does not say so
+# Stands for the specs of an operation that returns a view although its schema does not say so.
+_VIEW = object()
 
 
 class _Kind(NamedTuple):
@@ -25,11 +26,13 @@ class _Kind(NamedTuple):
     Attributes:
         at_once: Whether the operation computes nothing: it returns a view, or changes the layout of a
             tensor in its memory.
-        read: Whether the host waits for its result.
-        random: Whether it draws random numbers.
-        returns: For each result, the name of the argument that it is; None if it is a new tensor.
-        changes: Names of the arguments that it changes.
-        names: Names of its arguments, in order.
+        read: Whether the host waits for the operation, because the result depends on the values of tensors:
+            it is a number, or its shape depends on them.
+        random: Whether the operation draws random numbers.
+        returns: For each result, the name of the argument that is returned as this result; None if the result
+            is new.
+        changes: Names of the arguments that the operation changes.
+        names: Names of the operation's arguments, in order.
     """
 
     at_once: bool
@@ -60,10 +63,13 @@ class Issuing:
     def __init__(self, simulated: Simulated) -> None:
         self._simulated = simulated
         self._kinds: dict[Any, _Kind] = {}
-        self._made: dict[Any, Any] = {}  # (operation, specs of its arguments) -> specs of its new tensors
+        self._made: dict[Any, Any] = {}  # (operation, its arguments by `_key`) -> the result of `_specs`
 
     def issue(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Issue an operation, and return its results. `Host.inside` must be set."""
+        """Issue an operation, and return its results. `Host.inside` must be set.
+
+        Views run immediately. Operations whose results the host reads run when the current stream is done.
+        """
         kind = self._kinds.get(func)
         if kind is None:
             kind = self._kinds[func] = _kind_of(func)
@@ -111,8 +117,17 @@ class Issuing:
         touched: list[StorageBlock],
         state: torch.Tensor | None,
     ) -> None:
-        """Run issued work. The random state of the program is restored, because the work may run at any point
-        of the program."""
+        """Run issued work, and copy its new tensors into the blocks `into`. If the operation fails, add a
+        fault.
+
+        The program's random state is the same afterwards, because the work may run at any point of the
+        program.
+
+        Args:
+            given: The operation's arguments and keyword arguments, with tensors from `Simulated.of_work`.
+            touched: The blocks of memory that the work uses.
+            state: The random state when the program issued the work; None if it draws no numbers.
+        """
         simulated, before = self._simulated, None if state is None else torch.get_rng_state()
         simulated.check(note, touched)
         try:
@@ -131,7 +146,11 @@ class Issuing:
                 torch.set_rng_state(before)
 
     def _specs(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: _Kind) -> Any:
-        """Return the specs of an operation's new tensors, found by running it on zeros of the same shapes."""
+        """Return the specs of an operation's new tensors, found by running it on zeros of the same shapes.
+
+        Return `_VIEW` if its new tensors are views of its arguments. If the operation fails on zeros, wait
+        for the current stream and run it on its arguments.
+        """
         key = (func, _key(args), _key(kwargs))
         if key not in self._made:
             state = torch.get_rng_state()
@@ -177,7 +196,7 @@ def _is_meta(device: Any) -> bool:
 
 
 def _chooses(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether this is indexing by a mask, whose result's size depends on the mask."""
+    """Return whether a call indexes by a mask. The size of its result depends on the values of the mask."""
     return func is torch.ops.aten.index.Tensor and any(
         x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]
     )
@@ -205,7 +224,11 @@ def _spec(x: Any) -> Any:
 
 
 def _returned(func: Any, kind: _Kind, args: tuple[Any, ...], kwargs: dict[str, Any], made: list[Any]) -> Any:
-    """Return the results of an operation: new tensors and its own arguments, in order."""
+    """Return the results of an operation as the operation does: one result, a tuple of them, or None.
+
+    Args:
+        made: The results that are new. The other results are arguments of the call.
+    """
     new = iter(made)
     names = [a.name for a in schema_of(func).arguments]
     found = [
@@ -233,7 +256,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _key(value: Any) -> Any:
-    """Return arguments in a form that can be compared, with specs instead of tensors."""
+    """Return arguments as a key of a dict, with (shape, stride, dtype) instead of tensors."""
     if isinstance(value, torch.Tensor):
         return (tuple(value.shape), value.stride(), value.dtype)
     if type(value) in (list, tuple):

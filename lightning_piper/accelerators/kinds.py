@@ -16,11 +16,13 @@ HOST = "gloo"  # Backend that exchanges tensors in host memory
 # Backends that cannot send device memory: gloo needs host memory, and torch lists "fake" for device types
 # that have no backend.
 _NONE = (HOST, "fake")
-MOVES = frozenset({"cuda", "xpu", "hpu"})  # tensor methods that move a tensor to a device of this kind
+# Kinds of devices to which a method of the tensor, with the name of the kind, moves a tensor.
+MOVES = frozenset({"cuda", "xpu", "hpu"})
 
 
 def backend_of(device: torch.device) -> str:
-    """Return the backend of `torch.distributed` that exchanges tensors between devices of this kind.
+    """Return the backend of `torch.distributed` that exchanges tensors between devices of the kind of
+    `device`.
 
     It is gloo on CPU, NCCL on CUDA and ROCm, XCCL on XPU, or the backend that a package has registered for
     its devices.
@@ -51,14 +53,14 @@ def backend_of(device: torch.device) -> str:
 def options_of(backend: str) -> Any:
     """Return the options of a communicator that carries messages; None for backends other than NCCL.
 
-    The streams of such a communicator get their own priority. So a waiting receive never shares a hardware
-    queue with a logical stream.
+    The options give the communicator's stream a high priority. So a receive that waits there never shares a
+    hardware queue with a logical stream.
     """
     return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if backend == "nccl" else None
 
 
 def check_kind(device: torch.device) -> None:
-    """Check that plans can run on a device.
+    """Raise an error if plans cannot run on a device.
 
     Raises:
         PiperError: `torch.accelerator` does not support the device, or it lacks a dtype that every plan
@@ -84,7 +86,8 @@ def check_kind(device: torch.device) -> None:
 
 
 def name_of(device: torch.device) -> str:
-    """Return the name of the device's model. If torch does not know the name, return the kind of the device."""
+    """Return the name of the device's model. If torch does not know the name, return the kind of the
+    device."""
     if device.type == "cpu":
         return "cpu"
     name = getattr(torch.get_device_module(device), "get_device_name", None)

@@ -1,9 +1,10 @@
 """Memory of a simulated accelerator, with the rules of a caching allocator.
 
-Memory belongs to the stream on which it was allocated. When nothing refers to the memory any more, it returns
-to that stream immediately. The stream's next tensor may reuse it, even if another stream has not read it yet,
-unless `record_stream` has recorded the other stream. The simulation overwrites the memory at this point. New
-memory is also filled with `POISON`: NaN, -1, or the largest unsigned integer.
+Memory belongs to the stream on which it was allocated. When the program no longer refers to the memory, it
+returns to that stream immediately. The stream's next tensor may reuse the memory, even if another stream has
+not read it yet, unless `record_stream` has recorded the other stream. As soon as the memory may be reused,
+the simulation overwrites it with `POISON`: NaN, -1, or the largest unsigned integer. New memory is also
+filled with `POISON`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ALIGNED = 64  # bytes, as torch aligns host memory; kernels, and so the bits of 
 
 
 class TensorLayout(NamedTuple):
-    """A layout of a tensor to be made, with the size of its storage."""
+    """A layout of a tensor to be made: `offset` in elements, `nbytes` of its whole storage."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -42,11 +43,12 @@ class StorageBlock:
     """A block of memory: one storage.
 
     Attributes:
-        storage: The storage for the device's work, which may use it after the program has released its own.
-        owner: The stream that made it.
-        made: The operation that made it.
-        gone: Whether a later tensor already reuses the memory.
-        uses: Other streams that `record_stream` has recorded.
+        storage: The storage through which the device's work uses the memory. The program has another storage
+            for the same memory, which it may release earlier.
+        owner: The queue of the stream that allocated the memory.
+        made: Name of the operation that allocated the memory.
+        gone: Whether the memory is overwritten, because a later tensor may reuse it.
+        uses: Queues of other streams that `record_stream` has recorded.
     """
 
     __slots__ = ("gone", "made", "owner", "storage", "uses")
@@ -64,8 +66,8 @@ class Memory:
     """A table of the blocks that a program refers to, by the address of their storage.
 
     Attributes:
-        held: Bytes that no allocation may reuse, because the program refers to them. Also bytes that the
-            program has released, if a recorded stream was not done at the last allocation.
+        held: Number of bytes that no allocation may reuse, because the program refers to them. Also bytes
+            that the program has released, if a recorded stream was not done at the last allocation.
         most: The peak of `held`.
         closed: Whether the simulation is over, so that released memory no longer matters.
     """
@@ -78,7 +80,13 @@ class Memory:
         self.closed = False
 
     def new(self, spec: TensorLayout, owner: Queue, made: str) -> tuple[torch.Tensor, StorageBlock | None]:
-        """Return a new tensor, and its block (None if the tensor is empty)."""
+        """Return a new tensor for the program, and its block (None if the tensor is empty).
+
+        Args:
+            spec: Layout of the tensor.
+            owner: Queue of the current stream.
+            made: Name of the operation that makes the tensor.
+        """
         while owner.returned:
             owner.returned.pop()()
         if not spec.nbytes:
@@ -86,6 +94,7 @@ class Memory:
         self._take(spec.nbytes)
         room = bytearray(spec.nbytes + ALIGNED)
         first = -ctypes.addressof(ctypes.c_char.from_buffer(room)) % ALIGNED
+        # Both share the memory. `of_program` ends when the program no longer refers to the tensor's storage.
         of_program, of_work = ((ctypes.c_char * spec.nbytes).from_buffer(room, first) for _ in range(2))
         ctypes.memset(of_work, POISON, spec.nbytes)
         block = StorageBlock(torch.frombuffer(of_work, dtype=torch.uint8).untyped_storage(), owner, made)
@@ -112,7 +121,7 @@ class Memory:
         return self._blocks.get(x.untyped_storage().data_ptr())
 
     def _released(self, address: int, block: StorageBlock) -> None:
-        """Return memory to its stream, when nothing in the program refers to the memory any more."""
+        """Return memory to its stream, because the program no longer refers to it."""
         if self.closed:
             return
         self._blocks.pop(address, None)
@@ -121,6 +130,9 @@ class Memory:
         block.owner.returned.append(self._giving_back(block, used))
 
     def _giving_back(self, block: StorageBlock, used: list[Moment]) -> Callable[[], None]:
+        """Return a function that schedules the overwriting of a released block: after the work that its owner
+        has by then, and after the moments `used` of recorded streams."""
+
         def give_back() -> None:
             if used:
                 self._scheduler.later.append(([block.owner.now, *used], block.overwrite))

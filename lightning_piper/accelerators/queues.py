@@ -1,9 +1,9 @@
 """Queues of a simulated accelerator, with issued work that is not done yet, and the order in which it runs.
 
-Issued work waits until the host needs a result. Then the queues run in a random order. This order respects
-only the order within a queue, the events between queues, and that members of an operation wait for each
-other. So a queue can be delayed as long as synchronization permits, and a missing wait between two queues
-shows.
+Issued work waits until the host needs a result. Then the queues run in a random order. The random order
+respects only the order within a queue, the events between queues, and that members of an operation wait for
+each other. So a queue can be delayed as long as synchronization permits, and a missing wait between two
+queues shows.
 
 An order is a number. In each of the first `LAST` orders, one queue comes last: it runs only if no other queue
 can. An operation of another queue that lacks a wait for this queue then runs too early, so these orders
@@ -26,7 +26,7 @@ class QueuedWork:
     """A piece of issued work.
 
     Attributes:
-        what: Its name in messages.
+        what: The work's name in messages.
         run: Does the work; None if the work is only a wait.
         ready: Returns whether the work can run; None if it can run as soon as all earlier work of the
             queue is done.
@@ -42,9 +42,11 @@ class Queue:
     """A hardware queue.
 
     Attributes:
+        number: Position of the queue in its pool. In the order with the same number, the queue comes last.
+        work: The works that are issued and not done, first to last.
         issued, done: Number of works issued and done so far.
         priority: The queue with the smallest priority runs first.
-        returned: Functions that reuse freed memory of this queue, called when the queue makes new memory.
+        returned: Functions that reuse freed memory of this queue. They are called at its next allocation.
     """
 
     name: str
@@ -91,14 +93,15 @@ class Scheduler:
         self.later: list[tuple[list[Moment], Callable[[], None]]] = []
 
     def redraw(self, order: int) -> None:
-        """Continue in another order."""
+        """Continue in order number `order`."""
         self._draw = random.Random(order)
+        # `_changes`: the probability that a queue gets a new priority when its next work runs
         self._order, self._changes = order, self._draw.choice((0.0, 0.0, 0.02, 0.2))
         for queue in self.queues:
             self._place(queue)
 
     def first(self, count: int) -> int:
-        """Return which of `count` queues the first stream takes."""
+        """Return the index of the queue, of `count` queues, that the first stream takes."""
         return 0 if self._order < LAST else self._draw.randrange(count)
 
     def new(self, name: str, number: int) -> Queue:
@@ -111,7 +114,8 @@ class Scheduler:
         queue.priority = 1.0 + self._draw.random() if queue.number == self._order else self._draw.random()
 
     def run(self, enough: Callable[[], bool]) -> bool:
-        """Run work until `enough()` holds, or until no queue can continue. Return whether `enough()` holds."""
+        """Run work until `enough()` holds, or until no queue can continue. Return whether `enough()`
+        holds."""
         while not enough():
             self._run_later()
             free = [q for q in self.queues if q.work and ((ready := q.work[0].ready) is None or ready())]

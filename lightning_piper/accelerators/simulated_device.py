@@ -8,9 +8,9 @@ The program's tensors are CPU tensors. Every operation on them goes into the que
 its outputs are poison until it has run (`queues`, `memory`). Views are made at once. A read by the host
 (`item`, `tolist`, `cpu`) waits for the current stream and for nothing else, as on CUDA.
 
-So a missing event, a missing wait, or memory that is freed too early gives wrong numbers in some order. Two
-errors are also reported: an operation that uses memory which is already reused (`faults`), and an operation
-that does not wait for earlier work on the same memory (`conflicts`).
+So a missing event, a missing wait, or memory that is freed too early gives wrong numbers in some order.
+`Simulated.faults` also lists each operation that uses memory which is already reused, and each operation that
+does not wait for earlier work on the same memory (`accelerators.conflicts`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightning_piper.accelerators.memory import Memory, StorageBlock
 from lightning_piper.accelerators.queues import Moment, Queue, Scheduler
 from lightning_piper.errors import ExecutionError
 
-QUEUES = 32  # hardware queues of a CUDA device, which streams take in turn
+QUEUES = 32  # number of hardware queues of a CUDA device; the k-th stream gets queue k modulo this number
 
 
 class Stream:
@@ -59,7 +59,7 @@ class Stream:
 
 
 class Event:
-    """An event. `record` sets its moment, and streams wait for this moment."""
+    """An event. `record` sets its moment, and streams wait for this moment (None: not recorded yet)."""
 
     def __init__(self, simulated: Simulated) -> None:
         self._simulated = simulated
@@ -78,8 +78,8 @@ class Host:
     Attributes:
         caller: The stream that exists from the start.
         current: The stream to which the program issues work.
-        inside: Whether the simulation's own code is running.
-        named: The streams by name.
+        inside: Whether the simulation's own code is running, whose operations run immediately.
+        named: Name -> the stream of this name.
     """
 
     def __init__(self, simulated: Simulated, name: str, queues: int) -> None:
@@ -100,12 +100,12 @@ class Host:
         return self.named[name]
 
     def for_communicator(self) -> Stream:
-        """Return a new stream for a communicator. Such streams have another priority and their own queues."""
+        """Return a new stream for a communicator. Named streams do not share its queue."""
         return self._pools["communicator"].next()
 
 
 class _Pool:
-    """A pool of the queues of one priority, which streams take in turn."""
+    """A pool of queues. Each new stream takes the next one; after the last queue, the first is next."""
 
     def __init__(self, simulated: Simulated, name: str, queues: int, first: int) -> None:
         self._simulated, self._name = simulated, name
@@ -125,15 +125,15 @@ class Simulated:
     """A simulated accelerator. It is in use inside of `with`, by one thread. See the module's docstring.
 
     Args:
-        order: Number of the random order of work.
-        queues: Number of hardware queues for the streams of one priority.
+        order: Number of the random order of work (see `queues`).
+        queues: Number of hardware queues for named streams, and also for the streams of communicators.
 
     Attributes:
         faults: Reports of conflicts, of operations on memory that was already reused, and of failed
             operations.
         conflicts: The work that has not run yet, and the memory that it uses.
         host: The device to which work is issued.
-        doing: The instruction that issues work, if the caller sets it. Used in messages.
+        doing: Name in messages of the instruction that issues work. Empty if the caller does not set it.
     """
 
     def __init__(self, order: int, queues: int = QUEUES) -> None:
@@ -145,9 +145,10 @@ class Simulated:
         self.queues = queues
         self.host = Host(self, "", queues)
         self._issuing = Issuing(self)
-        # Lets other hosts continue; see `cooperative_threads`.
+        # Lets the other hosts continue, or raises the error that its argument makes; None if there is one
+        # host. See `cooperative_threads`.
         self.others: Callable[[Callable[[], ExecutionError]], None] | None = None
-        self.progressed: Callable[[], None] = lambda: None
+        self.progressed: Callable[[], None] = lambda: None  # called when a wait has ended
 
     # The interface of `Accelerator`
 
@@ -184,8 +185,11 @@ class Simulated:
             )
 
     def read(self, what: str, accesses: list[Access]) -> None:
-        """Check for conflicts when the host reads memory, after its current stream is done. `what` names the
-        operation that reads."""
+        """Add the conflicts of a read by the host to `faults`. The host has waited for its current stream.
+
+        Args:
+            what: Name of the operation that reads.
+        """
         self.faults += self.conflicts.before(
             f"the host, which reads ({what}{self.doing and f' of {self.doing}'}),", accesses
         )
@@ -200,7 +204,8 @@ class Simulated:
         self._wait(lambda: moment.past)
 
     def _wait(self, enough: Callable[[], bool]) -> None:
-        """Let queued work run until `enough` returns true.
+        """Let queued work run until `enough` returns true. If no queue can continue, let other hosts
+        continue.
 
         Raises:
             ExecutionError: Queues wait for each other.
@@ -224,11 +229,10 @@ class Simulated:
         )
 
     def of_work(self, x: torch.Tensor, touched: list[StorageBlock]) -> torch.Tensor:
-        """Return the tensor in the form that the device's work uses, without a reference to the program's
-        memory.
+        """Return the tensor for the device's work: on the storage of its block, not on the program's storage.
 
-        So pending work does not keep the memory alive for the program. The tensor's block is appended to
-        `touched`.
+        So pending work does not keep the program's storage alive. The tensor's block is appended to
+        `touched`. An empty tensor, or the storage of a tensor without a block, stays unchanged.
         """
         if not x.numel():
             return x
@@ -239,11 +243,12 @@ class Simulated:
         return torch.empty(0, dtype=x.dtype).set_(storage, x.storage_offset(), x.shape, x.stride())
 
     def note(self, what: str, queue: Queue, accesses: list[Access]) -> Note:
-        """Record that work is issued to a queue. `what` names the work in messages."""
+        """Record that work is issued to a queue, and return the record. `what` names the work in messages."""
         return self.conflicts.issued(f"{what}{self.doing and f' of {self.doing}'} on {queue.name}", accesses)
 
     def check(self, note: Note, touched: list[StorageBlock]) -> None:
-        """Check work when it runs: conflicts with earlier work, and memory that is already reused."""
+        """Add the faults of work that runs now: conflicts with earlier work, and memory that is already
+        reused."""
         self.faults += self.conflicts.ran(note)
         self.faults += [
             f"{note.what} uses memory that {block.made} made on {block.owner.name}, but that is already "
@@ -262,8 +267,8 @@ class Simulated:
 
     @contextlib.contextmanager
     def bound(self) -> Iterator[None]:
-        """Return a context in which new executors issue their work to this accelerator. The context alone
-        computes nothing on it."""
+        """Return a context in which new executors use this accelerator's streams. The context does not
+        intercept tensor operations."""
         in_use.append(self)
         try:
             yield
@@ -272,10 +277,8 @@ class Simulated:
 
     @contextlib.contextmanager
     def step(self, order: int) -> Iterator[None]:
-        """Return a context that uses the accelerator again, in another order, with the memory that it already
-        has.
-
-        Synchronizes at the end.
+        """Return a context that uses the accelerator again in the order `order`. The memory of earlier uses
+        stays. The context ends with `synchronize`.
 
         Raises:
             ExecutionError: As `synchronize` does.
@@ -301,7 +304,8 @@ class Simulated:
             self.memory.closed = True
 
     def dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Issue an operation of the program. If the simulation's own code calls it, run it immediately."""
+        """Issue an operation of the program, and return its results. If the simulation's own code calls the
+        operation, run it immediately."""
         host = self.host
         if host.inside:
             return func(*args, **kwargs)
@@ -323,6 +327,7 @@ class _Operations(TorchDispatchMode):
         return self._simulated.dispatched(func, args, kwargs or {})
 
 
+# Methods of a tensor with which the host reads its values, and that are not dispatched as operations.
 _READING: set[Callable[..., Any]] = {
     torch.Tensor.tolist,
     torch.Tensor.cpu,
@@ -341,6 +346,7 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        """Before a read, wait for the current stream. Allocate pinned memory outside of the simulation."""
         kwargs = kwargs or {}
         if not self._simulated.host.inside:
             if func in _READING:

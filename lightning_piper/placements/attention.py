@@ -12,7 +12,8 @@ from lightning_piper.placements.rule import P, R, Rule, along_of, argument, made
 
 aten = torch.ops.aten
 
-# Attention on whole sequences is so much work that its heads are divided, even if shards have to move for it.
+# The operations of attention. Attention on whole sequences is much work. If one of its inputs is sharded,
+# Piper therefore divides its heads or queries, even if shards have to move.
 ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
@@ -20,16 +21,17 @@ ATTENTION = {
 
 
 def attended(node: Node) -> list[Node]:
-    """Return queries, keys and values of an attention, or of its backward."""
+    """Return the queries, keys and values among the inputs of an operation in `ATTENTION`."""
     inputs = tensors_of(node)
     return inputs[:3] if len(inputs) < 5 else inputs[1:4]
 
 
 def attention_rules(node: Node) -> Iterator[Rule]:
-    """Yield rules for samples, heads and queries, which are independent of each other.
+    """Yield the rules that divide samples, heads or queries. Attention computes each of them separately.
 
-    Each query needs all keys and values. A mask has the same sharding unless it is broadcast. There are no
-    rules with dropout, because it draws one mask for the whole attention.
+    Each query needs all keys and values. A mask has the same sharding as the queries, unless it is broadcast.
+    Attention with dropout has no rules, because it draws one mask for the whole attention. Causal attention
+    (`is_causal`) has no rule that divides queries.
     """
     backward = len(tensors_of(node)) > 4
     if argument(node, 6 if backward else 3, 0.0):
@@ -41,7 +43,7 @@ def attention_rules(node: Node) -> Iterator[Rule]:
         held = [Shard(d) if len(shape_of(x)) > 2 and shape_of(x)[d] > 1 else R for x in inputs]
         yield Rule(tuple(held), (Shard(d),) * len(outputs))
     if argument(node, 7 if backward else 4, False):
-        return  # which keys a query may see depends on its position in the sequence
+        return  # causal: the keys that a query sees depend on its position, which a shard does not have
     q = Shard(2)
     mask = [along_of(shape_of(x), len(shape_of(x)) - 2) for x in inputs[6 if backward else 3 :]]
     if backward:  # inputs: gradient of the output, queries, keys, values, output and its log-sum-exp

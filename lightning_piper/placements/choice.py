@@ -1,9 +1,10 @@
 """Choice of the rule that an operation follows: the rule with the least cost for changes of placement.
 
 The cost is the number of elements moved, relative to a whole value: an all-reduce moves each element twice, a
-reduce-scatter or all-gather once, an all-to-all or a shift only part of them. A cut does not move elements,
-but has a small cost, so that Piper does not cut values without need. If all inputs are whole, no rule divides
-them, because sharding is the user's decision.
+reduce-scatter or all-gather once, an all-to-all or a shift only part of them. A cut makes a shard of a whole
+value and moves no elements, but has a small cost, so that Piper does not cut values without need. If all
+inputs are whole, Piper divides none of them except weights in `sought`, because sharding is the user's
+decision.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from lightning_piper.placements.placement_changes import PlacementMap
 from lightning_piper.placements.rule import Rule, shape_of, tensors_of
 from lightning_piper.placements.rules import rules_for
 
-CUT = 0.01
-SOUGHT = 1e-3  # discount for a preferred division, in elements: less than the cost of any change
+CUT = 0.01  # cost of a cut for each element of the value
+# The cost of a rule is lower by this number for each node of `sought` that the rule divides. The number is
+# less than the cost of any change.
+SOUGHT = 1e-3
 
 
 def choose(
@@ -34,7 +37,10 @@ def choose(
     sought: Mapping[Node, int] | None = None,
     attention: str | None = None,
 ) -> Rule | None:
-    """Return the rule for an operation, or None if every rule needs another placement of a fixed input.
+    """Return the cheapest rule for an operation, or None if no rule is possible.
+
+    A rule is not possible if it needs a change of placement that Piper cannot make, reads one value in two
+    placements, or divides a dimension that another axis divides.
 
     Args:
         held: The placements of the operation's inputs.
@@ -42,10 +48,10 @@ def choose(
             not divide.
         fixed: Nodes whose placement does not change (parameters).
         free: Parameters without a given placement that no node has read yet. They take any placement.
-        along: Number of dimensions of a value -> how the user divides it. Sums are scattered in this way
-            instead of all-reduced.
-        sought: The nodes of `free` that Piper prefers to divide, if nothing else has to change -> their
-            number of runs.
+        along: Pairs: a number of dimensions, and the shard into which the user divides a value with that
+            many dimensions. A sum with that many dimensions may be scattered into this shard.
+        sought: Node -> number of runs (`Shard.blocks`). These are weights without a placement, and views of
+            such weights. Piper prefers to divide them into that many runs, if nothing else has to change.
         attention: See `by_keys`.
     """
     inputs = tensors_of(node)
@@ -67,7 +73,8 @@ def choose(
         moves = node.target in ATTENTION and any(isinstance(held[x], Shard) for x in inputs)
         if index and node.target in ATTENTION:
             queries = dict(zip(inputs, rule.inputs, strict=True))[attended(node)[0]]
-            # Shards of samples do not count, because there may be any number of samples.
+            # `moves` allows a rule that no input asks for. It does not allow the rule that divides samples,
+            # because a batch may have any number of samples.
             moves = moves and queries != Shard(0)
             if _is_sequence(queries) is not by_keys(node, held, degree, attention):
                 continue
@@ -94,9 +101,9 @@ def by_keys(node: Node, held: PlacementMap, degree: int, attention: str | None) 
     heads instead.
 
     Args:
-        attention: The user's choice, "keys" or "heads". With None or "ring", Piper chooses what moves fewer
-            elements. "ring" counts like None, because it reaches this function only if ring attention is not
-            possible.
+        attention: The user's choice, "keys" or "heads". With None or "ring", the result is True if the heads
+            cannot be divided. Otherwise Piper chooses the way that moves fewer elements. "ring" counts like
+            None, because it reaches this function only if ring attention is not possible.
     """
     q, k, v = attended(node)
     if not _is_sequence(held[q]):
@@ -116,7 +123,8 @@ def _is_sequence(placement: Placement) -> bool:
 def _wanted(
     rule: Rule, inputs: Sequence[Node], held: PlacementMap, along: Collection[tuple[int, Shard]]
 ) -> bool:
-    """Return whether a rule reads an existing shard, or scatters a sum as the user divides values."""
+    """Return whether a rule reads a shard or a partial sum without a change, or scatters a sum into a shard
+    of `along`."""
     for x, placement in zip(inputs, rule.inputs, strict=True):
         have = held[x]
         if not isinstance(placement, Replicate) and have == placement:
@@ -139,8 +147,12 @@ def _meets(
 
 
 def _cost(have: Placement, want: Placement, elements: int, degree: int, fixed: bool, free: bool) -> float:
-    """Return the elements that a change of placement moves; infinite if the change is not possible. The
-    placement of a `fixed` value, a parameter, does not change, unless it is `free`: not chosen yet."""
+    """Return the cost of a change of placement, in elements of the value; infinite if the change is not
+    possible.
+
+    The placement of a `fixed` value (a parameter) does not change. If it is also `free`, Piper has not chosen
+    its placement yet, and the choice has no cost.
+    """
     if have == want:
         return 0.0
     if isinstance(want, Partial) or (fixed and not free):

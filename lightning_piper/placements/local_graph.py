@@ -15,7 +15,7 @@ from lightning_piper.placements.placement_changes import CHANGE, part_shape
 from lightning_piper.placements.ring import PARTS
 
 aten = torch.ops.aten
-# Operations with the shape of their output among their arguments, and the position of this argument.
+# Operation -> the position of the argument that is the shape of the operation's output.
 SHAPED = {
     aten.view.default: 1,
     aten._unsafe_view.default: 1,
@@ -38,7 +38,8 @@ def localize(graph: Graph, held: Mapping[Node, Any], degree: int) -> None:
     """Rewrite a graph of whole values into the graph of one of `degree` members, in place.
 
     Args:
-        held: The placement of each value, or a tuple of placements for a value that is several tensors.
+        held: Node -> the placement of its value, or a tuple of placements for a value that is several
+            tensors.
 
     Raises:
         CaptureError: An operation on shards does not make the shapes that its rule implies.
@@ -67,13 +68,14 @@ def _localize(node: Node, held: Mapping[Node, Any], degree: int) -> None:
         shape = part_shape(tuple(value.shape), placement, degree)
         node.args = (*node.args[:index], list(shape), *node.args[index + 1 :])
     along = _tuple(placement)[0]
+    # Ring attention: a member has one part of the sequences, and its keys have been shifted already.
     if (at := PARTS.get(target)) is not None and isinstance(along, Shard) and along.dim == 2:
         node.args = (*node.args[:at], 1, node.args[at + 1], 0)
     if target in SPLIT and held.get(node.all_input_nodes[0]) == Shard(_split_along(node), len(_tuple(value))):
         node.args = (node.args[0], _fewer(node.args[1], degree), *node.args[2:])
     if any(p is not None and not _same(p) for p in _tuple(placement)) or _reads_parts(node, held):
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
-        # In place of a view, a reshape, which copies a shard with gaps in memory if necessary.
+        # A view of a shard with gaps in memory fails. `reshape` copies such a shard.
         made = (aten.reshape.default if target in VIEWS else target)(*args, **kwargs)
         for whole, part, share in zip(_tuple(value), _tuple(made), _tuple(placement), strict=True):
             if isinstance(whole, torch.Tensor) and tuple(part.shape) != part_shape(
@@ -94,7 +96,7 @@ def _split_along(node: Node) -> int:
 
 
 def _fewer(sizes: Any, degree: int) -> Any:
-    """Return the sizes of a split's outputs for one of `degree` members."""
+    """Return the argument of a split on one of `degree` members: a size, or a list of sizes."""
     return [size // degree for size in sizes] if isinstance(sizes, list | tuple) else sizes // degree
 
 

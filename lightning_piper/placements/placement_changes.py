@@ -14,10 +14,12 @@ from torch.fx import Node
 from lightning_piper.ir.division import Change
 from lightning_piper.ir.values import Partial, Placement, Replicate, Shard
 
-FOLLOWS = "piper_follows"  # metadata key: the node is in the region that makes its input
-# metadata key: node -> by how many regions this node comes after it, in the order of passes
+FOLLOWS = "piper_follows"  # metadata key. A node that has it belongs to the region that makes its input.
+# Metadata key for a dict: earlier node -> by how many regions, at least, this node comes after the earlier
+# node, in the order in which passes run.
 AFTER = "piper_after"
-PLACEMENTS = "piper_placements"  # metadata key of a node that is one tensor: `Output.held`
+# Metadata key of a node that is one tensor: pairs (axis, placement), without axes of whole values.
+PLACEMENTS = "piper_placements"
 
 
 @torch.library.custom_op("lightning_piper::change", mutates_args=())
@@ -43,7 +45,8 @@ def change_of(node: Node) -> Change | None:
 
 
 def changes_of(node: Node) -> tuple[Change, ...]:
-    """Return the consecutive changes that end with this node."""
+    """Return the consecutive changes that end with this node, first to last; none if the node is not a
+    change."""
     found: list[Change] = []
     while (change := change_of(node)) is not None:
         found.append(change)
@@ -52,14 +55,14 @@ def changes_of(node: Node) -> tuple[Change, ...]:
 
 
 def unchanged(node: Node) -> Node:
-    """Return the value before consecutive changes."""
+    """Return the value before the consecutive changes that end with `node`; `node` if it is not a change."""
     while node.target is CHANGE:
         node = node.all_input_nodes[0]
     return node
 
 
 def parsed(text: str) -> Placement:
-    """Parse the text form of a placement."""
+    """Return the placement whose `str` is `text`."""
     if text.startswith("S("):
         part, _, turn = text.partition("+")
         return replace(Shard(*map(int, part[2:-1].split(","))), turn=int(turn or 0))

@@ -1,9 +1,9 @@
-"""Proof of rules by execution: an operation on shards, joined, gives the same as on the whole.
+"""Proof of rules by execution: the joined results of an operation on shards equal its result on the whole.
 
-Each rule that a program uses is tried on random values of small shapes with the structure of the operation's
-shapes. That happens once for each combination of operation, arguments, small shapes, placements and degree.
-Whole numbers in float64 make sums and products exact. If the operation itself rounds (an exponential, a
-norm), results must agree within `ROUNDING`.
+Piper tries each rule that a program uses on random values. Their shapes are small, with the structure of the
+operation's shapes. A process tries each combination of operation, arguments, small shapes, placements and
+degree once. Whole numbers in float64 make sums and products exact. If the operation itself rounds (an
+exponential, a norm), results must agree within `ROUNDING`.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from lightning_piper.placements.rule import Rule, made_by, shape_of, tensors_of
 from lightning_piper.placements.views import regrouped
 from lightning_piper.placements.vocabulary import LOOKUPS, SIZES
 
-ROUNDING = 1e-12
-RUNS = 3  # number of runs in the small shapes
-SMALL = 1 << 12  # number of elements up to which shapes are used unchanged
+ROUNDING = 1e-12  # absolute and relative difference of results that agree
+RUNS = 3  # `Shard.blocks` in the small shapes, if a shard has more than one block
+SMALL = 1 << 12  # the average number of elements of an operation's tensors up to which shapes stay unchanged
 
 aten = torch.ops.aten
-_proved: set[object] = set()
+_proved: set[object] = set()  # (operation, arguments, input shapes and dtypes, rule, degree) of proved rules
 
 
 def prove(node: Node, rule: Rule, degree: int) -> None:
-    """Prove a rule by execution, unless it is proved already.
+    """Prove a rule by execution, unless it is proved already or all inputs are whole.
 
     Raises:
-        VerificationError: The operation on shards gives a different result.
+        VerificationError: The operation on shards gives a different result or other shapes.
     """
     if all(str(p) == "R" for p in rule.inputs):
         return
@@ -61,7 +61,10 @@ def prove(node: Node, rule: Rule, degree: int) -> None:
 
 
 def difference(graph: Graph, inputs: Sequence[Node], rule: Rule, degree: int) -> str | None:
-    """Return how the results on shards differ from the results on the whole, or None if they agree."""
+    """Return how the results on shards differ from the results on the whole, or None if they agree.
+
+    `graph` calls one operation on `inputs`. It becomes the graph of one member.
+    """
     generator = torch.Generator().manual_seed(0)
     values = [_given(x, generator) for x in inputs]
     _attend(next(n for n in graph.nodes if n.op == "call_function"), inputs, values)
@@ -104,6 +107,8 @@ def _alone(node: Node, rule: Rule, degree: int) -> tuple[Graph, list[Node], Rule
     inputs: list[Node] = []
 
     def given(x: Node) -> Node:
+        """Return a placeholder for an input: small, and in float64 if the input has a floating-point
+        dtype."""
         value = x.meta["val"]
         made = graph.placeholder(f"input_{len(inputs)}")
         dtype = torch.float64 if value.is_floating_point() else value.dtype
@@ -137,17 +142,19 @@ def _alone(node: Node, rule: Rule, degree: int) -> tuple[Graph, list[Node], Rule
 
 
 def _with_few_blocks(placement: Placement | None, pieces: int) -> Placement | None:
-    """Return the placement for the small shapes: a shard gets `RUNS` blocks.
+    """Return the placement for the small shapes: a shard with several blocks gets `RUNS` blocks.
 
-    A shard with one block, or with as many blocks as the operation has pieces, stays unchanged, and so does
-    any other placement.
+    A shard with as many blocks as the operation has pieces stays unchanged. So does every other placement.
     """
     changes = isinstance(placement, Shard) and placement.blocks not in (1, pieces)
     return Shard(placement.dim, RUNS) if isinstance(placement, Shard) and changes else placement
 
 
 def _pieces(node: Node) -> int:
-    """Return the number of pieces that an operation splits its input into, or concatenates."""
+    """Return into how many pieces an operation splits its input, or how many pieces it concatenates.
+
+    For ring attention, return its number of runs. For other operations, return 1.
+    """
     if node.target in SPLIT:
         return len(made_by(node))
     target: Any = node.target
@@ -158,10 +165,10 @@ def _pieces(node: Node) -> int:
 
 
 def _sizes(node: Node, rule: Rule, degree: int) -> dict[tuple[Node, int], int]:
-    """Return smaller sizes for the dimensions of large shapes.
+    """Return smaller sizes for large shapes: (tensor, dimension) -> size.
 
-    Equal sizes stay equal, and the sizes are multiples of the number of members. The result is empty if all
-    shapes are small already.
+    Equal sizes stay equal. The new sizes are multiples of `degree`, except the sizes of a view. A dimension
+    without an entry keeps its size. The result is empty if the shapes are small already (`SMALL`).
     """
     tensors = [*tensors_of(node), node]
     known = [x for x in tensors if isinstance(x.meta.get("val"), torch.Tensor)]
@@ -184,7 +191,7 @@ def _sizes(node: Node, rule: Rule, degree: int) -> dict[tuple[Node, int], int]:
 
 
 def _fixed_sizes(node: Node) -> set[int]:
-    """Return the sizes that must not change, because other arguments of the operation depend on them."""
+    """Return the sizes that must stay, because arguments or the number of outputs depend on them."""
     target: Any = node.target
     if target in SIZES:
         return {int(node.args[SIZES[target]])}  # type: ignore[arg-type]
@@ -221,7 +228,11 @@ ALONG = {
 
 
 def _sizes_of_view(node: Node, rule: Rule) -> dict[tuple[Node, int], int]:
-    """Return sizes for a view. A dimension that the view regroups with a divided dimension keeps its size."""
+    """Return smaller sizes for a view, as `_sizes` does.
+
+    Dimensions keep their sizes if the view regroups them with a divided dimension, or if it regroups several
+    dimensions into several dimensions.
+    """
     (source,) = tensors_of(node)
     divided = {p.dim for p in rule.inputs if isinstance(p, Shard)}
     found: dict[tuple[Node, int], int] = {}
@@ -235,7 +246,8 @@ def _sizes_of_view(node: Node, rule: Rule) -> dict[tuple[Node, int], int]:
 
 
 def _bound(x: Node) -> int:
-    """Return the upper bound (exclusive) of random indices for an input."""
+    """Return the upper bound (exclusive) of random integers for an input: the number of rows or classes if
+    the input is the index of a lookup."""
     target, _ = x.meta["reads"]
     if target in LOOKUPS:
         return int(next(y for y in x.graph.nodes if y.meta.get("reads") == (target, 2)).meta["val"].shape[0])
@@ -247,6 +259,8 @@ def _bound(x: Node) -> int:
 
 
 def _given(x: Node, generator: torch.Generator) -> torch.Tensor:
+    """Return values for a placeholder: positions 0, 1, ... if it is the ids of an operation, otherwise
+    random."""
     target, index = x.meta["reads"]
     if (target in LOOKUPS and index == 2) or index in NUMBERS.get(target, ()):
         return torch.arange(x.meta["val"].shape[0])
@@ -256,6 +270,7 @@ def _given(x: Node, generator: torch.Generator) -> torch.Tensor:
     return drawn
 
 
+# Backward operation of attention -> its forward operation.
 _FORWARD: dict[Any, Any] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: aten._scaled_dot_product_flash_attention_for_cpu.default,
     ATTEND_BACKWARD: ATTEND,
@@ -263,9 +278,10 @@ _FORWARD: dict[Any, Any] = {
 
 
 def _attend(call: Node, inputs: Sequence[Node], values: list[torch.Tensor]) -> None:
-    """Replace inputs of an attention's backward by the outputs of its forward.
+    """If `call` is the backward of attention, replace its inputs `out` and `lse` in `values` by the outputs
+    of the forward.
 
-    With random numbers the attention's weights, which are exponentials, could have any size.
+    With a random `lse`, the attention's weights, which are exponentials, could have any size.
     """
     forward: Any = _FORWARD.get(call.target)
     if forward is None:
@@ -298,6 +314,7 @@ def _parts(
 
 
 def _joined(parts: Sequence[torch.Tensor], placement: Placement) -> list[torch.Tensor]:
+    """Return the tensors that must equal the whole value: the joined `parts`, their sum, or each of them."""
     match placement:
         case Shard():
             return [placement.joined(parts)]

@@ -7,10 +7,10 @@ See Liu et al., Ring Attention, 2023. The operations::
     dq, dk, dv = attend_backward(grad, q, k, v, out, lse, query_ids, ...)  # and the arguments of attend
 
 On whole sequences, the queries of part r of `parts` (each consisting of `runs` runs) attend only to the keys
-of part r - `turn` (modulo `parts`). A member of an axis has one part of each, so it runs the operation with
-`parts` 1 and `turn` 0. `*_ids` are the positions of queries and keys in the sequence. They define a causal
-mask, and the operations skip keys that no query sees. `lse` is the log-sum-exp of the scores, which
-normalizes the weights. It is minus infinity for a query that sees no key.
+of part r - `turn` (modulo `parts`). A member of an axis has one part of the queries and one part of the keys,
+so it runs the operation with `parts` 1 and `turn` 0. `*_ids` are the positions of queries and keys in the
+sequence. They define a causal mask, and the operations skip keys that no query sees. `lse` is the log-sum-exp
+of the scores, which normalizes the weights. It is minus infinity for a query that sees no key.
 """
 
 from __future__ import annotations
@@ -100,10 +100,11 @@ def _attend_backward(
     runs: int,
     turn: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the terms of gradients from these keys. `out` and `lse` are the results for all keys.
+    """Compute the gradients of the attention to the keys `k`. `out` and `lse` are the results for all keys.
 
     Returns:
-        The gradient of the queries, in float32 or a wider dtype, and the gradients of these keys and values.
+        The term of the queries' gradient that comes from these keys, in float32 or a wider dtype, and the
+        gradients of `k` and `v`.
     """
     of_queries, of_keys = Shard(2, runs), Shard(2, runs, turn)
     columns: Iterator[Any] = zip(
@@ -158,9 +159,9 @@ def _(out: Tensor, lse: Tensor, more: Tensor, other: Tensor) -> tuple[Tensor, Te
 ATTEND = torch.ops.lightning_piper.attend.default
 ATTEND_BACKWARD = torch.ops.lightning_piper.attend_backward.default
 MERGE = torch.ops.lightning_piper.merge.default
-# The position of the argument `parts` in these operations; `runs` and `turn` follow.
+# Operation -> the position of its argument `parts`. The arguments `runs` and `turn` follow.
 PARTS = {ATTEND: 8, ATTEND_BACKWARD: 11}
-# The tensor inputs that are positions in a sequence.
+# Operation -> the indices, among its tensor inputs, of `query_ids` and `key_ids`.
 NUMBERS = {ATTEND: (3, 4), ATTEND_BACKWARD: (6, 7)}
 
 
@@ -172,10 +173,10 @@ def work(query_ids: Sequence[int], key_ids: Sequence[int], causal: bool) -> int:
 
 
 def _runs(queries: list[int], keys: list[int], causal: bool) -> Iterator[tuple[int, int, int, bool]]:
-    """Yield runs of consecutive queries. The keys must be in ascending order.
+    """Yield the runs of consecutive queries that see keys. The keys must be in ascending order.
 
-    A run is start, stop, the number of keys that any query of the run sees, and whether some of its queries
-    see fewer keys.
+    A run is (start, stop, number of keys that its last query sees, whether some of its queries see fewer
+    keys). Without `causal`, all queries are one run.
     """
     if not causal:
         yield 0, len(queries), len(keys), False
@@ -261,7 +262,14 @@ def _attend_part_backward(
 def _hidden(
     mask: Tensor | None, queries: Tensor, keys: Tensor, rows: slice, causal: bool, dtype: torch.dtype
 ) -> Tensor | None:
-    """Return the mask to add to the scores of these queries and keys; None if they need no mask."""
+    """Return the mask to add to the scores of these queries and keys; None if they need no mask.
+
+    Args:
+        mask: The user's mask. Its rows are the queries of a part, its columns all keys of the sequence.
+        queries, keys: Positions in the sequence.
+        rows: The rows of `mask` for these queries.
+        causal: Whether to hide keys that come after a query.
+    """
     found = None
     if mask is not None:
         found = mask[..., rows, :] if mask.shape[-2] > 1 else mask
@@ -275,7 +283,8 @@ def _hidden(
 
 
 def _blind(hidden: Tensor, like: Tensor) -> Tensor:
-    """Return the queries that see no key. Their log-sum-exp from the kernel is not minus infinity."""
+    """Return a mask, in the shape of `like`, of the queries that see no key. The kernel does not return minus
+    infinity as their log-sum-exp."""
     return (hidden == -math.inf).all(-1).expand(like.shape)
 
 
@@ -289,7 +298,8 @@ def _ids(ids: Tensor, placement: Shard, parts: int) -> list[Tensor]:
 
 
 def _rows(mask: Tensor | None, placement: Shard, parts: int) -> Sequence[Tensor | None]:
-    """Return the rows of a mask for the queries of each part. A mask with one row is the same for all."""
+    """Return the rows of a mask for the queries of each part. A mask with one row serves all queries, and a
+    missing mask stays None."""
     if mask is None or mask.shape[-2] == 1:
         return [mask] * parts
     return Shard(mask.dim() - 2, placement.blocks).parts(mask, parts)
@@ -299,7 +309,7 @@ def _rows(mask: Tensor | None, placement: Shard, parts: int) -> Sequence[Tensor 
 
 
 def _attend_rules(node: Node) -> Iterator[Rule]:
-    """Yield the rules of `ATTEND` and `ATTEND_BACKWARD`: shards of the sequences, of the heads, or of the
+    """Yield the rules of `ATTEND` or `ATTEND_BACKWARD`: shards of the sequences, of the heads, or of the
     samples."""
     at = PARTS[node.target]  # type: ignore[index]
     runs, turn = (int(x) for x in node.args[at + 1 : at + 3])  # type: ignore[arg-type]

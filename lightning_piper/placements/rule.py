@@ -16,11 +16,11 @@ R, P = Replicate(), Partial()
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule with the placements that an operation reads, and the placements of its outputs.
+    """One way to shard an operation: the placements that it reads, and the placements of its outputs.
 
     Attributes:
-        inputs: Placements of its tensor inputs, in the order of `tensors_of`.
-        outputs: Placements of its output tensors; None for an output that is not a tensor.
+        inputs: Placements of the operation's tensor inputs, in the order of `tensors_of`.
+        outputs: Placements of the operation's outputs; None for an output that is not a tensor.
     """
 
     inputs: tuple[Placement, ...]
@@ -39,13 +39,18 @@ def shape_of(node: Node) -> tuple[int, ...]:
 
 
 def made_by(node: Node) -> list[torch.Tensor | None]:
-    """Return the output tensors of a node."""
+    """Return one entry for each output of a node, in order: a fake tensor, or None for an output that the
+    operation does not compute."""
     value = node.meta.get("val")
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def along_of(shape: Sequence[int], d: int) -> Placement:
-    """Return the placement of an operand for sharding along `d`: whole if it is broadcast along `d`."""
+    """Return the placement of an operand whose operation is sharded along the operand's dimension `d`.
+
+    An operand that is broadcast along `d` stays whole: its size is 1 there, or it lacks the dimension
+    (`d` < 0).
+    """
     return Shard(d) if d >= 0 and shape[d] > 1 else R
 
 

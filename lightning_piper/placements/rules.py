@@ -30,7 +30,7 @@ def rules_for(node: Node, degree: int, blocks: Collection[int] = ()) -> list[Rul
     """Return the sharding rules of an operation; first the rule for whole tensors.
 
     Args:
-        blocks: The values of `Shard.blocks` in the placements of the operation's inputs.
+        blocks: Values of `Shard.blocks`. The result has rules for shards with these numbers of runs.
     """
     inputs, outputs = tensors_of(node), made_by(node)
     whole = Rule((R,) * len(inputs), tuple(R if isinstance(x, torch.Tensor) else None for x in outputs))
@@ -67,7 +67,7 @@ def _in_blocks(rule: Rule, count: int) -> Rule:
 
 
 def _divides(rule: Rule, node: Node, inputs: Sequence[Node], outputs: Sequence[Any], degree: int) -> bool:
-    """Return whether each divided dimension exists and its size is a multiple of the number of members."""
+    """Return whether each divided dimension exists, and each of its runs can be divided evenly."""
     held = [*zip(rule.inputs, (shape_of(x) for x in inputs), strict=True)]
     held += [
         (p, tuple(x.shape))
@@ -88,8 +88,9 @@ def _divides(rule: Rule, node: Node, inputs: Sequence[Node], outputs: Sequence[A
 # Elementwise operations
 
 _ADDITIVE = {aten.add.Tensor, aten.sub.Tensor}
-# Operations that are linear in the first input or in the second input.
+# Operations that are linear in the first input. `mul.Tensor` is also linear in the second input.
 _SCALED = {aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar}
+# Linear operations with one input.
 _LINEAR = {
     aten.neg.default,
     aten.clone.default,
@@ -151,17 +152,19 @@ def _addmm(node: Node) -> Iterator[Rule]:
 
 
 def _view(node: Node) -> Iterator[Rule]:
+    """Yield the rule for partial sums. `rules_for` adds the rules for shards, which need the degree."""
     yield Rule((P,), (P,))
 
 
 def _moves(
     order: Callable[[Node, int], Sequence[int | None]], sums: bool = True
 ) -> Callable[[Node], Iterator[Rule]]:
-    """Return a function that yields the rules of an operation that keeps or reorders dimensions.
+    """Return a function that yields the rules of an operation that has one input and moves its dimensions.
 
     Args:
-        order: Returns the position of each input dimension in the output; None if it must not be divided.
-        sums: Whether terms of a sum stay terms of a sum.
+        order: Gets the node and the number of its input's dimensions. Returns the position of each input
+            dimension in the output, or None if the dimension must not be divided.
+        sums: Whether the operation is linear, so that terms of a sum stay terms of a sum.
     """
 
     def rules(node: Node) -> Iterator[Rule]:
@@ -218,7 +221,7 @@ def _split(node: Node) -> Iterator[Rule]:
 
 
 def _slice(node: Node) -> Iterator[Rule]:
-    """Yield the rules of a slice. A slice that takes all of a dimension allows to divide every dimension."""
+    """Yield the rules of a slice. The sliced dimension can be divided only if the slice takes all of it."""
     x = tensors_of(node)[0]
     start, stop, step = (argument(node, i, default) for i, default in ((2, None), (3, None), (4, 1)))
     size = shape_of(x)[int(argument(node, 1, 0))]
@@ -235,13 +238,15 @@ def _without(node: Node, rank: int) -> list[int | None]:
 
 
 def _squeezed(node: Node, rank: int) -> list[int | None]:
-    """Return the positions of dimensions after `squeeze`. The dimensions that it names are not divided."""
+    """Return the positions of dimensions after `squeeze`. The dimensions that it names are not divided.
+
+    A call without dimensions names all: a shard of any dimension may have size 1, and would be squeezed.
+    """
     shape = shape_of(tensors_of(node)[0])
     along = argument(node, 1, list(range(rank)))
     named = (
         {int(d) % rank for d in (along if isinstance(along, list | tuple) else [along])} if rank else set()
     )
-    # Without other dimensions: a shard of one of them may have size 1, and would be squeezed too.
     gone = {d for d in named if shape[d] == 1}
     return [None if d in named else d - sum(g < d for g in gone) for d in range(rank)]
 
@@ -266,8 +271,9 @@ def _expanded(node: Node, rank: int) -> list[int | None]:
 
 
 def _cat(node: Node) -> Iterator[Rule]:
-    """Yield the rules of a concatenation: shards along other dimensions, inputs that become runs of the
-    output, and partial sums."""
+    """Yield the rules of a concatenation: shards along dimensions that are not concatenated, inputs that
+    become runs of the output, and partial sums. If one input has all elements, every dimension can be
+    divided."""
     inputs = tensors_of(node)
     shapes = [shape_of(x) for x in inputs]
     rank = max(map(len, shapes))
@@ -301,8 +307,9 @@ _SUMS = {aten.sum.default, aten.sum.dim_IntList}
 
 
 def _sum(node: Node) -> Iterator[Rule]:
-    """Yield the rules of a reduction. A shard along a dimension that stays remains a shard. If the reduction
-    is a sum, a shard along a reduced dimension becomes a partial sum."""
+    """Yield the rules of a sum, a mean or a maximum. A shard along a dimension that is not reduced remains a
+    shard. A sum makes a partial sum of a shard along a reduced dimension. Partial sums stay partial sums,
+    except in a maximum."""
     (x,) = tensors_of(node)
     rank = len(shape_of(x))
     dims = argument(node, 1) if node.target is not aten.sum.default else None
@@ -408,12 +415,12 @@ def _embedding(node: Node) -> Iterator[Rule]:
 
 
 def _embedding_backward(node: Node) -> Iterator[Rule]:
-    """Yield the rules of the gradient of an embedding's table. Parts of the indices make terms of a sum."""
+    """Yield the rules of the gradient of an embedding's table. Shards of the index make terms of a sum."""
     _, index = tensors_of(node)
     rank = len(shape_of(index))
     yield Rule((Shard(rank), R), (Shard(1),))
     if not argument(node, 4, False):
-        # with gradients scaled by frequency, each part would count its own indices only
+        # If gradients are scaled by the frequency of indices, a shard would count only its own indices.
         for d in range(rank):
             yield Rule((Shard(d), Shard(d)), (P,))
         yield Rule((P, R), (P,))
@@ -428,6 +435,7 @@ def _identity(node: Node) -> Iterator[Rule]:
         yield Rule((P,), (P,))
 
 
+# Operation -> a function that yields its rules, without the rule for whole tensors.
 _FAMILIES: dict[Any, Callable[[Node], Iterator[Rule]]] = {
     aten.mm.default: _mm,
     aten.bmm.default: _bmm,

@@ -10,16 +10,16 @@ from lightning_piper.ir.values import Shard
 
 
 def regrouped(before: Sequence[int], after: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return groups of dimensions before and after a view. The groups of a pair have the same elements.
+    """Return pairs of groups: dimensions before a view, and the dimensions after it with the same elements.
 
-    Dimensions of one element are in no group.
+    The groups are as small as possible. Dimensions of size 1 are in no group.
     """
     groups = []
     i = j = 0
     while i < len(before) or j < len(after):
         mine: list[int] = []
         theirs: list[int] = []
-        a = b = 1
+        a = b = 1  # number of elements in `mine` and in `theirs`
         while True:
             if a == b and mine and theirs:
                 break
@@ -43,10 +43,13 @@ def regrouped(before: Sequence[int], after: Sequence[int]) -> list[tuple[tuple[i
 def regrouping(
     before: Sequence[int], after: Sequence[int], degree: int, blocks: Collection[int]
 ) -> Iterator[tuple[Shard, Shard]]:
-    """Yield pairs of equal shardings before and after a view.
+    """Yield pairs of a shard before a view and a shard after it, which give each member the same elements.
 
     A shard of a dimension may become a shard of runs: heads in [samples, heads] become heads of each sample
     in [samples * heads].
+
+    Args:
+        blocks: Numbers of runs for the shard before the view, besides 1.
     """
     for mine, theirs in regrouped(before, after):
         for d in mine:
@@ -54,6 +57,7 @@ def regrouping(
                 runs = math.prod(before[i] for i in mine if i < d) * count
                 length = math.prod(before[i] for i in mine) // runs  # elements of a run
                 for e in theirs:
+                    # the number of elements in the dimensions before `e`, and in the dimensions after it
                     outer, inner = (
                         math.prod(after[i] for i in theirs if side(i, e))
                         for side in (operator.lt, operator.gt)

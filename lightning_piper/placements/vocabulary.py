@@ -1,8 +1,8 @@
 """Lookups in a table that is sharded by rows, or in scores that are sharded by classes.
 
-`ids` are the indices of a member's shard. An index of another member gives zero, so the members' results are
-terms of a sum. One member with all ids does the lookup of the whole. An index that no member owns makes torch
-raise an error, as in the whole lookup.
+`ids` are the indices of a member's shard, one after another. An index of another member gives zero, so the
+members' results are terms of a sum. If `ids` has all indices, the member does the whole lookup. In the
+forward operations, torch raises an error for an index that no member owns, as in the whole lookup.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ IGNORED = -100  # an index that picks no element
 def _rows(table: Tensor, index: Tensor, ids: Tensor, size: int) -> Tensor:
     """Return the `embedding` from one rank's shard of the table, whose rows have the indices `ids`.
 
-    The result is zero for indices of other ranks, so the sum over ranks is the embedding. `size` is the number
-    of rows of the whole table.
+    The result is zero for indices of other ranks, so the sum over ranks is the embedding. `size` is the
+    number of rows of the whole table.
     """
     own = _own(index, ids)
     found = torch.nn.functional.embedding(_local(index, ids, own, size), table)
@@ -39,9 +39,9 @@ def _(table: Tensor, index: Tensor, ids: Tensor, size: int) -> Tensor:
 
 @torch.library.custom_op("lightning_piper::rows_backward", mutates_args=())
 def _rows_backward(grad: Tensor, index: Tensor, ids: Tensor, padding: int) -> Tensor:
-    """Return the gradient of the table. Indices equal to `padding` do not contribute."""
+    """Return the gradient of a member's shard of the table. Indices equal to `padding` do not contribute."""
     own = _own(index, ids) & (index != padding)
-    nowhere = torch.where(own, index - ids[0], -1)
+    nowhere = torch.where(own, index - ids[0], -1)  # `embedding_dense_backward` ignores -1
     made: Tensor = torch.ops.aten.embedding_dense_backward(grad, nowhere, ids.shape[0], -1, False)
     return made
 
@@ -53,9 +53,10 @@ def _(grad: Tensor, index: Tensor, ids: Tensor, padding: int) -> Tensor:
 
 @torch.library.custom_op("lightning_piper::picked", mutates_args=())
 def _picked(x: Tensor, index: Tensor, ids: Tensor, dim: int, size: int) -> Tensor:
-    """Return elements along a dimension (`gather`), one for each index; zero for `IGNORED`.
+    """Return the elements of a member's shard along a dimension, one for each index (`gather`).
 
-    `size` is the size of the whole dimension.
+    The result is zero for indices of other members and for `IGNORED`. `size` is the size of the whole
+    dimension.
     """
     own = _own(index, ids)
     local = _local(index, ids, own | (index == IGNORED), size)
@@ -69,7 +70,7 @@ def _(x: Tensor, index: Tensor, ids: Tensor, dim: int, size: int) -> Tensor:
 
 @torch.library.custom_op("lightning_piper::spread", mutates_args=())
 def _spread(grad: Tensor, index: Tensor, ids: Tensor, dim: int) -> Tensor:
-    """Return the gradient of `picked`: zero except for the elements that were picked."""
+    """Return the gradient of `picked` for a member's shard: zero except for the elements that were picked."""
     own = _own(index, ids)
     shape = list(grad.shape)
     shape[dim] = ids.shape[0]
@@ -86,7 +87,7 @@ def _(grad: Tensor, index: Tensor, ids: Tensor, dim: int) -> Tensor:
 
 ROWS, ROWS_BACKWARD = torch.ops.lightning_piper.rows.default, torch.ops.lightning_piper.rows_backward.default
 PICKED, SPREAD = torch.ops.lightning_piper.picked.default, torch.ops.lightning_piper.spread.default
-# The position of the argument `size` in these operations. The gradient of the rows takes the size from `ids`.
+# Operation -> the position of its argument `size`. The backward operations do not have this argument.
 SIZES = {ROWS: 3, PICKED: 4}
 
 
@@ -120,15 +121,15 @@ LOOKUPS: dict[Any, Callable[[Node], Iterator[Rule]]] = {
 
 
 def _own(index: Tensor, ids: Tensor) -> Tensor:
-    """Return which indices the shard with the indices `ids` has."""
+    """Return a mask of the indices that are in `ids`, which is ascending without gaps."""
     return (index >= ids[0]) & (index <= ids[-1])
 
 
 def _local(index: Tensor, ids: Tensor, own: Tensor, size: int) -> Tensor:
-    """Return the positions of indices in the member's shard.
+    """Return the position in the member's shard of each index for which the mask `own` is true.
 
-    An index of another member becomes 0. An index that no member owns becomes an index outside of the shard,
-    so that torch raises an error.
+    The result for any other index is 0 if another member owns the index. If no member owns it, the result
+    lies outside of the shard, so that torch raises an error.
     """
     anybody = (index >= 0) & (index < size)
     return torch.where(own, index - ids[0], torch.where(anybody, 0, torch.where(index < 0, -1 - size, size)))
