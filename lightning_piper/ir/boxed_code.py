@@ -13,7 +13,7 @@ import torch
 from torch.fx.graph import CodeGen
 
 RUNS_KEY = "piper_runs"  # key in an operation's metadata: the function that runs instead of the operation
-_making = threading.Lock()  # devices of one process are threads
+_making = threading.Lock()  # held while code is generated, because devices of one process are threads
 
 
 class _Boxed(CodeGen):
@@ -44,6 +44,7 @@ class _Module(torch.fx.GraphModule):
         """Generate the code, if no other thread has generated it."""
         if self._is_made:  # another thread has generated the code meanwhile
             return
+        # The generated code calls the functions of `RUNS_KEY`. The graph gets its own targets back.
         stood = {node: node.target for node in self.graph.nodes if RUNS_KEY in node.meta}
         for node in stood:
             node.target = node.meta[RUNS_KEY]
@@ -56,7 +57,8 @@ class _Module(torch.fx.GraphModule):
 def compile_boxed(
     graph: torch.fx.Graph, constants: torch.nn.Module | None = None
 ) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """Compile a graph to a function that takes a list of tensors and empties it.
+    """Return a function that runs a graph. It takes a list of tensors, which it empties, and the graph's
+    `sizes`.
 
     `constants` holds the tensors that the step makes from Python numbers (`torch.tensor(...)`), by the
     graph's names.

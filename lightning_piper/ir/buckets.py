@@ -81,9 +81,10 @@ class Bucket:
 
     @cached_property
     def _owners(self) -> tuple[int, ...]:
-        """The member that has each tensor if `by_parameter` is set.
+        """For each tensor, the member that has it if `by_parameter` is set.
 
-        Assign the tensors from the largest to the smallest, each to the member with the fewest elements.
+        The tensors are assigned from the largest to the smallest, each to the member with the fewest
+        elements.
         """
         filled, owners = [0] * self.members, [0] * len(self.tensors)
         for i in sorted(range(len(self.tensors)), key=lambda i: (-self._sizes[i], i)):
@@ -153,23 +154,25 @@ class Bucket:
         return self.by_parameter and self.degree == 1
 
     def part_of(self, replica: int) -> int:
-        """Return the index of the part of the parameters that a replica has."""
+        """Return the index of the part of each parameter that group rank `replica` has."""
         return self.mesh.part(replica, self.along)
 
     def shard_group(self, replica: int) -> tuple[int, ...]:
-        """Return the replicas that divide the bucket with this one, in the order of their shards."""
+        """Return the group ranks that divide the bucket with group rank `replica`, in the order of their
+        shards."""
         return self.mesh.line(DATA, replica)
 
     def member(self, replica: int) -> int:
-        """Return the index of the shard that a replica has."""
+        """Return the index of the shard that group rank `replica` has."""
         return self.shard_group(replica).index(replica)
 
     def own(self, name: str, whole: torch.Tensor, replica: int) -> torch.Tensor:
-        """Return the part of a parameter that a replica has (see `cut`)."""
+        """Return the part of a parameter that group rank `replica` has (see `cut`)."""
         return self.cut(name, whole, self.part_of(replica))
 
     def cut(self, name: str, whole: torch.Tensor, part: int) -> torch.Tensor:
-        """Return one part of a parameter: a copy if the parameter has `TensorSpec.runs`, otherwise a view."""
+        """Return one part of a parameter: a copy if the parameter has `TensorSpec.runs`, otherwise a view. If
+        the bucket has whole parameters, return the parameter."""
         if self.degree == 1:
             return whole
         placement = self.placement_of(name)
@@ -183,10 +186,11 @@ class Bucket:
         return Shard(spec.dim_order[0], 1 if spec.runs is None else spec.runs[0])
 
     def local_shards(self, replica: int) -> Iterator[tuple[str, int, int, int]]:
-        """Yield the tensors in a replica's shard: name, `start`, `stop` and `offset` of each.
+        """Yield (name, `start`, `stop`, `offset`) for each parameter with elements in the shard of group rank
+        `replica`.
 
-        Elements `start:stop` of the parameter, counted in its memory order, begin at element `offset` of the
-        shard.
+        Elements `start:stop` of the whole parameter, counted in its memory order, begin at element `offset`
+        of the shard.
         """
         first = self.member(replica) * self.shard
         last, part = first + self.shard, self.part_of(replica)
@@ -262,11 +266,9 @@ def buckets_of(
 ) -> list[Bucket]:
     """Assign parameters to buckets, in order, one dtype per bucket.
 
-    A bucket is closed when it has `size` bytes.
-
     Args:
-        params: The parameters to assign, or their parts if the mesh divides them.
-        size: Number of bytes at which a bucket is closed.
+        params: The parameters to assign. If they are divided, their specs are the specs of parts.
+        size: A bucket gets no further parameter once it has this many bytes.
         mesh, by_parameter, along: As in `Bucket`.
         dtype: Dtype of the flat tensors; None for the parameters' own dtype.
     """

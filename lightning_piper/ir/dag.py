@@ -36,8 +36,8 @@ class TrainingDAG:
             of the directive that ordered the two nodes, or None). Node attribute: `order` (index of the first
             directive that named the node in an order, or None).
         program: The application of a program to this graph, up to the current directive.
-        overlaps: Groups of an order whose members may interleave; each lists the chunks of each of its
-            filters.
+        overlaps: One entry for each group of an `order` whose chunks may interleave. The entry has, for each
+            filter of the group, the ids of the nodes that the filter selects.
         meshes: Region -> the mesh along whose axes (all but `DATA`) its parameters are divided. Regions
             without divided parameters are absent.
         divided: Parameter -> the axes along which it is divided. Whole parameters are absent.
@@ -45,8 +45,8 @@ class TrainingDAG:
             chunks compute on whole tensors.
         param_meshes: Parameter -> its mesh, if its gradients are summed over other ranks than those along
             `DATA` of `mesh`.
-        arranged: (region, device group) -> the mesh that a `place` directive gave them. Absent if it did not
-            give one.
+        arranged: (region, device group) -> the mesh that a `place` directive gave to both. A pair without a
+            mesh is absent.
         hosted: Parameters whose optimizer states stay in host memory between steps.
         mean_of_replicas: Whether the loss is the mean of the replicas' losses, in which each ratio has the
             replica's own denominator, instead of the loss of the whole batch.
@@ -68,7 +68,8 @@ class TrainingDAG:
         self.meshes: dict[int, Mesh] = {}
         self.divided: dict[str, tuple[str, ...]] = {}
         self.arranged: dict[tuple[int, tuple[int, ...]], Mesh] = {}
-        # for each call of `dispatch`, the number of parts into which its region is divided
+        # For each call of `dispatch`: the number of parts into which its region's parameters are divided.
+        # 1: they are whole. Empty: all regions are whole.
         self._degrees: tuple[int, ...] = ()
         self.policies: dict[int, ShardingPolicy] = {}
         self.hosted: frozenset[str] = frozenset()
@@ -115,7 +116,10 @@ class TrainingDAG:
         return self.code.interface_of(chunk.key)
 
     def divide(self, meshes: Mapping[int, Mesh]) -> None:
-        """Divide the parameters of some regions. Chunks of these regions then run different code."""
+        """Divide the expert parameters of some regions along the axes of the regions' meshes.
+
+        Chunks of these regions then run code for one part. `meshes` maps a region to its mesh.
+        """
         self.meshes |= meshes
         routed = self.code.routed
         members = {mesh: math.prod(map(mesh.size, self.routed_axes(mesh))) for mesh in self.meshes.values()}
@@ -153,7 +157,7 @@ class TrainingDAG:
     def mesh_of(self, name: str) -> Mesh:
         """Return the mesh of a parameter.
 
-        Its gradients are summed along `DATA`, and the parameter may be divided along the other axes.
+        The parameter's gradients are summed along `DATA`. The parameter may be divided along the other axes.
         """
         return self.param_meshes.get(name, self.mesh)
 
@@ -170,12 +174,13 @@ class TrainingDAG:
         return self.nodes[ref[0]].outputs[ref[1]]
 
     def specs_of(self, ref: Ref, samples: int) -> tuple[TensorSpec, ...]:
-        """Return the specs of a value if its chunk made it from `samples` samples."""
+        """Return the specs that a value has if its producer works on `samples` samples (see `producer`)."""
         chunk, index = self._made_by(ref)
         return self.code_at(chunk.key, samples).outputs[index]
 
     def producer(self, ref: Ref) -> Chunk:
-        """Return the chunk that made a value. For a sum, return the chunk that made its first term."""
+        """Return the chunk that made a value. If another node made it, return the producer of the node's
+        first input."""
         return self._made_by(ref)[0]
 
     def _made_by(self, ref: Ref) -> tuple[Chunk, int]:
@@ -217,7 +222,8 @@ class TrainingDAG:
         return tuple(sorted(set().union(*groups.values())))
 
     def slices(self) -> dict[PassKey, tuple[Slice, ...]]:
-        """Return the slices of the global batch of each pass, in order. A recomputed pass counts once."""
+        """Return the slices of the global batch of each pass, in order. A recomputed pass counts once. BI and
+        BW count as B."""
         found: dict[PassKey, set[Slice]] = {key: set() for key in self.code.interfaces}
         for chunk in self.of_type(Chunk):
             found[chunk.region, "B" if chunk.kind in SPLIT_BACKWARD else chunk.kind].add(chunk.slice)
@@ -321,8 +327,9 @@ class TrainingDAG:
         """Change a node's devices, tags, outputs or other fields. `rewire` changes what it reads.
 
         Raises:
-            ValueError: A field is the id or a read of the node, the devices are not a tuple of integers, or
-                the step does not have the pass.
+            ValueError: The node is not in this DAG, or does not have the field. Or a field is the id or a
+                read of the node, the devices are not a tuple of integers, or the step does not have the pass
+                with as many outputs.
         """
         self._check_here(node)
         for name in ("id", *READS):
@@ -353,7 +360,8 @@ class TrainingDAG:
         self.rewire(node, **reads)
 
     def order(self, before: Node, after: Node, origin: int | None) -> None:
-        """Make `after` start only after `before` is done.
+        """Make `after` start only after `before` is done, because of directive `origin`. If a directive has
+        already ordered the two nodes, the edge keeps the index of that directive.
 
         Raises:
             ValueError: One of the nodes is not in this DAG.
@@ -366,7 +374,8 @@ class TrainingDAG:
             self.graph.edges[before.id, after.id]["order"] = origin
 
     def release(self, node: Node) -> None:
-        """Remove the temporal edges into a node that its own directive added. Data edges stay."""
+        """Remove the temporal edges into a node that were added by the directive that made the node. Data
+        edges stay."""
         edges = self.graph.in_edges(node.id, data=True)
         self.graph.remove_edges_from(
             [(a, b) for a, b, edge in edges if not edge["data"] and edge["order"] == node.origin]
@@ -398,7 +407,7 @@ class TrainingDAG:
                     raise ValueError(f"{found}; give a tuple of pairs, (a node's id, which of its outputs)")
 
     def _check_pass(self, chunk: Chunk, key: PassKey, made: int) -> None:
-        """Check that pass `key` exists and has `made` outputs."""
+        """Raise an error unless the step has pass `key`, with `made` outputs. Messages name `chunk`."""
         region, kind = key
         try:
             outputs = self.code.interface_of(key).outputs
@@ -421,7 +430,8 @@ class TrainingDAG:
                 self.graph.add_edge(source, node.id, data=True, order=None)
 
     def copy(self) -> TrainingDAG:
-        """Return a copy of the DAG that can be rewritten independently."""
+        """Return a copy of the DAG that can be rewritten independently. It does not have
+        `earlier_buckets`."""
         copy = TrainingDAG(self.step, self.size)
         copy.program = self.program.copy()
         copy.nodes = {i: dataclasses.replace(node) for i, node in self.nodes.items()}

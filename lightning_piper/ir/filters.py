@@ -16,7 +16,8 @@ from lightning_piper.ir.regions import SPLIT_BACKWARD
 
 Filter = Mapping[str, object]
 AGAIN = "R"  # a recomputed forward pass
-# copies to the host and back, which are not chunks, so only orders can name copies
+# The values of PASS for copies to the host and back. Only an `order` can name them, because they are not
+# chunks.
 STORE, FETCH = COPIES = ("STORE", "FETCH")
 PASSES = ("F", "B", *SPLIT_BACKWARD, AGAIN)
 

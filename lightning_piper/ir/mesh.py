@@ -1,9 +1,10 @@
 """Meshes: the ranks of a device group, arranged along named axes.
 
-A node lists the devices of its group by group rank, which the code calls *place*; rank r is replica r. A
-value has one placement along each axis of a mesh. A collective communicates along one axis, among the ranks
-that share all other coordinates: a *line*. Along `DATA`, members have the same parameters and different
-samples. Along other axes, parameters may be divided.
+A node lists the devices of its group by group rank, which the code calls *place*. A value has one placement
+along each axis of a mesh. A collective communicates along one axis, among the ranks that share all other
+coordinates: a *line*. Along `DATA`, members have the same parameters and different samples. Along other axes,
+parameters may be divided.
+
     Mesh(("data", "ep"), (2, 3), (0, 1, 2, 3, 4, 5))        ep ->
                                                       data  0 1 2     lines of ep: 0 1 2 and 3 4 5
                                                        |    3 4 5     lines of data: 0 3, 1 4 and 2 5

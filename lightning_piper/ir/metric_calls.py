@@ -11,13 +11,13 @@ class Later:
     """A value that is known only after some calls of metric objects.
 
     Attributes:
-        calls: Numbers of these calls in the step.
+        calls: Indices of these calls among all calls of metric objects in the step.
     """
 
     calls: frozenset[int]
 
     def of(self, values: Sequence[Any]) -> Any:
-        """Return the value, given the results of all calls by number."""
+        """Return the value. `values` has the results of all calls, in the order of the step."""
         raise NotImplementedError
 
 
@@ -26,7 +26,7 @@ class MetricResult(Later):
     """A result of a call of a metric object, or an entry of the result.
 
     Attributes:
-        call: Number of the call in the step.
+        call: Index of the call, as in `Later.calls`.
         keys: The keys that lead to the entry.
     """
 
@@ -97,7 +97,7 @@ class MetricLog:
     Attributes:
         name: The key.
         value: Name of the metric object, or a value that follows from calls.
-        kwargs: The other arguments.
+        kwargs: The other arguments of `self.log`.
         after: As in `MetricCall`.
     """
 
@@ -121,7 +121,7 @@ class MetricCalls:
             of samples, Piper does not use the entry.
         whole: Name of each argument tensor that does not depend on the samples -> a function from the step's
             inputs to its value for the whole batch.
-        used: Numbers of the calls whose results the step logs, returns, or passes to other calls.
+        used: Indices of the calls whose results the step logs, returns, or passes to other calls.
     """
 
     events: tuple[MetricCall | MetricLog, ...] = ()

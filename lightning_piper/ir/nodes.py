@@ -87,7 +87,7 @@ class Node:
 
     @property
     def reads(self) -> tuple[Ref, ...]:
-        """Every value the node reads, including those that are not positional inputs."""
+        """All values that the node reads. Some kinds of nodes read further values besides `inputs`."""
         return self.inputs
 
     @property
@@ -105,7 +105,8 @@ class Node:
         return ""
 
     def members(self, replica: int) -> tuple[int, ...]:
-        """Return the devices that communicate with a replica: those that share its bucket, or all."""
+        """Return the devices that communicate with group rank `replica` in this node: the devices that divide
+        the output's bucket with it. If the output is not in a bucket, return all devices of the node."""
         bucket = self.outputs[0].bucket if self.outputs else None
         return (
             self.devices
@@ -132,7 +133,7 @@ class Chunk(Node):
     """
 
     turn = IssuePriority.COMPUTE
-    shows_tags = False  # its label contains them
+    shows_tags = False  # because the label contains the tags
 
     region: int
     kind: str

@@ -14,8 +14,8 @@ class ShardingPolicy:
     Attributes:
         optimizer, gradients, parameters: Whether replicas shard these tensors. Each field implies the fields
             before it.
-        reduce_stream, gather_stream: Logical streams.
-        bucket_bytes: Size of a bucket.
+        reduce_stream, gather_stream: The logical streams of gradient sums and of parameter gathers.
+        bucket_bytes: Number of bytes at which a bucket is closed.
         by_parameter: Whether each replica has some whole parameters instead of a shard of every parameter.
         dtype: Dtype in which gradients are summed; None for their own dtype.
     """

@@ -58,15 +58,16 @@ class Output:
     """An output of a pass: a bundle of tensors that travels together.
 
     Attributes:
-        kind: Its role.
+        kind: The role of the bundle.
         names: Names of the bundle's contents: parameters or buffers, the log key, or the value in the graph.
             A `saved` bundle is private to the region; its names are the backward passes that read it.
-        term: For a loss or a logged value, its index in `StepCode.terms`.
+        term: For a loss or a logged value, the index of its term in `StepCode.terms`; otherwise None.
         partial: Whether the output is a term of a sum over the whole batch. Readers get the sum.
-        exchange: `gather` if readers compute the whole batch and get the rows of all its parts; `scatter` if
-            readers compute a part and get their rows of the whole batch's gradients; otherwise "".
-        held: For a step that is divided along axes (`Step.divisions`), the placement along each axis whose
-            members do not all have the whole output.
+        exchange: `gather` if readers work on the whole batch and get the rows of all parts of the batch.
+            `scatter` if readers work on a part of the batch and get the rows of this part, from the gradients
+            of the whole batch. Otherwise "".
+        held: (axis, placement) for each axis of `Step.divisions` along which not all members have the whole
+            output. Empty if the step is not divided.
         changes: The placement changes on the way to the readers, in order.
     """
 
@@ -91,8 +92,8 @@ class Interface:
         outputs: The outgoing bundles.
         params: Parameters that the pass reads, by canonical name.
         buffers: Buffers that the pass reads and no pass changes.
-        state: Buffers that the pass reads and this region's forward changes. Their current value comes from
-            the previous forward.
+        state: Buffers that the pass reads and this region's forward pass changes. `Chunk.state` says where
+            the current values come from.
         batch: Indices of the batch leaves that the pass reads.
         seeds: Indices in `StepCode.terms` of the loss terms whose gradients are the last arguments.
         random: Whether the pass draws random numbers. It then runs with a seed of its own.
@@ -114,7 +115,7 @@ class Interface:
 
     @property
     def seeds_gradient(self) -> bool:
-        """Whether the step's backward pass begins here. It may begin in several passes."""
+        """Whether the step's backward pass begins in this pass. It may begin in several passes."""
         return bool(self.seeds)
 
 
@@ -233,13 +234,13 @@ class StepCode:
     Attributes:
         size: Number of samples.
         regions: The regions in trace order.
-        interfaces, code: Interface and code of the passes F and B.
+        interfaces, code: (region, pass F or B) -> the interface of the pass, and its code.
         logs: The `self.log` calls.
         batch_specs: Specs of the leaves of the batch.
-        split_passes: Interface and code of the passes BI and BW. A region without trained weights has only
-            BI, and a region that does not output a gradient has only BW; this one pass is then all of B. The
-            first of the region's passes gets the inputs from other regions.
-        routed: The regions that rows are dispatched to.
+        split_passes: (region, pass BI or BW) -> (interface, code) of the pass. A region without trained
+            weights has only BI, and a region that does not output a gradient has only BW; this one pass is
+            then all of B. The first of the region's passes gets the inputs from other regions.
+        routed: Index of each region to which rows are dispatched -> its experts.
         terms: How Piper weights the terms of the loss and of logged values.
         rebuild: For a forward-only step, the function that rebuilds its return value from its tensors, which
             are the outputs of kind `result` named "0", "1", .... It also takes a function, which supplies the
@@ -259,7 +260,7 @@ class StepCode:
         local: Buffers whose new values depend on the samples of the local batch, on their number, or on
             random numbers. All other buffers that the step changes get the same values on any part of the
             batch.
-        divided: Parameter -> the axis along which members have parts of it, and which parts.
+        divided: Parameter -> (the axis along which members have parts of it, how it is divided into parts).
     """
 
     size: int
@@ -283,7 +284,8 @@ class StepCode:
     divided: Mapping[str, tuple[str, Shard]] = field(default_factory=dict)
 
     def samples(self, leaf: int, part: Slice) -> Slice | None:
-        """Return the samples of a batch tensor that the chunks of `part` get; None: they get all samples."""
+        """Return the samples of batch tensor `leaf` that the chunks of `part` get. None: the chunks get the
+        whole tensor."""
         return part if self.batch_specs[leaf].shape and self.undivided is None else None
 
     @property
@@ -328,7 +330,7 @@ class StepCode:
 
     @cached_property
     def _joined_buffers(self) -> frozenset[str]:
-        """The buffers that regions change which compute from gathered samples."""
+        """The buffers that joined regions change (`Region.joined`)."""
         made = [
             (self.regions[region], out)
             for (region, _), each in self.interfaces.items()
@@ -364,7 +366,8 @@ class StepCode:
         return self.split_passes[key]
 
     def whole(self, region: int, kind: str, index: int) -> tuple[int, str, int]:
-        """Return the output of B that an output of BI or BW corresponds to; other outputs unchanged."""
+        """Return the output of B that is the same as an output of BI or BW, as (region, pass, index). Return
+        any other output unchanged."""
         if kind in SPLIT_BACKWARD:
             out = self.interface_of((region, kind)).outputs[index]
             if out.kind != Kind.SAVED:
@@ -378,8 +381,8 @@ class ParamInfo:
 
     Attributes:
         name: Its canonical name.
-        spec: Spec of the whole parameter. Elements are counted in this spec's memory order, in which parts
-            are contiguous.
+        spec: Spec of the whole parameter. Shards count elements in the memory order of this spec. In this
+            order, each part of a divided parameter is contiguous.
         aliases: Further names of the same tensor (tied parameters).
         strides: The parameter's strides in the module, if they differ from the spec's.
     """
@@ -399,7 +402,7 @@ class ParamInfo:
 
 
 class Step(Protocol):
-    """A captured step: all that the system uses of the user's module."""
+    """A captured step: everything that Piper uses of the user's module when it compiles a program."""
 
     @property
     def size(self) -> int:

@@ -10,10 +10,11 @@ from lightning_piper.ir.values import Kind, Partial, Placement, Shard
 
 
 def take_parts(dag: TrainingDAG, training: TrainingDAG | None = None) -> None:
-    """Make a DAG's chunks compute on parts of tensors.
+    """Record in a DAG that its chunks compute on parts of tensors: the axes, the divided parameters, and the
+    meshes of parameters.
 
     Args:
-        training: For a step without a backward pass, the training DAG, which knows which gradients are sums.
+        training: For a step without a backward pass, the training DAG, if there is one. It has the meshes.
     """
     dag.member_axes = tuple(division.axis for division in dag.step.divisions)
     dag.divided |= {name: (axis,) for name, (axis, _) in dag.code.divided.items()}

@@ -63,9 +63,9 @@ class Denominator:
     def counted(
         self, leaves: Sequence[torch.Tensor], buffers: Mapping[str, torch.Tensor], part: Slice
     ) -> torch.Tensor:
-        """Return the sums of samples `part` of a batch, as float64 `[width]`.
+        """Return the sums s of samples `part` of a batch, and the number of samples, as float64 `[width]`.
 
-        The code must be for `len(part)` samples.
+        `run` must be code for `len(part)` samples.
         """
         given = [
             leaves[i][part.start : part.stop].contiguous() if leaves[i].ndim else leaves[i]
@@ -88,7 +88,7 @@ class Term:
     Attributes:
         weighing: How the values on parts of the batch are weighted.
         label: The weight in words.
-        denominator: The denominator of a ratio.
+        denominator: The denominator of a ratio; None for every other term.
     """
 
     weighing: Weighing

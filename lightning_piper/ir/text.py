@@ -20,9 +20,10 @@ def text_of(dag: TrainingDAG) -> str:
 
 
 def listing(dag: TrainingDAG) -> str:
-    """Return all nodes by id, so that two listings differ only in lines of different nodes.
+    """Return the lines of all nodes by id, so that two listings differ only in the lines of nodes that
+    differ.
 
-    It also works for a DAG with a cycle.
+    The DAG may have a cycle.
     """
     return _text(dag, sorted(dag.nodes))
 

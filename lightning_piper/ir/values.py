@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 class TensorSpec:
     """A tensor's shape, dtype and strides (in elements).
 
-    Strides stay the same on all devices, because they choose kernels.
+    Strides stay the same on all devices, because kernels depend on strides.
 
     Attributes:
-        runs: (number of equal runs, number of parts) along the slowest dimension, of a tensor whose parts
-            each have a piece of every run. Its elements are then counted part by part. None: they are counted
-            in memory order.
+        runs: (number of runs, number of parts). The slowest dimension then consists of equal runs, and each
+            part of the tensor has a piece of every run. Elements are counted part by part. None: elements are
+            counted in memory order.
     """
 
     shape: tuple[int, ...]
@@ -73,10 +73,10 @@ class TensorSpec:
 
 
 def view_as(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """Give a one-dimensional tensor the spec's shape and strides.
+    """Return the elements of a one-dimensional tensor with the spec's shape and strides.
 
-    Returns a copy if the spec has `runs`, otherwise a view. If the spec has gaps in its memory, the result
-    has strides without the gaps.
+    The result is a copy if the spec has `runs`, otherwise a view. If the spec has gaps in its memory, the
+    result has strides without the gaps.
     """
     dim_order = spec.dim_order
     inverse = sorted(range(len(dim_order)), key=dim_order.__getitem__)
@@ -212,15 +212,15 @@ class Value:
     """An output of a node: a bundle of tensors.
 
     Attributes:
-        kind: Its role.
+        kind: The role of the bundle.
         names: As in `regions.Output`.
         tensors: Specs of the tensors that each member holds.
         placement: The placement along `DATA`.
         bucket: The layout of the named parameters (or their gradients) in one flat tensor; None if each is a
             tensor of its own.
         others: Axis -> placement along the other axes of the mesh. Axes along which the value is replicated
-            are absent. A parameter divided along "ep" is `Shard(0)` there. So are rows that are dispatched to
-            its parts, although each member has as many rows as it was sent.
+            are absent. A parameter that is divided along "ep" is `Shard(0)` along it. So are the rows that
+            are dispatched to experts, although members may have different numbers of rows.
     """
 
     kind: Kind

@@ -57,18 +57,20 @@ class Done:
     seconds: float
 
 
-After = Callable[[TrainingDAG, Done], None]
+After = Callable[[TrainingDAG, Done], None]  # a hook that gets the DAG after each pass
 
 
 def run_passes(dag: TrainingDAG, passes: Iterable[Pass], after: After | None = None) -> TrainingDAG:
     """Run passes on `dag` in place, call `after` after each pass, and return `dag`.
 
     Raises:
-        DirectiveError: A directive does not fit. The message names its index.
-        VerificationError: `after` raised it. The message names the directive that was applied last.
+        DirectiveError: A directive does not fit. The message names its index, or the degrees for which Piper
+            wrote the program.
+        VerificationError: `after` raised it. If the pass applies a directive, the message names this
+            directive.
     """
     for each in passes:
-        # Lightning does not read this clock, so tests that replace Lightning's clocks do not affect it
+        # Lightning does not read this clock, so tests that replace Lightning's clocks do not affect it.
         start = time.monotonic_ns()
         with _applying(dag, each):
             contract = each.run(dag)
@@ -86,7 +88,7 @@ def run_passes(dag: TrainingDAG, passes: Iterable[Pass], after: After | None = N
         except VerificationError as error:
             if each.index is None:
                 raise
-            # The check after the previous pass succeeded, so the directive of this pass is the cause.
+            # `after` accepted the DAG before this pass, so the directive of this pass is the cause.
             raise VerificationError(f"after directive {each.index} ({each.name}), {error}") from None
     return dag
 

@@ -10,7 +10,8 @@ from lightning_piper.ir.values import Replicate, Slice
 from lightning_piper.ops.weights import Counts, CountsSum, Weights, counted, share_of, wanted_by, weighed
 
 STREAM = "counts"
-Group = tuple[tuple[int, ...], tuple[Slice, ...]]  # devices, and the slices of the local batch on them
+# (devices, the slices of the local batch for which they need weights)
+Group = tuple[tuple[int, ...], tuple[Slice, ...]]
 
 
 def weigh(dag: TrainingDAG) -> None:
@@ -47,7 +48,7 @@ def _region(dag: TrainingDAG, node: Node) -> int:
 
 
 def _slices(dag: TrainingDAG) -> dict[tuple[int, str], tuple[Slice, ...]]:
-    """Return the slices into which each pass of a region divides the local batch."""
+    """Return (region, "F" or "B") -> the slices into which the region's chunks divide the local batch."""
     found: dict[tuple[int, str], set[Slice]] = {}
     for chunk in dag.of_type(Chunk):
         found.setdefault((chunk.region, chunk.kind[0]), set()).add(chunk.slice)

@@ -14,11 +14,12 @@ from lightning_piper.passes.batch_weights import weigh
 
 
 def complete(dag: TrainingDAG) -> None:
-    """Complete a DAG after its last directive. If the program places nothing, all nodes run on device 0.
+    """Complete a DAG after its last directive: check its devices, and add nodes for weights (`weigh`). If the
+    program places nothing, all nodes run on device 0.
 
     Raises:
-        DirectiveError: The program places (or replicates) only some regions. The message names the remaining
-            regions.
+        DirectiveError: The program places or replicates only some regions, leaves a node without a device, or
+            does not use devices 0 to n - 1 without gaps.
     """
     unplaced = [chunk for chunk in dag.of_type(Chunk) if not chunk.devices]
     if len(unplaced) == len(list(dag.of_type(Chunk))):
@@ -59,9 +60,9 @@ def complete(dag: TrainingDAG) -> None:
 
 
 def _all_have_devices(dag: TrainingDAG) -> None:
-    """Check that every node has devices.
+    """Raise an error if a node has no devices.
 
-    A directive of another package must give its nodes devices itself.
+    A directive of another package must itself give devices to the nodes that it adds.
     """
     for node in dag.nodes.values():
         if not node.devices:

@@ -20,21 +20,21 @@ Group = tuple[int, ...]
 def eliminate(dag: TrainingDAG) -> Contract | None:
     """Remove communication from a finished DAG that its global order makes redundant.
 
-    - A gather of a bucket is redundant if no chunk of these devices has used another bucket since the
-      previous gather of the bucket. The parameters are still in memory, as between a last layer's forward and
-      backward pass.
-    - A sum of a bucket's gradients over replicas is redundant if the next chunk of these devices makes
-      gradients of the same bucket. The gradients are added up first, as between the backward passes of a
+    - A gather of a bucket is redundant if the previous chunk with gathered parameters on the same devices has
+      read this bucket. The parameters are still in memory, as between a last layer's forward and backward
+      pass.
+    - A sum of a bucket's gradients over replicas is redundant if the next chunk of the same devices is the
+      same pass of the same region. The gradients are added up first, as between the backward passes of a
       stage that does nothing in between.
 
-    Neither of the two needs more memory than the communication would need.
+    Neither elimination needs more memory than the communication would need.
 
     Returns:
         `reassociated` if sums over replicas were joined, because this changes the order of the terms;
         otherwise None.
     """
-    held: dict[Group, dict[Bucket, Ref]] = {}
-    runs: dict[Group, list[list[Chunk]]] = {}  # runs of consecutive chunks of the same pass and region
+    held: dict[Group, dict[Bucket, Ref]] = {}  # as in `_reuse`
+    runs: dict[Group, list[list[Chunk]]] = {}  # runs of consecutive chunks with the same key
     for chunk in [node for node in global_order(dag) if isinstance(node, Chunk)]:
         if any(ref is not None for ref in chunk.params):
             _reuse(dag, chunk, held)
@@ -68,7 +68,7 @@ def _reuse(dag: TrainingDAG, chunk: Chunk, held: dict[Group, dict[Bucket, Ref]])
 
 
 def _join(dag: TrainingDAG, run: list[Chunk]) -> bool:
-    """Add up gradients of some chunks before replicas sum them, bucket by bucket.
+    """Add up, bucket by bucket, the gradients of the chunks in `run` before replicas sum them.
 
     Return whether the function has joined any sums.
     """
@@ -77,7 +77,7 @@ def _join(dag: TrainingDAG, run: list[Chunk]) -> bool:
     totals = {
         user.id: user for scatter in scatters for user in dag.users(scatter) if isinstance(user, Accumulate)
     }
-    ours = {(scatter.id, 0): i for i, scatter in enumerate(scatters)}
+    ours = {(scatter.id, 0): i for i, scatter in enumerate(scatters)}  # value of a scatter -> its index
     for total in totals.values():
         inputs: list[Ref] = []
         before: list[Node] = []  # the sums to join that the loop has found so far
@@ -101,9 +101,10 @@ def _join(dag: TrainingDAG, run: list[Chunk]) -> bool:
 
 
 def _together(dag: TrainingDAG, scatters: list[Node]) -> list[Ref]:
-    """Replace some sums over replicas by the last of them, applied to the sum of their inputs.
+    """Make the last of some sums over replicas sum the inputs of all of them. The caller removes the other
+    sums.
 
-    Return the value of this last sum.
+    Return the value of the last sum in a list, which is empty if there are no sums.
     """
     if not scatters:
         return []
@@ -127,7 +128,7 @@ def _together(dag: TrainingDAG, scatters: list[Node]) -> list[Ref]:
 
 
 def _scatters(dag: TrainingDAG, chunk: Chunk) -> list[Node]:
-    """Return the sums over replicas of gradients that this chunk alone makes and exactly one node reads."""
+    """Return the reduce-scatters of this chunk's gradients whose result exactly one node reads."""
     packs = (pack for pack in dag.users(chunk) if isinstance(pack, Pack))
     found = [
         user

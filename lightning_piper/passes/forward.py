@@ -75,7 +75,9 @@ def _groups(program: Program, training: TrainingDAG | None) -> list[Group]:
 
 
 def _place_rest(dag: TrainingDAG, groups: list[Group], training: TrainingDAG | None) -> None:
-    """Place every chunk that does not have a device, by the rules of this module."""
+    """Place every chunk that does not have a device, by the rules of this module. Do nothing if there are no
+    groups. Raise an error if a step with parameters has no training step and no `place` matches its
+    regions."""
     rest = [chunk for chunk in dag.of_type(Chunk) if not chunk.devices]
     if not groups or not rest:
         return
@@ -97,6 +99,7 @@ def _place_rest(dag: TrainingDAG, groups: list[Group], training: TrainingDAG | N
         having = _having(dag, chunk, groups_of)
         candidates = [group for group in near if group in having] or having or near or groups
         dag.change(chunk, devices=candidates[0])
+        # If a `place` gave this device group a mesh, the chunk's region has the same mesh.
         for (_, group), mesh in (training or dag).arranged.copy().items():
             if group == chunk.devices:
                 dag.arranged.setdefault((chunk.region, group), mesh)
@@ -104,7 +107,7 @@ def _place_rest(dag: TrainingDAG, groups: list[Group], training: TrainingDAG | N
 
 
 def _groups_of_params(dag: TrainingDAG, training: TrainingDAG | None) -> dict[str, list[Group]]:
-    """Return the device groups that have each parameter."""
+    """Return parameter -> the device groups of the placed chunks that read it, in the training DAG first."""
     found: dict[str, list[Group]] = {}
     for source in [dag] if training is None else [training, dag]:
         for chunk in source.of_type(Chunk):
@@ -116,7 +119,8 @@ def _groups_of_params(dag: TrainingDAG, training: TrainingDAG | None) -> dict[st
 def _having(dag: TrainingDAG, chunk: Chunk, groups_of: dict[str, list[Group]]) -> list[Group]:
     """Return the device groups that have all parameters that a chunk reads.
 
-    Parameters without a device are ignored.
+    Parameters that no placed chunk reads are ignored. The result is empty if there are no other parameters.
+    Raise an error if no group has all parameters.
     """
     wanted = {name: groups_of[name] for name in dag.interface(chunk).params if name in groups_of}
     if not wanted:

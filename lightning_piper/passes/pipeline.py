@@ -32,7 +32,6 @@ def passes_of(
         training: For a forward-only step, the training step's finished DAG, if there is one.
         divided: Whether tensors of the step are divided along axes (`Step.divisions`).
 
-
     Raises:
         DirectiveError: Two directives contradict each other. The message names the index of one of them.
     """
@@ -77,6 +76,9 @@ def run_pipeline(
             dag, passes_of(program, dag.forward_only, training, bool(dag.step.divisions)), after
         )
 
+    # A training step in another layout of the batch first chooses its own buckets. If its devices would then
+    # read parameters from buckets that differ from those in `training`, run again with the buckets of
+    # `training`.
     dag = run(None)
     if training is None or dag.forward_only or keeps_shards_of(dag, training):
         return dag
@@ -109,7 +111,8 @@ def apply_program(dag: TrainingDAG, program: Program) -> TrainingDAG:
 
 
 def _describe(dag: TrainingDAG, program: Program) -> None:
-    """Tell the directives about the program before the first one is applied.
+    """Record the program's ops, number of replicas and degrees in the DAG. Directives and
+    messages use them.
 
     Raises:
         DirectiveError: Two directives contradict each other. The message names the index of one of them.

@@ -17,6 +17,7 @@ from lightning_piper.ir.nodes import Node
 from lightning_piper.ir.text import listing
 from lightning_piper.passes.base import Done
 
+# The name of a file of a trace, and the first line of its text.
 _NAME = re.compile(r"\d\d+-[\w.-]+\.txt")
 _HEAD = re.compile(r"(training|forward-only) step of \d+ samples\n?")
 
@@ -54,12 +55,14 @@ class PassTrace:
             PiperError: The folder cannot be written, or has other files.
         """
         self.changes: list[PassChange] = []
+        # id of a node -> (a copy of the node after the previous pass, its `_waits`)
         self._before: dict[int, tuple[Node, dict[int, int]]] = {}
         self._folder = folder
         if folder is not None:
             _clear(folder)
 
     def __call__(self, dag: TrainingDAG, done: Done) -> None:
+        """Count the changes of a pass. If there is a folder, write the DAG to a file."""
         now = {i: (dataclasses.replace(node), _waits(dag, i)) for i, node in dag.nodes.items()}
         kept = now.keys() & self._before.keys()
         changed = sum(now[i] != self._before[i] for i in kept)
@@ -76,7 +79,7 @@ def _waits(dag: TrainingDAG, node: int) -> dict[int, int]:
 
 
 def _clear(folder: Path) -> None:
-    """Create the folder, or remove an earlier trace from it."""
+    """Create the folder, or remove an earlier trace from it. Raise an error if it has other files."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         found = sorted(folder.iterdir())

@@ -20,7 +20,8 @@ def incomplete(facts: Facts, final: bool) -> Iterable[str]:
     """Yield the problems of a step in which a pass does not run for every sample, or a gradient or metric
     does not reach its destination.
 
-    A gradient must reach an update on each device that uses its parameter. A metric must reach the report.
+    A gradient must reach an update on each device that uses its parameter. A metric must reach the report. If
+    the program is complete (`final`), also yield the problems of sums over replicas, shards and weights.
     """
     dag = facts.dag
     groups: dict[str, set[tuple[int, ...]]] = {}
@@ -65,9 +66,7 @@ def incomplete(facts: Facts, final: bool) -> Iterable[str]:
 
 def _alike(facts: Facts, updated: Mapping[str, Mapping[tuple[int, ...], Update]]) -> Iterable[str]:
     """Yield a problem for each parameter whose copies are not all updated with the same terms in the same
-    order.
-
-    Otherwise the bits of the copies drift apart.
+    order. Such copies would not keep the same bits.
     """
     seen: set[int] = set()
     for copies in updated.values():

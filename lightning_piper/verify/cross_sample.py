@@ -24,7 +24,8 @@ from lightning_piper.ir.boxed_code import RUNS_KEY
 from lightning_piper.ir.seeds import seed_of
 from lightning_piper.ir.values import Slice
 
-TOLERANCE = 64  # in eps of the dtype; operations that only sum in another order stay far below
+# In eps of the dtype: the largest distance between equal results. Sums in another order differ by far less.
+TOLERANCE = 64
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,9 @@ def find_dependences(
 
     The search starts at losses, logged values and gathered rows that the slices do not reproduce. It goes
     back through operations whose results the slices do not reproduce either. It ends at operations whose
-    inputs the slices reproduce. Rows in another order, such as tokens sorted by expert, look different too.
-    But the search does not reach them if a later operation restores their order.
+    inputs the slices reproduce. Rows in another order, such as tokens sorted by expert, also look different.
+    But the search does not reach them if a later operation restores their order. Operations of regions that
+    draw random numbers are left out.
     """
     whole = _SliceRun(step, tensors, leaves, Slice(0, step.size), None)
     sizes = torch.tensor([float(len(part)) for part in slices], dtype=torch.float64)
@@ -102,9 +104,10 @@ def find_dependences(
 class _SliceRun:
     """The forward passes of all regions on one slice, with every operation recorded.
 
-    A slice reads the values that it made itself. Each slice draws random numbers of its own. So after a
-    region with random numbers, a slice reads its part of the values of `whole`. It also reads sums over the
-    whole batch from `whole`.
+    `whole` is the run on the whole batch; it is None for this run itself. A slice reads the values that it
+    made itself, with two exceptions. Each slice draws random numbers of its own, so after a region with
+    random numbers a slice reads its part of the values of `whole`. And it reads sums over the whole batch
+    from `whole`.
     """
 
     def __init__(
@@ -120,7 +123,7 @@ class _SliceRun:
         device = leaves[0].device if leaves else torch.device("cpu")
         for region in self.code.regions:
             key = (region.index, "F")
-            if key not in self.code.interfaces or region.joined:  # a part that no program cuts
+            if key not in self.code.interfaces or region.joined:  # no program cuts a joined region
                 continue
             interface, specs = self.code.interfaces[key], _input_specs(self.code, key)
             inputs = []
@@ -167,7 +170,7 @@ class _SliceRuns:
         weights: Sequence[torch.Tensor],
     ) -> None:
         self._step, self._whole, self._parts, self._slices = step, whole, parts, slices
-        self._weights = weights  # the possible weights of slices in a mean
+        self._weights = weights  # each entry: one possible weighting of the slices
 
     def ends(self) -> Iterator[tuple[int, Node]]:
         """Yield losses and logged values that are weighted sums over slices, and rows that are gathered from
@@ -180,8 +183,8 @@ class _SliceRuns:
                     yield region, self._whole.results(region)[self._whole.place(region, i)]
 
     def distance(self, region: int, node: Node) -> float:
-        """Return the distance between the slices' results and the whole batch's result; 0 if the results
-        cannot be compared.
+        """Return the distance between the slices' results and the whole batch's result. It is 0 if the
+        results cannot be compared, and infinite if the slices' rows cannot be joined.
         """
         full, parts = self._whole.recorders[region], [part.recorders[region] for part in self._parts]
         value, k = full.values[node.name], full.order.index(node)
@@ -213,8 +216,8 @@ class _SliceRuns:
         return not self.distance(region, node) <= TOLERANCE * eps
 
     def causes(self, region: int, node: Node) -> list[tuple[int, Node]]:
-        """Return the values that a value was made from: inputs of the operation, or an output of another
-        region.
+        """Return the values from which a value was made: inputs of the operation, or an output of another
+        region. The result is empty for parameters, the batch, and outputs of regions with random numbers.
         """
         if node.op != "placeholder":
             return [(region, made) for made in node.all_input_nodes]
@@ -267,7 +270,8 @@ def _input_specs(code: Any, key: tuple[int, str]) -> list[Any]:
 
 
 def _part(x: torch.Tensor, shape: tuple[int, ...], part: Slice, size: int) -> torch.Tensor:
-    """Return the samples of `part`, along the dimension in which `shape` is smaller."""
+    """Return the samples of `part`, along the dimension in which `shape` is smaller. Return `x` if its shape
+    is `shape`."""
     for dim, (a, b) in enumerate(zip(x.shape, shape, strict=True)):
         if a != b:
             rows = a // size

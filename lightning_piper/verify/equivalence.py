@@ -34,7 +34,12 @@ ALLOWANCE = 8  # a result may differ by this many times its largest movement
 def verify_step(
     step: CapturedStep, module: nn.Module, batch: Any, program: Sequence[Directive], *, seed: int = 0
 ) -> Report:
-    """Verify a captured step and a parsed program (see `lightning_piper.verify`)."""
+    """Verify a captured step and a parsed program: run the static check and the reference interpreter after
+    each directive, and compare the results.
+
+    Raises:
+        VerificationError: The static check finds a problem.
+    """
     step = prepared(step, program)
     leaves = step.inputs(flatten(batch)[0])
     tensors = {
@@ -57,10 +62,13 @@ def verify_step(
 
 
 class _Runner:
-    """Reference executions, each run once.
+    """Reference executions. Each execution runs once, and its outcome is kept.
 
     Attributes:
-        splits: The directives that have divided the batch so far.
+        splits: The `split` directives that have been applied so far.
+        random: Whether the step draws random numbers.
+        mixed: Whether the loss or a logged value has terms with different weights.
+        computed: Names of logged values that are computed from other outputs.
     """
 
     def __init__(
@@ -75,13 +83,17 @@ class _Runner:
         self.mixed = mixed(step)
         self.computed = [log.name for log in step.at(step.size).logs if log.computed is not None]
         self.splits: list[Split] = []
+        # (slices, number of splits if one device splits its regions as the program does, otherwise 0) -> the
+        # outcome of one device, and the effect of rounding on it
         self._single: dict[Any, Outcome] = {}
         self._rounding: dict[Any, dict[str, float]] = {}
         self._whole = (Slice(0, step.size),)
+        # the outcome of the last row's DAG, and the effect of rounding on it
         self._last: tuple[Outcome, Mapping[str, float]] | None = None
 
     def row(self, dag: TrainingDAG, done: Done) -> ReportRow:
-        """Run the DAG. Return a row that compares it with the DAG of the previous row and with one device."""
+        """Run the DAG. Return a row that compares it with the DAG of the previous row and with one device.
+        The first row compares the DAG with itself."""
         now, moved = interpret(dag, self.tensors, self.leaves, self.seed), self.rounding(*self._work(dag))
         last, before = self._last or (now, moved)
         self._last = now, moved
@@ -111,7 +123,9 @@ class _Runner:
         """Compare the outcome of the previous row with one device on the whole batch.
 
         Returns:
-            The comparison. If the outcomes differ, also the causes, and the operations among them.
+            The comparison, its causes, and the operations among the causes. If the outcomes agree, the causes
+            are a nonlinear backward pass of a split step, and approximate operations whose bounds were
+            needed.
         """
         assert self._last is not None
         outcome, moved = self._last
@@ -234,7 +248,7 @@ class _Runner:
 
 
 def compare(expected: Outcome, found: Outcome, rounding: Mapping[str, float]) -> Comparison:
-    """Compare two outcomes.
+    """Compare two outcomes. They differ if only one of them has some result.
 
     A result may differ by `ALLOWANCE` times its own movement, or by that many eps of its dtype if that is
     more. A gradient may also differ by the error bounds that approximate operations state for it

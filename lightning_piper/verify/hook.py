@@ -9,14 +9,15 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.passes import Done
 from lightning_piper.verify.static_check import check, check_structure
 
+# Attributes of a DAG that `_contents` leaves out. It copies nodes and data edges separately.
 _GRAPH = ("nodes", "graph", "program", "overlaps", "_next")
 
 
 class StaticCheck:
     """A hook that checks a DAG after each pass, except passes that are judged together with the next pass.
 
-    If a pass only ordered nodes, the rules of nodes cannot find anything new, so only the edges are checked.
-    When the program is finished, everything is checked.
+    If a pass only added or removed orders, the rules of nodes cannot find anything new, so the hook checks
+    only the edges. When the program is finished, the hook checks everything.
 
     Attributes:
         watch: Measures the time of the checks.
@@ -24,7 +25,7 @@ class StaticCheck:
 
     def __init__(self) -> None:
         self.watch = Stopwatch()
-        self._sound: Any = None  # the contents of the DAG that was accepted last
+        self._sound: Any = None  # `_contents` of the DAG that was accepted last
 
     def __call__(self, dag: TrainingDAG, done: Done) -> None:
         """Check the DAG after a pass.
@@ -44,7 +45,7 @@ class StaticCheck:
 
 
 def _contents(dag: TrainingDAG) -> Any:
-    """Return a snapshot of a DAG without the order of its nodes, to compare it later."""
+    """Return a copy of a DAG's nodes, data edges and settings, without orders, to compare it later."""
     about = {
         key: dict(value) if isinstance(value, dict) else value
         for key, value in vars(dag).items()

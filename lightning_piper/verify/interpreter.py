@@ -22,7 +22,7 @@ from lightning_piper.ops.reference import Reference
 def interpret(
     dag: TrainingDAG, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], seed: int = 0
 ) -> Outcome:
-    """Run one step.
+    """Run one step, and return its outcome.
 
     Args:
         dag: Any training DAG, finished or not. Nodes without a device also run.

@@ -22,9 +22,10 @@ class Comparison:
         distance: The largest difference within one gradient, metric or buffer, relative to its largest value.
             It is taken from the result that comes nearest to its bound. (A gradient that is zero except for
             rounding, as of a bias of attention keys, moves by its own size.)
-        first: The name of the result with this distance. If the verdict is `differs`, it is the first
-            result out of bounds.
-        allowed: The distance that rounding alone explains for this result.
+        first: The name of the result with this distance; None if all results are bitwise equal. If the
+            verdict is `differs`, it is the first result out of bounds.
+        allowed: The distance that rounding explains for this result. For `equal within the bound` it includes
+            the error bounds of approximate operations.
     """
 
     verdict: Agreement
@@ -122,8 +123,8 @@ class Report:
 
     @property
     def conclusion(self) -> str:
-        """The verdict. `verified except` has its causes and the size of the difference, `executed` has its
-        reason.
+        """The verdict as a text. After `verified except` come the causes and the size of the difference,
+        after `executed` the size of the difference and the reason.
         """
         if self.verdict == "executed":
             found = f"{self.whole} from one device on the whole batch"

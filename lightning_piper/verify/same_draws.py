@@ -30,7 +30,9 @@ class SameDraws(_torch.TorchDispatchMode):
     def __init__(self, size: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._size = size
+        # for each draw of the whole batch: (function, its numeric arguments, the numbers that it drew)
         self._drawn: list[tuple[Any, list[int | float], torch.Tensor]] = []
+        # whether the whole batch runs; the parts of this context; how many draws they have made
         self._first, self._parts, self._number = True, list[Slice](), 0
 
     @contextlib.contextmanager
@@ -52,6 +54,9 @@ class SameDraws(_torch.TorchDispatchMode):
         self._first = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Record a draw of the whole batch, or replace a draw of a part by the numbers of the part's samples.
+        Raise an error if there are no such numbers. All other operations run unchanged.
+        """
         result = func(*args, **(kwargs or {}))
         if not _torch.call_is_random(func, args, kwargs or {}):
             return result
@@ -68,7 +73,7 @@ class SameDraws(_torch.TorchDispatchMode):
         part, at = divmod(self._number, len(self._drawn))
         self._number += 1
         known, limits, whole = self._drawn[at]
-        if known is not func or limits != numbers:  # a position in the batch would be outside of the part
+        if known is not func or limits != numbers:  # for example a limit that is the number of samples
             raise VerificationError(
                 f"{func} draws other random numbers in a part than in the whole batch [PIPER-V001]"
             )

@@ -115,6 +115,7 @@ def shards(facts: Facts, updated: Updates) -> Iterable[str]:
                     f"{name} has shards twice on the same devices, in {facts.at(first)} and "
                     f"{facts.at(node)}: one of them would keep old values"
                 )
+    # (bucket that a chunk gathers, bucket of the gradient) -> whether both have the same shards
     fitting: dict[tuple[Bucket, Bucket], bool] = {}
     for chunk in dag.of_type(Chunk):
         names, here = dag.interface(chunk).params, kept.get(chunk.devices, {})
@@ -144,13 +145,12 @@ def shards(facts: Facts, updated: Updates) -> Iterable[str]:
 
 
 def places(facts: Facts) -> Iterable[str]:
-    """Yield a problem for each device that is not the same replica in all of its groups.
-
-    Its local batch and its shards depend on the replica.
+    """Yield a problem for each device that has different ranks in its groups, and for each node that has more
+    or fewer devices than the mesh. The local batch and the shards of a device depend on its rank.
     """
     dag = facts.dag
     replica: dict[int, int] = {}
-    seen: set[int] = set()  # groups by identity, because most nodes share theirs
+    seen: set[int] = set()  # `id` of each tuple of devices that was checked. Most nodes share a tuple.
     for node in dag.nodes.values():
         if node.everywhere or id(node.devices) in seen:
             continue

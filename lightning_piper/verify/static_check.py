@@ -62,7 +62,8 @@ def _refuse(problems: list[str]) -> None:
 
 
 def _problems(facts: Facts, final: bool) -> Iterable[str]:
-    """Return the problems of a DAG. If the structure is wrong, the other checks are skipped."""
+    """Return the problems of a DAG. If its edges or the division of its experts are wrong, skip the other
+    checks."""
     found = [*_structure(facts), *all_to_all.division(facts)]
     if found:  # the other checks need a sound graph
         return found
@@ -93,7 +94,8 @@ def _structure(facts: Facts) -> Iterable[str]:
 
 
 def _devices(facts: Facts, node: Node) -> Iterable[str]:
-    """Yield values that are not on the device that reads them."""
+    """Yield a problem for each value that `node` reads and that is not on the devices on which it reads
+    it."""
     if not node.devices or node.reads_from == "channel":
         return
     for ref in node.reads:

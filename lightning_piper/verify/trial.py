@@ -37,7 +37,7 @@ FEW = 4  # maximum samples in a part; the trial uses at least twice as many samp
 FAR = 2.0**10
 _DROPS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 
-# these leave any values in the tensor
+# Functions whose results have arbitrary values.
 _UNFILLED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
@@ -68,10 +68,12 @@ def tried(
     size: int,
     whole: bool = False,
 ) -> Difference | None:
-    """Try a step. Return the result that differs most, or None if no result differs.
+    """Run a step on samples of a batch and on parts of them. Return the result that differs most, or None if
+    no result differs.
 
-    None may also mean that the step cannot be tried. Its parts cannot get the random numbers of the whole
-    batch, its code accepts no other number of samples, or the step computes something else each time.
+    None may also mean that the step cannot be tried. Its batch has too few samples, or its parts cannot get
+    the random numbers of the whole batch. Or its code accepts no other number of samples, draws random
+    numbers that the capture does not show, or computes something else each time.
 
     Args:
         step: The captured step.
@@ -121,8 +123,8 @@ def _by_code(
     once, eps = run(whole), coarsest(step)
     found = _furthest(once, run(parts), eps)
     if found is None or _furthest(once, run(whole), eps) is not None:
-        # A second run on all samples may differ, too. Then a change of Python state is the cause, not the
-        # number of samples.
+        # If a second run on all samples also differs, a change of Python state is the cause, not the number
+        # of samples.
         return None
     return Difference(*found, _first_difference(run, whole, parts))
 
@@ -133,8 +135,11 @@ def _by_graph(
     leaves: Sequence[torch.Tensor],
     parts: Sequence[Slice],
 ) -> Difference | None:
-    """Run the captured code on all samples and on their parts, because there each term of the loss can have
-    its own weight. Return the result that differs most."""
+    """Run the captured code on all samples and on their parts. Return the result that differs most; None if
+    no result differs, or if the step draws random numbers.
+
+    In the captured code, each term of the loss can have a weight of its own.
+    """
     if step.draws:
         return None
     step = step.resized(parts[-1].stop)
@@ -188,13 +193,15 @@ def _size(x: torch.Tensor) -> float:
 
 @dataclass(frozen=True)
 class _Call:
+    """A call of a torch function: the function's name, the user's line, and the tensors that it returned."""
+
     name: str
     where: str
     results: tuple[torch.Tensor, ...]
 
 
 class _Calls(TorchFunctionMode):
-    """A mode that records the results of torch functions in the user's method."""
+    """A mode that records the calls of torch functions in the user's method in `made`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +222,8 @@ class _Calls(TorchFunctionMode):
 def _first_difference(
     run: Callable[[Sequence[Slice]], object], whole: Sequence[Slice], parts: Sequence[Slice]
 ) -> str:
-    """Run the step once more, and return the first operation whose results differ, and its line."""
+    """Run the step once more, and return the first operation whose results differ, and its line, as a text.
+    The text is empty if the results of all operations agree."""
     noted = []
     for slices in (whole, parts):
         with _Calls() as calls:
@@ -236,7 +244,8 @@ def _first_difference(
 
 
 def _is_joined(whole: torch.Tensor, parts: list[torch.Tensor]) -> bool:
-    """Return whether the whole is the parts joined row by row, their sum or mean, or equal to each of them."""
+    """Return whether `whole` is the parts joined row by row, their sum, or their mean. Return True if `whole`
+    is not of a floating-point dtype."""
     if not whole.is_floating_point():
         return True
     if all(part.shape == whole.shape for part in parts):
@@ -254,13 +263,13 @@ def _is_joined(whole: torch.Tensor, parts: list[torch.Tensor]) -> bool:
 
 
 class _NoDropout(TorchFunctionMode):
-    """A mode without dropout, because parts draw other random numbers than the whole."""
+    """A mode in which dropout changes nothing, because parts draw other random numbers than the whole."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function in _DROPS:
             return args[0] if args else kwargs["input"]
-        if function is F.scaled_dot_product_attention:
+        if function is F.scaled_dot_product_attention:  # its fifth argument is `dropout_p`
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
             kwargs = {**kwargs, "dropout_p": 0.0}
             kwargs = {k: v for k, v in kwargs.items() if k != "dropout_p" or len(args) <= 4}

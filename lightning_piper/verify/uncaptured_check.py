@@ -28,14 +28,14 @@ from lightning_piper.verify.hook import StaticCheck
 from lightning_piper.verify.interpreter import interpret
 from lightning_piper.verify.report import Report, ReportRow
 
-Grads = dict[str, torch.Tensor]
+Grads = dict[str, torch.Tensor]  # name of a parameter -> its gradient
 
 
 def verify_executed(
     module: nn.Module, batch: Any, program: Sequence[Directive], why: CaptureError, seed: int = 0
 ) -> Report:
-    """Return a report on a step that runs uncaptured: each replica on its part of the batch, and the mean of
-    their gradients.
+    """Return a report on a step that runs uncaptured: each replica runs on its part of the batch, and the
+    replicas' gradients are averaged.
 
     Args:
         module: A LightningModule with real parameters. It is not changed.
@@ -77,7 +77,8 @@ def verify_executed(
 
 
 class _ComparedPasses:
-    """The gradients after each pass of the program, compared with the gradients before it and at the start.
+    """A hook that runs the DAG after each pass, and compares the gradients with those before the pass and
+    with the mean of one device's gradients on the parts of the batch.
 
     Args:
         module: The module.
