@@ -1,5 +1,5 @@
-"""Runs plans in virtual time: how long a step takes, where devices idle, and how much memory it needs. No
-code runs::
+"""Runs plans in virtual time: how long a step takes, when devices idle, and how much memory the step needs.
+No device is used::
 
     result = simulate(compiled.dag, compiled.plans, {"F": 1, "B": 2}, Network(Link(latency=0.1)))
     print(result)                      # a table of figures

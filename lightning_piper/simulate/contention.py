@@ -1,9 +1,10 @@
-"""Exchanges that share links or communicators, in the order of their time.
+"""Simulates exchanges that share links or communicators, event by event in the order of time.
 
 Exchanges on a shared link divide its bandwidth by progressive filling: the rates of all exchanges rise together
-until a link is full. The exchanges on this link keep their rates, and the other rates rise on. The result is
-max-min fair (Bertsekas and Gallager 1992). Rates change when an exchange starts or ends, and only for exchanges
-that share links with it, directly or through other exchanges.
+until a link is full, or an exchange reaches its own largest rate. The exchanges on the full link, or this one
+exchange, keep their rates, and the other rates rise further. The result is max-min fair (Bertsekas and Gallager
+1992). When the bytes of an exchange start or stop to travel, rates change only for exchanges that share links with
+it, directly or through other exchanges.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from lightning_piper.plan.instructions import Channel
 from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.network import Network, Phase
 
-Loads = Mapping[int, Number]  # port -> how many times the rate of an exchange passes through it
+# Port (one direction of a shared link) -> factor. An exchange with rate r sends factor * r through the port.
+Loads = Mapping[int, Number]
 
 
 @dataclass(slots=True, eq=False)
@@ -29,16 +31,17 @@ class Transfer:
 
     Attributes:
         owner: The exchange.
-        phases: The parts of the exchange that have not begun, the next one last.
-        loads: The ports of each phase.
-        names: The communicators that it occupies.
-        number: The number of its request.
-        start: The time at which it got its communicators; None before.
-        moving: Whether the bytes of its phase travel; the latency is over.
-        limit: The largest rate of its phase; None is unlimited.
-        remaining: The bytes of its phase that remain at the time `since`.
+        phases: The parts of the exchange that are not over. The last entry is the current part.
+        loads: The loads of each part in `phases`.
+        names: The communicators that the exchange occupies, as (device, name).
+        number: The position of the transfer among all requested transfers.
+        start: The time at which the transfer got its communicators; None before.
+        moving: Whether the latency of the current part is over, so that its bytes travel.
+        limit: The largest rate of the current part; None is unlimited.
+        remaining: The bytes of the current part that have not arrived at the time `since`.
         rate: The bytes that travel per unit of time from `since` on.
-        version: The number of changes of the rate. Events of earlier versions do not take place.
+        since: The time of the last change of `rate`.
+        version: The number of events that were planned for the transfer. Only the newest one takes place.
     """
 
     owner: Any
@@ -58,12 +61,14 @@ class Transfer:
 def progressive_filling(
     flows: Iterable[tuple[Transfer, Loads]], capacities: Mapping[int, Number]
 ) -> dict[Transfer, Number]:
-    """Return the max-min fair rate of each transfer on its ports.
+    """Return the max-min fair rate of each transfer.
 
     Args:
-        flows: The transfers, with their ports.
+        flows: (transfer, loads of its current part). Each transfer uses at least one port.
         capacities: The bandwidth of each port.
     """
+    # A port's `room` is the bandwidth that transfers with a final rate leave. Its `users` are the transfers
+    # whose rates still rise, and `load` is the sum of their factors on the port.
     rising = dict(flows)
     room = {port: capacities[port] for loads in rising.values() for port in loads}
     load: dict[int, Number] = dict.fromkeys(room, 0)
@@ -74,7 +79,7 @@ def progressive_filling(
             users[port][transfer] = None
     rates: dict[Transfer, Number] = {}
     while rising:
-        levels = {port: room[port] / load[port] for port in users}
+        levels = {port: room[port] / load[port] for port in users}  # port -> the rate at which it is full
         level = min(levels.values())
         stopped = {t: t.limit for t in rising if t.limit is not None and t.limit <= level}
         if not stopped:
@@ -91,29 +96,35 @@ def progressive_filling(
 
 
 class Traffic:
-    """The transfers of all devices."""
+    """The transfers of all devices, in virtual time. `request` adds a transfer, and each `advance` goes on to
+    the next event."""
 
     def __init__(self, network: Network) -> None:
+        """Prepare the ports of the network's shared links."""
         self._network = network
-        self._links: dict[int, list[int]] = {}  # device -> the links that it shares
+        self._links: dict[int, list[int]] = {}  # device -> indices in `shared` of the links that it shares
         for number, link in enumerate(network.shared):
             for device in link.devices:
                 self._links.setdefault(device, []).append(number)
-        # A link has two ports: 2k for bytes that leave its devices, 2k + 1 for bytes that come to them.
+        # Link k has two ports: 2k for bytes that its devices send, 2k + 1 for bytes that its devices receive.
         self._capacities = {
             port: exact(link.bandwidth)
             for k, link in enumerate(network.shared)
             for port in (2 * k, 2 * k + 1)
         }
         self._loads = functools.cache(self._loads_of)
+        # Port -> the transfers whose bytes travel through it, with the loads of their current parts.
         self._on: dict[int, dict[Transfer, Loads]] = {port: {} for port in self._capacities}
-        self._changed: dict[int, None] = {}  # ports whose transfers have changed
-        self._taken: set[object] = set()
-        self._queues: dict[object, list[tuple[int, Transfer]]] = {}  # communicator -> transfers that wait
+        self._changed: dict[int, None] = {}  # ports that a transfer has entered or left since `_share`
+        self._taken: set[object] = set()  # occupied communicators
+        # Communicator -> heap of (number, transfer): the transfers that wait for it.
+        self._queues: dict[object, list[tuple[int, Transfer]]] = {}
+        # Heap of (time, number of the event, transfer, the transfer's version when the event was planned).
         self._events: list[tuple[Number, int, Transfer, int]] = []
         self._numbers = count()
 
     def _loads_of(self, routes: tuple[Channel, ...], share: Number) -> Loads:
+        """Return the loads of a `Phase` with these routes and this share."""
         loads: dict[int, Number] = {}
         for sender, receiver in routes:
             for device, peer, side in ((sender, receiver, 0), (receiver, sender, 1)):
@@ -123,21 +134,22 @@ class Traffic:
         return loads
 
     def transfer(self, owner: object, phases: Iterable[Phase], names: tuple[object, ...]) -> Transfer | None:
-        """Return the transfer of an exchange, or None if the exchange shares nothing with other exchanges."""
+        """Return the transfer of an exchange. Return None if the exchange uses no shared link and `names` is
+        empty."""
         order = list(phases)[::-1]
         loads = [self._loads(phase.routes, phase.share) for phase in order]
         return Transfer(owner, order, loads, names) if any(loads) or names else None
 
     def request(self, time: Number, transfer: Transfer) -> None:
-        """Start a transfer at this time, or as soon as its communicators are free."""
+        """Start a transfer at this time, or later, as soon as all of its communicators are free."""
         transfer.number = next(self._numbers)
         self._at(time, transfer)
 
     def advance(self) -> tuple[Number, list[Transfer]] | None:
-        """Go to the next time at which something happens.
+        """Go to the next time at which a transfer has an event.
 
         Returns:
-            The time, and the transfers that end then; None if no transfer is left.
+            The time, and the transfers that end then, perhaps none. None if no transfer is left.
         """
         if not self._events:
             return None
@@ -150,11 +162,16 @@ class Traffic:
         return now, ended
 
     def _at(self, time: Number, transfer: Transfer) -> None:
+        """Plan the next event of a transfer, and cancel its earlier event."""
         transfer.version += 1
         heapq.heappush(self._events, (time, next(self._numbers), transfer, transfer.version))
 
     def _continue(self, now: Number, transfer: Transfer, ended: list[Transfer]) -> None:
-        """Begin or end a phase of a transfer, or its latency."""
+        """Carry out the event of a transfer: it takes its communicators, a latency ends, or a part ends.
+
+        If a communicator is occupied, the transfer waits in its queue. If the last part ends, `ended` gets the
+        transfer, and transfers that waited for its communicators continue at once.
+        """
         if transfer.start is None:
             busy = next((name for name in transfer.names if name in self._taken), None)
             if busy is not None:
@@ -178,7 +195,7 @@ class Traffic:
                 self._continue(now, heapq.heappop(queue)[1], ended)
 
     def _move(self, now: Number, transfer: Transfer) -> None:
-        """Let the bytes of a phase travel."""
+        """Let the bytes of the current part travel. `_share` sets their rate, if they use shared links."""
         phase, loads = transfer.phases[-1], transfer.loads[-1]
         transfer.moving = True
         transfer.limit = None if phase.bandwidth is None else exact(phase.bandwidth)
@@ -193,6 +210,7 @@ class Traffic:
             self._changed[port] = None
 
     def _end_phase(self, transfer: Transfer) -> None:
+        """Remove the current part of a transfer, also from the ports that it uses."""
         transfer.moving = False
         transfer.phases.pop()
         for port in transfer.loads.pop():
@@ -200,10 +218,11 @@ class Traffic:
                 self._changed[port] = None
 
     def _share(self, now: Number) -> None:
-        """Compute the rates on changed ports, and on all ports that share transfers with them."""
+        """Compute the rates on changed ports, and on all ports that changed ports reach through transfers.
+        Plan the end of each transfer whose rate changes."""
         ports, flows = list(self._changed), dict[Transfer, Loads]()
         seen = set(ports)
-        for port in ports:  # grows
+        for port in ports:  # the loop appends to `ports`
             for transfer, loads in self._on[port].items():
                 if transfer not in flows:
                     flows[transfer] = loads
@@ -219,5 +238,5 @@ class Traffic:
 
 
 def exact(number: Number) -> Number:
-    """Return a number whose quotients are exact, unless it is a float."""
+    """Return a float unchanged, and an integer or a fraction as a fraction, whose quotients are exact."""
     return number if isinstance(number, float) else Fraction(number)

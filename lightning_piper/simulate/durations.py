@@ -26,34 +26,38 @@ PAIR = "F&B"
 _CHUNK = re.compile(r"(?P<kind>[A-Z]+)(\[(?P<tags>[^\]]*)\])?")
 _NODE = re.compile(r"%(?P<node>\d+)")
 _OP = re.compile(r"[a-z_]+")
-_Tags = tuple[tuple[str, int], ...]  # sorted
+_Tags = tuple[tuple[str, int], ...]  # (tag, index), sorted
 _Entry = tuple[int, str, Number]  # number of tags, key, duration
 
 
 class WorkDurations:
-    """The durations of one DAG's work, looked up once for every chunk.
+    """The durations of one DAG's work. The constructor looks up the duration of every chunk.
 
     Args:
         dag: The finished DAG.
-        durations: A function that is called with each chunk, or a table with these keys.
+        durations: A function from a chunk to its duration, or a table with these keys.
             `"F"`: every chunk of this pass without a more specific entry.
             `"F[PP=0]"`, `"F[PP=0,MB=3]"`: chunks of this pass with these tags. The entry with the most tags
             wins.
             `"F&B"`: an F and a B, one chunk each, that form an overlap group of an order. They start together
-            and end together after this time.
+            and end together after this time. The entry does not apply if one of the two chunks has an entry
+            such as `"%12"`.
             `"%12"`: node 12, as plans print it. For a send, this is the duration of the transfer.
             `"add"`, `"merge"`, ...: every instruction of this operation. Operations without an entry take no
             time.
-        issued: Chunks in the order in which the plans run them.
+        issued: The nodes of chunks, in the order in which the plans run them. It decides which chunk of an
+            overlap group is the first one.
 
     Raises:
-        SimulationError: An entry is malformed, is not a duration, or names nothing in this DAG. Or a chunk
-            has no duration, or two equally specific ones.
+        SimulationError: `durations` is neither a table nor a function. An entry is malformed, is not a
+            duration, occurs twice, or has tags or a node that this DAG does not have. Or a chunk has no
+            entry, or two equally specific ones.
     """
 
     def __init__(self, dag: TrainingDAG, durations: Durations, issued: Iterable[int] = ()) -> None:
-        self._ops: dict[str, Number] = {}
-        self._nodes: dict[int, Number] = {}
+        """Look up the duration of every chunk."""
+        self._ops: dict[str, Number] = {}  # operation of an instruction -> duration
+        self._nodes: dict[int, Number] = {}  # node -> duration
         if not isinstance(durations, Mapping) and not callable(durations):
             raise SimulationError(
                 f"durations: {shown(durations)} is neither a table nor a function. Give a table such as "
@@ -76,8 +80,8 @@ class WorkDurations:
                 self._nodes[chunk.id] = checked(f"the duration of {_name(chunk)}", durations(chunk))
 
     def _overlap(self, pairs: Iterable[tuple[int, int]], duration: Number, issued: Iterable[int]) -> None:
-        """Give the first chunk of a pair the duration of the pair, so that no output exists before both are
-        done.
+        """Give the first chunk of each pair the duration of the pair, and the second chunk the duration 0. So
+        the outputs of both chunks exist at the end of the pair.
         """
         rank = {node: i for i, node in reversed(list(enumerate(issued)))}
         for pair in pairs:
@@ -85,8 +89,8 @@ class WorkDurations:
             self._nodes[first], self._nodes[second] = duration, 0
 
     def _read(self, dag: TrainingDAG, table: Mapping[str, Number]) -> _Rules:
-        """Read a table of durations. Store the durations of nodes and operations, and return rules with the
-        durations of passes.
+        """Read a table of durations. Store the durations of nodes and operations in `self`, and return rules
+        with the durations of passes.
 
         Raises:
             SimulationError: An entry is invalid.
@@ -127,18 +131,18 @@ class WorkDurations:
         return rules
 
     def of(self, instruction: Instruction, otherwise: Number = 0) -> Number:
-        """Return how long the instruction occupies its stream, or `otherwise` if the table has no entry for
-        it.
+        """Return how long the instruction occupies its stream, or `otherwise` if neither its node nor its
+        operation has a duration.
         """
         return self._nodes.get(instruction.node, self._ops.get(instruction.op, otherwise))
 
     def measured(self, node: int) -> Number | None:
-        """Return how long the communication of a node takes, or None if the table has no entry for it."""
+        """Return how long the communication of a node takes, or None if no `"%12"` entry gives its duration."""
         return self._nodes.get(node)
 
 
 def _pairs(dag: TrainingDAG) -> Iterator[tuple[int, int]]:
-    """Yield the overlap groups of one forward and one backward chunk."""
+    """Yield the overlap groups of one F and one B on the same devices, as the nodes of the two chunks."""
     for lanes in dag.overlaps:
         if [len(lane) for lane in lanes] == [1, 1]:
             a, b = (dag.nodes[lane[0]] for lane in lanes)
@@ -152,14 +156,12 @@ def _pairs(dag: TrainingDAG) -> Iterator[tuple[int, int]]:
 
 
 class _Rules:
-    """The entries of a table that apply to chunks. A lookup tries each combination of tags that occurs in the
-    table.
-    """
+    """The entries of a table for passes, such as `F` and `F[PP=0]`."""
 
     def __init__(self) -> None:
         # Kind of pass -> names of tags -> values of these tags -> key and duration of the entry.
         self._by: dict[str, dict[tuple[str, ...], dict[tuple[object, ...], tuple[str, Number]]]] = {}
-        # Keys of entries with tags that have matched no chunk.
+        # The keys with tags that have not matched a chunk.
         self._unused: set[str] = set()
 
     def add(self, key: str, kind: str, tags: _Tags, duration: Number) -> None:
@@ -179,9 +181,7 @@ class _Rules:
             self._unused.add(key)
 
     def matching(self, chunk: Chunk) -> list[_Entry]:
-        """Return number of tags, key and duration of all entries that apply to a chunk, the most specific
-        last.
-        """
+        """Return all entries that apply to a chunk, sorted by their number of tags. Mark them as used."""
         found: list[_Entry] = []
         for names, entries in self._by.get(chunk.kind, {}).items():
             entry = entries.get(tuple(chunk.tags.get(name) for name in names))
@@ -191,8 +191,12 @@ class _Rules:
         return sorted(found, key=lambda entry: entry[0])
 
     def check_used(self) -> None:
-        """Check that each entry with tags has matched a chunk."""
-        # Allow entries without tags to match nothing, because one table may serve schedules with and without
+        """Check that each entry with tags has matched a chunk.
+
+        Raises:
+            SimulationError: An entry with tags has matched no chunk.
+        """
+        # An entry without tags may match nothing, because one table may serve schedules with and without
         # split backward passes.
         if self._unused:
             raise SimulationError(
@@ -202,10 +206,14 @@ class _Rules:
 
 
 def _most_specific(chunk: Chunk, found: list[_Entry]) -> Number:
-    """Return the duration of the most specific entry that applies to a chunk. It is the last of `found`.
+    """Return the duration of the most specific entry that applies to a chunk.
+
+    Args:
+        chunk: The chunk.
+        found: The result of `_Rules.matching` for the chunk. The last entry is the most specific.
 
     Raises:
-        SimulationError: No entry applies, or two entries are equally specific.
+        SimulationError: `found` is empty, or its last two entries have equally many tags.
     """
     if not found:
         raise SimulationError(
@@ -222,7 +230,11 @@ def _most_specific(chunk: Chunk, found: list[_Entry]) -> Number:
 
 
 def _tags(key: str, text: str | None) -> _Tags:
-    """Parse the tags of a key, such as `PP=0,MB=3`."""
+    """Parse the text in the brackets of a key, such as `PP=0,MB=3`. None is a key without brackets.
+
+    Raises:
+        SimulationError: A part of the text is not a tag with an index.
+    """
     found: dict[str, int] = {}
     for part in (text or "").split(",") if text else []:
         tag, _, value = part.strip().rpartition("=")
@@ -240,7 +252,7 @@ def _name(chunk: Chunk) -> str:
 
 
 def checked(what: str, value: object, positive: bool = False) -> Number:
-    """Return the value if it is a finite number >= 0 (or > 0).
+    """Return the value if it is 0, or a number from 1e-15 to 1e15.
 
     Args:
         what: The name of the value in the error.
@@ -248,7 +260,7 @@ def checked(what: str, value: object, positive: bool = False) -> Number:
         positive: Whether the value must not be 0.
 
     Raises:
-        SimulationError: The value is not such a number.
+        SimulationError: The value has another type or lies outside of these limits.
     """
     if not isinstance(value, int | float | Fraction) or not is_number(value, positive):
         raise SimulationError(
@@ -262,7 +274,7 @@ def read_durations(path: str | PathLike[str]) -> dict[str, Number]:
     """Read a table of durations from a JSON file that holds one object.
 
     Raises:
-        SimulationError: The file does not exist, or does not hold an object.
+        SimulationError: The file does not exist, cannot be read as JSON, or does not hold an object.
     """
     try:
         content = read_json(path)

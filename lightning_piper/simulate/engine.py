@@ -1,8 +1,8 @@
 """Runs plans in virtual time.
 
-Each logical stream of a device has a clock. Instructions are issued in the plan's order. Each starts when its
-stream is free, and advances the clock. Issuing takes no time, as on CUDA, where the host runs ahead of its
-streams::
+Each logical stream of a device has a clock. Instructions are issued in the plan's order. Each instruction starts
+when its stream is free, and advances the clock. Without an `IssueCost`, issuing takes no time, as on CUDA, where
+the host runs ahead of its streams::
 
     chunks, sums and the like    occupy their stream for their duration
     send, post, collectives      join an exchange without waiting. An exchange starts when all parties have
@@ -11,8 +11,8 @@ streams::
     record, await                an awaiting stream is held until the recorded moment
 
 To find the waiting time that is due to communication alone, a clock also has `since`. This is the last moment
-at which something other than communication delayed the stream. A stream that is held until t, with `since` s,
-waited from s to t for communication only, because at s everything that it waited for had been computed.
+at which something other than communication delayed the stream. If a stream is held until t, and its `since` is
+s, the stream waited from s to t for communication only: all computations for which it waited were done at s.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from lightning_piper.simulate.issue_cost import IssueCost
 from lightning_piper.simulate.network import Network, Phase
 
 Interval = tuple[Number, Number]
-Lane = tuple[str, object]  # a channel or a group
+Lane = tuple[str, object]  # ("channel", a channel) or ("group", a group)
 
 
 def lane_of(instruction: SendInstruction | Irecv | Collective) -> Lane:
-    """Return the channel or group on which exchanges take turns."""
+    """Return the channel or group that carries the exchange. It carries one exchange at a time."""
     return (
         ("group", instruction.group)
         if isinstance(instruction, Collective)
@@ -61,9 +61,10 @@ def lane_of(instruction: SendInstruction | Irecv | Collective) -> Lane:
 class Span(NamedTuple):
     """The work of a stream from `start` to `end`.
 
-    Work that takes no time has a span if it is a chunk or communication.
+    Chunks and communication have a span even if they take no time.
 
     Attributes:
+        stream: The stream, or for a collective its communicator.
         kind: The pass of a chunk (`F`, `B`, ...), or the operation: `send`, `recv`, `reduce`, `add` and so
             on.
         origin: The index of the directive that made the node.
@@ -98,12 +99,12 @@ class StreamWait(NamedTuple):
 
 @dataclass
 class Trace:
-    """The events of a simulated or recorded step.
+    """The work and the waits of all streams in a simulated or recorded step.
 
     Attributes:
-        spans: The spans in order of issue.
-        times: Maps each device to the start and end of every instruction of its plan.
-        held: The waits of streams.
+        spans: The spans, in no particular order.
+        times: Device -> (start, end) of each instruction of its plan.
+        held: The times in which streams waited.
         end: The end of the last stream.
     """
 
@@ -115,11 +116,13 @@ class Trace:
 
 @dataclass(slots=True)
 class _Clock:
+    """The time that a stream has reached, and `since` as the module's docstring defines it."""
+
     time: Number = 0
     since: Number = 0
 
     def hold(self, until: Number, since: Number) -> None:
-        """Advance the clock to `until`, and its `since` to the given time, unless they are later already."""
+        """Advance `time` to `until`, and the clock's `since` to the argument. Neither ever goes back."""
         self.time = max(self.time, until)
         self.since = max(self.since, since)
 
@@ -129,8 +132,8 @@ class _Stream:
     """A stream of a device.
 
     Attributes:
-        issued: Instructions that have been issued and have not begun, with their positions in the plan. The
-            first one waits.
+        issued: (position in the plan, instruction) of the instructions that have been issued and have not
+            begun. The first one waits for an exchange or an event.
     """
 
     device: int
@@ -145,13 +148,14 @@ class _PendingExchange:
     Attributes:
         lane: The channel or group, which carries one exchange at a time.
         parties: The number of devices that must join.
-        joined: (device, instruction) of the devices that have issued the instruction which joins.
-        arrived: The number of devices whose streams have reached it.
-        ready: The time at which the last device arrived.
-        since: From this time on, only communication delayed the last device that arrived.
+        joined: (device, instruction) of each device that has issued its instruction for this exchange.
+        arrived: The number of devices whose streams have begun this instruction.
+        ready: The time at which the last stream so far began it.
+        since: The largest `since` of these streams' clocks. From this time on, only communication delayed the
+            exchange.
         end: The end; None if it is not known yet.
-        waiting: Devices that cannot issue their next instruction before all have joined.
-        held: Streams that wait until the end is known.
+        waiting: Devices that cannot issue their next instruction before all parties have joined.
+        held: Streams that wait until `end` is known.
     """
 
     lane: Lane
@@ -171,7 +175,13 @@ class _PendingExchange:
 
 @dataclass(slots=True)
 class _Queue:
-    """The exchanges of a channel or group that are not over, in order, and the end of the last one."""
+    """The exchanges of a channel or group.
+
+    Attributes:
+        exchanges: The exchanges that all parties have joined and that are not over, in order.
+        under_way: Whether `Traffic` carries the first exchange.
+        free: The end of the last exchange that is over.
+    """
 
     exchanges: deque[_PendingExchange] = field(default_factory=deque)
     under_way: bool = False
@@ -189,22 +199,31 @@ class _SimulatedDevices:
         network: Network,
         issue: IssueCost | None,
     ) -> None:
+        """Prepare devices that have issued nothing."""
         self._dag, self._work, self._network = dag, work, network
-        self._ready_at = None if issue is None else issue.times(plans)  # device -> time of each instruction
+        # Device -> the time at which each instruction has been issued. None: issuing takes no time.
+        self._ready_at = None if issue is None else issue.times(plans)
         self.trace = Trace(times={device: [] for device in plans})
-        self._streams: dict[tuple[int, str], _Stream] = {}
-        # (device, event) -> (time, since), node; None if it is issued and has not happened
+        self._streams: dict[tuple[int, str], _Stream] = {}  # (device, name of the stream)
+        # (device, event) -> ((time, since), node) of its `Record`. None: the `Record` has been issued and has
+        # not begun.
         self._events: dict[tuple[int, int], tuple[Interval, int] | None] = {}
-        self._awaiting: dict[tuple[int, int], list[_Stream]] = {}
+        self._awaiting: dict[tuple[int, int], list[_Stream]] = {}  # (device, event) -> streams that wait
         self._matching = Matching()
         self._exchanges: dict[Meeting, _PendingExchange] = {}
-        self._started: dict[tuple[int, int], _PendingExchange] = {}  # (device, node)
+        self._started: dict[tuple[int, int], _PendingExchange] = {}  # (device, node) -> exchange
         self._queues: dict[Lane, _Queue] = {}
+        # None: exchanges do not delay each other, except on one channel or group.
         self._traffic = Traffic(network) if network.shared or network.communicators else None
         self._going_on: deque[_Stream] = deque()  # streams that need not wait any longer
 
     def blocked(self, device: int, instruction: Instruction) -> _PendingExchange | None:
-        """Return the exchange whose other parties must join before the instruction can be issued, or None."""
+        """Return the exchange that other parties must join before the instruction can be issued. None: it can
+        be issued now.
+
+        Raises:
+            VerificationError: No earlier instruction started the exchange.
+        """
         if not isinstance(instruction, WaitWork | WaitSend):
             return None
         exchange = self._started.get((device, instruction.node))
@@ -216,7 +235,14 @@ class _SimulatedDevices:
         return None if exchange.complete else exchange
 
     def issue(self, device: int, instruction: Instruction) -> list[int]:
-        """Issue an instruction. Returns the devices that can now continue."""
+        """Issue an instruction, and begin all instructions that can begin now.
+
+        Returns:
+            The devices that waited in `blocked` for this instruction, and can now continue.
+
+        Raises:
+            VerificationError: The instruction waits for an event that has not been recorded.
+        """
         stream = self._streams.setdefault((device, instruction.stream), _Stream(device))
         freed = list[int]()
         match instruction:
@@ -234,17 +260,18 @@ class _SimulatedDevices:
                     f"e{instruction.event} before this event is recorded{ADVICE} [PIPER-V003]"
                 )
         times = self.trace.times[device]
-        times.append((0, 0))
+        times.append((0, 0))  # `_begin` sets the times
         if stream.issued or not self._begin(stream, len(times) - 1, instruction):
             stream.issued.append((len(times) - 1, instruction))
         self._go_on()
         return freed
 
     def pass_time(self) -> bool:
-        """Let time pass until exchanges that share links or communicators change.
+        """Let time pass until the next event of an exchange in `Traffic`, and begin all instructions that can
+        begin then.
 
         Returns:
-            Whether there are such exchanges.
+            False if `Traffic` has no exchange left.
         """
         if self._traffic is None or (moment := self._traffic.advance()) is None:
             return False
@@ -265,7 +292,11 @@ class _SimulatedDevices:
                 stream.issued.popleft()
 
     def _begin(self, stream: _Stream, position: int, instruction: Instruction) -> bool:
-        """Begin an instruction, if what it waits for is known. Returns whether it began."""
+        """Run an instruction in virtual time, unless it waits for an exchange or event whose time is unknown.
+
+        Returns:
+            Whether it ran. If not, the stream is in a list of streams to continue later.
+        """
         device, clock = stream.device, stream.clock
         match instruction:
             case WaitWork() | WaitSend() if self._started[device, instruction.node].end is None:
@@ -283,6 +314,7 @@ class _SimulatedDevices:
         return True
 
     def _run(self, device: int, instruction: Instruction, clock: _Clock) -> None:
+        """Advance the clock of the stream by the instruction, and record its effects on other streams."""
         match instruction:
             case WaitWork():
                 exchange = self._started[device, instruction.node]
@@ -309,7 +341,8 @@ class _SimulatedDevices:
     def _hold(
         self, device: int, instruction: Instruction, clock: _Clock, moment: Interval, node: int
     ) -> None:
-        """Hold a stream until the time in `moment`, and record the wait for `node` if there is one."""
+        """Hold a stream until the time in `moment`: (time, since). If the stream waits, record its wait for
+        `node`."""
         before = clock.time
         clock.hold(*moment)
         if clock.time > before:
@@ -318,7 +351,8 @@ class _SimulatedDevices:
             self.trace.held.append(StreamWait(*about, node, self._dag.nodes[node].origin))
 
     def _occupy(self, device: int, instruction: Instruction, clock: _Clock) -> None:
-        """Let an instruction occupy its stream for its duration, and record its span."""
+        """Let an instruction occupy its stream for its duration. Record a span, unless the instruction takes no
+        time and is not a chunk."""
         copying = self._network.host.time(instruction.nbytes) if isinstance(instruction, HostCopy) else 0
         start, duration = clock.time, self._work.of(instruction, copying)
         if duration:
@@ -333,7 +367,7 @@ class _SimulatedDevices:
         self.trace.spans.append(Span(device, instruction.row, start, end, *about))
 
     def _exchange(self, instruction: SendInstruction | Irecv | Collective) -> _PendingExchange:
-        """Return the message or collective to which an instruction belongs."""
+        """Return the message or collective that an instruction joins. Call this once for each instruction."""
         meeting = self._matching.of(instruction)
         if meeting not in self._exchanges:
             self._exchanges[meeting] = _PendingExchange(lane_of(instruction), parties(instruction))
@@ -347,7 +381,8 @@ class _SimulatedDevices:
             self._start_next(self._queues[exchange.lane])
 
     def _start_next(self, queue: _Queue) -> None:
-        """Start the next exchanges of a channel or group, if all of their parties have arrived."""
+        """Start the exchanges of a channel or group in order, until the streams of one have not all arrived or
+        `Traffic` carries one."""
         while queue.exchanges and not queue.under_way:
             exchange = queue.exchanges[0]
             if exchange.arrived < exchange.parties:
@@ -362,7 +397,8 @@ class _SimulatedDevices:
                 self._traffic.request(start, transfer)
 
     def _over(self, queue: _Queue, exchange: _PendingExchange, start: Number, end: Number) -> None:
-        """Enter the end of the first exchange of a queue."""
+        """Remove the first exchange of a queue, whose start and end are now known. Record its spans, and let
+        streams that waited for its end continue."""
         queue.exchanges.popleft()
         queue.free = exchange.end = end
         for member, joined in exchange.joined:
@@ -370,17 +406,20 @@ class _SimulatedDevices:
         self._going_on += exchange.held
 
     def _transfer(self, exchange: _PendingExchange) -> Transfer | None:
-        """Return the exchange as a transfer that may delay other ones; None if it shares nothing with them."""
+        """Return the exchange as a transfer that may delay other transfers. None if it uses neither a shared
+        link nor a named communicator."""
         if self._traffic is None:
             return None
         shared = self._network.communicators
         names = tuple((device, shared[i.row]) for device, i in exchange.joined if i.row in shared)
         instruction = _carried(exchange)
         measured = self._work.measured(instruction.node)
+        # An exchange with a measured duration is one part with this latency, without bytes and routes.
         phases = self._network.phases(instruction) if measured is None else [Phase(measured, 0, None, (), 0)]
         return self._traffic.transfer(exchange, phases, names)
 
     def _duration(self, exchange: _PendingExchange) -> Number:
+        """Return how long the exchange takes if nothing delays it."""
         instruction = _carried(exchange)
         measured = self._work.measured(instruction.node)
         if measured is not None:
@@ -391,7 +430,7 @@ class _SimulatedDevices:
 
 
 def _carried(exchange: _PendingExchange) -> SendInstruction | Collective:
-    """Return an instruction that says what the exchange carries."""
+    """Return the exchange's send or one of its collectives. These know the bytes of the exchange."""
     instruction: Any = next(joined for _, joined in exchange.joined if not isinstance(joined, Irecv))
     return instruction  # type: ignore[no-any-return]
 
@@ -405,12 +444,13 @@ def run_in_virtual_time(
 ) -> Trace:
     """Run the plans of all devices in virtual time.
 
-    This takes time linear in the number of instructions, and the same plans always give the same trace. Exchanges that
-    share links cost more: each start and end of one changes the rates of the exchanges that share links with
-    it.
+    This takes time linear in the number of instructions, and the same plans always give the same trace. Exchanges
+    that share links take more time: when one starts or ends, the rates of the exchanges that share links with
+    it are computed again.
 
     Raises:
-        VerificationError: Devices wait for each other. The message names the instruction of each.
+        VerificationError: Devices wait for each other. Or an instruction waits for an exchange or an event that
+            no earlier instruction started.
     """
     world = _SimulatedDevices(dag, plans, work, network, issue)
     position = dict.fromkeys(plans, 0)

@@ -23,7 +23,7 @@ from lightning_piper.simulate.network import Network
 
 
 class Shares(NamedTuple):
-    """The times of one device, or the sums over several devices."""
+    """The busy, exposed and bubble time of one device, or their sums over several devices."""
 
     busy: Number
     exposed: Number
@@ -39,20 +39,19 @@ class DeviceFigures:
             stream with chunks.
         idle: The other time of the step: bubble and exposed communication.
         exposed: The time in which the device does not compute and a compute stream waits for communication
-            only. Everything that it waits for has been computed, on this device or on others.
-        bubble: The other idle time.
-        peak_bytes: The maximum total of the step's values (see `memory`), without parameters and optimizer
-            states.
+            only: the values for which it waits have been computed.
+        bubble: The idle time that is not exposed communication.
+        peak_bytes: The maximum of `memory`. It does not include parameters and optimizer states.
         peak_in_flight: The maximum number of microbatches whose activations are saved for their backward
             pass.
-        streams: Maps each stream to (busy, idle). A communication stream is busy while a transfer or
-            collective runs.
-        memory: (time, bytes of the step's values from then on).
-        in_flight: (time, microbatches from then on).
-        memory_by_kind: The curve `memory` for each of `memory.KINDS`.
-        directives: Busy, exposed and bubble time by directive. Work belongs to the directive that made its
-            node, and waiting to the directive that made the awaited node. None is the capture, and time in
-            which the device waits for nothing.
+        streams: Stream, or communicator of collectives -> (busy, idle). A communication stream is busy while
+            a transfer or collective runs.
+        memory: (time, bytes of the step's values in the device's memory from this time on).
+        in_flight: (time, number of microbatches with saved activations from this time on).
+        memory_by_kind: The curve for each of `memory.KINDS`. Only `host` counts bytes in the host's memory.
+        directives: Index of a directive -> the times that belong to it. Work belongs to the directive that
+            made its node, and waiting to the directive that made the awaited node. The key None has the times
+            of nodes that the capture made, and the time in which the device waits for nothing.
     """
 
     busy: Number
@@ -75,7 +74,7 @@ class Simulation:
     Attributes:
         step_time: The end of the last device, in the unit of the durations.
         devices: Figures by device.
-        timeline: The work of every stream, sorted by start, device and stream.
+        timeline: The spans of all streams, sorted by start, device and stream.
     """
 
     step_time: Number
@@ -112,7 +111,7 @@ class Simulation:
         return Fraction(time, whole) if isinstance(time, int) and isinstance(whole, int) else time / whole
 
     def to_json(self) -> dict[str, Any]:
-        """Return the simulation as JSON data. Fractions that are not integers become floats."""
+        """Return the simulation as JSON data. A fraction becomes an integer if it is one, otherwise a float."""
         names = ("busy", "idle", "exposed", "bubble", "peak_bytes", "peak_in_flight")
         devices = {}
         for device, f in self.devices.items():
@@ -144,6 +143,7 @@ class Simulation:
         }
 
     def __str__(self) -> str:
+        """Return a table with one row for each device."""
         head = (
             f"step time {shown(self.step_time)}, bubble {float(self.bubble_fraction):.1%}, "
             f"exposed communication {float(self.exposed_fraction):.1%}"
@@ -172,7 +172,7 @@ def simulate(
 
     Args:
         dag: The finished DAG from which the plans were compiled.
-        plans: The plans of all its devices.
+        plans: The plans of all devices of the DAG.
         durations: The durations of chunks and other work; see `durations.WorkDurations` (default: F takes 1,
             B 2, BI and BW 1).
         network: The links for transfers and collectives without a duration of their own (default: they take
@@ -180,8 +180,9 @@ def simulate(
         issue: The time that hosts need to issue instructions (default: no time).
 
     Raises:
-        SimulationError: The durations are invalid.
-        VerificationError: The plans deadlock.
+        SimulationError: The durations are invalid, or an argument has another type.
+        VerificationError: The plans deadlock, or an instruction waits for an exchange or an event that no
+            earlier instruction started.
     """
     planned = isinstance(plans, Mapping) and all(isinstance(plan, Plan) for plan in plans.values())
     if not isinstance(dag, TrainingDAG) or not planned:
@@ -202,8 +203,8 @@ def figures(dag: TrainingDAG, plans: Mapping[int, Plan], trace: Trace) -> Simula
 
     Args:
         dag: The finished DAG.
-        plans: The plans of all its devices.
-        trace: The trace of the devices, from time 0 on.
+        plans: The plans of all devices of the DAG.
+        trace: The trace of the step. Its times count from the start of the step.
     """
     worked: dict[int, list[Span]] = {device: [] for device in plans}
     for span in trace.spans:
@@ -248,14 +249,16 @@ def _figures(
     )
 
 
-_WORK, _EXPOSED, _WAIT, _NOTHING = range(4)  # the states of a device; if several apply, the first counts
+# The states of a device: its compute streams work, wait for communication only, wait for other things, or do
+# neither. If several apply at once, the first one counts. The bubble is _WAIT and _NOTHING.
+_WORK, _EXPOSED, _WAIT, _NOTHING = range(4)
 
 
 class _Part(NamedTuple):
-    """A part of a device's time in one state.
+    """A time in which one compute stream of a device is in one state.
 
     Attributes:
-        what: The state.
+        what: The state: `_WORK`, `_EXPOSED` or `_WAIT`.
         directive: The index of the directive to which the time belongs. None is the capture.
     """
 
@@ -266,13 +269,21 @@ class _Part(NamedTuple):
 
 
 def _shares(parts: Iterable[_Part], step: Number) -> dict[int | None, Shares]:
-    """Divide the step's time among the states of a device. Every moment counts once."""
+    """Divide the step's time among directives and states of a device. Every moment counts once: for the first
+    state that applies, and for the directive whose part in this state began first.
+
+    Args:
+        parts: The parts of the device's compute streams.
+        step: The end of the step.
+    """
+    # Time -> (1 if a part begins or -1 if it ends, the part).
     changes: dict[Number, list[tuple[int, _Part]]] = {0: [], step: []}
     for part in parts:
         if part.end > part.start:
             changes.setdefault(part.start, []).append((1, part))
             changes.setdefault(part.end, []).append((-1, part))
     found: dict[int | None, list[Number]] = {None: [0, 0, 0]}
+    # For each state, directive -> number of parts that have begun and not ended.
     open_parts: tuple[Counter[int | None], ...] = (Counter(), Counter(), Counter())
     before: Number = 0
     for moment in sorted(changes):
@@ -309,7 +320,7 @@ def _rows(directives: Mapping[int | None, Shares]) -> list[dict[str, Any]]:
 
 
 def plain(value: Number) -> int | float:
-    """Return a number as JSON data."""
+    """Return a number as JSON data: a fraction as an integer if it is one, otherwise as a float."""
     if isinstance(value, Fraction):
         return value.numerator if value.denominator == 1 else float(value)
     return value

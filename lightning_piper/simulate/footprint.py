@@ -1,8 +1,8 @@
 """The memory of a pass's code: which of its results share memory, and how much is allocated at once.
 
 The code's graph runs once on fake tensors, node by node, in the order in which the code runs. Each value is
-dropped after its last use, as is an argument that nothing else holds. Memory is counted by storages, as
-tensors share them. The workspace of a kernel is not counted:
+dropped after its last use. This includes arguments, if only the code holds them. Tensors that share a storage
+count once. The workspace of a kernel does not count:
 
     a -> mm -> relu -> view -> sum        storages: a | mm | relu = view | sum        the peak is at
     `relu`: the code has freed a, and not yet mm
@@ -31,8 +31,9 @@ class Peak(NamedTuple):
 
     Attributes:
         nbytes: The bytes of the code's own storages and of the arguments that only the code holds.
-        results: The output storages made so far and still in use.
-        groups: The groups of arguments that only the code holds and that are still in use.
+        results: The numbers of the output storages that the code has made and not freed.
+        groups: The groups with an argument that the code has not freed. Only the code holds the arguments of a
+            group.
     """
 
     nbytes: int
@@ -42,25 +43,25 @@ class Peak(NamedTuple):
 
 @dataclass
 class Footprint:
-    """The memory of one pass at one size. Storages have numbers: first the arguments', then those that the
-    code makes.
+    """The memory of one pass at one size. Storages have numbers: the k-th argument has the storage k, and larger
+    numbers are storages that the code makes.
 
     Attributes:
-        outputs: For each output bundle, the storages of its tensors.
-        nbytes: The bytes of each storage that the code makes, by number.
+        outputs: For each output bundle, the numbers of the storages of its tensors.
+        nbytes: Number of a storage that the code makes -> its bytes.
     """
 
     outputs: tuple[tuple[int, ...], ...]
     nbytes: dict[int, int]
     _events: list[int] = field(repr=False)  # n: the code makes storage n; ~n: the code frees storage n
-    _peaks: dict[Any, Peak] = field(default_factory=dict, repr=False)
+    _peaks: dict[Any, Peak] = field(default_factory=dict, repr=False)  # arguments of `peak` -> its result
 
     def peak(self, given: Sequence[Group | None], sizes: tuple[int, ...]) -> Peak:
         """Return the moment with the most memory in use.
 
         Args:
-            given: For each argument that only the code holds, the group of arguments with its storage. None
-                for other arguments.
+            given: For each argument, the group of arguments with its storage if only the code holds it. None
+                for an argument that other values hold, too.
             sizes: The bytes of the storage of each group.
         """
         key = (tuple(given), sizes)
@@ -69,7 +70,8 @@ class Footprint:
         return self._peaks[key]
 
     def _find(self, given: Sequence[Group | None], sizes: tuple[int, ...]) -> Peak:
-        """Do the work of `peak`."""
+        """Return the result of `peak` without its cache."""
+        # The first walk finds the peak. The second walk stops there and reads what is in use.
         most, at = -1, 0
         for i, (live, _) in enumerate(self._walk(given, sizes)):
             if live > most:
@@ -84,9 +86,11 @@ class Footprint:
         return Peak(most, frozenset(there & made), frozenset(g for g, n in enumerate(left) if n))
 
     def _walk(self, given: Sequence[Group | None], sizes: tuple[int, ...]) -> Any:
-        """Yield the bytes in use at the start and after each event. Each comes with the storages in use that
-        the code has made, and the number of arguments in use of each group. Later events change these two
-        objects."""
+        """Yield (bytes in use, (storages, counts)) at the start and after each event.
+
+        `storages` are the storages in use that the code has made, and `counts` is the number of arguments in
+        use of each group. The generator changes these two objects at each event.
+        """
         left = [0] * len(sizes)
         for group in given:
             if group is not None:
@@ -111,7 +115,8 @@ _KNOWN: WeakKeyDictionary[torch.fx.Graph, dict[Any, Footprint]] = WeakKeyDiction
 
 
 def footprint(code: Code) -> Footprint:
-    """Return the footprint of a pass. It is computed once for each code, in time linear in its nodes."""
+    """Return the footprint of a pass, in time linear in the nodes of its graph. Later calls with the same graph,
+    inputs and sizes return the same object."""
     known = _KNOWN.setdefault(code.graph, {})
     key = (code.inputs, code.sizes)
     if key not in known:
@@ -120,12 +125,13 @@ def footprint(code: Code) -> Footprint:
 
 
 def _is_known(code: Code) -> bool:
-    """Return whether the code was captured. This module does not run user code that was not captured."""
+    """Return whether the graph contains all operations of the code. It does not if the code runs a function of
+    the user (`RUNS_KEY`)."""
     return len(code.graph.nodes) > 0 and not any(RUNS_KEY in node.meta for node in code.graph.nodes)
 
 
 def _opaque(code: Code) -> Footprint:
-    """Return a footprint in which each result is a tensor of its own, and all are made at once."""
+    """Return a footprint in which each output tensor has a storage of its own, and none is freed."""
     count = len(code.inputs)
     flat = [spec for specs in code.outputs for spec in specs]
     nbytes = {count + i: spec.nbytes for i, spec in enumerate(flat)}
@@ -136,14 +142,15 @@ def _opaque(code: Code) -> Footprint:
 
 
 class _GraphRun:
-    """One run of a graph on fake tensors."""
+    """One run of a graph on fake tensors, which makes `footprint`."""
 
     def __init__(self, code: Code) -> None:
+        """Run the graph, and record when each storage is made and freed."""
         self._code = code
         self._values: dict[Node, Any] = {}
-        self._number: dict[int, int] = {}  # storage -> its number, while it is alive
-        self._users: dict[int, int] = {}  # number -> count of live values on it
-        self._nbytes: dict[int, int] = {}
+        self._number: dict[int, int] = {}  # torch's identity of a live storage -> its number
+        self._users: dict[int, int] = {}  # number -> count of live values on this storage
+        self._nbytes: dict[int, int] = {}  # number of a storage that the code makes -> bytes
         self._events: list[int] = []
         self._next = len(code.inputs)
         outputs: list[int] = []
@@ -173,9 +180,10 @@ class _GraphRun:
         self.footprint = Footprint(bundles, self._nbytes, self._events)
 
     def _last_uses(self) -> dict[Node, list[Node]]:
-        """Return the values to drop after each node: those that it uses last, and itself if it is unused.
+        """Return, for each node, the nodes whose values are dropped after it: the inputs that it is the last to
+        use, and the node itself if nothing uses it.
 
-        Unused arguments stay.
+        Outputs and unused arguments are never dropped.
         """
         found: dict[Node, list[Node]] = {}
         seen: set[Node] = set()
@@ -193,7 +201,8 @@ class _GraphRun:
         return torch.fx.node.map_arg(fill_sizes(argument, self._code.sizes), lambda x: self._values[x])
 
     def _hold(self, node: Node, value: Any) -> None:
-        """Record the storages of a node's value. A storage that was not seen before gets a number."""
+        """Record the storages of a node's value. A storage without a number gets one. The storage of a constant
+        of the module counts 0 bytes, because the pass does not make it."""
         self._values[node] = value
         for storage in {
             _storage(x): x for x in _torch.tree_leaves(value) if isinstance(x, torch.Tensor)
@@ -208,6 +217,7 @@ class _GraphRun:
             self._users[number] += 1
 
     def _drop(self, node: Node) -> None:
+        """Drop the value of a node, and free the storages that no other live value uses."""
         value = self._values.pop(node)
         for storage in {_storage(x) for x in _torch.tree_leaves(value) if isinstance(x, torch.Tensor)}:
             number = self._number[storage]

@@ -20,11 +20,12 @@ from lightning_piper.plan.plan import Plan
 from lightning_piper.simulate.durations import Number, checked
 from lightning_piper.simulate.network import HierarchicalRing, Link, Network, SharedLink
 
-LARGEST = 10**18  # limit for a number of the specification
+LARGEST = 10**18  # numbers of a specification must be smaller
 
 
 class Collectives(NamedTuple):
-    """Measured times of collectives as links: each takes the time of one message of the whole tensor's bytes.
+    """Measured times of collectives, as links. A collective takes as long as one message over its link with the
+    bytes of the whole tensor.
 
     Attributes:
         sum: All-reduce.
@@ -41,9 +42,9 @@ class SharedBandwidth(NamedTuple):
     """The bandwidth that devices share on a link, such as the network cards of a node.
 
     Attributes:
-        devices: The number of consecutive devices that share it.
-        bandwidth: Bytes per second in each direction.
-        alone: The bytes per second of one device while the other devices are idle.
+        devices: The number of consecutive devices that share the bandwidth.
+        bandwidth: Bytes per second in each direction, for all of these devices together.
+        alone: The bytes per second that one of them reaches while the other devices are idle.
     """
 
     devices: int
@@ -53,7 +54,7 @@ class SharedBandwidth(NamedTuple):
 
 @dataclass(frozen=True)
 class Hardware:
-    """Equal devices, numbered so that devices with the fastest links are next to each other.
+    """Equal devices. Consecutive devices have the fastest links to each other.
 
     Attributes:
         name: The name of the device.
@@ -66,12 +67,13 @@ class Hardware:
         host: The link between a device and its host's memory.
         host_memory: The bytes of host memory for each device.
         efficiency: The share of `flops` and `bandwidth` that real operations reach.
-        collectives: Measured times of collectives by number of members. For other numbers, times are computed
-            as rings over `links`.
+        collectives: Number of members -> measured times of collectives. The search computes the times of
+            other groups as rings over `links`.
         at_once: The number of devices that can compute at full speed at the same time, if devices are
             processes that share cores. Otherwise None.
         step: Seconds that a step takes on each device in addition to its passes, messages, sums and updates.
-        shared: For each of the links, the bandwidth that devices share on it, or None.
+        shared: For each of `links`, the bandwidth that devices share on it, or None (default: no link is
+            shared).
     """
 
     name: str
@@ -89,11 +91,14 @@ class Hardware:
 
     @classmethod
     def read(cls, name: str | PathLike[str]) -> Hardware:
-        """Read a specification: one of the package by its name (`known()` lists them), or a JSON file by its
-        path.
+        """Read a specification.
+
+        Args:
+            name: The name of one of the package's specifications (`known()` lists them), or the path of a
+                JSON file.
 
         Raises:
-            SimulationError: There is no such file, or its content is invalid.
+            SimulationError: `name` is neither of these, the file cannot be read, or its content is invalid.
         """
         own = [path for path in _FOLDER.glob("*.json") if path.stem == name]
         if not own and (not isinstance(name, str | PathLike) or not str(name).endswith(".json")):
@@ -118,9 +123,9 @@ class Hardware:
     def measure(cls) -> Hardware:
         """Measure this machine's CPU as one device.
 
-        This measures matrix products in float32, float64 and bfloat16 and memory copies, and asks the system
-        for the memory size. Links are memory copies, like messages between processes of one machine. The host
-        has no memory in addition to the device's memory.
+        This measures matrix products in float32, float64 and bfloat16, and memory copies. The system reports
+        the memory size. A message is taken to be two memory copies, as between processes of one machine. The
+        host does not have memory in addition to the device's memory.
         """
         bandwidth = _copied()
         link = Link(1e-5, bandwidth / 2)  # one copy into shared memory, and one out of it
@@ -146,7 +151,8 @@ class Hardware:
         return self.flops[name]
 
     def link(self, first: int, last: int) -> Link:
-        """Return the link that joins these two devices. A ring of all devices between them uses it, too."""
+        """Return the nearest link that joins two devices. If `links` does not join them, this is the last link.
+        A ring of all devices from `first` to `last` uses the same link."""
         return next((link for n, link in self.links if first // n == last // n), self.links[-1][1])
 
     def network(self, plans: Mapping[int, Plan]) -> Network:
@@ -165,18 +171,23 @@ class Hardware:
         return Network(channels=channels, groups=groups, host=self.host, shared=self._shared(sorted(plans)))
 
     def _level(self, devices: Iterable[int]) -> int:
-        """Return the number of the nearest link that joins all of these devices."""
+        """Return the index in `links` of the nearest link that joins all of these devices, or of the last
+        link."""
         low, high = min(devices), max(devices)
         levels = range(len(self.links) - 1)
         return next((k for k in levels if low // self.links[k][0] == high // self.links[k][0]), len(levels))
 
     def _alone(self, level: int) -> tuple[int, Link]:
-        """Return a link with the bandwidth that one device has while the other devices are idle."""
+        """Return the entry of `links` with this index. A shared link gets the bandwidth that one device has
+        while the other devices are idle."""
         count, link = self.links[level]
         shared = self.shared[level] if self.shared else None
         return count, link if shared is None else Link(link.latency, shared.alone)
 
     def _ring(self, members: tuple[int, ...]) -> Link | HierarchicalRing:
+        """Return the links of a group. A node is a set of devices that the next nearer link joins. If the group
+        has equally many members on each of several nodes, and more than one, it is a hierarchical ring.
+        Otherwise it is a ring over one link."""
         level = self._level(members)
         across = self._alone(level)[1]
         nodes: dict[int, list[int]] = {}
@@ -189,11 +200,13 @@ class Hardware:
         return HierarchicalRing(tuple(map(tuple, nodes.values())), inside, across)
 
     def _shared(self, devices: Sequence[int]) -> list[SharedLink]:
-        """Return the links that devices share to the devices that no nearer link joins with them."""
+        """Return the shared links between these devices. At its other end, a shared link has the devices that
+        this link joins with its own devices, and that no nearer link joins with them."""
         found = []
         for level, shared in enumerate(self.shared):
             if shared is None:
                 continue
+            # Devices with equal device // far are joined by this link, with equal device // near by a nearer one.
             near = self.links[level - 1][0] if level else 1
             far = max(devices, default=0) + 1 if level == len(self.links) - 1 else self.links[level][0]
             for block in sorted({device // shared.devices for device in devices}):
@@ -270,7 +283,15 @@ def _hardware(where: str, content: Any) -> Hardware:
 
 
 def _shared_link(where: str, content: Any) -> tuple[int, Link, SharedBandwidth | None]:
-    """Return what a link of a file joins, the link while all devices send, and what they share on it."""
+    """Read an entry of `links` from JSON data.
+
+    Returns:
+        The number of devices that the link joins, the link while all devices send, and the bandwidth that
+        devices share on it (None: they share nothing).
+
+    Raises:
+        SimulationError: The data is invalid.
+    """
     n, link = _link(where, content, ("devices",), ("shared",))
     if "shared" not in content:
         return n, link, None
@@ -292,7 +313,16 @@ def _shared_link(where: str, content: Any) -> tuple[int, Link, SharedBandwidth |
 def _link(
     where: str, content: Any, more: tuple[str, ...], optional: tuple[str, ...] = ()
 ) -> tuple[int, Link]:
-    """Read a link from JSON data. Returns the number of devices that it joins, and the link.
+    """Read a link from JSON data.
+
+    Args:
+        where: The name of the link in errors.
+        content: The data.
+        more: `("devices",)` if the data must have this key in addition to latency and bandwidth.
+        optional: Further keys that the data may have.
+
+    Returns:
+        The number of devices that the link joins (1 without the key `devices`), and the link.
 
     Raises:
         SimulationError: The data is invalid.
@@ -311,7 +341,7 @@ def _check_keys(where: str, content: Any, keys: Collection[str], optional: Colle
     """Check that the content is a dict with all of `keys`, and with no other keys except `optional`.
 
     Raises:
-        SimulationError: It is not.
+        SimulationError: The content is not a dict, lacks a key, or has an unknown key.
     """
     if not isinstance(content, dict):
         raise SimulationError(
@@ -328,14 +358,14 @@ def _check_keys(where: str, content: Any, keys: Collection[str], optional: Colle
 
 
 def _number(where: str, what: str, value: Any) -> float:
-    # Numbers of large clusters exceed the limit of durations.
+    # Do not use `checked`, because the numbers of large clusters exceed its limit of 1e15.
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LARGEST:
         raise SimulationError(f"{where}: {what} is {shown(value)}; give a number > 0 [PIPER-T002]")
     return value
 
 
 def _best(run: Callable[[], object], calls: int = 5) -> float:
-    """Return the seconds of the fastest call, after one warmup call."""
+    """Return the seconds of the fastest of several calls, after one warmup call."""
     run()
     found = []
     for _ in range(calls):
@@ -351,7 +381,7 @@ def _multiplied(dtype: torch.dtype, size: int = 512) -> float:
 
 
 def _copied(nbytes: int = 1 << 26) -> float:
-    """Return the bytes read and written per second."""
+    """Return the bytes per second of a memory copy. Each byte counts twice, because it is read and written."""
     source = torch.ones(nbytes, dtype=torch.uint8)
     target = torch.empty_like(source)
     return 2 * nbytes / _best(lambda: target.copy_(source))

@@ -20,8 +20,8 @@ class IssueCost:
     Attributes:
         time: The time to issue an instruction, or a table of times by operation. Operations without an entry
             take no time.
-        devices: The number of devices for which one thread issues instructions: one for each device in turn,
-            in the order of their plans (default: 1).
+        devices: The number of devices for which one thread issues instructions (default: 1). The thread
+            issues the first instruction of each of these devices, then the second one of each, and so on.
 
     Raises:
         SimulationError: A time is not a duration, or `devices` is not an integer of at least 1.
@@ -31,6 +31,7 @@ class IssueCost:
     devices: int = 1
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         times = self.time if isinstance(self.time, Mapping) else {"": self.time}
         for op, time in times.items():
             checked(f"IssueCost: the time{op and f' of {shown(op)}'}", time)
@@ -41,7 +42,7 @@ class IssueCost:
             )
 
     def times(self, plans: Mapping[int, Plan]) -> dict[int, list[Number]]:
-        """Return the time at which each instruction of each device has been issued."""
+        """Return, for each device, the times at which its instructions have been issued, in plan order."""
         found: dict[int, list[Number]] = {device: [] for device in plans}
         devices = sorted(plans)
         for first in range(0, len(devices), self.devices):

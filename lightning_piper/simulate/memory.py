@@ -3,12 +3,13 @@
 Memory is counted by storages: tensors that share a storage count once, in any number of values. A storage is
 allocated from the start of the instruction that makes it, or from the post of its receive. It is freed at the
 end of the last instruction that reads a value on it. A sent value is freed when its send has been awaited.
-Output gradients and buffers are freed at the end of the step. No change happens before the end of the pass
-that precedes it in the plan. Values on parameters, the module's buffers or the batch need no memory.
+Values that the step outputs, such as gradients, stay until the end of the step. Memory changes in the order of
+the plan: an instruction after a pass changes it only when this pass has ended. Values on parameters, the module's
+buffers or the batch need no memory.
 
-While a pass runs, the curve shows its peak (`footprint`). It excludes inputs that the pass frees before the
-peak, and outputs that it makes later. Memory of the pass alone is `workspace`. The same holds for an addition
-of two bundles of gradients.
+While a pass runs, the curve shows the memory at the peak of the pass (`footprint`). It excludes inputs that the
+pass frees before the peak, and outputs that it makes later. Memory that only the pass itself uses is `workspace`.
+While an instruction adds two bundles of gradients, the curve shows the memory at the peak of the addition.
 
 The kinds of values are `activations` (values that passes exchange or save for backward), `gradients`,
 `gathered` (parameters gathered from shards), `workspace`, `other` (metrics, new values of buffers) and
@@ -41,17 +42,17 @@ from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.engine import Trace
 from lightning_piper.simulate.footprint import Footprint, footprint
 
-# (time, value from then on); one moment may have several entries, in order
+# (time, value from this time on). Of several entries with one time, the last one holds from this time on.
 Curve = tuple[tuple[Number, int], ...]
 KINDS = ("activations", "gradients", "gathered", "workspace", "other", "host")
-_KIND_OF = {
+_KIND_OF = {  # the kind of a value that is not on the host; other kinds of the DAG are "other"
     Kind.ACTIVATION: "activations",
     Kind.SAVED: "activations",
     Kind.COTANGENT: "activations",
     Kind.GRAD: "gradients",
     Kind.PARAM: "gathered",
 }
-_Moment = tuple[Number, int, int]  # time; index of the instruction; 0 for its start, 1 for its end
+_Moment = tuple[Number, int, int]  # (time, index of the instruction, 0 for its start or 1 for its end)
 
 
 @dataclass(slots=True, eq=False)
@@ -59,8 +60,10 @@ class _Storage:
     """One storage.
 
     Attributes:
-        values: The number of live values on it.
-        until: The end of their last user so far.
+        nbytes: Its size. Storages of parameters, the module's buffers and the batch have 0 bytes.
+        kind: One of `KINDS`.
+        values: The number of live values on the storage.
+        until: The latest end so far of an instruction that used a value on it.
     """
 
     nbytes: int
@@ -77,9 +80,11 @@ class _LiveValue:
     """A live value.
 
     Attributes:
-        part: The microbatch, if a forward pass saved the value for its backward pass.
-        holders: The number of its holders: its slot, and sends that have not been awaited.
-        until: The end of its last user so far.
+        storages: The storage of each tensor of the value.
+        part: The microbatch, if a forward pass saved the value for its backward pass. Otherwise None.
+        holders: The number of its holders: its slot, each send that has not been awaited, and the step's
+            outputs.
+        until: The latest end so far of an instruction that used the value.
     """
 
     storages: _Storages
@@ -89,13 +94,13 @@ class _LiveValue:
 
 
 def curves(dag: TrainingDAG, plan: Plan, trace: Trace) -> tuple[Curve, dict[str, Curve], Curve]:
-    """Return three curves over time: bytes of values, bytes by kind, and the number of microbatches in
-    flight.
+    """Return three results for one device: the curve of the bytes in its own memory, the curve of each of
+    `KINDS`, and the curve of the number of microbatches in flight.
 
     A microbatch is in flight while activations are saved for its backward pass.
     """
     account = _Account(dag)
-    worked: Number = 0
+    worked: Number = 0  # the latest end of a pass so far
     for i, instruction in enumerate(plan.instructions):
         start, end = trace.times[plan.device][i]
         # Other streams may run ahead of the compute stream, but memory is allocated and freed in the order of
@@ -117,15 +122,15 @@ class _Account:
     """The allocations and frees of one device's instructions.
 
     Attributes:
-        changes: Changes of bytes, with their kind.
+        changes: (moment, change in bytes, kind).
         kept: (moment, 1 or -1, microbatch) when a saved value is allocated or freed.
     """
 
     def __init__(self, dag: TrainingDAG) -> None:
         self._dag = dag
-        self._held: dict[int, _LiveValue] = {}
-        self._sent: dict[int, _LiveValue] = {}  # send -> value that it keeps
-        # Slot of a pending shard -> the bucket that it is reduced from.
+        self._held: dict[int, _LiveValue] = {}  # slot -> its value
+        self._sent: dict[int, _LiveValue] = {}  # node of a send -> the value that it holds
+        # Slot of a shard that a running reduce-scatter makes -> the storages of the bucket that it reads.
         self._summed: dict[int, _Storages] = {}
         self.changes: list[tuple[_Moment, int, str]] = []
         self.kept: list[tuple[_Moment, int, Slice]] = []
@@ -135,7 +140,7 @@ class _Account:
         `end`."""
         work = _Work(self._dag, instruction, self._held) if isinstance(instruction, Run) else None
         for k, slot in enumerate(instruction.writes):
-            if slot in self._held:  # a sum in place or a completed receive was allocated before
+            if slot in self._held:  # a sum in place, or the end of an exchange: the slot has its storages
                 self._let_go(self._summed.pop(slot, ()), end)
             elif slot is not None:
                 storages = (
@@ -147,6 +152,7 @@ class _Account:
                 self._come(storages, start)
                 if (part := self._held[slot].part) is not None:
                     self.kept.append((start, 1, part))
+        # The bucket stays until the reduce-scatter is complete, also if its slot is freed before.
         if isinstance(instruction, ReduceScatterInstruction):
             bucket = self._summed[instruction.into] = self._held[instruction.reads[0].slot].storages
             self._come(bucket, start)
@@ -170,17 +176,18 @@ class _Account:
             self._at_most(0, [(total[0].kind, most)], start, end)
 
     def _come(self, storages: _Storages, moment: _Moment) -> None:
-        """Record that one more value lies on these storages. A storage without values is allocated at
-        `moment`."""
+        """Record that one more value lies on these storages. A storage without values until now is allocated
+        at `moment`."""
         for storage in dict.fromkeys(storages):
             if not storage.values:
                 self.changes.append((moment, storage.nbytes, storage.kind))
             storage.values += 1
 
     def _use(self, value: _LiveValue, moment: _Moment, last: bool) -> list[_Storage]:
-        """Record a use of a value. With `last`, its holder does not use it any more. Returns the storages
-        that are freed."""
-        # The last reader need not end last, because another reader may run longer on another stream.
+        """Record that an instruction uses a value until `moment`. With `last`, one holder releases the value.
+        Return the storages that are freed if this was the last holder."""
+        # The last reader in the plan need not end last, because an earlier reader on another stream may run
+        # longer.
         value.until = max(value.until, moment)
         value.holders -= last
         if value.holders:
@@ -190,8 +197,8 @@ class _Account:
         return self._let_go(value.storages, value.until)
 
     def _let_go(self, storages: _Storages, moment: _Moment) -> list[_Storage]:
-        """Record that one value less lies on these storages. Returns the storages that are freed, because no
-        value lies on them any more."""
+        """Record that one value less lies on these storages. Free and return the storages on which no value
+        lies any more."""
         gone = []
         for storage in dict.fromkeys(storages):
             storage.until = max(storage.until, moment)
@@ -230,7 +237,8 @@ class _Account:
             assert instruction.bucket is not None
             nbytes = sum(spec.nbytes for spec in instruction.tensors)
             return (_Storage(nbytes, kind),) * len(instruction.bucket.names)
-        # Tensors that shared a storage share one copy. A copy needs memory even if its original needs none.
+        # Tensors on one storage have one copy. The copy of a parameter needs memory, although the parameter
+        # itself counts 0 bytes.
         if isinstance(instruction, HostCopy):
             lies = self._held[instruction.reads[0].slot].storages
             copies = {
@@ -256,6 +264,7 @@ class _Work:
     """A pass: its arguments, its outputs, and its peak memory."""
 
     def __init__(self, dag: TrainingDAG, run: Run, held: dict[int, _LiveValue]) -> None:
+        """Find the storages of the pass's arguments. `held` has the value of each slot that the pass reads."""
         # The storage of each argument of the code, in the order of the code's inputs. The code's own storages
         # are numbered after them. None: an argument that is not counted, such as the device's own parameter.
         code, interface = dag.code_at(run.key, run.samples), dag.code.interface_of(run.key)
@@ -277,6 +286,8 @@ class _Work:
         return tuple(self._storage(number, kind) for number in self._found.outputs[k])
 
     def _storage(self, number: int, kind: str) -> _Storage:
+        """Return the storage with this number in the footprint. If the code makes the storage, it gets this
+        kind at the first call."""
         if number < len(self._arguments):
             return self._arguments[number] or _Storage(0, kind)
         if number not in self._made:
@@ -284,10 +295,10 @@ class _Work:
         return self._made[number]
 
     def most(self, gone: Sequence[_Storage]) -> tuple[int, list[tuple[str, int]]]:
-        """Return the pass's workspace at its peak, and the storages that are absent then.
+        """Return the pass's workspace at its peak, and the storages that are not in memory at the peak.
 
         Args:
-            gone: Storages of inputs that the pass frees.
+            gone: Storages of inputs that the pass is the last to use.
 
         Returns:
             The bytes of the workspace, and kind and bytes of each absent storage. A storage is absent if the
@@ -307,12 +318,12 @@ class _Work:
 def _most_of_sum(total: Sequence[int], freed: int) -> int:
     """Return by how many bytes the peak of adding two bundles stays below the terms plus the whole sum.
 
-    The tensors are added one after another. After each addition, its two terms are freed, if nothing else
-    holds them.
+    The tensors are added one after another. After each addition of two tensors, a tensor of a bundle that
+    nothing else holds is freed.
 
     Args:
         total: Bytes of each tensor of the sum.
-        freed: Bytes of both bundles that the addition frees.
+        freed: Bytes of the bundles that nothing else holds.
     """
     each = freed // sum(total) if sum(total) else 0  # how many of the two bundles the addition frees: 0 to 2
     made, most = 0, 0
@@ -327,14 +338,14 @@ def _kind(dag: TrainingDAG, instruction: Instruction, k: int) -> str:
     if isinstance(instruction, HostCopy) and instruction.to_host:
         return "host"
     node = dag.nodes[instruction.node]
-    # An instruction without an output of the node adds up the node's inputs, so it has their kind.
+    # If the node has no k-th output, the instruction adds inputs of the node. The sum has their kind.
     value = node.outputs[k] if k < len(node.outputs) else dag.value(node.inputs[0])
     return _KIND_OF.get(value.kind, "other")
 
 
 def _kept(dag: TrainingDAG, instruction: Instruction, k: int) -> Slice | None:
-    """Return the microbatch if a forward pass saves its k-th output for backward, and None for other
-    values."""
+    """Return the microbatch if the instruction is a forward pass and saves its k-th output for backward.
+    Otherwise return None."""
     node = dag.nodes[instruction.node]
     if isinstance(node, Chunk) and node.kind == "F" and node.outputs[k].kind == Kind.SAVED:
         return node.slice
@@ -342,7 +353,7 @@ def _kept(dag: TrainingDAG, instruction: Instruction, k: int) -> Slice | None:
 
 
 def _bytes_over_time(changes: Iterable[tuple[_Moment, int, str]]) -> Curve:
-    """Add up changes of bytes, in order of time."""
+    """Return the sum of all changes up to each moment. The changes are in order of time."""
     points: list[tuple[_Moment, int]] = []
     total = 0
     for moment, nbytes, _ in changes:
@@ -352,7 +363,7 @@ def _bytes_over_time(changes: Iterable[tuple[_Moment, int, str]]) -> Curve:
 
 
 def _in_flight_over_time(kept: Iterable[tuple[_Moment, int, Slice]]) -> Curve:
-    """Return the number of microbatches that have at least one saved value, over time."""
+    """Return the number of microbatches with at least one saved value, over time. `kept` is in order of time."""
     points: list[tuple[_Moment, int]] = []
     live: Counter[Slice] = Counter()
     for moment, sign, part in kept:
@@ -364,7 +375,7 @@ def _in_flight_over_time(kept: Iterable[tuple[_Moment, int, Slice]]) -> Curve:
 
 
 def _point(points: list[tuple[_Moment, int]], moment: _Moment, level: int) -> None:
-    """Append a point. Changes at the start (or end) of one instruction are one point."""
+    """Append a point. It replaces the last point if that has the same moment."""
     if points and points[-1][0] == moment:
         points.pop()
     points.append((moment, level))

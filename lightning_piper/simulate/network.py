@@ -23,6 +23,9 @@ class Link:
     Attributes:
         latency: The time until the first byte arrives, in the unit of the durations.
         bandwidth: Bytes per unit of time; None is unlimited.
+
+    Raises:
+        SimulationError: A value is not a valid number.
     """
 
     latency: Number = 0
@@ -77,13 +80,14 @@ class SharedLink:
 class HierarchicalRing:
     """The links of a group on several nodes, each with equally many members.
 
-    A sum or a gather goes around a ring inside of each node, and around one ring across the nodes for each
-    member of a node, with this member's part of the bytes. Other exchanges use the links across nodes.
+    A sum or a gather uses two kinds of rings. The members on one node form a ring. The k-th members of all nodes
+    form a ring across the nodes, which carries the k-th part of the bytes. Exchanges that do not use rings use
+    the link `across`.
 
     Attributes:
-        nodes: The members on each node.
-        inside: The link between neighbours on a node.
-        across: The link between neighbours on different nodes.
+        nodes: For each node, the members on it.
+        inside: The link between neighbours of a ring on one node.
+        across: The link between neighbours of a ring across the nodes.
     """
 
     nodes: tuple[tuple[int, ...], ...]
@@ -91,7 +95,8 @@ class HierarchicalRing:
     across: Link
 
     def phases(self, instruction: Collective) -> list[Phase]:
-        """Return the parts of a sum or a gather."""
+        """Return the parts of a sum or a gather, in order. All rings inside of nodes are one part, and all
+        rings across nodes are one part. An all-reduce has both parts twice."""
         count, each, nbytes = len(self.nodes), len(self.nodes[0]), instruction.nbytes
         inside = Phase(
             (each - 1) * self.inside.latency,
@@ -119,7 +124,7 @@ class Phase(NamedTuple):
         nbytes: The bytes that each member sends.
         bandwidth: The largest number of bytes that a member sends per unit of time; None is unlimited.
         routes: The channels on which bytes travel at the same time.
-        share: The share of a member's bytes that travels on each of its channels.
+        share: The share of `nbytes` that a member sends on each channel of `routes` that leaves it.
     """
 
     latency: Number
@@ -130,7 +135,7 @@ class Phase(NamedTuple):
 
     @property
     def time(self) -> Number:
-        """The time of the part without other exchanges on its links."""
+        """The time of the part if no other exchange uses its links."""
         return self.latency + (0 if self.bandwidth is None else self.nbytes / self.bandwidth)
 
 
@@ -140,14 +145,12 @@ class Network:
 
     Attributes:
         link: The link of every channel and group without an entry.
-        channels: Links by (sending device, receiving device).
-        groups: Links between neighbours in a ring, or the links of a hierarchical ring, by the group's
-            devices.
-        host: The link between each device and its host's memory, which carries one copy in each direction at
-            once.
+        channels: (sending device, receiving device) -> link.
+        groups: Devices of a group -> the link between neighbours in its ring, or its hierarchical ring.
+        host: The link between each device and its host's memory. A copy takes the time of one message on it.
         shared: Links that exchanges share (default: exchanges do not delay each other). An exchange with a
-            measured duration does not use them.
-        communicators: Names by stream of messages or communicator of collectives. On each device, exchanges
+            duration in the table of durations does not use them.
+        communicators: Stream of messages, or communicator of collectives -> name. On each device, exchanges
             with the same name run one after the other, as if one communicator carried them (default: each
             channel and each group has a communicator of its own).
 
@@ -163,6 +166,7 @@ class Network:
     communicators: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Check the types of the fields."""
         single = {"link": self.link, "host": self.host}
         several: dict[str, tuple[Any, Any]] = {
             "channels": (self.channels, Link),
@@ -190,13 +194,14 @@ class Network:
             )
 
     def transfer(self, channel: Channel, nbytes: int) -> Number:
-        """Return the time of a transfer from the moment when both sides are ready."""
+        """Return the time of a transfer from the moment when both devices are ready."""
         return self.channels.get(channel, self.link).time(nbytes)
 
     def collective(self, instruction: Collective) -> Number:
         """Return the time of a collective from the moment when all members are ready.
 
-        It takes `Collective.rings` rounds of the ring, or one message if it is direct.
+        It takes `Collective.rings` passes around the ring, one message if it is direct, or the phases of the
+        group's hierarchical ring.
         """
         n = len(instruction.members)
         link = self._link(instruction)
@@ -207,13 +212,16 @@ class Network:
         return instruction.rings * (n - 1) * link.time(instruction.nbytes, n)
 
     def _link(self, instruction: Collective) -> Link | HierarchicalRing:
+        """Return the link of the collective's group. A hierarchical ring serves only collectives that use one
+        ring of all members. Other collectives get its link `across`."""
         link = self.groups.get(instruction.members, self.link)
         if isinstance(link, HierarchicalRing) and instruction.routes != neighbours(instruction.members):
             return link.across
         return link
 
     def phases(self, instruction: SendInstruction | Collective) -> list[Phase]:
-        """Return the parts of an exchange. Without shared links, they take the time of the exchange."""
+        """Return the parts of an exchange. If it does not share links, its parts take as long as `transfer` or
+        `collective` returns."""
         if isinstance(instruction, SendInstruction):
             link = self.channels.get(instruction.channel, self.link)
             nbytes = sum(spec.nbytes for spec in instruction.tensors)
