@@ -7,33 +7,30 @@ devices of a tensor-parallel group have consecutive numbers, and so have the rep
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from torch import nn
 
 from lightning_piper.capture import capture
-from lightning_piper.common.argument_names import problem_of
+from lightning_piper.common.argument_names import checks_names
 from lightning_piper.common.limits import DEVICES, integer, shown
 from lightning_piper.directives import Directive, Place, Shard
 from lightning_piper.directives.base import set_degrees
 from lightning_piper.directives.sequence import applied_order
 from lightning_piper.errors import DirectiveError, PiperError
+from lightning_piper.schedules.searched_schedules import SEARCHED
 from lightning_piper.search.costs.analytic_costs import analytic
 from lightning_piper.search.costs.blocks import BlockCut, blocks_of
 from lightning_piper.search.costs.workload import Work
 from lightning_piper.search.program_writer import TAG, Params, Written, write
 from lightning_piper.search.proposal import sizes_of, write_stages
-from lightning_piper.search.rows import SHAPES
 from lightning_piper.search.space import Candidate, Layout
 from lightning_piper.simulate.hardware import Hardware
 from lightning_piper.tensor_parallel import tensor_parallel
 
-P = ParamSpec("P")
-R = TypeVar("R")
 SHORT = {"1f1b": "one_f_one_b", "interleaved": "interleaved_one_f_one_b"}
 # Name of a program -> ZeRO stage of data parallelism over all processes.
 NAMES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
@@ -77,8 +74,8 @@ class Degrees:
         if (level := integer(self.zero)) is None or not 0 <= level <= 3:
             _refuse("zero", self.zero, "give a ZeRO stage from 0 to 3")
         object.__setattr__(self, "zero", level)
-        if not isinstance(self.schedule, str) or SHORT.get(self.schedule, self.schedule) not in SHAPES:
-            _refuse("schedule", self.schedule, f"give one of {', '.join([*SHORT, *SHAPES])}")
+        if not isinstance(self.schedule, str) or SHORT.get(self.schedule, self.schedule) not in SEARCHED:
+            _refuse("schedule", self.schedule, f"give one of {', '.join([*SHORT, *SEARCHED])}")
         if not isinstance(self.recompute, bool):
             _refuse("recompute", self.recompute, "give True or False")
         if sum(degree > 1 for degree in (self.tp, self.cp, self.ep)) > 1:
@@ -173,7 +170,7 @@ class Degrees:
         return bool(found)
 
     def _candidate(self, cuts: tuple[int, ...]) -> Candidate:
-        per_rank = SHAPES[self.builder].per_rank[0]
+        per_rank = SEARCHED[self.builder].per_rank[0]
         stages = self.pp * per_rank
         microbatches = self.microbatches or (2 * self.pp if self.pp > 1 else 1)
         layout = Layout(
@@ -259,19 +256,7 @@ def _check_name(name: str) -> None:
     )
 
 
-def _checks_names(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function to name the accepted arguments if a keyword argument is misspelt."""
-
-    @functools.wraps(function)
-    def checked(*args: P.args, **arguments: P.kwargs) -> R:
-        if (problem := problem_of(function, arguments)) is not None:
-            raise DirectiveError(f"{problem} [PIPER-D023]")
-        return function(*args, **arguments)
-
-    return checked
-
-
-@_checks_names
+@checks_names
 def parallel(
     *,
     pp: int = 1,

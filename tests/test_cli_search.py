@@ -163,7 +163,7 @@ REFUSED = {
     ),
     "too little": (
         ["--devices", "2", "--memory", "1KiB"],
-        "search: no program fits in 1024 bytes. Give at least",
+        "search: no program fits in 1 KiB. Give at least",
     ),
     "hardware": (["--devices", "2", "--hardware", "abacus"], "there is no hardware 'abacus'; give one of"),
     "a file": (["--devices", "2", "--hardware", "none.json"], "hardware file 'none.json' does not exist"),

@@ -134,6 +134,10 @@ from examples.custom_directive import Checkpoint
 """,
 }
 AFTER = {
+    "docs/howto/schedule.md 1": """
+from lightning_piper.schedules.searched_schedules import SEARCHED
+assert str(piper.verify(module, samples(), waves(4, 4))).endswith("verified") and SEARCHED.pop("waves")
+""",
     "docs/directives.md 3": PLACED,
     "docs/directives.md 10": ORDERED,
     "docs/directives.md 11": ORDERED,

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+from lightning_piper.errors import DirectiveError
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 SIMILAR = 0.5  # Similarity of two names from which one is suggested for the other, on the scale of difflib.
 
@@ -29,3 +35,18 @@ def problem_of(function: Callable[..., Any], given: Iterable[str]) -> str | None
         return None
     name = next((name for name in given if name not in parameters), None)
     return None if name is None else f"{function.__name__}({name}=...): {unknown(name, parameters)}"
+
+
+def checks_names(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function to name the accepted arguments if a keyword argument is misspelt.
+
+    The decorated function raises a DirectiveError.
+    """
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **arguments: P.kwargs) -> R:
+        if (problem := problem_of(function, arguments)) is not None:
+            raise DirectiveError(f"{problem} [PIPER-D002]")
+        return function(*args, **arguments)
+
+    return checked

@@ -6,11 +6,21 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
+from lightning_piper.common.argument_names import checks_names
 from lightning_piper.directives import Directive
 from lightning_piper.errors import DirectiveError
 from lightning_piper.schedules.actions import Action, Devices, Row, counts, program_of, ranks_of
+from lightning_piper.schedules.searched_schedules import searched
 
 
+@searched(
+    lambda ranks, microbatches, _: dualpipev_rows(ranks, microbatches),
+    per_rank=(2,),
+    folded=True,
+    split=True,
+    whole_too=True,
+    exists=lambda ranks, microbatches: ranks > 1 and microbatches >= 2 * ranks,
+)
 def dualpipev(
     stages: int, microbatches: int, devices: Devices | None = None, tag: str = "PP", dim_name: str = "MB"
 ) -> list[Directive]:
@@ -44,6 +54,7 @@ def dualpipev_rows(ranks: int, microbatches: int) -> list[Row]:
     ]
 
 
+@checks_names
 def dualpipe(
     stages: int, microbatches: int, devices: Devices | None = None, tag: str = "PP", dim_name: str = "MB"
 ) -> list[Directive]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
+from lightning_piper.common.argument_names import checks_names
 from lightning_piper.common.limits import integer, shown
 from lightning_piper.directives import Directive
 from lightning_piper.errors import DirectiveError
@@ -26,6 +27,7 @@ WIDEST = 400  # maximum width of the beam search
 MERGED = 40_000  # maximum passes that are timed to find where whole backward passes are faster
 
 
+@checks_names
 def fitted(
     costs: Sequence[StageCosts],
     microbatches: int,

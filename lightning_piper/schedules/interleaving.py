@@ -5,8 +5,15 @@ from __future__ import annotations
 from lightning_piper.directives import Directive
 from lightning_piper.errors import DirectiveError
 from lightning_piper.schedules.actions import Action, Devices, Row, counts, one_by_one, program_of, ranks_of
+from lightning_piper.schedules.searched_schedules import searched
 
 
+@searched(
+    lambda ranks, microbatches, per_rank: interleaved_rows(ranks, microbatches, per_rank),
+    per_rank=(2, 3, 4, 5, 6, 7, 8),
+    exists=lambda ranks, microbatches: ranks > 1 and microbatches % max(1, microbatches // ranks) == 0,
+    argument="stages_per_device",
+)
 def interleaved_one_f_one_b(
     stages: int,
     microbatches: int,

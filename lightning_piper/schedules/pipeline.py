@@ -6,8 +6,12 @@ from __future__ import annotations
 
 from lightning_piper.directives import Directive
 from lightning_piper.schedules.actions import Action, Devices, Row, counts, one_by_one, program_of
+from lightning_piper.schedules.searched_schedules import searched
 
 
+@searched(
+    lambda ranks, microbatches, _: gpipe_rows(ranks, microbatches), exists=lambda ranks, microbatches: True
+)
 def gpipe(
     stages: int, microbatches: int, devices: Devices | None = None, tag: str = "PP", dim_name: str = "MB"
 ) -> list[Directive]:
@@ -36,6 +40,11 @@ def gpipe_rows(stages: int, microbatches: int) -> list[Row]:
     ]
 
 
+@searched(
+    lambda ranks, microbatches, _: one_f_one_b_rows(ranks, microbatches),
+    exists=lambda ranks, microbatches: True,
+    alike="gpipe",
+)
 def one_f_one_b(
     stages: int, microbatches: int, devices: Devices | None = None, tag: str = "PP", dim_name: str = "MB"
 ) -> list[Directive]:
@@ -67,6 +76,7 @@ def _one_f_one_b(stage: int, warmup: int, microbatches: int) -> Row:
     return one_by_one(*row)
 
 
+@searched(lambda ranks, microbatches, _: zero_bubble_rows(ranks, microbatches), split=True)
 def zero_bubble(
     stages: int, microbatches: int, devices: Devices | None = None, tag: str = "PP", dim_name: str = "MB"
 ) -> list[Directive]:
@@ -103,6 +113,7 @@ def _zero_bubble(stage: int, warmup: int, microbatches: int) -> Row:
     return one_by_one(*row)
 
 
+@searched(lambda ranks, microbatches, _: zb_h2_rows(ranks, microbatches), split=True, alike="zero_bubble")
 def zb_h2(
     stages: int, microbatches: int, devices: Devices | None = None, tag: str = "PP", dim_name: str = "MB"
 ) -> list[Directive]:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from lightning_piper.directives import Directive
 from lightning_piper.schedules.actions import Action, Devices, Row, counts, one_by_one, program_of, ranks_of
+from lightning_piper.schedules.searched_schedules import searched
 
 PERIOD = 6  # F, BI and BW of two stages, each one unit of time
 
@@ -38,6 +39,12 @@ class _FirstMicrobatch(NamedTuple):
     down_backward: _Line
 
 
+@searched(
+    lambda ranks, microbatches, _: v_rows("v_min", ranks, microbatches),
+    per_rank=(2,),
+    folded=True,
+    split=True,
+)
 def v_min(
     stages: int, microbatches: int, devices: Devices | None = None, tag: str = "PP", dim_name: str = "MB"
 ) -> list[Directive]:
@@ -62,6 +69,12 @@ def v_min(
     return _program("v_min", stages, microbatches, devices, tag, dim_name)
 
 
+@searched(
+    lambda ranks, microbatches, _: v_rows("v_half", ranks, microbatches),
+    per_rank=(2,),
+    folded=True,
+    split=True,
+)
 def v_half(
     stages: int, microbatches: int, devices: Devices | None = None, tag: str = "PP", dim_name: str = "MB"
 ) -> list[Directive]:

@@ -6,8 +6,12 @@ from collections import Counter
 
 from lightning_piper.directives import Directive
 from lightning_piper.schedules.actions import Action, Devices, Row, counts, one_by_one, program_of, ranks_of
+from lightning_piper.schedules.searched_schedules import searched
 
 
+@searched(
+    lambda ranks, microbatches, _: zbv_rows(ranks, microbatches), per_rank=(2,), folded=True, split=True
+)
 def zbv(
     stages: int, microbatches: int, devices: Devices | None = None, tag: str = "PP", dim_name: str = "MB"
 ) -> list[Directive]:

@@ -9,11 +9,11 @@ from typing import NoReturn
 
 from lightning_piper.common.limits import integer, is_number, shown
 from lightning_piper.errors import NoProgram, SearchError
+from lightning_piper.schedules.searched_schedules import SEARCHED
 from lightning_piper.search.bounds import INFINITE
 from lightning_piper.search.branch_and_bound import Progress, Search
 from lightning_piper.search.costs.workload import Workload
-from lightning_piper.search.report import Found
-from lightning_piper.search.rows import SHAPES
+from lightning_piper.search.report import Found, size
 from lightning_piper.search.space import Space, bytes_of, check_choices
 from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.hardware import Hardware
@@ -28,7 +28,7 @@ def best_of(
     memory: str | Number | None = None,
     objective: str = "time",
     *,
-    schedules: tuple[str, ...] = tuple(SHAPES),
+    schedules: Sequence[str] | None = None,
     levels: tuple[int, ...] = (0, 1, 2, 3),
     margin: Number = 0,
     all_devices: bool = False,
@@ -44,7 +44,7 @@ def best_of(
         devices: Number of devices.
         memory: Memory of each device, in bytes or as text such as "80GiB" (default: the hardware's).
         objective: "time", or "memory" for the memory of the fullest device.
-        schedules: Names of the builders to consider.
+        schedules: Names of the builders to consider (default: all of `schedules.searched`).
         levels: ZeRO stages to consider.
         margin: Memory to keep free, as a share of the estimated memory.
         all_devices: Consider only programs that use every device.
@@ -62,6 +62,7 @@ def best_of(
             memory with which a program fits.
         NoProgram: No schedule exists for this workload on these devices, or no program fits in host memory.
     """
+    schedules = tuple(SEARCHED if schedules is None else schedules)
     check_asked(
         devices,
         objective,
@@ -73,9 +74,7 @@ def best_of(
         ranks=ranks,
     )
     limit = bytes_of(hardware.memory if memory is None and isinstance(hardware, Hardware) else memory or 0)
-    space = Space(
-        workload, hardware, devices, limit, tuple(schedules), tuple(levels), margin, all_devices, ranks
-    )
+    space = Space(workload, hardware, devices, limit, schedules, tuple(levels), margin, all_devices, ranks)
     found = Search(space, objective == "memory", gap, budget, progress).run()
     if found is None:
         _refuse(space, budget)
@@ -105,10 +104,11 @@ def _refuse(space: Space, budget: int) -> NoReturn:
             "host_memory [PIPER-P002]"
         )
     needed = math.ceil(max(least.estimate.memory))
+    readable = f" ({size(needed)})" if needed >= 1024 else ""
     about = "" if least.gap == 0 else f"; up to {float(least.gap / (1 + least.gap)):.1%} less may be enough"
     raise SearchError(
-        f"search: no program fits in {space.memory} bytes. Give at least {needed} bytes for each device{about}"
-        " [PIPER-P002]"
+        f"search: no program fits in {size(space.memory)}. Give at least {needed} bytes{readable} for each "
+        f"device{about} [PIPER-P002]"
     )
 
 
@@ -116,7 +116,7 @@ def check_asked(
     devices: int,
     objective: str = "time",
     *,
-    schedules: Sequence[str] = tuple(SHAPES),
+    schedules: Sequence[str] | None = None,
     levels: Sequence[int] = (0,),
     margin: Number = 0,
     gap: Number = 0,
@@ -128,7 +128,7 @@ def check_asked(
     Raises:
         SearchError: An argument is not valid.
     """
-    check_choices(devices, schedules, levels, margin)
+    check_choices(devices, tuple(SEARCHED) if schedules is None else schedules, levels, margin)
     if not isinstance(objective, str) or objective not in OBJECTIVES:
         raise SearchError(
             f"search: objective={shown(objective)}. Give one of {', '.join(OBJECTIVES)} [PIPER-P001]"

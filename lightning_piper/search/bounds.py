@@ -28,6 +28,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 
+from lightning_piper.schedules.searched_schedules import SEARCHED
 from lightning_piper.search.estimate import (
     AGAIN,
     AWAY,
@@ -38,7 +39,7 @@ from lightning_piper.search.estimate import (
     rows_for,
     saved_bytes,
 )
-from lightning_piper.search.rows import BI, BW, SHAPES, B, F, Kept, rows_of
+from lightning_piper.search.rows import BI, BW, B, F, Kept, rows_of
 from lightning_piper.search.space import Candidate, Layout
 from lightning_piper.search.stage_costs import CostModel, Costs, Span
 from lightning_piper.simulate.durations import Number
@@ -50,7 +51,7 @@ def bound_of(model: CostModel, candidate: Candidate) -> Number:
     """Return a lower bound of a candidate's seconds, in time linear in the stages. See the module."""
     rows, costs, levels = rows_for(candidate), model.costs(candidate.layout), candidate.levels
     spans, passes = candidate.spans(costs.blocks), passes_of(costs, candidate)
-    back = BI if SHAPES[candidate.layout.schedule].split else B
+    back = BI if SEARCHED[candidate.layout.schedule].split else B
     hops = [costs.hop(border, block) for border, block in enumerate(candidate.cuts)]
     forward: list[Number] = []
     for s, gather in enumerate(gathers_of(model, candidate, rows)):
@@ -91,7 +92,7 @@ class Cutting:
         self._rows = rows_of(layout.schedule, layout.per_rank, layout.ranks, layout.microbatches)
         self._limit, self._margin, self._by_memory = model.space.memory, 1 + model.space.margin, by_memory
         self._host = model.space.hardware.host_memory
-        self._back = BI if SHAPES[layout.schedule].split else B
+        self._back = BI if SEARCHED[layout.schedule].split else B
         hops = [self.costs.least_hop(border) for border in range(layout.stages - 1)]
         self._hops: list[Number] = [0]
         for hop in hops:
@@ -225,7 +226,7 @@ class Cutting:
         if self._by_memory:
             return 0
         f, bi, bw = self.costs.forward[-1], self.costs.inputs[-1], self.costs.weights[-1]
-        shape = SHAPES[self.layout.schedule]
+        shape = SEARCHED[self.layout.schedule]
         parts = (f, bi, bw) if shape.split and not shape.whole_too else (f, bi + bw)
         gather = (
             self.costs.ring((0, self.costs.blocks))

@@ -6,7 +6,7 @@ import functools
 from fractions import Fraction
 from typing import NamedTuple
 
-from lightning_piper.search.rows import SHAPES
+from lightning_piper.schedules.searched_schedules import SEARCHED
 from lightning_piper.search.space import Layout
 from lightning_piper.search.stage_costs import CostModel, ring
 from lightning_piper.simulate.durations import Number
@@ -74,7 +74,7 @@ class Coarse:
         for every rank r of n, with work w on each of m microbatches. So W(r) = w(0) + ... + w(r) is at most
         (1 - 1/m) W(r - 1) + time/m, and the total work is at most (1 - (1 - 1/m)^n) time.
         """
-        shape, m = SHAPES[layout.schedule], layout.microbatches
+        shape, m = SEARCHED[layout.schedule], layout.microbatches
         samples = self._space.workload.samples // layout.replicas // m
         sums = self._sums(samples, layout.tensor, shape.split)
         busiest = self._busiest(samples, layout.tensor, layout.ranks)

@@ -16,8 +16,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_piper.schedules.searched_schedules import SEARCHED
 from lightning_piper.search.estimate import AGAIN, AWAY, PLAIN, Way
-from lightning_piper.search.rows import BI, BW, SHAPES, B, F, Rows, rows_of
+from lightning_piper.search.rows import BI, BW, B, F, Rows, rows_of
 
 GROUPS = 10  # number of groups of neighbouring ranks; a group has one weight
 STATES = 3  # number of the largest states of each rank that become inequalities
@@ -81,7 +82,7 @@ def table_of(key: Key) -> Table:
     group = [rank * GROUPS // max(rows.ranks, GROUPS) for rank in range(rows.ranks)]
     times: dict[tuple[object, ...], list[tuple[Array, Array, Array]]] = {}
     bytes_: dict[tuple[int, ...], list[tuple[Array, Array, Array]]] = {}
-    back = slice(1, 2) if SHAPES[key[0]].split else slice(1, 3)  # passes that other stages wait for
+    back = slice(1, 2) if SEARCHED[key[0]].split else slice(1, 3)  # passes that other stages wait for
     for rank, pairs in enumerate(rows.between):
         for place, ((first, kind), (last, ends), passes) in enumerate(pairs):
             found = np.zeros((3, rows.stages))

@@ -9,11 +9,10 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_piper import schedules
 from lightning_piper.annotate import annotate_modules
 from lightning_piper.directives import Directive, Offload, Order, Place, Recompute, Replicate, Shard
 from lightning_piper.directives.program import to_json
-from lightning_piper.search.rows import SHAPES
+from lightning_piper.schedules.searched_schedules import SEARCHED
 from lightning_piper.search.space import Candidate
 
 TAG, MICROBATCH, TENSOR = "PP", "MB", "tp"
@@ -88,10 +87,9 @@ def write(
     """
     layout = candidate.layout
     groups = [_devices(candidate, rank) for rank in range(layout.ranks)]
-    builder = getattr(schedules, layout.schedule)
-    argument = SHAPES[layout.schedule].argument
-    each = {} if argument is None else {argument: layout.per_rank}
-    built: list[Directive] = builder(
+    schedule = SEARCHED[layout.schedule]
+    each = {} if schedule.argument is None else {schedule.argument: layout.per_rank}
+    built = schedule.builder(
         layout.stages, layout.microbatches, devices=groups, tag=TAG, dim_name=MICROBATCH, **each
     )
     if layout.stages == 1:

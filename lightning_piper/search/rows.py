@@ -6,75 +6,17 @@ All of it follows from the order of the passes alone, not from their durations.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import ge
 from typing import NamedTuple
 
 from lightning_piper.common.limits import PASSES
 from lightning_piper.errors import DirectiveError
-from lightning_piper.schedules.actions import Row
-from lightning_piper.schedules.dualpipe import dualpipev_rows
-from lightning_piper.schedules.interleaving import interleaved_rows
-from lightning_piper.schedules.pipeline import gpipe_rows, one_f_one_b_rows, zb_h2_rows, zero_bubble_rows
-from lightning_piper.schedules.vshape import v_rows
-from lightning_piper.schedules.zbv import zbv_rows
+from lightning_piper.schedules.searched_schedules import SEARCHED
 
 KINDS = ("F", "B", "BI", "BW")  # in this order wherever passes are numbered
 F, B, BI, BW = range(4)
-
-
-class Shape(NamedTuple):
-    """A schedule as the search sees it.
-
-    Attributes:
-        rows: Returns the passes of each rank. Its arguments are the numbers of ranks, of microbatches and of
-            stages on each rank.
-        per_rank: Numbers of stages on each rank that a search tries.
-        folded: Whether the stages lie along a V: down the ranks and up again.
-        split: Whether backward passes are split into BI and BW.
-        whole_too: Whether some backward passes are whole although others are split.
-        exists: Returns whether the schedule exists for a number of ranks and of microbatches.
-        alike: A schedule that has the same passes in the same order if there is one microbatch.
-        argument: The builder's argument for the number of stages on each rank. None if the number is fixed.
-    """
-
-    rows: Callable[[int, int, int], list[Row]]
-    per_rank: tuple[int, ...] = (1,)
-    folded: bool = False
-    split: bool = False
-    whole_too: bool = False
-    exists: Callable[[int, int], bool] = lambda ranks, microbatches: ranks > 1
-    alike: str | None = None
-    argument: str | None = None
-
-
-# The schedules among which a search chooses. Each name is a builder of `lightning_piper.schedules`.
-SHAPES = {
-    "gpipe": Shape(lambda ranks, m, _: gpipe_rows(ranks, m), exists=lambda ranks, m: True),
-    "one_f_one_b": Shape(
-        lambda ranks, m, _: one_f_one_b_rows(ranks, m), exists=lambda ranks, m: True, alike="gpipe"
-    ),
-    "zero_bubble": Shape(lambda ranks, m, _: zero_bubble_rows(ranks, m), split=True),
-    "interleaved_one_f_one_b": Shape(
-        interleaved_rows,
-        per_rank=(2, 3, 4, 5, 6, 7, 8),
-        exists=lambda ranks, m: ranks > 1 and m % max(1, m // ranks) == 0,
-        argument="stages_per_device",
-    ),
-    "zb_h2": Shape(lambda ranks, m, _: zb_h2_rows(ranks, m), split=True, alike="zero_bubble"),
-    "zbv": Shape(lambda ranks, m, _: zbv_rows(ranks, m), per_rank=(2,), folded=True, split=True),
-    "v_half": Shape(lambda ranks, m, _: v_rows("v_half", ranks, m), per_rank=(2,), folded=True, split=True),
-    "v_min": Shape(lambda ranks, m, _: v_rows("v_min", ranks, m), per_rank=(2,), folded=True, split=True),
-    "dualpipev": Shape(
-        lambda ranks, m, _: dualpipev_rows(ranks, m),
-        per_rank=(2,),
-        folded=True,
-        split=True,
-        whole_too=True,
-        exists=lambda ranks, m: ranks > 1 and m >= 2 * ranks,
-    ),
-}
 
 
 def rank_of(stage: int, ranks: int, folded: bool) -> int:
@@ -84,7 +26,7 @@ def rank_of(stage: int, ranks: int, folded: bool) -> int:
 
 def is_possible(name: str, per_rank: int, ranks: int, microbatches: int) -> bool:
     """Return whether the schedule exists for these numbers, with at most `PASSES` passes."""
-    return 2 * ranks * per_rank * microbatches <= PASSES and SHAPES[name].exists(ranks, microbatches)
+    return 2 * ranks * per_rank * microbatches <= PASSES and SEARCHED[name].exists(ranks, microbatches)
 
 
 class RankPass(NamedTuple):
@@ -197,16 +139,16 @@ def _actions(name: str, per_rank: int, ranks: int, microbatches: int) -> list[li
     Raises:
         DirectiveError: The schedule does not exist for these numbers.
     """
-    if name not in SHAPES:
+    if name not in SEARCHED:
         raise DirectiveError(
-            f"search: unknown schedule {name!r}. Give one of {', '.join(SHAPES)} [PIPER-D020]"
+            f"search: unknown schedule {name!r}. Give one of {', '.join(SEARCHED)} [PIPER-D020]"
         )
-    if per_rank not in SHAPES[name].per_rank or not is_possible(name, per_rank, ranks, microbatches):
+    if per_rank not in SEARCHED[name].per_rank or not is_possible(name, per_rank, ranks, microbatches):
         raise DirectiveError(
             f"{name}: no such schedule for {ranks} ranks with {per_rank} stages each and {microbatches} "
             f"microbatches. Give numbers that the builder piper.schedules.{name} accepts [PIPER-D020]"
         )
-    rows = SHAPES[name].rows(ranks, microbatches, per_rank)
+    rows = SEARCHED[name].rows(ranks, microbatches, per_rank)
     return [[(stage, KINDS.index(kind), mb) for group in row for stage, kind, mb in group] for row in rows]
 
 

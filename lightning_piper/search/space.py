@@ -6,15 +6,16 @@ import functools
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import combinations, combinations_with_replacement
 from typing import NamedTuple
 
 from lightning_piper.common.limits import DEVICES, integer, is_number, shown
 from lightning_piper.errors import SearchError
+from lightning_piper.schedules.searched_schedules import SEARCHED
 from lightning_piper.search.costs.workload import Workload
-from lightning_piper.search.rows import SHAPES, is_possible, rank_of
+from lightning_piper.search.rows import is_possible, rank_of
 from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.hardware import Hardware
 
@@ -112,7 +113,7 @@ class Space:
     hardware: Hardware
     devices: int
     memory: Number
-    schedules: tuple[str, ...] = tuple(SHAPES)
+    schedules: tuple[str, ...] = field(default_factory=lambda: tuple(SEARCHED))
     levels: tuple[int, ...] = (0, 1, 2, 3)
     margin: Number = 0
     all_devices: bool = False
@@ -169,7 +170,7 @@ class Space:
             far = ranks > 1 and replicas > 1 and self.hardware.link(0, last) != self.hardware.link(0, 1)
             inside = (True, False) if far else (True,)
             for name in self._different(microbatches):
-                for per_rank in SHAPES[name].per_rank:
+                for per_rank in SEARCHED[name].per_rank:
                     if ranks * per_rank <= blocks and is_possible(name, per_rank, ranks, microbatches):
                         for routed in degrees:
                             for data_inside in inside:
@@ -181,7 +182,7 @@ class Space:
         """Return the schedules without duplicates: with one microbatch, some schedules are equal."""
         if microbatches > 1:
             return list(self.schedules)
-        return [name for name in self.schedules if SHAPES[name].alike not in self.schedules]
+        return [name for name in self.schedules if SEARCHED[name].alike not in self.schedules]
 
     def _degrees(self) -> list[int]:
         known = [{members for _, members in block.work} for block in self.workload.blocks]
@@ -214,7 +215,7 @@ class Space:
     def _meet(self, layout: Layout) -> bool:
         """Return whether the blocks can be cut in a way in which two stages of a device have a parameter in
         common."""
-        left, folded = len(self.workload.blocks) - layout.stages, SHAPES[layout.schedule].folded
+        left, folded = len(self.workload.blocks) - layout.stages, SEARCHED[layout.schedule].folded
 
         def places(block: int) -> set[tuple[int, int]]:
             stages = range(max(0, block - left), min(block, layout.stages - 1) + 1)
@@ -268,9 +269,9 @@ def check_choices(devices: int, schedules: Sequence[str], levels: Sequence[int],
     _check_number("devices", devices, DEVICES)
     if not is_number(margin):
         raise SearchError(f"search: margin={shown(margin)}; give a share such as 0.05 [PIPER-P001]")
-    if isinstance(schedules, str) or not schedules or any(name not in SHAPES for name in schedules):
+    if isinstance(schedules, str) or not schedules or any(name not in SEARCHED for name in schedules):
         raise SearchError(
-            f"search: schedules={shown(schedules)}. Give some of {', '.join(SHAPES)} [PIPER-P001]"
+            f"search: schedules={shown(schedules)}. Give some of {', '.join(SEARCHED)} [PIPER-P001]"
         )
     if not levels or not set(levels) <= {0, 1, 2, 3}:
         raise SearchError(f"search: levels={shown(levels)}; give some of 0, 1, 2, 3 [PIPER-P001]")

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from lightning_piper.errors import SearchError
 from lightning_piper.runtime.process import MOST as LENT
+from lightning_piper.schedules.searched_schedules import SEARCHED
 from lightning_piper.search.costs.workload import Block, Workload
-from lightning_piper.search.rows import SHAPES, rank_of
+from lightning_piper.search.rows import rank_of
 from lightning_piper.search.space import Layout, Space
 from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.hardware import Hardware
@@ -71,7 +72,7 @@ def links_of(hardware: Hardware, layout: Layout) -> Links:
                 break
         return order[most]
 
-    folded = SHAPES[layout.schedule].folded
+    folded = SEARCHED[layout.schedule].folded
     places = [rank_of(stage, ranks, folded) for stage in range(layout.stages)]
     hops: dict[tuple[int, int], Link | None] = {
         (a, b): None if a == b else farthest((device(x, a), device(x, b)) for x in range(n))
@@ -397,6 +398,6 @@ class CostModel:
     def _costs(self, layout: Layout) -> Costs:
         # Links depend on neither the schedule's name nor the microbatches, so layouts that differ only there
         # share a cache entry.
-        name = "zbv" if SHAPES[layout.schedule].folded else "one_f_one_b"
+        name = "zbv" if SEARCHED[layout.schedule].folded else "one_f_one_b"
         links = self._links(layout._replace(schedule=name, microbatches=1))
         return Costs(self.space, layout, self.params(layout.tensor, layout.routed), links)

@@ -21,6 +21,7 @@ from lightning_piper.capture.graph_cache.cached_graphs import VERSIONS
 from lightning_piper.directives import Directive, parse
 from lightning_piper.errors import PiperError
 from lightning_piper.processes.world import World
+from lightning_piper.schedules.searched_schedules import SEARCHED
 from lightning_piper.search.costs.blocks import BlockCut, text_of
 from lightning_piper.search.program_writer import TAG, Written
 
@@ -59,7 +60,7 @@ def file_of(
     """Return the path of the file for a choice, named by a hash of everything that the choice depends on.
 
     The hash covers the modules, their tensors, the operations of the step, the batch, the optimizer and its
-    state, the parts of the search space, versions, devices and their memory.
+    state, the parts of the search space, the names of the schedules, versions, devices and their memory.
     """
     spec, code = flatten(batch)[1], cut.step.at(cut.step.size)
     about = [
@@ -68,7 +69,7 @@ def file_of(
         *(f"{name} {tuple(x.shape)} {x.dtype} {x.requires_grad}" for name, x in module.named_parameters()),
         *_about(optimizer), repr(states), repr(parts), repr(spec.key), VERSIONS,
         platform.node(), platform.processor(), str(os.cpu_count()),
-        name_of(world.device),
+        name_of(world.device), *SEARCHED,
         str(world.size), str(torch.get_num_threads()), str(round(memory, -8)),
     ]  # fmt: skip
     return folder() / f"{hashlib.blake2b(chr(10).join(about).encode(), digest_size=16).hexdigest()}.json"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_piper import schedules
+from lightning_piper.schedules.searched_schedules import SEARCHED
 from lightning_piper.simulate import simulate
 from lightning_piper.viz import text_chart
 from tests.simulate.programs import pipeline
@@ -29,6 +30,7 @@ def test_pictures(found: re.Match[str]) -> None:
 
 
 def test_every_builder_is_shown() -> None:
-    builders = set(schedules.__all__) - {"from_csv", "to_csv", "fitted", "StageCosts"}
+    builders = {*SEARCHED, "dualpipe"}
+    assert builders < set(schedules.__all__)
     assert {found["name"] for found in PICTURE.finditer(PAGE)} == builders
     assert all(f"`{name}(stages, microbatches" in PAGE for name in builders)

@@ -14,9 +14,10 @@ import pytest
 from lightning_piper import Replicate, schedules
 from lightning_piper.compiler import Compiled, compile_step
 from lightning_piper.ir.nodes import Chunk
+from lightning_piper.schedules.searched_schedules import SEARCHED
 from lightning_piper.search import Block, Candidate, Layout, Space, Work, Workload
 from lightning_piper.search.estimate import estimate, gathers_of, memory_of, rows_for, saved_bytes, time_of
-from lightning_piper.search.rows import SHAPES, is_possible
+from lightning_piper.search.rows import is_possible
 from lightning_piper.search.stage_costs import CostModel
 from lightning_piper.simulate import Link, Network, Number, Simulation, simulate
 from lightning_piper.simulate.hardware import Collectives, Hardware
@@ -25,10 +26,10 @@ from tests.simulate.programs import ROW, chain
 
 BUCKET = 512  # bytes of the padded bucket with a stage's weight and bias
 SHAPED = [
-    (name, SHAPES[name].per_rank[0], ranks, mb)
+    (name, SEARCHED[name].per_rank[0], ranks, mb)
     for name in SCHEDULES
     for ranks, mb in ((2, 2), (2, 4), (3, 6))
-    if is_possible(name, SHAPES[name].per_rank[0], ranks, mb)
+    if is_possible(name, SEARCHED[name].per_rank[0], ranks, mb)
 ]
 
 
@@ -77,7 +78,7 @@ def case(
     levels = (first,) * (layout.stages // 2) + (others,) * (layout.stages - layout.stages // 2)
     compiled = program(layout, levels)
     works = [[fraction(rng), fraction(rng), fraction(rng)] for _ in range(layout.stages)]
-    if SHAPES[name].split:
+    if SEARCHED[name].split:
         # The first stage sends no gradient to an earlier one: its backward pass makes gradients of weights only.
         works[0][1] = Fraction(0)
     table = {}
@@ -114,7 +115,7 @@ def test_time_is_that_of_the_simulator(
     space, candidate, result = case(*shaped, replicas, zero)
     found = time_of(CostModel(space), candidate)
     assert isinstance(found, int | Fraction)
-    if candidate.levels[0] == 2 and SHAPES[shaped[0]].split:
+    if candidate.levels[0] == 2 and SEARCHED[shaped[0]].split:
         assert result.step_time <= found <= result.step_time * Fraction(112, 100)
     else:
         assert found == result.step_time
@@ -191,7 +192,7 @@ def test_what_is_saved_is_what_the_timeline_says(shaped: tuple[str, int, int, in
         stages = [(s, (s, s + 1), 0) for s in rows.local[rank]]
         found = saved_bytes(costs, stages, rows.kept[rank])[0]
         first = (
-            SHAPES[shaped[0]].split and rank == 0
+            SEARCHED[shaped[0]].split and rank == 0
         )  # in the program, its first stage keeps all to the end of BW
         assert found == most if not first else found > 0
         assert level == 0

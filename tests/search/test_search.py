@@ -17,6 +17,7 @@ import pytest
 
 from lightning_piper.directives import Place
 from lightning_piper.errors import SearchError
+from lightning_piper.schedules.searched_schedules import SEARCHED
 from lightning_piper.search import (
     Block,
     Candidate,
@@ -34,7 +35,7 @@ from lightning_piper.search.coarse_bounds import Coarse
 from lightning_piper.search.estimate import PLAIN, Option, memory_of, options_of, time_of
 from lightning_piper.search.joint_bounds import Together
 from lightning_piper.search.program_writer import write
-from lightning_piper.search.rows import SHAPES, rows_of
+from lightning_piper.search.rows import rows_of
 from lightning_piper.search.stage_costs import CostModel
 from lightning_piper.simulate import Link, Number
 from lightning_piper.simulate.hardware import Collectives
@@ -168,7 +169,7 @@ def test_what_all_ranks_do_together_says_more() -> None:
     """
     model = CostModel(Space(chain(8), problem(0).hardware, 4, 10**9))
     for name in ("zero_bubble", "zb_h2", "zbv", "v_half", "v_min"):
-        layout = Layout(name, SHAPES[name].per_rank[0], 4, 1, 1, 1, 4, True)
+        layout = Layout(name, SEARCHED[name].per_rank[0], 4, 1, 1, 1, 4, True)
         cuts = tuple(range(8 // layout.stages, 8, 8 // layout.stages))
         candidate = Candidate(layout, (0,) * layout.stages, 0, 0, cuts)
         least = Together(model).time(layout, everything(layout, (0,)).options(), INFINITE)
@@ -407,9 +408,7 @@ def test_the_space_counts_its_candidates() -> None:
 
 
 def test_more_memory_is_asked_for() -> None:
-    with pytest.raises(
-        SearchError, match=r"no program fits in 20 bytes\. Give at least (\S+) bytes"
-    ) as raised:
+    with pytest.raises(SearchError, match=r"no program fits in 20 B\. Give at least (\S+) bytes") as raised:
         best_of(chain(), problem(0).hardware, 2, 20, schedules=CHAINS)
     least = Fraction(str(raised.value).split("at least ")[1].split(" ")[0])
     assert max(best_of(chain(), problem(0).hardware, 2, least, schedules=CHAINS).estimate.memory) == least
