@@ -1,5 +1,5 @@
-"""Numeric numpy arrays in a batch. They are inputs of the graph, and the step can only convert them to
-tensors."""
+"""Numeric numpy arrays in a batch. They are inputs of the graph. The step can read their shape and dtype, and
+convert them to tensors."""
 
 from __future__ import annotations
 
@@ -127,8 +127,8 @@ def converted(
 
 @contextlib.contextmanager
 def from_numpy() -> Iterator[None]:
-    """Within this context, `torch.from_numpy` accepts placeholders of arrays. No torch function mode sees
-    calls of that function."""
+    """Within this context, `torch.from_numpy` accepts placeholders of arrays. Torch function modes do not see
+    calls of `from_numpy`, so this replaces the function."""
     own = torch.from_numpy
     with replaced_attribute(
         torch, "from_numpy", lambda array: tensor_of(array) if is_array(array) else own(array)

@@ -39,8 +39,8 @@ from lightning_piper.ir.values import TensorSpec
 
 @dataclass(frozen=True)
 class _TensorPosition:
-    """The position of a tensor in a structure. `kind` says whether the structure has an array or a number
-    there, which was converted to the tensor."""
+    """The position of a tensor in a structure. With the kind "array" or "number", the structure has an array
+    or a number there, which was converted to the tensor."""
 
     index: int
     kind: Literal["tensor", "array", "number"] = "tensor"
@@ -51,14 +51,14 @@ class BatchSpec:
     """The layout of a batch without its values: its containers, and the shape and dtype of each tensor.
 
     Attributes:
-        skeleton: the batch with every tensor replaced by its index, every list with one entry per sample by a
-            `SampleList`, and every object without tensors by an `OpaqueObject`. All other values (numbers,
-            strings) are part of the spec.
+        skeleton: the batch with an entry of the spec in place of each tensor (`_TensorPosition`), each list
+            with one entry per sample (`SampleList`), each object with tensors (`ContainerObject`) and each
+            object without tensors (`OpaqueObject`). All other values (numbers, strings) are part of the spec.
         specs: the tensors' specs.
         paths: the path of each tensor in the batch, used in messages, e.g. `['input']` or `[0]`.
-        carried: The lists with one entry per sample, and the objects without tensors, which are not inputs of
-            the graph.
-        batches: The number of such batches that a step gets at once: one for each replica.
+        carried: the lists with one entry per sample, and the objects without tensors. Of these, only the
+            tensors in the lists are inputs of the graph.
+        batches: how many batches with this layout a step gets at once: one for each replica.
     """
 
     skeleton: Any
@@ -85,7 +85,8 @@ class BatchSpec:
     def size(self) -> int:
         """The number of samples: the first dimension, if it is the same in all tensors with a dimension.
 
-        Otherwise the first tensor's first dimension counts, as in Lightning, times `batches`.
+        Otherwise, as in Lightning, the first dimension of the first tensor that has one, times `batches`. If
+        no tensor has one, or if it is 0, it counts as 1.
 
         Raises:
             CaptureError: the shared first dimension is 0.
@@ -133,7 +134,7 @@ class BatchSpec:
         return [item for _, item in _walk(self.skeleton, "") if isinstance(item, Later)]
 
     def contents(self, leaves: Sequence[torch.Tensor]) -> list[Any]:
-        """Return the lists and objects of `carried`. Lists contain these tensors."""
+        """Return the lists and objects of `carried`. These tensors are put into the lists."""
         return [_Rebuilder(leaves, lambda item: None).item(item) for item in self.carried]
 
     @cached_property
@@ -185,7 +186,7 @@ class BatchSpec:
         return (self.structure, tuple((spec.shape, spec.dtype) for spec in self.specs))
 
     def described(self) -> dict[str, str]:
-        """Return the parts of `key` as texts, by path."""
+        """Return path -> text for the parts of `key`."""
         return {path: _short(item, self.specs) for path, item in _walk(self.skeleton, "")}
 
 
@@ -199,7 +200,8 @@ def flatten(batch: Any, what: str = "batch") -> tuple[list[torch.Tensor], BatchS
         what: the name of the structure in errors. Only a "batch" may hold objects without tensors.
 
     Raises:
-        CaptureError: the structure holds an object of an unsupported type, or is nested too deeply.
+        CaptureError: the structure holds a value that a captured step does not support, or is nested too
+            deeply.
     """
     flattening = _Flattener(batch, given=what == "batch")
     try:
@@ -221,7 +223,12 @@ def flatten(batch: Any, what: str = "batch") -> tuple[list[torch.Tensor], BatchS
 
 
 class _UnsupportedObject(Exception):
-    """Raised for an object that is neither a tensor nor a container nor a constant."""
+    """Raised for a value that a captured step does not support.
+
+    Attributes:
+        kind: describes the value.
+        path: its path in the structure.
+    """
 
     def __init__(self, kind: str, path: str) -> None:
         self.kind, self.path = kind, path
@@ -256,6 +263,7 @@ class _Flattener:
 
     def __init__(self, batch: Any, given: bool) -> None:
         sizes = {x.shape[0] for x in tensors_of(batch) if x.ndim} if given else set()
+        # the number of samples, None if it is not known
         self._samples = (sizes.pop() or None) if len(sizes) == 1 else None
         self._given = given
         self._opened: dict[int, int] = {}  # id of an object that has been opened -> its index
@@ -321,10 +329,10 @@ class _Flattener:
         return _TensorPosition(len(self.leaves) - 1, kind)
 
     def _whole(self, path: str, item: Any) -> Any:
-        """Return the entry for `item` in a batch whose number of samples is unknown.
+        """Return the entry for `item` in a structure whose number of samples is unknown.
 
-        Even a list without tensors may have one entry for each sample, such as texts for the nodes of graphs.
-        It becomes an `OpaqueObject`.
+        A list of a batch without tensors becomes an `OpaqueObject`, because it may have one entry for each
+        sample, such as texts for the nodes of graphs.
         """
         listed = self._given and type(item) is list and item and next(tensors_of(item), None) is None
         return self._carry(OpaqueObject, path, item) if listed else self._content(item, path)
@@ -356,8 +364,8 @@ class _Flattener:
             raise _UnsupportedObject(f"{error}, which cannot be copied with other contents,", path) from error
 
     def _open(self, item: Any, path: str) -> ContainerObject | RepeatedObject:
-        """Return the entry for an object that holds tensors. Its attributes are flattened at its first
-        occurrence."""
+        """Return the entry for an object that holds tensors. At the object's first occurrence, this is a
+        `ContainerObject` with the entries of its attributes, later a `RepeatedObject`."""
         if id(item) in self._opened:
             return RepeatedObject(self._opened[id(item)], weak=False)
         index = self._opened[id(item)] = len(self._opened)
@@ -426,7 +434,7 @@ class _Rebuilder:
 
 
 def _structure(item: Any) -> Hashable:
-    """Return a hashable key of an entry, without the user's `repr` or `==`.
+    """Return a hashable key of a skeleton's entry, without the user's `repr` or `==`.
 
     For this key, 1, 1.0 and True differ, and nan equals nan.
     """
@@ -460,7 +468,7 @@ def _structure_of_key(key: Any) -> Hashable:
 
 
 def _walk(item: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Iterate over all leaves and empty containers, with their paths."""
+    """Iterate over all leaves and empty containers of a skeleton, each with its path."""
     if isinstance(item, ContainerObject):
         inside = [(f".{name}", value) for name, value in item.attributes.items()]
     else:
@@ -504,9 +512,10 @@ def _with(like: Any, values: Sequence[Any]) -> Any:
 
 
 def _like(like: Any, values: Sequence[Any]) -> Any:
-    """Return a container like `like` that holds `values`, if the class is the user's or a library's.
+    """Return a container like `like` that holds `values`. Its class is not builtin.
 
-    The copy keeps the attributes of `like`, because the step may read them.
+    The copy keeps the attributes of `like`, because the step may read them. Only the copy of a mapping that
+    cannot be changed does not keep them.
     """
     if isinstance(like, tuple):
         found = type(like)(*values) if hasattr(like, "_fields") else type(like)(values)

@@ -14,7 +14,7 @@ from lightning_piper.capture.torch_private import _torch
 
 
 def own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return the Python attributes that the user has given a tensor."""
+    """Return the Python attributes that the user has given a tensor, without names that begin with `_`."""
     return {
         k: x for k, x in vars(tensor).items() if not k.startswith("_") and k not in _torch.FAKE_ATTRIBUTES
     }
@@ -27,7 +27,8 @@ def contents(batch: Any) -> dict[str, Any]:
 
 
 def _contents(item: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """Yield path and value of everything inside of an item, at any depth."""
+    """Yield path and value of everything inside of an item, at any depth, except inside of Piper's own
+    objects."""
     if id(item) in seen or type(item).__module__.partition(".")[0] == __name__.partition(".")[0]:
         return  # reading inside of a placeholder would count as a read by the step
     seen.add(id(item))

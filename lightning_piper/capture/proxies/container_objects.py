@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
+# Classes whose objects are never treated as containers.
 _CLOSED = (
     type,
     types.ModuleType,
@@ -38,7 +39,7 @@ class ContainerObject:
     Attributes:
         index: its index among the objects of the batch that hold tensors.
         kind: its class.
-        attributes: its attributes, with every tensor replaced by its index.
+        attributes: name -> the batch spec's entry for the attribute's value.
     """
 
     index: int
@@ -66,8 +67,8 @@ class RepeatedObject:
 
 
 def attributes_of(item: Any) -> dict[str, Any] | None:
-    """Return all attributes of an object, including slots. Return None if the object cannot be rebuilt from
-    its attributes."""
+    """Return name -> value for all attributes of an object, including slots. Return None if the object has no
+    attributes, or cannot be rebuilt from them."""
     kind = type(item)
     if kind.__module__ == "builtins" or issubclass(kind, _CLOSED) or inspect.isroutine(item):
         return None
@@ -95,5 +96,6 @@ def attributes_of(item: Any) -> dict[str, Any] | None:
 
 
 def entries_of(item: Any) -> Iterator[tuple[str, Any]]:
-    """Iterate over the attributes of an object, each with the last part of its path."""
+    """Iterate over the attributes of an object, each with the last part of its path. Yield nothing if
+    `attributes_of` returns None."""
     yield from ((f".{name}", value) for name, value in (attributes_of(item) or {}).items())

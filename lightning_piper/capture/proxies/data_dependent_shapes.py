@@ -19,6 +19,7 @@ from lightning_piper.capture.torch_private import _torch
 from lightning_piper.common.user_lines import user_line
 from lightning_piper.errors import CaptureError
 
+# Torch's functions that select elements, so that the shape of the result may depend on values.
 SELECTING = frozenset(
     {
         torch.Tensor.__getitem__,
@@ -56,8 +57,7 @@ class FunctionResult:
     """The entry of a structure for the result of a function call.
 
     Attributes:
-        args, kwargs: arguments of the call. Each is a structure, which may contain further entries of this
-            kind.
+        args, kwargs: the batch spec's entries for the arguments of the call.
     """
 
     function: Callable[..., Any]
@@ -67,7 +67,7 @@ class FunctionResult:
 
 @dataclass(frozen=True, eq=False)
 class PerSampleList:
-    """A list with one entry for each sample, in a structure.
+    """A list with one entry for each sample, which a function makes from tensors after the step.
 
     Attributes:
         function: makes the list from the tensors.

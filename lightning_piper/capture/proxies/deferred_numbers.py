@@ -34,10 +34,11 @@ _SIZED = (
     *((torch, name) for name in ("zeros", "ones", "empty", "rand", "randn")),
     *((torch.Tensor, name) for name in ("new_zeros", "new_ones", "new_empty", "expand")),
 )
-# the globals of some code, and the global names that this code calls
+# the globals of some code, and the global names that the code calls
 Namespace = tuple[dict[str, Any], set[str]]
 _CONVERSIONS = (torch.tensor, torch.as_tensor, torch.asarray)
 _TEXTS = (torch.Tensor.__format__, torch.Tensor.__repr__, torch.Tensor.__str__)
+# dtype of a deferred number -> class of the Python number
 _CLASSES: dict[torch.dtype, type] = {
     torch.float64: float,
     torch.int64: int,
@@ -49,9 +50,10 @@ _CLASSES: dict[torch.dtype, type] = {
 def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a torch function in a step.
 
-    If `item` needs a tensor's value, return a `DeferredNumber`; `tolist` returns a list of them. If an operation
-    that selects elements needs a value, return a `DataDependentTensor`. Printing a traced tensor returns
-    `LATER`. Any other function that needs a value raises torch's own error.
+    If `item` needs a tensor's value, return a `DeferredNumber`. If `tolist` does, return a list of them, unless
+    the list would have more than `MANY` elements. If an operation that selects elements needs a value, return a `DataDependentTensor`.
+    Printing a traced tensor returns `LATER`. Any other call that needs a value raises torch's own error.
+    Conversions to tensors (`torch.tensor`) accept deferred numbers.
 
     Raises:
         CaptureError: `bool` was called on a tensor without values.
@@ -168,7 +170,8 @@ def is_misplaced(error: BaseException) -> bool:
 
 
 def holds_deferred(value: Any) -> bool:
-    """Return whether the value is a deferred number, a text that shows one, or a container of either."""
+    """Return whether the value is a deferred number, a text that shows one, or a dict, list or tuple that
+    contains one of them."""
     if isinstance(value, dict):
         return any(map(holds_deferred, value.values()))
     if isinstance(value, list | tuple):
@@ -177,11 +180,12 @@ def holds_deferred(value: Any) -> bool:
 
 
 def call_with_deferred(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a torch function whose arguments contain deferred numbers, as if they were Python numbers."""
+    """Call a torch function, with a tensor in place of each deferred number. The result has the dtype and the
+    shape that it would have with Python numbers."""
     leaves, tree = _torch.tree_flatten((args, kwargs))
     tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-    # A Python number does not influence the dtype, but a tensor without dimensions would. So all other
-    # tensors get one dimension.
+    # A Python number does not influence the dtype, but a tensor without dimensions would. So the only other
+    # argument gets one dimension, if it is a tensor without dimensions.
     single = bool(tensors) and all(x.ndim == 0 for x in tensors) and len(leaves) == 2
 
     def known(x: Any) -> Any:
@@ -196,6 +200,7 @@ def call_with_deferred(function: Callable[..., Any], args: tuple[Any, ...], kwar
 
 
 def _dtype_beside(number: torch.Tensor, tensors: Iterable[torch.Tensor]) -> torch.dtype:
+    """Return the dtype with which a deferred number enters an operation with `tensors`."""
     inexact = any(x.is_floating_point() or x.is_complex() for x in tensors)
     return number.dtype if inexact or not number.is_floating_point() else torch.get_default_dtype()
 
@@ -215,7 +220,7 @@ def _made(
     data: Any, dtype: torch.dtype | None = None, device: Any = None, requires_grad: bool = False
 ) -> torch.Tensor:
     """Return the result of `torch.tensor` for a number or nested lists of numbers, of which some are
-    deferred."""
+    placeholders."""
 
     def stacked(data: Any) -> Any:
         if isinstance(data, list | tuple):
@@ -257,8 +262,8 @@ def _tensor_of(value: Any) -> torch.Tensor | None:
 
 
 def _apply(function: Callable[..., torch.Tensor], *values: Any, exact: bool = True) -> Any:
-    """Apply `function` to numbers, as tensors of a common dtype: at least int64 if `exact`, otherwise at
-    least float64."""
+    """Return the deferred number that `function` computes from numbers, as tensors of a common dtype: at least
+    int64 if `exact`, otherwise at least float64. Return NotImplemented if a value is not a number."""
     tensors = [_tensor_of(x) for x in values]
     if any(x is None for x in tensors):
         return NotImplemented
@@ -279,6 +284,7 @@ def _floor_divided(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.div(x, y, rounding_mode="floor")
 
 
+# operator -> (torch's function, whether integers give integers)
 _BINARY: dict[str, tuple[Callable[..., torch.Tensor], bool]] = {
     "add": (torch.add, True),
     "sub": (torch.sub, True),
@@ -289,9 +295,11 @@ _BINARY: dict[str, tuple[Callable[..., torch.Tensor], bool]] = {
     "pow": (torch.pow, False),
 }
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+# operator -> torch's function
 _UNARY: dict[str, Callable[..., torch.Tensor]] = {"neg": torch.neg, "pos": torch.clone, "abs": torch.abs}
 _ROUNDING = {"trunc": torch.trunc, "floor": torch.floor, "ceil": torch.ceil}
 _SAME = ("sqrt", "exp", "log", "log2", "log10", "log1p", "expm1", "sin", "cos", "tan", "tanh", "atan", "erf")
+# function of `math` -> torch's function
 _MATH = {name: getattr(torch, name) for name in _SAME}
 _MATH |= {
     "fabs": torch.abs,
@@ -342,6 +350,8 @@ class _TensorAwareType(type):
     own: type
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Return the converted value: a deferred number for a deferred number or a tensor without values, and
+        otherwise Python's result."""
         value: Any = args[0] if len(args) == 1 and not kwargs else None
         if is_deferred(value):
             return value.converted(cls.own)
@@ -366,8 +376,8 @@ class _TensorAwareType(type):
 
 
 def _extreme(own: Callable[..., Any], better: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    """Return a `max` or `min` that accepts deferred numbers. Among equal values, the first one is chosen, as
-    in Python."""
+    """Return a `max` or `min` that accepts deferred numbers, if it has no keyword arguments. Among equal
+    values, it chooses the first one, as Python does."""
 
     @functools.wraps(own)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -389,6 +399,7 @@ def _stand_in(own: type) -> Any:
     return _TensorAwareType(own.__name__, (own,), {"own": own})
 
 
+# builtin function -> its replacement, which accepts deferred numbers
 NAMES: dict[str, Any] = {
     "float": _stand_in(builtins.float),
     "int": _stand_in(builtins.int),
@@ -427,7 +438,8 @@ def accepting_deferred(namespaces: Iterable[Namespace]) -> Iterator[None]:
 
 
 def _or_deferred(own: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `other` if an argument is a deferred number, and otherwise `own`."""
+    """Return a function that calls `other` if a positional argument is a deferred number, and otherwise
+    `own`."""
 
     @functools.wraps(own)
     def call(*args: Any, **kwargs: Any) -> Any:

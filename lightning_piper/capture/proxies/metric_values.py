@@ -15,7 +15,7 @@ class MetricValueProxy:
     """A placeholder for the result of a metric object.
 
     The step may log or return it, directly or after arithmetic with numbers and other placeholders of this
-    class. Any other use raises the error of `refuse`.
+    class. In a text it shows `LATER`. Any other use raises the error of the constructor's `refuse`.
 
     Attributes:
         computed: describes the result for which the placeholder stands.
@@ -51,7 +51,7 @@ class MetricValueProxy:
     def detach(self) -> MetricValueProxy:
         return self
 
-    clone = cpu = item = detach  # the logged value is a number in any case
+    clone = cpu = item = detach  # these methods would not change the logged number
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         self._refuse_computed(self.computed)

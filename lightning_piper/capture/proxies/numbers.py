@@ -10,8 +10,8 @@ decides how the captured step follows the number:
   capture is valid while the expression has the same value. So `if batch_idx % 100 == 0` needs two captures,
   not one for each batch.
 
-Before such a use, arithmetic on a `NumberProxy` is Python's arithmetic, which each step repeats on its
-current values.
+Before one of these two uses, arithmetic on a `NumberProxy` is Python's arithmetic, which each step repeats on
+its current values.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ class NumberInputs:
         return [torch.tensor(value(), dtype=dtype, device=device) for value, dtype in self.numbers.values()]
 
     def source(self, key: Any, where: str, get: Callable[[], Any]) -> Any:
-        """Return the `NumberProxy` for a number that the step reads. If `plain`, return the number's
-        value."""
+        """Return the `NumberProxy` for a number that the step reads, and guard the number's type. If `plain`,
+        return the number's value, and guard it."""
         value = get()
         self.answers.setdefault(("type", key), NumberAnswer(where, lambda: type(get()), type(value)))
         number = NumberProxy(self, ("source", key), where, get, value)
@@ -136,7 +136,7 @@ class NumberInputs:
 
     @contextlib.contextmanager
     def tracing(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Within this context, the step is traced.
+        """Within this context, the step is traced, and functions of `math` accept `NumberProxy`s.
 
         Args:
             tensors: the graph's inputs for the numbers that are known so far.
@@ -162,7 +162,7 @@ class NumberInputs:
 
     def tensor(self, number: NumberProxy, dtype: torch.dtype) -> torch.Tensor:
         """Return the graph's input for a number. A number that is not an input yet becomes one in the next
-        trace."""
+        trace. In this trace, return its value as a tensor."""
         key = (number.key, dtype)
         place = list(self.numbers).index(key) if key in self.numbers else len(self.numbers)
         self.numbers.setdefault(key, (number.get, dtype))
@@ -187,7 +187,7 @@ class NumberProxy:
         self.inputs, self.key, self.where, self.get, self.value = inputs, key, where, get, value
 
     def ask(self) -> Any:
-        """Return the number's value, and guard it."""
+        """Return the number's value. During a trace, or if the inputs are `plain`, guard the value."""
         if self.inputs.active or self.inputs.plain:
             self.inputs.answers.setdefault(self.key, NumberAnswer(self.where, self.get, self.value))
         return self.value
@@ -200,6 +200,11 @@ class NumberProxy:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        """Call a torch function with numbers among its arguments.
+
+        If the function gives the same bits for a tensor, a number becomes an input of the graph. Otherwise
+        the function gets the number's guarded value. Outside of a trace it gets the value without a guard.
+        """
         leaves, tree = _torch.tree_flatten((args, kwargs or {}))
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         fits = function in _TENSOR_OPERATIONS and tensors and not kwargs
@@ -208,6 +213,7 @@ class NumberProxy:
         single = fits and all(x.ndim == 0 for x in tensors)
 
         def known(x: Any) -> Any:
+            """Return the argument that the function gets in place of `x`."""
             if isinstance(x, torch.Tensor) and single:
                 return x.reshape(1)
             if not _is_number(x):
@@ -276,9 +282,9 @@ def _told(value: Any) -> Any:
 
 
 def _dtype_beside(value: Any, tensors: Sequence[torch.Tensor]) -> torch.dtype:
-    """Return the dtype of a tensor that stands for a Python number in an operation with `tensors`. It keeps
-    the number's full precision. Only a float without inexact tensors gets the default dtype, as the result
-    does."""
+    """Return the dtype of a tensor that stands for a Python number in an operation with `tensors`. A float
+    gets the default dtype if no tensor has a floating-point or complex dtype, because the result then has it.
+    All other numbers keep their full precision."""
     if isinstance(value, bool):
         return torch.bool
     if isinstance(value, int):
@@ -344,7 +350,7 @@ def _operator(function: Callable[..., Any], name: str, swapped: bool) -> Callabl
 
 
 def _comparison(function: Callable[..., Any], name: str) -> Callable[[NumberProxy, Any], Any]:
-    """Return a comparison that guards its result immediately.
+    """Return a comparison whose result is a plain truth value, with a guard on it.
 
     Torch's settings (`torch.set_grad_enabled`, `torch.autocast(enabled=)`) treat every object except True as
     False. So they would treat a `NumberProxy` of True as False.

@@ -27,6 +27,7 @@ import numpy as np
 from lightning_piper.capture.proxies.sample_lists import SampleList
 from lightning_piper.errors import CaptureError
 
+# Classes whose values are equal if their classes and their `repr` are equal.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, np.generic, PurePath, range, slice,
     datetime.date,
           datetime.time, datetime.timedelta, decimal.Decimal, fractions.Fraction, uuid.UUID)  # fmt: skip
@@ -47,7 +48,7 @@ class OpaqueObject:
     content: Any
 
 
-Carried = SampleList | OpaqueObject
+Carried = SampleList | OpaqueObject  # an entry of `BatchSpec.carried`
 
 
 class ContentRecorder(Protocol):
@@ -87,8 +88,8 @@ def carrying(
 ) -> Iterator[Callable[[Carried], Any]]:
     """Yield a function that returns the object which the step gets for an entry of `BatchSpec.carried`.
 
-    This is a `ContentProxy` if reads must be guarded or must raise an error. Otherwise it is the content. The
-    function returns None for a list that the step may read directly.
+    This is a `ContentProxy` if reads must be guarded or must raise an error. Otherwise it is the content of an
+    object, or None for a list, which the step may read directly.
 
     Args:
         step: the name of the step.
@@ -105,7 +106,7 @@ def carrying(
         "A captured step would do this only once, while Piper captures it. Do it in a hook, such as "
         "on_train_batch_start"
     )
-    # each entry that was read, with the key of its content at that time
+    # index of an entry that was read -> the entry, and the key of its content at its first read
     seen: dict[int, tuple[Carried, Any]] = {}
 
     def refuse(problem: str) -> NoReturn:
@@ -239,6 +240,7 @@ def known(value: Any) -> Any:
 
 
 def content_of(stand_in: Any) -> Any:
+    """Return the content for which a placeholder stands, which counts as a read."""
     return stand_in._read(stand_in._item)
 
 
@@ -258,7 +260,7 @@ def stand_in_for(
     return made
 
 
-_CLASSES: dict[type, type[ContentProxy]] = {}
+_CLASSES: dict[type, type[ContentProxy]] = {}  # class of a content -> class of its placeholders
 
 
 def _class_for(kind: type) -> type[ContentProxy]:

@@ -29,7 +29,8 @@ class SampleList:
     Attributes:
         index: its position in `BatchSpec.carried`.
         path: its path in the batch.
-        content: the list, with every tensor replaced by its index.
+        content: the list. If it has tensors, each tensor is replaced by its position among the batch's
+            tensors.
         readable: Returns whether a step with the given number of samples gets the list itself. None for a
             list without tensors.
     """
@@ -72,7 +73,7 @@ def tensors_of(item: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor
 
 
 def is_object(item: Any) -> bool:
-    """Return whether a value is an object with attributes, rather than a container of entries."""
+    """Return whether a value is an object with attributes, and not a container of entries."""
     return (
         not isinstance(item, dict | list | tuple)
         and not dataclasses.is_dataclass(item)
@@ -102,14 +103,14 @@ def may_be_read(item: Any, samples: int) -> Callable[[int], bool] | bool | None:
         isinstance(entry, torch.Tensor) and entry.ndim for entry in item
     ):
         return True
-    # If `given` is greater than `samples`, it counts the samples of all replicas, and each replica gets its
-    # own list.
+    # The step gets `given` samples. If `given` is greater than `samples`, it counts the samples of all
+    # replicas, and each replica gets its own list.
     whole = all(x.ndim for x in tensors)
     return lambda given: given >= samples if whole else given == samples
 
 
 def _form(item: Any) -> Any:
-    """Return a key that is equal for entries that could each be one sample."""
+    """Return a key for the structure of a list's entry. If the entries are samples, all have the same key."""
     if isinstance(item, torch.Tensor):
         return item.dtype, item.ndim
     return type(item), tuple((path, _form(value)) for path, value in entries(item))
