@@ -83,7 +83,16 @@ def named_locations(
 
 
 class _NameScan:
-    """A search for the places that code names, which starts at the functions passed to `follow`."""
+    """A search for the places that code names, which starts at the functions passed to `follow`.
+
+    Args:
+        module: the module of the step. Names of the code that are in the classes of its parts are places.
+        others: further classes that are searched for names.
+
+    Attributes:
+        places: key -> place.
+        namespaces: id of a globals dict -> the dict, and the names that the code calls from it.
+    """
 
     def __init__(self, module: nn.Module, others: Iterable[type]) -> None:
         self.places: dict[Any, StateLocation] = {}
@@ -93,13 +102,14 @@ class _NameScan:
         classes = (c for kind in (*map(type, module.modules()), *others) for c in kind.__mro__)
         self._classes: list[type] = list(dict.fromkeys(c for c in classes if not is_library(c.__module__)))
         self._made: set[type] = set()  # classes that the code names; the recorder may not know their objects
+        # attributes that the code names, and methods that Python calls without a name in the code
         self._named: set[str] = {"forward", "__call__", "__get__"}
         # Python modules and functions whose attributes are places if the code names them
         self._holders: list[tuple[str, Any]] = []
 
     def follow(self, value: Any) -> bool:
-        """Queue the code of a function, or of an object that wraps one. Return whether the value is a
-        function."""
+        """Queue the code of a function, of a property, or of an object that wraps a function. Return whether
+        the value is one of these."""
         value = inspect.unwrap(value) if inspect.isroutine(value) and hasattr(value, "__wrapped__") else value
         if isinstance(value, functools.partial):
             return self.follow(value.func)
@@ -114,8 +124,8 @@ class _NameScan:
         return inspect.isroutine(value)
 
     def run(self) -> None:
-        """Read the code of the queued functions. Functions that this code names are queued, too, until the
-        code names nothing new."""
+        """Read the code of the queued functions, and the code of the functions that it names, until nothing new
+        is named."""
         before = -1
         while self._waiting or before != len(self._named):
             before = len(self._named)
@@ -226,10 +236,11 @@ def _is_empty(cell: types.CellType) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _instructions(code: types.CodeType) -> tuple[tuple[str, str], ...]:
-    """Return (operation, name) for the instructions that read or write names, in the code and in nested
-    code."""
+    """Return (operation, name) for the instructions that read or write names, and for texts that may be names,
+    in the code and in nested code."""
 
     def within(code: types.CodeType) -> Iterator[tuple[str, str]]:
+        """Yield the pairs in the order of the code, with repetitions."""
         for instruction in dis.get_instructions(code):
             if instruction.opname in (*_ATTRIBUTES, *_GLOBALS, _IMPORT):
                 yield instruction.opname, instruction.argval

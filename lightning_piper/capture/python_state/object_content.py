@@ -41,9 +41,9 @@ _PLAIN = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
 
 
 def held_by(value: Any) -> dict[str, Any]:
-    """Return the objects that a context variable, a queue or another object of this module's kinds holds;
-    empty for an object of another kind. The keys are the rest of the expression that a user would write, such
-    as ".get()"."""
+    """Return the objects that a context variable, a queue, another object of `_ATTRIBUTES` or a cached function
+    holds. Return an empty dict for an object of another kind. The keys are the end of the expression that a
+    user would write, such as ".get()"."""
     if isinstance(value, contextvars.ContextVar):
         try:
             return {".get()": value.get()}
@@ -77,7 +77,8 @@ def content_of(value: Any) -> Any:
 
 def restoring(value: Any) -> Callable[[], None] | None:
     """Return a function that restores the current content of a buffer or of a context variable. Return None
-    for any other object."""
+    for any other object, a variable without a value, and a buffer that is read-only, larger than `_LARGE` or
+    not contiguous."""
     if isinstance(value, contextvars.ContextVar):
         try:
             before = value.get()  # the default, if no value was set

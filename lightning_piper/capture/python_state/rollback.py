@@ -108,10 +108,15 @@ class _SavedState:
     """The saved state of all objects that a module and the code of its step reach."""
 
     def __init__(self, module: nn.Module, step: str) -> None:
+        # id -> object
         self._seen: dict[int, Any] = {}
+        # functions that restore one object each
         self._undo: list[Callable[[], None]] = []
+        # path, iterator, and its `_position`
         self._iterators: list[tuple[str, Any, Any]] = []
+        # id of an iterator -> a copy that continues from the saved position
         self._copies: dict[int, Any] = {}
+        # place, and its value before the step
         self._places: list[tuple[StateLocation, Any]] = []
         # A queue instead of recursion, which could exceed Python's limit.
         self._waiting: deque[tuple[str, Any]] = deque()
@@ -161,6 +166,8 @@ class _SavedState:
             self._keep_attributes(path, value, set())
 
     def _keep_place(self, place: StateLocation, before: Any) -> None:
+        """Save the value of a place, and queue the value."""
+
         def undo() -> None:
             if place.get() is not before:
                 place.put(before)
@@ -247,8 +254,8 @@ class _SavedState:
         return [path for key, path in moved.items() if key not in replaced]
 
     def _replace(self, old: Any, new: Any) -> bool:
-        """Put a copy of an iterator in every place where the iterator was found. Return whether a place was
-        found that can be assigned to."""
+        """Put a copy of an iterator in every place where the iterator was found. Return whether there was such
+        a place that can be assigned to."""
         found = False
         for place, before in self._places:
             if before is old:

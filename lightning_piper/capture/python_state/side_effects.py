@@ -3,8 +3,8 @@ preds`, `self.seen += len(x)`).
 
 During a trace, an `AppendProxy` replaces each list or dict to which the step adds, and a `NumberProxy`
 replaces each number that the step increases. The trace returns the added values like results. After each run,
-Piper adds these values, computed from the batch, to the user's objects. Any other use of such a list, such as
-reading its length, raises an error: the trace would see the state of one batch only.
+Piper adds these values, computed from the batch, to the user's objects. Any other use of a replaced list or
+dict, such as reading its length, raises an error: the trace would see the state of one batch only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_piper.errors import CaptureError
 
 _GROWING = (list, deque, dict, OrderedDict, defaultdict)
 _VALUES = (type(None), bool, int, float, str, torch.Tensor)
-# (index of the place, keys from its value to the changed container, operation, argument of the operation)
+# (index of the place in `EffectLog.places`, keys from its value to the changed container, operation, argument)
 Effect = tuple[int, tuple[Any, ...], str, Any]
 
 
@@ -168,7 +168,7 @@ def take_attributes(
 
 
 def replay(places: Sequence[StateLocation], kept: Sequence[Effect]) -> None:
-    """Repeat on the user's objects the additions that a step made to placeholders of these objects."""
+    """Repeat on the user's objects the changes that a step made during its trace."""
     for index, path, how, value in kept:
         if how == "attribute":
             places[index].put(value)
@@ -183,6 +183,7 @@ def _set(target: Any, item: tuple[Any, Any]) -> None:
     target[item[0]] = item[1]
 
 
+# operation of an `Effect` -> function of the container and the argument
 _HOW: Mapping[str, Callable[[Any, Any], Any]] = {
     "append": lambda target, value: target.append(value),
     "extend": lambda target, values: target.extend(values),
@@ -192,12 +193,14 @@ _HOW: Mapping[str, Callable[[Any, Any], Any]] = {
 
 
 class ResultBuilder:
-    """A function that builds a step's return value, and the state that the step keeps, from the step's result
+    """A callable that builds a step's return value, and the state that the step keeps, from the step's result
     tensors.
 
     Args:
         returned, kept: the specs of the return value and of the kept state.
         places: where the step keeps its state.
+
+    The arguments `given` of the methods are the further arguments of `BatchSpec.rebuild`.
     """
 
     def __init__(self, returned: BatchSpec, kept: BatchSpec, places: Sequence[StateLocation]) -> None:

@@ -24,8 +24,9 @@ from lightning_piper.capture.proxies.numbers import NumberProxy
 from lightning_piper.capture.python_state.object_content import ENVIRONMENT, content_of
 from lightning_piper.capture.torch_private import _torch
 
-MISSING = object()
+MISSING = object()  # the value of a place that does not exist
 ALL = object()  # as the name of a place: all entries of the dict
+# Classes of immutable values, which guards compare by `repr`.
 VALUES = (type(None), bool, int, float, complex, str, bytes, enum.Enum, np.generic, torch.dtype,
     torch.device, PurePath, range,
           slice, type(Ellipsis))  # fmt: skip
@@ -111,11 +112,12 @@ def form_of(
 ) -> Any:
     """Return a key that is equal for values that mean the same to a step.
 
-    Containers, and objects whose content `content_of` returns, are compared by content. Other objects are
+    Values, containers, arrays, generators, and objects whose content `content_of` returns are compared by
+    content. All tensors inside of containers are equal, and so are all weak references. Other objects are
     compared by identity, because their attributes are separate places.
 
     Args:
-        without: paths of numbers that do not count.
+        without: paths of numbers that are equal to any other number.
         path, inside: used by the recursion: path so far, and ids of the enclosing containers.
     """
     if type(value) is NumberProxy:
@@ -127,7 +129,7 @@ def form_of(
     if isinstance(value, VALUES):
         return (type(value), repr(value))
     if isinstance(value, torch.Tensor):
-        # inside of containers, torch's RNNs replace the tensors in the lists of their weights
+        # Torch's RNNs replace the tensors in the lists of their weights, so tensors in containers are equal.
         return _ObjectIdentity(value) if not path else torch.Tensor
     if isinstance(value, weakref.ref):
         return weakref.ref
@@ -184,8 +186,8 @@ class _ObjectIdentity:
 
 
 def _is_fixed(value: Any) -> bool:
-    """Return whether the value is immutable: a number, a text, or a tuple of such values, like
-    `normalized_shape` of a layer norm."""
+    """Return whether the value is an immutable value of `VALUES`, such as a number, or a tuple of such values,
+    such as `normalized_shape` of a layer norm."""
     return isinstance(value, VALUES) or (isinstance(value, tuple) and all(map(_is_fixed, value)))
 
 
@@ -211,15 +213,15 @@ class Guard:
 
     @functools.cached_property
     def mutable(self) -> bool:
-        """Whether the value can change in place, without an assignment to the place."""
+        """Whether `form` can change without an assignment to the place."""
         if self.place.name is ALL or _is_fixed(self.value):
             return False
         return not isinstance(self.form, _ObjectIdentity) and self.value is not MISSING
 
     @property
     def written_anew(self) -> bool:
-        """Whether the step has replaced an immutable value, such as a number or a text, by another immutable
-        value, or has set an environment variable."""
+        """Whether the step has replaced an immutable value of a dict's entry, such as a number or a text, by
+        another immutable value, or has set an environment variable. Ask only if the guard does not hold."""
         at = self.place
         fixed = _is_fixed(self.value) or (self.value is MISSING and type(at.owner) is ENVIRONMENT)
         return at.item and not at.path and at.name is not ALL and fixed and _is_fixed(at.get())
@@ -237,6 +239,7 @@ def changed_numbers(guard: Guard) -> Iterator[Path]:
     paths if anything other than a number has changed."""
 
     def walk(before: Any, after: Any, path: Path) -> Iterator[Path | None]:
+        """Yield the path of each number that differs between two forms, and None for any other difference."""
         if before == after:
             return
         same = (
@@ -254,7 +257,7 @@ def changed_numbers(guard: Guard) -> Iterator[Path]:
             if keyed and [k for k, _ in before[1]] != [k for k, _ in after[1]]:
                 yield None
                 return
-            # entries cannot be assigned to
+            # Entries of these classes cannot be assigned to.
             if issubclass(before[0], tuple | functools.partial | types.MethodType):
                 yield None
                 return
@@ -276,9 +279,9 @@ class Guards:
     compares all values.
     """
 
-    # Places of numbers in containers that guards ignore, because they are inputs.
+    # key -> place of a number in a container. Guards ignore these numbers, because they are inputs.
     inputs: Mapping[Any, StateLocation] = field(default_factory=dict)
-    by_key: dict[Any, Guard] = field(default_factory=dict)
+    by_key: dict[Any, Guard] = field(default_factory=dict)  # key of a place -> its guard
     # id of a dict of hooks -> the name of its place, the dict, and its form
     hooks: dict[int, tuple[str, Any, Any]] = field(default_factory=dict)
 
@@ -306,6 +309,7 @@ class Guards:
         return True
 
     def _unwritten(self) -> bool:
+        """Return whether no dict of `_dicts` was written, and no hook was added, since `_arrange`."""
         return (
             list(map(_torch.dict_version, self._dicts)) == self._versions
             and RemovableHandle.next_id == self._handles

@@ -23,7 +23,8 @@ from lightning_piper.errors import CaptureError
 _CONTAINERS = (list, deque, dict, OrderedDict, defaultdict, set)
 _COMPARED = (type(None), bool, int, float, str, torch.Tensor)
 T = TypeVar("T")
-Attribute = tuple[str, nn.Module, str, Any, Any]  # path of the part, part, attribute, object, comparable form
+# path of a module or submodule, this module, name of the attribute, its value, comparable form of the value
+Attribute = tuple[str, nn.Module, str, Any, Any]
 
 
 def attributes(module: nn.Module) -> list[Attribute]:
@@ -52,7 +53,7 @@ def attributes(module: nn.Module) -> list[Attribute]:
 
 def _entry(value: Any) -> Any:
     """Return the comparable form of a container's entry. All tensors are equal, because torch's RNNs replace
-    the tensors in the lists of their weights."""
+    the tensors in the lists of their weights. Other objects are equal if they have the same class."""
     if isinstance(value, torch.Tensor):
         return torch.Tensor
     if is_deferred(value):
@@ -64,7 +65,7 @@ def check_unchanged(module: nn.Module, before: list[Attribute], step: str) -> No
     """Raise an error if the step has changed the module's Python state since `before`.
 
     Raises:
-        CaptureError: names the attribute.
+        CaptureError: the state has changed. The message names the attribute.
     """
     known = {(id(part), name): form for _, part, name, _, form in before}
     for path, part, name, _, form in attributes(module):
@@ -90,8 +91,8 @@ def changes(step: str, where: str) -> CaptureError:
 
 
 def preserving_tensors(module: nn.Module, run: Callable[[], T]) -> T:
-    """Return the result of `run`, and restore parameters and buffers, because a tracer replaces tensors that
-    have two names."""
+    """Return the result of `run`, and afterwards restore parameters and buffers, because a tracer replaces
+    tensors that have two names."""
     kept = [(store, dict(store)) for part in module.modules() for store in (part._parameters, part._buffers)]
     try:
         return run()
@@ -102,8 +103,8 @@ def preserving_tensors(module: nn.Module, run: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def restoring_attributes(module: nn.Module) -> Iterator[None]:
-    """At the end of this context, undo the step's changes of the module's Python attributes, so that they
-    contain no fake tensor."""
+    """At the end of this context, undo the step's changes of the module's Python attributes, and of lists,
+    dicts and sets in them, so that they contain no fake tensor."""
     kept = [(vars(part), dict(vars(part))) for part in module.modules()]
     containers: dict[int, Any] = {}
     waiting = [x for _, entries in kept for x in entries.values()]
@@ -128,8 +129,8 @@ class RefusalMode(TorchFunctionMode):
     """A mode that raises errors for actions that a captured step would do only during its capture, and that
     records the user's line of each operation.
 
-    The errors are for reads of a parameter's gradient, writes to the `data` of a tensor, and generators other
-    than torch's default generator.
+    The errors are for reads of the gradient of a parameter or buffer, writes to its `data`, and generators
+    other than torch's default generator. All other calls accept deferred numbers and arrays of the batch.
 
     Args:
         module, step: the module, and the name of its step.
@@ -147,6 +148,7 @@ class RefusalMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        """Raise the error for a call that is not allowed. Otherwise return the result of the call."""
         kwargs = kwargs or {}
         name = self._names.get(id(args[0])) if args else None
         attribute = getattr(function, "__self__", None)

@@ -63,9 +63,9 @@ class History:
     """The findings of all captures of one step about its Python state.
 
     Attributes:
-        changes: Place of a number -> how often its change broke a guard.
-        inputs: Numbers that change so often that further captures take them as inputs.
-        growing: Lists and dicts to which the step adds, by place.
+        changes: Key of a number's place -> how often its change broke a guard.
+        inputs: Key -> place of a number that changes so often that further captures take it as an input.
+        growing: Key -> place of a list or dict to which the step adds.
         causes: Reason for another capture -> how often it occurred.
         batch_idx: Number of the batch in its epoch, as the step receives it.
         batch: Spec of the current batch, including its contents other than tensors.
@@ -99,7 +99,8 @@ class History:
 
 
 def _attribute(store: Mapping[str, torch.Tensor | None], name: str, key: str) -> Any:
-    """Return a Python attribute of the tensor that a module currently has under `name`."""
+    """Return a Python attribute of the tensor that a module's store of parameters or buffers currently has
+    under `name`. Return None if there is no tensor or no attribute."""
     tensor = store.get(name)
     return None if tensor is None else vars(tensor).get(key)
 
@@ -125,14 +126,15 @@ class StateReads:
         # Whether the backward pass is being traced, and the contexts that were entered for it.
         self._backwards, self._behind = False, contextlib.ExitStack()
         self.namespaces: list[Namespace] = []
-        # Values that the step has written. They are undone after each run of the step.
+        # Key of a place -> its guard, and the value that the step has written there. The guard's value is
+        # put back after each run of the step.
         self._written: dict[Any, tuple[Guard, Any]] = {}
         self.batch_changes = BatchChanges()
         self.keeping: EffectLog | None = None
         # places with the `NumberProxy` that is there during a trace
         self._numbers: list[tuple[StateLocation, Any]] = []
-        # Functions under `functools.cache` that the step's code names, and the objects that they have
-        # returned, by id.
+        # Functions under `functools.cache` that the step's code names, and the objects that these functions
+        # have returned: id -> {end of the expression: object}.
         self._memoised: list[StateLocation] = []
         self._results: dict[int, dict[str, Any]] = {}
 
@@ -176,8 +178,8 @@ class StateReads:
 
     @contextlib.contextmanager
     def tracing(self, module: nn.Module, step: str) -> Iterator[None]:
-        """Within this context, a trace runs: `NumberProxy` objects are in the places of numbers that are
-        inputs, and reads can be recorded.
+        """Within this context, a trace runs, and reads can be recorded. `NumberProxy` objects replace numbers
+        that are inputs, and `AppendProxy` objects replace lists and dicts to which the step adds.
 
         Raises:
             CaptureError: the backward pass has changed a value that the step has read.
@@ -273,11 +275,11 @@ class StateReads:
             self._behind.enter_context(context)
 
     def _learn_kept(self, changed: Guard) -> None:
-        """If the step may add to the changed value (a list or dict), or increases it (a number), record this
-        for the next trace.
+        """If the step may add to the changed value (a list or dict), or increases it (a number), record its
+        place for the next trace, and remove its guard. Otherwise do nothing.
 
         Raises:
-            ContainerGrowth: the value is one of these, so the step must be traced again.
+            ContainerGrowth: a place was recorded, so the step must be traced again.
         """
         place = changed.place
         counts = type(changed.value) in NUMBERS and isinstance(place.get(), (*NUMBERS, torch.Tensor))
@@ -298,8 +300,8 @@ class StateReads:
         """Return the trace that `run` makes, even if the step writes a Python value once.
 
         A model of `transformers`, for example, stores its problem type in the first step. The value remains
-        in place, as it does after the first step on one device.
-
+        A model of `transformers`, for example, stores its problem type in the first step. The written value
+        remains in place, as it does after the first step on one device.
         Args:
             same: returns whether two traces are equal.
 
@@ -322,6 +324,7 @@ class StateReads:
         return again
 
     def _taken(self) -> list[tuple[Guard, Any]]:
+        """Return the values that the step has written, and forget them."""
         written, self._written = list(self._written.values()), {}
         return written
 
@@ -365,13 +368,14 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def refuse_drawing(step: str, drawn: RandomDraw, run: Callable[[], Any]) -> CaptureError:
-    """Return the error for a step that draws random numbers in Python. It names the first line of `run` that
-    draws."""
+    """Return the error for a step that draws random numbers in Python. Run the step again to name the first
+    line that draws. If `run` draws nothing this time, the error names no line."""
     own, before = drawn.args, _generators()
     states = list(map(form_of, own))
     line, found = "", ""
 
     def watch(frame: types.FrameType, event: str, _: Any) -> Any:
+        """Note each line of the user's code. End `run` as soon as a line has drawn random numbers."""
         nonlocal line, found
         if not is_users(frame.f_code):
             return None

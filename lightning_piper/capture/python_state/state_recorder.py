@@ -56,7 +56,7 @@ _NOT_STATE = frozenset({
     "__class__", "_forward_hooks_always_called", *(f"{hooks}_with_kwargs" for hooks in _HOOKS),
 })  # fmt: skip
 HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: Python code made the class, so its attributes can be set
-# each read from the class returns the same object
+# Classes of attributes for which each read from the class returns the same object.
 _SAME_EACH_TIME = (types.FunctionType, staticmethod, property)
 # Files of the code that reads `os.environ`, and this file.
 _AROUND = {x.__code__.co_filename for x in (os.getenv, collections.abc.Mapping.get, lambda: None)}
@@ -96,7 +96,8 @@ class StateRecorder:
             self._find(place.get(), place.where)
 
     def _find(self, value: Any, where: str) -> None:
-        """Record the objects that are reachable from a value, and the functions among them."""
+        """Record the objects that are reachable from a value, and the functions among them. Stop after `MANY`
+        objects."""
         stack = [(value, where)]
         while stack and len(self.objects) < MANY:
             value, where = stack.pop()
@@ -136,7 +137,7 @@ class StateRecorder:
 
     def _descriptors(self, kind: type) -> Iterator[tuple[Any, str]]:
         """Iterate over the attributes of a class that are descriptors of the user's classes, each with its
-        name. Reading such an attribute calls the descriptor."""
+        name. Reading such an attribute calls the descriptor. Classes that were already visited are skipped."""
         for cls in kind.__mro__:
             if cls not in self._classes and not is_library(cls.__module__):
                 self._classes.add(cls)
@@ -146,7 +147,8 @@ class StateRecorder:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Within this context, the classes of the visited objects record reads of attributes."""
+        """Within this context, guard the attributes of the visited objects, and the environment variables, that
+        are read."""
         objects = (x for x, _ in self.objects.values())
         classes = {
             type(x)
@@ -181,7 +183,7 @@ class StateRecorder:
             self._active = True
 
     def _seen_variable(self, owner: Any, name: str) -> None:
-        """Guard an environment variable that the step reads, unless torch reads it."""
+        """Guard an environment variable, unless torch, Python's library or Piper itself reads it."""
         if not self._active or threading.get_ident() != self._thread or owner is not os.environ:
             return
         frame: types.FrameType | None = sys._getframe(1)
@@ -196,7 +198,11 @@ class StateRecorder:
 
     def _note(self, owner: Any, name: str, where: str) -> None:
         """Guard the places that decide the value of an attribute: the object's entry, and the class's
-        attribute."""
+        attribute.
+
+        Raises:
+            CaptureError: a cached property would store placeholders of numbers.
+        """
         entries = getattr(owner, "__dict__", None)
         if entries is None:
             self._guards.note(StateLocation(where, owner, name, item=False))
@@ -266,7 +272,7 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
 @contextlib.contextmanager
 def _reading(cls: Any, seen: Callable[[Any, str], None]) -> Iterator[None]:
     """Within this context, call `seen` with the object and the name of each attribute that is read from an
-    object of the class."""
+    object of the class. A class that cannot be changed is not watched."""
     own = vars(cls).get("__getattribute__")
     inherited = cls.__getattribute__
 

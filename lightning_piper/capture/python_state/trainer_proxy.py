@@ -18,6 +18,7 @@ from lightning_piper.capture.torch_private import _torch
 from lightning_piper.common.user_lines import user_line
 from lightning_piper.errors import CaptureError
 
+# Names of methods that only read.
 READING = frozenset({"get", "keys", "values", "items", "copy", "get_last_lr", "state_dict", "index", "count"})
 _PLAIN = (type(None), bool, str, bytes, torch.dtype, torch.device, enum.Enum, PurePath, type, slice, range)
 
@@ -48,8 +49,10 @@ class TrainerProxy:
         vars(self).update(_inputs=inputs, _get=now, _where=where, _step=step, _check=check)
 
     def _take(self, get: Callable[[], Any], where: str) -> Any:
-        """Return the value of `get` in the form that the step receives: a guarded plain value, a
-        `NumberProxy`, a module, or a `TrainerProxy`.
+        """Return the value of `get` in the form that the step receives.
+
+        This is a guarded plain value, a `NumberProxy` (a guarded number if the inputs are plain), a module, a
+        function that calls a method, or a `TrainerProxy`.
 
         Raises:
             CaptureError: the value is a tensor of several elements.
@@ -76,8 +79,8 @@ class TrainerProxy:
         return TrainerProxy(self._inputs, get, where, self._step, self._check)
 
     def _calling(self, value: Callable[..., Any], get: Callable[[], Any], where: str) -> Callable[..., Any]:
-        """Return a function that calls a method of the trainer and records the result as an input of the
-        step. Only methods that read can be called."""
+        """Return a function that calls a method of the Trainer, and returns the result in the form of `_take`.
+        It raises an error unless the method's name is in `READING`."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if where.rpartition(".")[2] not in READING:
@@ -91,6 +94,7 @@ class TrainerProxy:
         return call
 
     def __getattr__(self, name: str) -> Any:
+        """Return an attribute in the form of `_take`. If it is missing, guard its absence."""
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
         try:
@@ -129,6 +133,7 @@ class TrainerProxy:
         return bool(self._ask(f"{key!r} in", lambda value: key in value))
 
     def __iter__(self) -> Iterator[Any]:
+        """Iterate over the keys of a mapping or over the items of any other object, and guard them."""
         self._check(f"{self._where}.keys()")
         value = self._get()
         if isinstance(value, Mapping):
@@ -150,6 +155,7 @@ class TrainerProxy:
     __class__ = property(lambda self: type(self._get()))
 
     def _ask(self, question: str, of: Callable[[Any], Any]) -> Any:
+        """Return what `of` computes from the object, and guard the result."""
         value = of(self._get())
         self._inputs.answers.setdefault(
             ("read", question, self._where), NumberAnswer(self._where, lambda: of(self._get()), value)
