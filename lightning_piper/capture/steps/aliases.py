@@ -21,6 +21,7 @@ def sharing_memory(tensors: Mapping[str, torch.Tensor]) -> list[Pair]:
 
     Tensors without data are in no pair.
     """
+    # (device, first address, address after the last element, position in `tensors`, name)
     spans = sorted(
         (str(x.device), start, start + _extent(x) * x.element_size(), place, name)
         for place, (name, x) in enumerate(tensors.items())
@@ -55,7 +56,7 @@ def refuse_sharing(pairs: Sequence[Pair], changing: Collection[str], params: Col
 
 def _problem(one: str, two: str, changing: Collection[str], params: Collection[str]) -> str:
     """Return the text of an error for two tensors that share memory, by their names. `changing` has the names
-    of the buffers that the step changes, and `params` has the names of the parameters."""
+    whose tensors change, and `params` has the names of the parameters."""
     if one in params and two in params:
         return (
             f"the parameters {one!r} and {two!r} are two tensors that share memory. On one device training "
@@ -79,7 +80,8 @@ def _problem(one: str, two: str, changing: Collection[str], params: Collection[s
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Return the address of the tensor's data; 0 if it has no data."""
+    """Return the address of the tensor's data. Return 0 if it has no data, is not strided, or is of a
+    subclass."""
     if (
         tensor.is_meta
         or type(tensor) not in (torch.Tensor, nn.Parameter)
@@ -97,8 +99,8 @@ def _extent(tensor: torch.Tensor) -> int:
 def _meet(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether two tensors with overlapping memory ranges have an element in common.
 
-    Two columns of a matrix have overlapping ranges, but no element in common. If the dtypes differ, return
-    True.
+    Two columns of a matrix have overlapping ranges, but no element in common. If the dtypes differ, or an
+    element of `b` begins inside an element of `a`, return True.
     """
     dense = a.numel() == _extent(a) and b.numel() == _extent(b)
     if dense or a.dtype != b.dtype or (a.data_ptr() - b.data_ptr()) % a.element_size():

@@ -60,7 +60,8 @@ MANY_SHAPES = 64
 
 
 class CapturedStep:
-    """A captured training step that makes its code for each batch size; see `ir.regions.Step`.
+    """A captured training step that makes its code for each batch size; see `ir.regions.Step`. The arguments of
+    the constructor are explained at `capture`.
 
     Attributes:
         name: Name of the captured method.
@@ -71,8 +72,7 @@ class CapturedStep:
         canonical: Each name of a parameter or buffer -> its canonical name.
         reads: Everything that the step has read in Python. The capture is valid while `reads.hold()`.
         executed: Describes the part of the step that runs uncaptured; empty if the whole step is captured.
-        divisions: The tensors that the ranks of each axis shard. The step is cut where a rank's part of a
-            value changes.
+        divisions: The tensors that the ranks of each axis shard. The step is cut at each change of placement.
         recomputed: Says which values backward passes compute again instead of keeping them.
     """
 
@@ -98,9 +98,10 @@ class CapturedStep:
             self.reads.history.batch = batch_spec
         self.module, self.context, self._device = module, context, device
         self.params, self.buffers, self.canonical, self._sharing = named_tensors(module)
+        # (number of samples, degrees) -> code
         self._codes: dict[tuple[int, tuple[int, ...]], StepCode] = {}
-        self._calls: dict[int, Calls] = {}  # by number of samples
-        # By number of samples: the traced graph, and the specs of the Python numbers among its inputs.
+        self._calls: dict[int, Calls] = {}  # number of samples -> the calls of the traced graph
+        # Number of samples -> the traced graph, and the specs of the Python numbers among its inputs.
         self._graphs: dict[int, tuple[torch.fx.Graph, Specs]] = {}
         # If True, a trace at another size is impossible, for example if the batch has a list with one entry
         # per sample.
@@ -122,8 +123,11 @@ class CapturedStep:
         return other
 
     def shaped(self, batch_spec: BatchSpec) -> CapturedStep:
-        """Return the same step for batches of other shapes than the captured ones. If its code allows it, one
-        trace serves all shapes."""
+        """Return the step for batches of these shapes, which is `self` if only the number of samples differs.
+
+        If the step's Python code allows it, one trace serves all shapes. Steps for `MANY_SHAPES` shapes are
+        kept.
+        """
         sample = tuple(resized(spec, 1) for spec in batch_spec.specs)
         if sample == self._specs(1):
             return self
@@ -218,8 +222,8 @@ class CapturedStep:
                         self.name, run, lambda a, b: difference(text_of(a), text_of(b)) is None
                     )
             except ContainerGrowth:
-                # the trace has found a list or dict to which the step adds entries; the next trace expects
-                # that
+                # The trace has found a list, dict or number that the step changes. The next trace has a
+                # placeholder for it.
                 continue
             except RandomDraw as error:
                 raise refuse_drawing(self.name, error, run) from error
@@ -227,7 +231,7 @@ class CapturedStep:
                 inputs = self.reads.inputs
                 if inputs.plain or not (inputs.given or inputs.numbers):
                     raise
-                # the user's code does not accept the placeholder of a number: use plain numbers
+                # The user's code does not accept the placeholder of a number: use plain numbers.
                 inputs.plain = True
                 continue
             if numbers == self.reads.inputs.specs():
@@ -356,7 +360,7 @@ class CapturedStep:
         size.
 
         A new symbolic trace is made if dimensions other than the number of samples differ from the first
-        trace, or if code exists for `MANY_SIZES` numbers of samples.
+        trace, or if code exists for `MANY_SIZES` numbers of samples. The number of such traces is limited.
         """
         if self.batch_spec.undivided is not None or self.divisions:
             return None
@@ -374,7 +378,8 @@ class CapturedStep:
         """Trace the step with symbols, and compare the trace with one of plain numbers: the first trace, or a
         new trace of the current shapes.
 
-        Return None if the step cannot be traced with symbols, or if the two traces differ.
+        Return None if the step cannot be traced with symbols, if the two traces differ, or if weights of the
+        loss or arguments of metric objects depend on sizes.
         """
         first, samples, said = self._first[0]
         free, hint = self._symbolic.free(self._specs(size), first._specs(size))
@@ -477,6 +482,7 @@ class CapturedStep:
         }
 
     def _check_memory(self, code: StepCode) -> None:
+        """Raise an error if the step would change one of two tensors that share memory."""
         outputs = [out for interface in code.interfaces.values() for out in interface.outputs]
         changing = {name for out in outputs if out.kind == Kind.BUFFER for name in out.names}
         if not code.forward_only:
@@ -484,7 +490,8 @@ class CapturedStep:
         refuse_sharing(self._sharing, changing, self.params)
 
     def _parts(self, code: StepCode, degrees: tuple[int, ...]) -> dict[str, int]:
-        """Return the number of parts of each divided parameter, under all of its names."""
+        """Return name -> number of parts for each parameter of experts that these degrees divide, under all of
+        the parameter's names."""
         found: dict[str, int] = {}
         for routed in code.routed.values():
             degree = max(degrees[site] for site in routed.sites)

@@ -65,7 +65,7 @@ def _undoes_expand(node: torch.fx.Node) -> bool:
 
 
 def choices(calls: Mapping[int, Calls]) -> bool:
-    """Return whether scalar arguments, which the code may choose, differ between the two numbers of
+    """Return whether scalar arguments, which the code may choose, differ between the graphs of two numbers of
     samples."""
     one, other = ([call.numbers for call in found] for found in calls.values())
     return one != other

@@ -1,4 +1,4 @@
-"""`capture`: trace a module's step on the spec of one batch, to get its code for any batch size."""
+"""`capture`: make a captured step from a module and the spec of one batch."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ def capture(
     history: History | None = None,
     whole_norms: bool = False,
 ) -> CapturedStep:
-    """Capture a step of `module` for batches with the layout of `batch`.
+    """Return a step of `module` for batches with the layout of `batch`. It is traced when its code is needed
+    (`CapturedStep.at`).
 
     A `training_step` is captured with its backward pass. Other steps, such as `validation_step`, are captured
     without a backward pass. Each submodule keeps its mode (train or eval).
 
     Args:
-        module: a LightningModule, or any module with `training_step`. The capture runs it without data, and
-            does not change it.
+        module: a LightningModule, or any module with the method `name`. Traces run it without data, and do not
+            change it.
         batch: nested dicts, lists, tuples, dataclasses and objects that hold tensors; or a `BatchSpec`.
         device: `torch.device` on which the captured code will run; only its type matters.
         context: entered around the step during the trace, e.g. `torch.autocast`.
@@ -46,8 +47,9 @@ def capture(
             `nn.SyncBatchNorm`.
 
     Raises:
-        CaptureError: the step cannot be captured. The error names the user's line. Errors that the step
-            itself raises are passed on unchanged.
+        CaptureError: the module does not have the method, or the batch is empty or holds a value that a
+            captured step does not support. `CapturedStep.at` raises the errors of the step.
+        PiperError: a parameter or buffer is not dense.
     """
     _torch.warn_if_newer_torch()
     if getattr(type(module), name, None) is None:

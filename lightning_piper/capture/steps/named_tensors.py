@@ -16,8 +16,8 @@ from lightning_piper.ir.values import Shard, TensorSpec
 def named_tensors(
     module: nn.Module,
 ) -> tuple[dict[str, ParamInfo], dict[str, TensorSpec], dict[str, str], list[Pair]]:
-    """Return parameters and buffers by canonical name, the canonical name of each name, and pairs of tensors
-    that share memory.
+    """Return four tables: canonical name -> parameter, canonical name -> buffer, each name -> its canonical
+    name, and the pairs of names whose tensors share memory.
 
     Raises:
         PiperError: a tensor is not dense. Messages, shards and checkpoints need dense tensors.
@@ -74,7 +74,8 @@ _INSTEAD = {
 
 def laid_out(info: ParamInfo, placement: Shard, degree: int) -> ParamInfo:
     """Return the parameter with a memory order in which its shards are contiguous: the sharded dimension
-    comes first. Ranges of its elements refer to this order."""
+    comes first. If the order is already like this, return the parameter with its own order. Ranges of the
+    parameter's elements refer to the result's order."""
     order, dim = info.spec.dim_order, placement.dim
     if placement.blocks > 1:
         spec = dataclasses.replace(info.spec, runs=(placement.blocks, degree))

@@ -43,7 +43,7 @@ from lightning_piper.ir.terms import Term
 from lightning_piper.ir.values import Kind, TensorSpec
 from lightning_piper.routing import ROUTE
 
-MANY_TRACES = 6
+MANY_TRACES = 6  # `SymbolicTraces.left` at the beginning
 
 
 class SymbolicTraces:
@@ -59,6 +59,7 @@ class SymbolicTraces:
     def __init__(self) -> None:
         self.steps: list[SymbolicStep] = []
         self.left, self.others = MANY_TRACES, 0
+        # dimensions, other than the samples, in which batches have differed
         self._changing: Dims = frozenset()
 
     def find(self, specs: Specs, size: int) -> StepCode | None:
@@ -116,11 +117,14 @@ class SymbolicStep:
         self._traced, self._symbols, self._rebuild = traced, symbols, rebuild
         self._numbers = SizeNumbers(symbols)
         take_numbers(traced.graph, self._numbers)
+        # each log, with: name of its argument -> index of the expression of the argument's value
         self._logs = [
             (log, {k: self._numbers.of(x) for k, x in log.kwargs.items() if isinstance(x, torch.SymInt)})
             for log in traced.logs
         ]
+        # name of a logged value -> how it is computed; filled by `cut`
         self._computed: dict[str, Computed | None] = {}
+        # returns whether the trace is valid for values of the symbols
         self._holds = symbols.conditions()
 
     def text(self, specs: Specs) -> TraceText | None:
@@ -237,7 +241,8 @@ class SymbolicStep:
         )
 
     def _logs_at(self, known: Sequence[Any]) -> tuple[Logged, ...]:
-        """Return the logs with the sizes `known` in their arguments."""
+        """Return the logs with numbers for the sizes in their arguments. `known` has the value of each
+        expression of `_numbers`."""
         return tuple(
             replace(
                 log,

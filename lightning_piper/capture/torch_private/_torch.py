@@ -1,4 +1,4 @@
-"""The one file that uses torch's private names. Tested with torch 2.13.
+"""torch's private names, except those in the other files of this package. Tested with torch 2.13.
 
 Each entry states the behavior that the package relies on.
 
@@ -144,8 +144,8 @@ __all__ = [
 # The attributes that torch gives tensors without data.
 FAKE_ATTRIBUTES = frozenset({*FakeTensor.__annotations__, "elem"})
 
-NEWEST_TRIED = (2, 15)
-RUNS_BACKWARD = "_engine_run_backward"
+NEWEST_TRIED = (2, 15)  # major and minor version of torch
+RUNS_BACKWARD = "_engine_run_backward"  # the function in which torch runs each backward pass
 # the product of two sizes up to `LARGEST` is still a valid size; ranges from `NO_BOUND` on have no upper
 # bound
 LARGEST, NO_BOUND = 2**30, 2**62
@@ -153,7 +153,7 @@ WITHOUT_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 def global_hooks() -> dict[str, dict[int, Any]]:
-    """Return the global module hooks, by the name of the function that registers them."""
+    """Return the global module hooks: name of the function that registers them -> torch's dict of hooks."""
     kinds = ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook")
     stores = (
         "_global_forward_hooks",
@@ -202,7 +202,7 @@ def warn_if_newer_torch() -> None:
 
 
 def with_data() -> contextlib.AbstractContextManager[Any]:
-    """Within this context, disable all modes, so that tensors behave as they do outside of a trace."""
+    """Return a context that disables all modes, so that tensors behave as they do outside of a trace."""
     return _disable_current_modes()
 
 
@@ -270,6 +270,9 @@ class ShapeSymbols:
 
         A dimension in `free` becomes a symbol, for which torch knows its size as a hint. Equal sizes share a
         symbol.
+
+        Raises:
+            NotImplementedError: a size is larger than `LARGEST`.
         """
         kinds = [DimDynamic.DUCK if dim in free else DimDynamic.STATIC for dim in range(len(shape))]
         meta = torch.empty(shape, device="meta")
@@ -277,7 +280,7 @@ class ShapeSymbols:
             self.mode.from_tensor(meta, symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds)).shape
         )
         if not all(size <= LARGEST for size in sizes):
-            # the comparison is recorded as a guard, from which torch knows that `x[:]` is x
+            # The comparison is recorded as a guard, from which torch knows that `x[:]` is x.
             raise NotImplementedError("a size is too large")
         return sizes
 
@@ -338,7 +341,7 @@ def evaluator(symbols: Sequence[str], expressions: Sequence[str]) -> Callable[..
 @contextlib.contextmanager
 def exporting() -> Iterator[None]:
     """Within this context, torch and libraries avoid code that needs tensor values or hides operations, as
-    during `torch.export`."""
+    during `torch.export`. Functions that the user has compiled run uncompiled."""
     flags = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
     detect, onednn = transformer._detect_is_causal_mask, torch.backends.mkldnn.enabled
     validates = torch.distributions.Distribution._validate_args
@@ -386,7 +389,7 @@ def is_foreign_tensor(error: Exception) -> bool:
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
-    """Return whether a hook is registered on the tensor that sees or changes its gradient."""
+    """Return whether a hook that sees or changes the tensor's gradient is registered on the tensor."""
     return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 

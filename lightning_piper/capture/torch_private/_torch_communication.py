@@ -60,6 +60,8 @@ def without_communication(refuse: Callable[[], Exception], sized: Callable[[], N
         return call
 
     def noted(original: Any) -> Callable[..., Any]:
+        """Return `original` with a call of `sized` before it, unless `sized` itself calls it."""
+
         def call(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() == thread and not asking:
                 asking.append(True)  # `sized` may also read the number

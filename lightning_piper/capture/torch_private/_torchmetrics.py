@@ -28,7 +28,8 @@ _VALIDATION = re.compile(r"_\w+_tensor_validation")
 
 @contextlib.contextmanager
 def without_values() -> Iterator[None]:
-    """Within this context, patched functional metrics do not read tensor values."""
+    """Within this context, torchmetrics' functions in `_replaced_in` are replaced by functions that do not read
+    tensor values."""
     found = _replaced_in(tuple(name for name in sys.modules if name.startswith("torchmetrics.")))
     put = [(names, key, names[key]) for names, key in found]
     for names, key, _ in put:
@@ -62,7 +63,7 @@ def _bincount(x: torch.Tensor, minlength: int | None = None) -> torch.Tensor:
 
 def _normalized(tensor: torch.Tensor, normalization: str | None) -> torch.Tensor:
     """Return probabilities: the tensor itself if all its values are between 0 and 1, and otherwise its
-    sigmoid or softmax."""
+    sigmoid or softmax. Without a `normalization`, return the tensor."""
     if not normalization:
         return tensor
     known = (

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def as_captured(module: nn.Module, step: TracedStep) -> Iterator[None]:
     """During the capture, replace the class of the module by a subclass that records `log` and `log_dict` and
-    watches `trainer`.
+    watches `trainer`. Also record the calls of metric objects.
 
     Raises:
         CaptureError: the step has set a class attribute.
@@ -40,6 +40,7 @@ def as_captured(module: nn.Module, step: TracedStep) -> Iterator[None]:
         step.log(call.pop("name"), call.pop("value"), call)
 
     def log_dict(self: nn.Module, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Record the result of a metric collection as one value, or each entry of any other dict."""
         if (known := step.metrics.known(dictionary)) is not None:
             call = dict(inspect.signature(cls.log_dict).bind(self, dictionary, *args, **kwargs).arguments)  # type: ignore[attr-defined]
             step.metrics.log(
@@ -80,8 +81,8 @@ def as_captured(module: nn.Module, step: TracedStep) -> Iterator[None]:
 def without_data(
     module: nn.Module, mode: Any, device: torch.device, parts: Mapping[str, int], step: str
 ) -> Iterator[None]:
-    """Replace parameters and buffers by fake tensors on `device`, so that the trace neither reads nor changes
-    the user's values.
+    """Within this context, replace parameters and buffers by fake tensors on `device`, so that the trace
+    neither reads nor changes the user's values.
 
     A parameter in `parts` gets the shape of one part along its first dimension.
 
@@ -93,6 +94,7 @@ def without_data(
     }
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
+        """Return a fake tensor in the place of a parameter or buffer, with its Python attributes."""
         shape = list(tensor.shape)
         if id(tensor) in divided:
             shape[0] //= divided[id(tensor)]

@@ -51,6 +51,8 @@ class ForwardStep(TracedStep):
             reads.keeping = self._keeping
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return clones of the tensors that the step returns and keeps, then the logged tensors and the
+        arguments of metric objects."""
         self._keeping.clear()
         returned = self._call(leaves, self._dataloader_idx)
         results, self._returned = flatten(returned, f"result of {self.name}")

@@ -56,11 +56,13 @@ from lightning_piper.ir.values import Kind, TensorSpec
 from lightning_piper.routing import exchanging
 from lightning_piper.sample_gathering import gathering
 
+# `reduce_fx` of `self.log` -> name of the reduction
 REDUCTIONS = {"mean": "mean", "sum": "sum", "max": "max", "min": "min", torch.mean: "mean", torch.sum: "sum",
     torch.max: "max",
               torch.min: "min", max: "max", min: "min", sum: "sum"}  # fmt: skip
 
 
+# (specs, device) -> (fake mode, fake tensors of this mode)
 Fakes = Callable[
     [tuple[TensorSpec, ...], torch.device], tuple[_torch.FakeTensorMode, tuple[torch.Tensor, ...]]
 ]
@@ -91,7 +93,8 @@ def trace(
         fakes: makes the fake tensors of the batch and their fake mode.
 
     Raises:
-        CaptureError: the step cannot be captured.
+        CaptureError: the step cannot be captured. If the step itself raises an error, this error gets a note.
+        ContainerGrowth, RandomDraw: see `StateReads.running`.
     """
     (mode, inputs), module = fakes(specs, device), step.module
     reading = step.reads.tracing(module, step.name) if step.reads is not None else contextlib.nullcontext()
@@ -147,7 +150,10 @@ def trace(
 
 
 def _refuse(step: TracedStep, specs: tuple[TensorSpec, ...], error: Exception) -> NoReturn:
-    """Raise the error that says why the step cannot be captured. Call it in the `except` block of `error`."""
+    """Raise the error of a trace that failed. Call it in the `except` block of `error`.
+
+    This is `error` itself with a note, if it is the user's own. Otherwise it is a `CaptureError`.
+    """
     if _torch.is_foreign_tensor(error):
         raise CaptureError(
             f"{user_line(error)}: the step uses a tensor that is neither in the batch nor a "
@@ -194,6 +200,7 @@ class TracedStep(nn.Module):
     keeps = True  # whether the step must leave the module's Python attributes unchanged
     # whether a run on fake tensors may show that the graph is known (`cached_graphs.py`)
     has_tracing_run = True
+    # the context in which the step runs
     gradients: Callable[[], contextlib.AbstractContextManager[Any]] = torch.enable_grad
 
     def __init__(
@@ -216,17 +223,26 @@ class TracedStep(nn.Module):
         self.metrics = MetricRecorder(module, self.name)
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the loss, the logged tensors and the arguments of metric objects. `plain` describes them."""
         results = (_loss_of(self._call(leaves)), *self._logged, *self.metrics.tensors)
         if self.reads is not None and self.keeps:
             self.reads.goes_back(leaves[len(self._batch_spec.specs) :])
         for buffer in self.module.buffers():
-            # The step has assigned it a value without detach(). The backward pass begins only at the loss.
+            # Such a buffer got a value from the step without detach(). The backward pass begins only at the
+            # loss.
             if buffer.requires_grad:
                 buffer.detach_()
         return results
 
     def _call(self, leaves: tuple[torch.Tensor, ...], dataloader_idx: int | None = None) -> Any:
-        """Rebuild the batch from tensors, run the user's step on it, and return the result."""
+        """Rebuild the batch from tensors, run the user's step on it, and return the result.
+
+        Record the changes that the step makes to its batch.
+
+        Raises:
+            CaptureError: the step has changed the module's Python state, or has caught an error of the
+                capture. The contexts raise further errors.
+        """
         self.logs, self._logged = [], []  # the tracer runs the step more than once
         step: Callable[..., Any] = getattr(self.module, self.name)
         batch_idx: Any = self.batch_idx
@@ -413,7 +429,8 @@ def _loss_of(result: Any) -> torch.Tensor:
     """Return the loss in the return value of `training_step`, as a tensor without dimensions.
 
     Raises:
-        CaptureError: The value is not a single number that depends on a trained parameter.
+        CaptureError: The value is not the loss alone, or the loss is not a single number that depends on a
+            trained parameter.
     """
     if isinstance(result, Mapping):
         if set(result) != {"loss"}:

@@ -1,6 +1,6 @@
 """Record errors of the capture that a step's own code has caught (`try: ... except Exception: ...`).
 
-After the step has caught such an error, it may do something that it would not do on a device.
+A step that has caught one of them may do something that it would not do on a device.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lightning_piper.capture.torch_private import _torch
 from lightning_piper.common.user_lines import LIBRARIES
 from lightning_piper.errors import CaptureError
 
-REFUSALS = (CaptureError, *_torch.WITHOUT_VALUES)
+REFUSALS = (CaptureError, *_torch.WITHOUT_VALUES)  # classes of the capture's errors
 
 
 @contextlib.contextmanager

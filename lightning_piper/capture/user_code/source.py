@@ -41,5 +41,6 @@ def mark_called(node: torch.fx.Node) -> None:
 
 
 def marking_line(line: str) -> contextlib.AbstractContextManager[None]:
-    """Within the returned context, traced operations are marked with this line."""
+    """Within the returned context, traced operations are marked with this line. An empty line marks
+    nothing."""
     return fx_traceback.annotate({LINE_KEY: line}) if line else contextlib.nullcontext()

@@ -14,7 +14,7 @@ SKIPPED = (
 
 
 def arguments(step: Callable[..., Any], batch: Any, batch_idx: Any, dataloader_idx: int | None) -> list[Any]:
-    """Return the arguments with which Lightning calls a step.
+    """Return the arguments with which Lightning calls a step: the batch, and the indices that the step takes.
 
     Args:
         dataloader_idx: the index of the loader, or None if there is only one loader. Then a step that
