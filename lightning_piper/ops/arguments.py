@@ -102,7 +102,8 @@ def shares(
     leaves: Sequence[torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
 ) -> list[torch.Tensor]:
-    """Return the weight of each slice in a mean over the slices."""
+    """Return the weight of each slice in a value that joins the slices: its share of the counts for a
+    `Ratio`, its share of the samples for `samples`, otherwise 1."""
     if isinstance(way, Ratio):
         denominators = [step.at(len(part)).terms[way.term].denominator for part in slices]
         rows = [
@@ -181,6 +182,7 @@ def undelivered(facts: Facts) -> Iterable[str]:
 
 
 def interpret(run: Reference, node: Arguments) -> Made:
+    """Merge the arguments of each replica's slices, and add the results to `run.results`."""
     dag, ways = run.dag, ways_of(run.dag, node)
     names, slices = dag.value(node.inputs[0]).names, _slices(dag, node)
     for replica in run.places:
@@ -235,8 +237,8 @@ def lower(plan: Planning, node: Arguments) -> None:
 def bind_join(instruction: JoinArguments, on: Binding) -> Bound:
     """Return the function that joins the arguments of metric calls from several microbatches.
 
-    A joined value that is one of its inputs may be in memory that the step does not own. `keep` copies such a
-    value. All other joined values are new tensors.
+    A joined value that is one of its inputs may be in memory that the step does not own. `StepOutputs.keep`
+    copies such a value. All other joined values are new tensors.
     """
     reads, slots, outputs = instruction.reads, on.slots, on.step_outputs
     names, ways, slices = instruction.names, instruction.ways, instruction.slices

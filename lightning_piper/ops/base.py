@@ -1,9 +1,10 @@
-"""`Operation`: everything that the system uses of one kind of node, and the registry of all operations::
+"""`Operation`: everything that Piper uses of one kind of node, and the registry of all operations::
 
-    static rule            what a node may read, and what it outputs          verify.static
-    reference semantics    what it makes, in plain tensor arithmetic          verify.interpreter
-    lowering               its instructions on one device                     plan.lower
-    binding                an instruction with everything it needs            runtime.executor
+    function               what it gives                                      who calls it
+    static rule            what a node may read, and what it outputs          verify.static_check
+    reference semantics    what a node makes, in plain tensor arithmetic      verify.interpreter
+    lowering               the instructions of a node on one device           plan.lowering
+    binding                the function that runs an instruction              runtime.executor
 
 The static rule and the reference semantics share no code, because each checks the other. All four are
 functions in a file of `lightning_piper.ops`, or in a file of another package that registers its operation.
@@ -97,13 +98,15 @@ def parts_of(exchange: Exchange, state: Any, members: int) -> Sequence[Any]:
 class Endpoint(Protocol):
     """A device's side of a transport for one plan.
 
-    Each method binds an instruction, and returns None if there is nothing to do.
+    The methods whose argument is an instruction return the function that runs the instruction, or None if
+    there is nothing to do.
     """
 
     hands_over: bool  # a received tensor may be the sender's tensor and not a copy
 
     def flat(self, bucket: Bucket) -> torch.Tensor:
-        """Return a flat tensor for a bucket's gradients, in memory good for sends, with zeros in the gaps."""
+        """Return a flat tensor for a bucket's gradients, with zeros in the gaps. Its memory may be memory
+        that other processes read, so that a send needs no copy."""
         ...
 
     def send(self, instruction: Any, slots: Slots) -> Bound | None: ...
@@ -190,7 +193,8 @@ class Planning(Protocol):
         ...
 
     def wait_for_earlier(self, node: Node) -> None:
-        """Wait for earlier sums of this kind, except for the latest few. Each sum holds a whole bucket."""
+        """Wait for earlier sums of the kind of `node`, except for the latest few, because each sum in flight
+        holds a whole bucket."""
         ...
 
     def add_up(self, node: Node) -> int:
@@ -211,7 +215,7 @@ class Planning(Protocol):
     def arrives(self, ref: Ref) -> None:
         """Note that a value from another device is on its way.
 
-        Sums may add the value after the next chunk, because it then has had the chunk's time to arrive.
+        Sums may add the value after the next chunk, because it can arrive while this chunk runs.
         """
         ...
 
@@ -258,7 +262,7 @@ def nothing(plan: Planning, node: Any) -> None:
 
 @dataclass(frozen=True)
 class Operation:
-    """A kind of node, with all functions that the system calls for it.
+    """A kind of node, with all functions that Piper calls for it.
 
     Attributes:
         node: The type of the node.
@@ -286,6 +290,7 @@ class Operation:
     alike: bool = False
 
 
+# type of a node -> its operation; type of an instruction -> the function that binds it
 OPERATIONS: dict[type[Node], Operation] = {}
 BINDERS: dict[type[Instruction], Callable[[Any, Binding], Bound | None]] = {}
 INSTRUCTIONS: dict[str, type[Instruction]] = {}  # by `op`
@@ -295,7 +300,8 @@ def register_operation(operation: Operation) -> Operation:
     """Register a kind of node and its instructions.
 
     Raises:
-        PiperError: Another operation has registered the node type or the `op` of an instruction.
+        PiperError: Another operation has registered the node type or the `op` of an instruction, or an
+            instruction has no `op`.
     """
     known = OPERATIONS.get(operation.node)
     if known is not None and known is not operation:

@@ -102,11 +102,11 @@ def _own_tags(chunk: Chunk) -> dict[str, int | str]:
 def chain_state(dag: TrainingDAG) -> None:
     """Connect the buffers that the step changes: each slice's forward reads the previous slice's values.
 
-    This equals gradient accumulation over microbatches on one device. The last value goes to an `Update`. A
-    buffer whose new value is the same on any part of the batch is not passed on.
+    This equals gradient accumulation over microbatches on one device. The last value goes to an `Update`. If
+    `StepCode.goes_on` is false for a buffer, each slice reads the buffer's value from before the step.
     """
     readers: dict[str, list[Chunk]] = {}
-    writers: dict[str, list[tuple[Slice, Ref]]] = {}
+    writers: dict[str, list[tuple[Slice, Ref]]] = {}  # buffer -> the values that slices leave
     for chunk in dag.of_type(Chunk):
         for name in filter(dag.code.goes_on, dag.interface(chunk).state):
             readers.setdefault(name, []).append(chunk)
@@ -114,7 +114,7 @@ def chain_state(dag: TrainingDAG) -> None:
             if value.kind == Kind.BUFFER:
                 for name in value.names:
                     writers.setdefault(name, []).append((chunk.slice, (chunk.id, i)))
-    sources: dict[int, dict[str, Ref]] = {}
+    sources: dict[int, dict[str, Ref]] = {}  # id of a chunk -> buffer -> the value of the slice before it
     for name, refs in writers.items():
         refs.sort()
         waiting = sorted(readers.get(name, ()), key=lambda c: c.slice)

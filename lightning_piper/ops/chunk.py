@@ -38,7 +38,8 @@ def make_chunk(
     tags: dict[str, int | str],
     **more: object,
 ) -> Chunk:
-    """Return a chunk for `part` of the batch. Its outputs have the specs of the code for this size."""
+    """Return a chunk for `part` of the batch, without adding it to the DAG. Its outputs have the specs of the
+    code for this size. `more` has further fields of the chunk."""
     interface = dag.code.interface_of(key)
     specs = dag.code_for(key, part).outputs
     outputs = tuple(
@@ -188,7 +189,7 @@ def _is_total(facts: Facts, wanted: Origin) -> bool:
 def _enters_whole(facts: Facts, ref: Ref, origin: Origin, part: Slice) -> bool:
     """Return whether a chunk may read a forward value that a chunk for a larger part of the batch made.
 
-    It may if the value's shape does not depend on the batch size.
+    The chunk may read it if the value's shape does not depend on the batch size.
     """
     dag = facts.dag
     if origin[1] != "F" or not any(
@@ -256,7 +257,7 @@ def _run(run: Reference, chunk: Chunk, replica: int) -> list[Bundle]:
     for leaf in interface.batch:
         cut = dag.code.samples(leaf, samples)
         args.append(run.leaves[leaf] if cut is None else run.leaves[leaf][cut.start : cut.stop])
-    # The backward pass of a mean alone has no argument but the gradient of the loss.
+    # A backward pass may have no argument but gradients of the loss. Then use the device of the batch.
     device = (args or run.leaves)[0].device
     for term, ref in zip(interface.seeds, chunk.weights or (None,) * len(interface.seeds), strict=True):
         args.append(
@@ -301,6 +302,9 @@ def _seed(run: Reference, chunk: Chunk, term: int, replica: int) -> torch.Tensor
 
 
 def lower(plan: Planning, node: Chunk) -> None:
+    """Emit the instruction that runs the chunk. It reads the chunk's inputs, then changed buffers and
+    gathered parameters, then gradients of loss terms that nodes compute. Raise an error if a term has no
+    weight."""
     plan.add_what_was_made()  # after the sends of the previous chunk's outputs
     dag, interface = plan.dag, plan.dag.interface(node)
     reads = [plan.read(ref, node) for ref in node.inputs]

@@ -33,7 +33,7 @@ class Facts:
         self.buckets: dict[Bucket, str | None] = {}
 
     def forward(self, node: Node) -> None:
-        """Note that a node outputs its first input unchanged."""
+        """Note that a node's output has the origin and the samples of its first input."""
         ref = node.inputs[0]
         if ref in self.origins:
             self.origins[node.id, 0], self.parts[node.id, 0] = self.origins[ref], self.parts[ref]
@@ -48,6 +48,8 @@ class Facts:
         """Return why the parts do not cover each sample of `whole` once with its weight, or None if they do.
 
         Args:
+            weight: Returns the weight that a slice must have.
+            parts: The slices, with the weights that they have.
             whole: The samples to cover (default: the local batch).
             some: Whether the parts may leave samples out.
         """

@@ -32,7 +32,7 @@ class Fetch(Node):
     """A node that copies a stored value back to the device.
 
     Attributes:
-        ahead: Number of chunks on its devices between its issue and its first reader.
+        ahead: Number of chunks on the node's devices between the issue of the fetch and its first reader.
     """
 
     turn = IssuePriority.PREFETCH
@@ -122,6 +122,7 @@ class _View(NamedTuple):
     """A tensor in the bytes of a storage that a bundle uses. A storage may have tensors of several dtypes.
 
     Attributes:
+        storage: Address of the storage on the device.
         offset: Offset of the first element, in elements from the start of the storage.
     """
 
@@ -152,7 +153,8 @@ class Stored:
     and thereby bits.
 
     Attributes:
-        spans: Storage -> the bytes that the bundle uses, and their offset in the storage.
+        spans: Address of a storage on the device -> (a copy of the bytes that the bundle uses, their offset
+            in the storage).
         views: The tensors of the bundle. An entry is the tensor itself if it is empty or already on the host.
     """
 
@@ -176,11 +178,13 @@ class HostPool:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._api = device, accelerator_of(device)
-        self._free: dict[int, list[tuple[torch.Tensor, Any]]] = defaultdict(list)  # by number of bytes
+        # number of bytes -> free memory of this size: (memory, event after the last copy from it; None
+        # without streams)
+        self._free: dict[int, list[tuple[torch.Tensor, Any]]] = defaultdict(list)
         self.nbytes = 0
 
     def store(self, bundle: Iterable[torch.Tensor]) -> Stored:
-        """Copy a bundle to host memory."""
+        """Copy a bundle to host memory. Tensors of one storage are copied together."""
         views: list[_View | torch.Tensor] = []
         spans: dict[int, tuple[torch.UntypedStorage, int, int]] = {}  # storage, first byte, end
         for x in bundle:

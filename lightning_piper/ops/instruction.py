@@ -20,7 +20,8 @@ Group = tuple[tuple[int, ...], str]  # devices that communicate together, and th
 
 
 def neighbours(members: tuple[int, ...], steps: int = 1) -> tuple[Channel, ...]:
-    """Return the channels on which each member of a ring sends to the member some steps after it."""
+    """Return the channels on which each member of a ring sends to the member `steps` after it. Return none if
+    that is the sender itself."""
     far = steps % len(members)
     return tuple(zip(members, members[far:] + members[:far], strict=True)) if far else ()
 
@@ -52,8 +53,7 @@ class Instruction:
         op: The operation, as texts, figures and recordings name it.
         colour: The colour in figures of a device's work; None for bookkeeping.
         paced: Whether the instruction begins only after the last chunk that was issued before it is done,
-            even if its own stream could begin earlier. Otherwise the memory that it fills would be unused for
-            longer.
+            even if its own stream could begin earlier. An earlier begin would only fill memory earlier.
         node: Id of the DAG node to which the instruction belongs.
         label: The node's label, which messages show.
         stream: The logical stream that runs the instruction.
@@ -161,7 +161,8 @@ class Collective(Instruction):
 
 @dataclass(frozen=True, kw_only=True)
 class WaitWork(Instruction):
-    """An instruction that waits for the node's `Irecv` or `Collective`. It makes the slot readable."""
+    """An instruction that waits for the node's `Irecv` or `Collective`. After the wait, the slot is
+    readable."""
 
     op: ClassVar[str] = "wait"
 
@@ -171,7 +172,7 @@ class HostCopy(Instruction):
     """An instruction that copies a bundle between the device and its host, without waiting.
 
     Attributes:
-        to_host: Whether the copy goes to the host, or back from the host.
+        to_host: Whether the copy goes to the host. If not, it goes to the device.
         tensors: Specs of the tensors.
     """
 

@@ -81,7 +81,7 @@ class Merge(Instruction):
     """An instruction that merges values over slices into a float64 vector.
 
     Attributes:
-        metrics: The metric of each value that it reads.
+        metrics: The metric of each value that the instruction reads, as an index into `metric_names`.
         weights: The weight of each value, or None if the weight is the next of the bundles read after the
             values.
         folds: How the weighted values of each metric become one: `sum`, `max` or `min`.
@@ -104,7 +104,8 @@ class Merge(Instruction):
 
 @dataclass(frozen=True, kw_only=True)
 class ReportInstruction(Instruction):
-    """An instruction that outputs the sum of metrics vectors, merged over the replicas by `folds`."""
+    """An instruction that outputs the sum of metrics vectors, merged over the replicas by `folds`. The fields
+    mean the same as in `Merge`."""
 
     op: ClassVar[str] = "report"
     folds: tuple[str, ...] = ()
@@ -113,9 +114,10 @@ class ReportInstruction(Instruction):
 
 
 def metrics_value(dag: TrainingDAG) -> Value:
-    """Return the metrics vector: elements for each metric, repeated for each replica in turn.
+    """Return the description of a metrics vector: the elements of all metrics, repeated for each replica in
+    turn.
 
-    All other elements are 0.
+    A node sets only the elements of its own replica and metrics. The other elements are 0.
     """
     count = dag.replicas * sum(widths(dag.code))
     return Value(Kind.METRICS, metric_names(dag.code), (TensorSpec((count,), torch.float64, (1,)),))
@@ -129,7 +131,7 @@ def metric_names(code: StepCode) -> tuple[str, ...]:
 def first_log(code: StepCode) -> int:
     """Return the index of the first logged tensor.
 
-    A lookup by name starts here, because users may log under the loss's name.
+    A lookup by name starts at this index, because users may log under the loss's name.
     """
     return 1 if code.makes_loss else 0
 
@@ -159,7 +161,7 @@ def widths(code: StepCode) -> tuple[int, ...]:
 def named(code: StepCode, vector: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the metrics of the whole batch by name, from their vector.
 
-    A logged value that is computed from several tensors takes their place.
+    A logged value that is computed from several tensors replaces these tensors.
     """
     sizes = widths(code)
     parts = (x[0] if width == 1 else x for x, width in zip(vector.split(list(sizes)), sizes, strict=True))
@@ -174,6 +176,8 @@ def named(code: StepCode, vector: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def check_metrics(facts: Facts, node: Metrics) -> Iterable[str]:
+    """Each input must be the metric, term and samples that the node declares for it. For each term of a
+    metric, the inputs must cover the local batch once."""
     names = node.outputs[0].names
     parts: dict[tuple[int, int], Contributions] = {}
     if replace(node.outputs[0], placement=Replicate()) != metrics_value(facts.dag):
@@ -302,6 +306,7 @@ def _merged(run: Reference, node: Metrics, replica: int) -> torch.Tensor:
 
 
 def interpret_report(run: Reference, node: Report) -> Made:
+    """Sum the vectors, merge the replicas' elements of each metric, and set `run.metrics`."""
     if node.inputs:  # the step has a loss or a logged value
         vector = sum_in_order([run.values[ref, 0] for ref in node.inputs])[0]
         columns = vector.view(run.dag.replicas, -1).split(list(widths(run.dag.code)), 1)
@@ -313,7 +318,7 @@ def interpret_report(run: Reference, node: Report) -> Made:
 
 
 def _reduced(fold: str, values: list[torch.Tensor]) -> torch.Tensor:
-    """Return one value from several values, which are weighted already."""
+    """Return the sum, maximum or minimum (`fold`) of values, which are weighted already."""
     if fold == "sum":
         bundles: list[Bundle] = [[v] for v in values]
         return sum_in_order(bundles)[0]
@@ -324,6 +329,8 @@ def _reduced(fold: str, values: list[torch.Tensor]) -> torch.Tensor:
 
 
 def lower_metrics(plan: Planning, node: Metrics) -> None:
+    """Emit the merge of the node's inputs. Raise an error if an input has no weight: neither a node nor
+    `share_of` gives one."""
     refs = node.weights or (None,) * len(node.inputs)
     weights = tuple(
         share_of(plan.dag, term, part) if ref is None else None
@@ -353,6 +360,7 @@ def lower_metrics(plan: Planning, node: Metrics) -> None:
 
 
 def lower_report(plan: Planning, node: Report) -> None:
+    """Emit the report of the inputs that this device makes. Raise an error if it makes none of them."""
     own = tuple(plan.read(ref, node) for ref in node.inputs if plan.has(ref))
     if node.inputs and not own:
         raise VerificationError(
@@ -467,6 +475,8 @@ def _folded(
 
 
 def bind_report(instruction: ReportInstruction, on: Binding) -> Bound:
+    """Return the function that sums the vectors, merges the replicas' elements of each metric, and sets
+    `StepOutputs.metrics`."""
     reads = instruction.reads
     replicas = instruction.replicas
     slots = on.slots

@@ -27,8 +27,9 @@ class Reference:
         leaves: The tensors of the global batch.
         seed: Seed of the step's random numbers.
         values: The values that nodes will still read, by (ref, place).
-        metrics, grads, buffers: Outputs of the step.
-        results: Outputs of a forward-only step, by replica.
+        metrics, grads, buffers: Outputs of the step, by name.
+        results: For each replica, the results of a forward-only step and the arguments of metric objects, by
+            name.
         kept: State of operations during the run, under keys of their own.
         slack: Parameter name -> bound on the error of any element of its gradient, from operations that
             approximate.
@@ -63,7 +64,8 @@ class Reference:
         return [self.values[ref, place] for ref in node.inputs]
 
     def loosen(self, node: Node, name: str, by: float) -> None:
-        """Add to the error bound of a gradient: the node may change any element of it by `by`."""
+        """Add `by` to the error bound of the gradient of `name`, because the node may change any element of
+        this gradient by that much. Record the node's label in `approximate`."""
         self.slack[name] = self.slack.get(name, 0.0) + by
         self.approximate[node.label] = None
 

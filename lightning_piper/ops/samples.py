@@ -22,7 +22,7 @@ from lightning_piper.ops.reference import Bundle, Reference, each, strided
 class Cut(Node):
     """A node that cuts samples `start:stop` along `dim` out of a value.
 
-    A split region reads the output of an unsplit region through it.
+    A split region reads the output of an unsplit region through such a node.
     """
 
     dim: int
@@ -38,7 +38,7 @@ class Cut(Node):
 class Concat(Node):
     """A node that joins its inputs along `dim`.
 
-    An unsplit region reads the output of a split region through it.
+    An unsplit region reads the output of a split region through such a node.
     """
 
     dim: int
@@ -78,6 +78,7 @@ class ConcatInstruction(Instruction):
 
 
 def check_cut(facts: Facts, node: Cut) -> Iterable[str]:
+    """The node must cut whole samples out of a value of one slice."""
     facts.forward(node)
     ref = node.inputs[0]
     if len(facts.parts.get(ref, {})) != 1:
@@ -94,6 +95,7 @@ def check_cut(facts: Facts, node: Cut) -> Iterable[str]:
 
 
 def check_concat(facts: Facts, node: Concat) -> Iterable[str]:
+    """The node must join slices of one output that follow each other."""
     facts.forward(node)
     parts = [next(iter(facts.parts.get(ref, {Slice(0, 0): Fraction(0)}))) for ref in node.inputs]
     if len({facts.origins.get(ref) for ref in node.inputs}) != 1:
@@ -199,7 +201,8 @@ def bind_concat(instruction: ConcatInstruction, on: Binding) -> Bound:
 
 
 def restrided(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """Return the same numbers with the strides of `spec`."""
+    """Return the same numbers with the strides of `spec`: `x` itself if it has these strides, otherwise a
+    copy."""
     if x.stride() == spec.stride:
         return x
     return torch.empty_strided(spec.shape, spec.stride, dtype=x.dtype, device=x.device).copy_(x)

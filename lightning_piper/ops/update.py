@@ -36,9 +36,10 @@ class Accumulate(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class Update(Node):
-    """A node that outputs the sum of its inputs, one from each region that uses them.
+    """A node that outputs the sum of its inputs to the optimizer or the module.
 
-    The inputs are gradients for the optimizer, or the last value of buffers for the module (one input).
+    The inputs are gradients of the same parameters, from each region and device group that uses the
+    parameters. Or the only input is the last value of buffers.
     """
 
     turn = IssuePriority.DEFERRED
@@ -49,7 +50,7 @@ class Add(Instruction):
     """An instruction that makes one step of a sum.
 
     The first step adds two terms into new tensors, because the first term may be an alias of other tensors.
-    Later steps add to the sum in place, because it then shares memory with no other tensor. The slot of a sum
+    Later steps add to the sum in place, because the sum shares memory with no other tensor. The slot of a sum
     is the only kind of slot that is written more than once.
 
     Attributes:
@@ -76,7 +77,8 @@ class Deliver(Instruction):
         kind: `grad`, `buffer` or `result`.
         names: Names of the parameters, buffers or results, one for each tensor.
         source: `sum` if the tensors are sums made here, which no other value shares; `chunk` if a chunk made
-            them, so that they may be aliases of each other or of its inputs; `peer` if they were received.
+            them, so that they may be aliases of each other or of the chunk's inputs; `peer` if they were
+            received; `host` if they were copied from or to the host.
         bucket: The bucket if the bundle is a flat tensor or a shard of one; otherwise None.
         shard: Index of the shard; None for a whole flat tensor.
     """
@@ -96,6 +98,8 @@ class Deliver(Instruction):
 
 
 def check_accumulate(facts: Facts, node: Accumulate) -> Iterable[str]:
+    """The node must sum one output of a pass over slices, and count no sample twice. The gradient of an
+    activation must have all samples from the first slice to the last."""
     facts.forward(node)
     total: Contributions = {}
     for ref in node.inputs:
@@ -110,7 +114,7 @@ def check_accumulate(facts: Facts, node: Accumulate) -> Iterable[str]:
     if value.kind == Kind.COTANGENT and total:
         whole = Slice(min(total).start, max(total).stop)
     # Another device group of the region, or another sum over replicas, may add the missing samples.
-    # `check_update` finds out whether all are there.
+    # `check_update` checks that no sample is missing.
     if problem := facts.uncovered(facts.share, total, whole, some=value.kind == Kind.GRAD):
         yield f"gradient of {names_of(value.names)} ({facts.at(node)}): {problem}"
     complete = facts.uncovered(facts.share, total, whole) is None
@@ -127,6 +131,8 @@ def check_accumulate(facts: Facts, node: Accumulate) -> Iterable[str]:
 
 
 def check_update(facts: Facts, node: Update) -> Iterable[str]:
+    """The node must sum the gradients that all regions make of its parameters, with each sample once. For
+    buffers, it must read only the value after the last sample."""
     value = facts.dag.value(node.inputs[0])
     if value.kind == Kind.BUFFER:
         if len(node.inputs) != 1:
@@ -181,13 +187,15 @@ def interpret_accumulate(run: Reference, node: Accumulate, inputs: list[Bundle])
 
 
 def interpret_update(run: Reference, node: Update) -> Made:
+    """Add whole gradients, or buffers, to the outcome of the run. Raise an error if group ranks have
+    different values."""
     value = run.dag.value(node.inputs[0])
-    summands: list[list[Bundle]] = []  # for each input, by replica
+    summands: list[list[Bundle]] = []  # for each input, its value on each group rank
     for ref in node.inputs:
         held = [run.values[ref, r] for r in run.places]
         placement = run.dag.value(ref).placement
         if isinstance(placement, Partial):
-            # not yet summed over the replicas, because the program is not complete
+            # The program is not complete yet, so no node sums this value over the replicas.
             mesh = value.bucket.mesh if value.bucket else run.dag.mesh_of(value.names[0])
             groups = [mesh.line(DATA, r) for r in run.places]
             held = [sum_in_order([held[s] for s in group]) for group in groups]
@@ -233,6 +241,7 @@ def produce_accumulate(plan: Planning, node: Accumulate, ref: Ref) -> None:
 
 
 def lower_update(plan: Planning, node: Update) -> None:
+    """Complete the sum of the inputs, and emit the instruction that outputs the sum."""
     value = plan.dag.value(node.inputs[0])
     total = plan.add_up(node)
     shard = plan.place if isinstance(value.placement, Shard) else None
@@ -253,6 +262,7 @@ def lower_update(plan: Planning, node: Update) -> None:
 
 
 def bind_add(instruction: Add, on: Binding) -> Bound:
+    """Return the function that makes one step of a sum, except for the tensors that chunks add themselves."""
     # Indices of the tensors that chunks add to the sum themselves.
     there: frozenset[int] = on.chunks.inplace.get(instruction.node, frozenset())
     if instruction.bucket is not None:
@@ -280,6 +290,7 @@ def bind_add(instruction: Add, on: Binding) -> Bound:
 
 
 def _bind_add_in_place(instruction: Add, slots: Slots, there: frozenset[int]) -> Bound:
+    """Bind a later step of a sum of bundles. `there`: as in `_bind_add_flat`."""
     (term,), into = instruction.reads, instruction.into
     source, last = term.slot, term.last
 
@@ -303,6 +314,7 @@ def _bind_add_flat(
     """Bind one step of a sum in a flat tensor. The terms are bundles.
 
     Args:
+        new: Makes the flat tensor of a bucket.
         there: Indices of the tensors that chunks add to the sum themselves.
     """
     reads, into = instruction.reads, instruction.into

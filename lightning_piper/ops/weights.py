@@ -131,7 +131,8 @@ def weighed(dag: TrainingDAG, terms: tuple[int, ...], slices: tuple[Slice, ...])
 
 
 def share_of(dag: TrainingDAG, term: int, part: Slice) -> float | None:
-    """Return the weight of a part of each local batch in a term; None if nodes compute it from counts."""
+    """Return the weight of a part of each local batch in a term; None if nodes must compute the weight from
+    counts of the batch."""
     replicas = dag.replicas if dag.mean_of_replicas else 1
     known = dag.code.terms[term]
     if known.weighing == Weighing.SAMPLES:
@@ -235,6 +236,7 @@ def check_reader(
     Args:
         refs: The sources of the weights; None for a weight that no node makes.
         wanted: The term and samples of each weight.
+        seed: Whether the node reads gradients of the loss with these weights, not the weights themselves.
     """
     if len(refs) not in (0, len(wanted)):
         yield f"{facts.at(node)} has {len(refs)} sources of weights, for {len(wanted)}"
@@ -256,7 +258,7 @@ def check_reader(
 
 
 def unweighed(facts: Facts) -> Iterable[str]:
-    """If any node makes weights, nodes must make all weights that follow from the batch."""
+    """If any node makes weights, nodes must make every weight that `share_of` does not give."""
     dag = facts.dag
     for node in dag.nodes.values() if any(dag.of_type(Weights)) else ():
         for (term, part), ref in wanted_by(dag, node):
@@ -268,9 +270,9 @@ def unweighed(facts: Facts) -> Iterable[str]:
 
 
 def wanted_by(dag: TrainingDAG, node: Node) -> list[tuple[tuple[int, Slice], Ref | None]]:
-    """Return the term and samples of each value that a node weights, and the source of the weight.
+    """Return ((term, samples), source of the weight) for each value that a node weights.
 
-    The source is None if no node makes the weight.
+    The source is None if no node makes the weight. The list is empty if the node weights nothing.
     """
     weighs = getattr(node, "weights", None)
     if weighs is None:
@@ -290,7 +292,8 @@ def interpret_counts(run: Reference, node: Counts) -> Made:
 
 
 def _count(run: Reference, terms: Sequence[int], slices: Sequence[Slice], replica: int) -> list[Bundle]:
-    """Return the counts of the denominators for each slice of a replica, and their sums over the slices."""
+    """Return the outputs of a `Counts` on one replica: the counts of each slice, and their sums over the
+    slices."""
     rows = []
     for part in slices:
         here = run.samples_of(replica, part)
@@ -325,7 +328,7 @@ def interpret_weights(run: Reference, node: Weights) -> Made:
 
 
 def implied(run: Reference, term: int, part: Slice, slices: Sequence[Slice], replica: int) -> torch.Tensor:
-    """Return the weight of a slice that no node makes, as the complete program will compute it.
+    """Return the weight of a slice for which no node makes a weight: the weight in the complete program.
 
     Args:
         slices: The partition of the local batch that the slice belongs to.
@@ -364,6 +367,7 @@ def lower_weights(plan: Planning, node: Weights) -> None:
 
 
 def bind_count(instruction: CountInstruction, on: Binding) -> Bound:
+    """Return the function that counts each slice, and adds the counts from the first slice to the last."""
     slots, (own, total) = on.slots, (slot for slot in instruction.writes if slot is not None)
     count = on.chunks.bind_counts(instruction.terms, instruction.slices)
 
@@ -378,7 +382,8 @@ def bind_count(instruction: CountInstruction, on: Binding) -> Bound:
 
 
 def bind_weigh(instruction: WeighInstruction, on: Binding) -> Bound:
-    """Return a function that computes weights, and the gradients with which backward passes start."""
+    """Return the function that computes weights, and the gradients of the loss with these weights. Only the
+    gradients have the loss scale."""
     slots, (own, total), writes = on.slots, instruction.reads, instruction.writes
     denominators, dtype = on.chunks.denominators(instruction.terms), on.chunks.loss_dtype
 

@@ -33,17 +33,18 @@ from lightning_piper.routing import COMBINE, COUNTS, DISPATCH
 class AllToAll(Node):
     """A move of tokens between the devices that request experts and the devices that own them::
 
-        counts     reads counts [E], makes [devices, experts here]: the rows that each device sends here
+        counts     reads counts [E], makes [devices, own experts]: how many rows each device sends to it
         dispatch   rows to the owners of their experts: sorted by expert, then by the device that sent them
         combine    rows back to their source, in the order in which they left
 
-    The node reads the rows. If experts get different numbers of rows, it also reads the counts at the source
-    and the counts that arrived.
+    A node for `dispatch` or `combine` reads the rows. If experts get different numbers of rows, it also reads
+    the counts at the source and the counts that arrived.
 
     Attributes:
         direction: `counts`, `dispatch` or `combine`.
         region: Index of the region that has the experts.
-        mesh, axis: The axis along which rows travel. The parameters of the experts are divided along it.
+        mesh, axis: The mesh, and the name of its axis along which rows travel. The parameters of the experts
+            are divided along this axis.
     """
 
     turn = IssuePriority.CRITICAL_COMM
@@ -84,7 +85,8 @@ class AllToAllInstruction(Collective):
 
     @property
     def even(self) -> bool:
-        """Whether each member sends and receives equal parts. The instruction then reads no counts."""
+        """Whether each member sends and receives equal parts. The instruction then reads only the value that
+        it sends."""
         return len(self.reads) == 1
 
     @property
@@ -106,7 +108,8 @@ class AllToAllInstruction(Collective):
 
 
 def division(facts: Facts) -> Iterable[str]:
-    """Each replica must have one rank in a divided region's mesh, and own an equal part of its experts."""
+    """Each group rank must occur once in the mesh of a divided region, and own an equal part of the region's
+    experts."""
     dag = facts.dag
     for region, mesh in dag.meshes.items():
         label, experts = dag.regions[region].label, dag.code.routed[region]
@@ -171,7 +174,7 @@ def check(facts: Facts, node: AllToAll) -> Iterable[str]:
 
 
 def _told(facts: Facts, node: AllToAll, counts: Ref) -> Iterable[str]:
-    """The counts must be those that the region's forward pass reads."""
+    """The value `counts` must be the counts that the region's forward pass reads."""
     interface = facts.dag.code.interface_of((node.region, "F"))
     told = [
         ref for ref, direction in zip(interface.inputs, interface.arrives, strict=True) if direction == COUNTS
@@ -228,12 +231,12 @@ def interpret(run: Reference, node: AllToAll) -> Made:
 
 
 def _exchanged_rows(node: AllToAll, even: bool, held: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    """Return the rows of each replica after an exchange.
+    """Return the rows, or counts, of each group rank after an exchange.
 
     Args:
         node: The exchange.
         even: Whether each expert has the same capacity.
-        held: `[replica][input]`, the tensors of the node's inputs.
+        held: `[group rank][input]`, the tensors of the node's inputs.
     """
     made: dict[int, torch.Tensor] = {}
     for group in node.mesh.lines(node.axis):
@@ -258,8 +261,9 @@ def _uneven(out: bool, rows: list[torch.Tensor], counts: list[list[int]]) -> lis
     """Exchange rows by counts. `counts[i][e]` is the number of rows that member i has for expert e."""
     members, experts = len(rows), len(counts[0])
     owned = [range(i * experts // members, (i + 1) * experts // members) for i in range(members)]
-    # The order of the runs, each the rows (e, i) of member i for expert e. At the source, runs are sorted by
-    # expert; at the owner of the expert, by expert and then by member.
+    # A run (e, i) is the rows of member i for expert e. These lists have the order of the runs on each
+    # member. At the source, runs are sorted by expert; at the owner of the expert, by expert and then by
+    # member.
     source = [[(e, i) for e in range(experts)] for i in range(members)]
     away = [[(e, i) for e in owned[k] for i in range(members)] for k in range(members)]
     before, after = (source, away) if out else (away, source)
@@ -305,13 +309,11 @@ class Sizes:
 class Travel(Exchange):
     """An exchange of rows or counts, on one device. The state is the tensor that this device sends.
 
-    The constructor decides on the direction and on whether all parts are even.
-
     Args:
         instruction: The instruction to run.
         slots: The values of the plan.
-        sizes: Sizes by the slot of the counts that arrived. The exchange of counts fills them; exchanges of
-            rows read them.
+        sizes: Slot of the counts that arrived -> the sizes. The exchange of these counts sets the entry, and
+            exchanges of rows read it.
     """
 
     kind = "all_to_all"
@@ -357,6 +359,8 @@ class Travel(Exchange):
             )
         if self._direction == "dispatch":
             return list(state.contiguous().split([sum(run) for run in runs]))
+        # The rows are sorted by expert and then by source member. So with n members, every n-th part goes to
+        # the same member.
         parts = state.split([n for of_expert in zip(*runs, strict=True) for n in of_expert])
         return [torch.cat(parts[i :: self._members]) for i in range(self._members)]
 

@@ -54,7 +54,8 @@ def check(facts: Facts, node: Pack) -> Iterable[str]:
             f"{facts.at(node)} packs {names_of(made.names)}, which {facts.named(node.inputs[0])} does not "
             "hold"
         )
-    # A bucket that no other replica shares has its sum already. Its only shard is the whole bucket.
+    # If only one device holds the parameters of a bucket, its gradients need no sum over replicas. The only
+    # shard is the whole bucket.
     alone = made.bucket is not None and made.bucket.degree > 1 and made.bucket.members == 1
     held = Shard(0) if alone else value.placement
     if made.placement != held:
@@ -83,6 +84,7 @@ def produce(plan: Planning, node: Pack, ref: Ref) -> None:
 
 
 def bind_pack(instruction: PackInstruction, on: Binding) -> Bound:
+    """Return the function that packs a bundle, except for the tensors that chunks write themselves."""
     (source,), into, bucket, take = instruction.reads, instruction.into, instruction.bucket, instruction.take
     slots, new = on.slots, on.endpoint.flat
     # Indices of the tensors that chunks write into the flat tensor themselves.

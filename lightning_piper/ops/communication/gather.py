@@ -61,7 +61,7 @@ class AllGatherInstruction(Collective):
 
     Attributes:
         kept: Whether to gather into the flat tensor that this device keeps between steps, which already has
-            its own shard.
+            this device's shard.
     """
 
     op: ClassVar[str] = "all_gather"
@@ -69,12 +69,14 @@ class AllGatherInstruction(Collective):
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """Specs of the memory that the gather allocates; empty if the device keeps it between steps."""
+        """Specs of the memory that the gather allocates; empty if the device keeps this memory between
+        steps."""
         assert self.bucket is not None
         return () if self.kept else (self.bucket.whole,)
 
 
 def check_parameters(facts: Facts, node: Parameters) -> Iterable[str]:
+    """The node must make a shard of a bucket of parameters, in the dtype of the parameters."""
     value = node.outputs[0]
     if value.bucket is None or value.kind != Kind.PARAM or value.placement != Shard(0):
         yield f"{facts.at(node)} does not make a shard of a bucket of parameters"
@@ -86,6 +88,7 @@ def check_parameters(facts: Facts, node: Parameters) -> Iterable[str]:
 
 
 def check_all_gather(facts: Facts, node: AllGather) -> Iterable[str]:
+    """The node must gather a bucket's shards that lie on its own devices."""
     value, made = facts.dag.value(node.inputs[0]), node.outputs[0]
     source = facts.dag.nodes[node.inputs[0][0]]
     if value.placement != Shard(0) or made.placement != Replicate():
@@ -117,16 +120,23 @@ def interpret_all_gather(run: Reference, node: AllGather) -> Made:
 
 
 def lower_all_gather(plan: Planning, node: AllGather) -> None:
-    # The gather does not read a slot, because the shard is not a value of the step. A gather whose result is
-    # not kept is issued on its reader's stream, whose memory it takes and frees. So a bucket arrives only
-    # after the stream has read earlier buckets, in the memory that they free.
+    # The gather does not read a slot, because the shard is not a value of the step. If the device does not
+    # keep the bucket's memory, the gather is issued on the stream of its reader and uses memory of this
+    # stream. So a bucket arrives only after the stream has read the earlier bucket whose memory it gets.
     kept = plan.shards[bucket_of(node)]
     stream = node.stream if kept else plan.dag.users(node)[0].stream
     plan.start(node, AllGatherInstruction, (), stream=stream, bucket=bucket_of(node), kept=kept)
 
 
 class _AllGather(Exchange):
-    """A gather. Its state is the device's shard and the flat tensor for all shards, once allocated."""
+    """A gather. Its state is [the device's shard, the new flat tensor for all shards]. The second item is
+    None before `room` allocates it, and if the device keeps the flat tensor.
+
+    Args:
+        kept: The flat tensor of the bucket if the device keeps it between steps, otherwise only the device's
+            shard.
+        own: Index of the device's shard.
+    """
 
     kind = "all_gather"
 

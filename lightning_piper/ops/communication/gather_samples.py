@@ -1,4 +1,4 @@
-"""Gather samples of the whole batch for computation on all of them, and scatter the gradients of its rows::
+"""Gather the rows of all samples of the batch for a computation, and scatter the gradients of these rows::
 
     F 0:2, F 2:4 -> gathersamples -> F of the whole batch
     B of the whole batch -> scattersamples -> B 0:2, B 2:4
@@ -84,7 +84,8 @@ class ScatterSamplesInstruction(Collective):
 
 
 def exchanged(dag: TrainingDAG, node: GatherSamples | ScatterSamples) -> Value:
-    """Return a node's output: its input for the samples of the whole batch (gather) or the local batch."""
+    """Return a node's output: the value of its input for all samples of the batch (gather), or for the
+    samples of the local batch (scatter)."""
     samples = dag.size if isinstance(node, GatherSamples) else dag.local_batch_size
     return replace(
         dag.value(node.inputs[0]), tensors=dag.specs_of(node.inputs[0], samples), placement=Replicate()
@@ -95,7 +96,8 @@ def exchanged(dag: TrainingDAG, node: GatherSamples | ScatterSamples) -> Value:
 
 
 def _check(facts: Facts, node: GatherSamples | ScatterSamples, way: str) -> Iterable[str]:
-    """Both nodes must be along the axis that divides the batch, and do the exchange that the step needs."""
+    """The node must be along the axis that divides the batch, and do the exchange `way` that the readers of
+    its input need."""
     dag, ref = facts.dag, node.inputs[0]
     facts.forward(node)
     if (node.mesh, node.axis) != (dag.mesh, DATA):
@@ -193,6 +195,7 @@ def interpret_gather(run: Reference, node: GatherSamples) -> Made:
 
 
 def interpret_scatter(run: Reference, node: ScatterSamples) -> Made:
+    """Sum the gradients along the axis of the batch, and give each replica its own rows of the sum."""
     made: dict[int, list[torch.Tensor]] = {}
     for line in node.mesh.lines(node.axis):
         total = sum_in_order([run.values[node.inputs[0], place] for place in line])

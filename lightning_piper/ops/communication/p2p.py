@@ -51,7 +51,7 @@ class Recv(Node):
 class SendInstruction(Instruction):
     """An instruction that sends a bundle on a channel, without waiting.
 
-    `tensors` are the specs of its tensors, one message each.
+    `tensors` are the specs of the bundle's tensors. Each tensor is a message.
     """
 
     op: ClassVar[str] = "send"

@@ -55,7 +55,7 @@ class Redistribute(Node):
 
     Attributes:
         before, after: The placements.
-        mesh, axis: The axis whose lines are the groups of members.
+        mesh, axis: The mesh, and the name of its axis whose lines are the groups of members.
     """
 
     turn = IssuePriority.CRITICAL_COMM
@@ -91,7 +91,7 @@ class CutOut(Redistribute):
 class RedistributeInstruction(Collective):
     """An instruction that sends each member its part, and joins the received parts; see `Redistribute`.
 
-    `PartsInstruction` sums whole tensors.
+    For P -> R, the plan has a `PartsInstruction` instead.
 
     Attributes:
         before, after: The placements.
@@ -205,9 +205,9 @@ def check(facts: Facts, node: Redistribute) -> Iterable[str]:
 def changed_specs(
     specs: Sequence[TensorSpec], before: Placement, after: Placement, degree: int
 ) -> tuple[TensorSpec, ...]:
-    """Return the specs of the tensors after a change of placement, which are contiguous.
+    """Return the specs, with contiguous strides, of what a device has after a change of placement.
 
-    Empty if a tensor does not have the dimension of a placement.
+    The result is empty if a tensor does not have the dimension of a placement.
     """
     made = []
     for spec in specs:
@@ -294,6 +294,7 @@ def lower(plan: Planning, node: Redistribute) -> None:
 
 
 def produce_cut_out(plan: Planning, node: CutOut, ref: Ref) -> None:
+    """Emit the instruction that cuts this device's part out of the node's input."""
     line = node.mesh.line(node.axis, plan.place)
     assert isinstance(node.after, Shard)
     read = plan.read(node.inputs[0], node)

@@ -50,7 +50,8 @@ class AllReduceInstruction(Collective):
 
     Attributes:
         tensors: Specs of the summed tensors.
-        bucket: The bucket whose flat tensor is summed in place. Only this sum uses the flat tensor.
+        bucket: The bucket whose flat tensor is summed in place. Only this sum uses the flat tensor. None: the
+            tensors are not in a bucket.
     """
 
     op: ClassVar[str] = "reduce"
@@ -133,7 +134,8 @@ def lower_all_reduce(plan: Planning, node: Node) -> None:
 
 
 def lower_reduce_scatter(plan: Planning, node: ReduceScatter) -> None:
-    # On the stream that made the bucket, so that this stream gets its memory back after waiting for the sum.
+    # Issue the sum on the stream that made the bucket, so that this stream gets the bucket's memory back
+    # after it has waited for the sum.
     read = plan.read(node.inputs[0], node)
     plan.start(
         node, ReduceScatterInstruction, (read,), stream=plan.stream_of(read.slot), bucket=bucket_of(node)
@@ -148,7 +150,7 @@ def read_sum(instruction: AllReduceInstruction, on: Binding) -> Callable[[], Bun
     """Return a function that returns this device's term of a sum, in tensors that no other value shares."""
     reads, specs, slots = instruction.reads, instruction.tensors, on.slots
     if instruction.bucket is not None and len(reads) == 1 and reads[0].last:
-        return take(instruction, slots)  # made for this sum; no other instruction reads them
+        return take(instruction, slots)  # No other instruction reads the flat tensor.
 
     def total() -> Bundle:
         if not reads:
@@ -166,6 +168,8 @@ def read_sum(instruction: AllReduceInstruction, on: Binding) -> Callable[[], Bun
 
 
 class _AllReduce(Exchange):
+    """An all-reduce whose state is this device's term."""
+
     kind = "all_reduce"
 
     def __init__(self, instruction: AllReduceInstruction, on: Binding) -> None:
@@ -182,9 +186,10 @@ class _AllReduce(Exchange):
 
 
 class _ReduceScatter(Exchange):
-    """A reduce-scatter whose state is the flat tensor and the receive buffer that gets the sum.
+    """A reduce-scatter whose state is [the flat tensor, the tensor into which the sum is written].
 
-    This buffer receives part 0, or part 1 on member 0. Without receive buffers it is None.
+    The second item is the buffer that receives the part of member 0, or on member 0 the part of member 1. It
+    is None if the transport does not call `room`. The sum is then a new tensor.
     """
 
     kind = "reduce_scatter"
@@ -209,10 +214,11 @@ class _ReduceScatter(Exchange):
 
 
 def summed(parts: Sequence[Bundle], into: Sequence[torch.Tensor | None] | None = None) -> Bundle:
-    """Return the sum from the first member to the last, in new tensors.
+    """Return the sum from the first member to the last, in new tensors. With one part, return a copy of it.
 
     Args:
-        into: Tensors to write the sums to instead. They may be the tensors of one of the first two parts.
+        into: For several parts: the tensors to write the sums to. They may be the tensors of one of the first
+            two parts. An entry None asks for a new tensor.
     """
     if len(parts) == 1:
         return tuple(x.clone() for x in parts[0])

@@ -21,7 +21,7 @@ class OverBatch(Node):
     """A node that exchanges samples' values between the replicas, which together have the whole batch.
 
     Attributes:
-        mesh, axis: The batch is divided along this axis.
+        mesh, axis: The mesh, and the name of its axis along which the batch is divided.
     """
 
     turn = IssuePriority.CRITICAL_COMM
