@@ -10,7 +10,7 @@ from lightning_piper.directives import Directive, Order, Place, Split
 from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.filters import Filter
 
-# By rank: a device, or a group of devices over which a `replicate` divides the batch.
+# For each rank, a device, or a group of devices over which a `replicate` divides the batch.
 Devices = Sequence[int | Sequence[int]]
 
 
@@ -22,7 +22,7 @@ class Action(NamedTuple):
     microbatch: int
 
 
-Row = list[tuple[Action, ...]]  # the actions of a rank in order; several actions in one entry overlap
+Row = list[tuple[Action, ...]]  # the actions of a rank in order; the actions of one entry may overlap
 
 
 def program_of(
@@ -31,7 +31,8 @@ def program_of(
     """Return a program that places each stage on the ranks that run it, splits the batch, and orders each
     rank's passes.
 
-    If several ranks run a stage, its placement comes after the split and names microbatches.
+    A stage that several ranks run has one placement for each of these ranks. The placement selects the rank's
+    microbatches, so it comes after the split.
 
     Args:
         rows: The rows, by rank.
@@ -42,7 +43,7 @@ def program_of(
         name: The builder's name for error messages.
 
     Raises:
-        DirectiveError: `devices` does not have one device (or group) for each rank, or a tag is not usable.
+        DirectiveError: `devices` does not have one device (or group) for each rank, or a tag is not valid.
     """
     check_names(name, tag, dim_name)
     places = _devices_of_ranks(name, range(len(rows)) if devices is None else devices)
@@ -77,7 +78,11 @@ def _group(group: Sequence[Action], tag: str, dim_name: str) -> Filter | list[Fi
 
 
 def _devices_of_ranks(name: str, devices: object) -> list[list[int]]:
-    """Return a list of devices for each rank."""
+    """Return the list of each rank's devices.
+
+    Raises:
+        DirectiveError: `devices` is not a sequence of devices and of groups without duplicates.
+    """
     found: list[list[int]] = []
     for own in devices if isinstance(devices, Sequence) and not isinstance(devices, str | bytes) else [None]:
         group = own if isinstance(own, list | tuple | range) else [own]
@@ -94,10 +99,10 @@ def _devices_of_ranks(name: str, devices: object) -> list[list[int]]:
 
 
 def check_names(name: str, tag: object, dim_name: object) -> None:
-    """Raise an error if the tags of stages and microbatches are not usable.
+    """Check the tags of stages and microbatches. `name` is the builder's name for error messages.
 
     Raises:
-        DirectiveError: A tag is not usable. The message names the builder and the argument.
+        DirectiveError: A tag is not a name, is `PASS`, or both tags are equal.
     """
     for what, value in (("tag", tag), ("dim_name", dim_name)):
         if not is_name(value) or value == "PASS":
@@ -120,12 +125,14 @@ def one_by_one(*actions: Action) -> Row:
 
 
 def counts(name: str, **given: int) -> Iterator[int]:
-    """Return the arguments of a builder as integers. The first two are the numbers of stages and
-    microbatches.
+    """Return the arguments of a builder as integers, in the given order.
+
+    Args:
+        name: The builder's name for error messages.
+        given: Name of an argument -> its value. The first two are the numbers of stages and microbatches.
 
     Raises:
-        DirectiveError: An argument is not a positive integer, or the step would have too many passes. The
-            message names the builder and the argument.
+        DirectiveError: An argument is not a positive integer, or the step would have too many passes.
     """
     found = []
     for what, value in given.items():

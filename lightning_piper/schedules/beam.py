@@ -9,40 +9,45 @@ from lightning_piper.schedules.list_scheduling import Chain, PartialSchedule, St
 from lightning_piper.schedules.timing import Number
 
 _Trail = tuple[Any, Step] | None  # the steps so far: (earlier steps, latest step)
-# (end bound, total time), start of the last step, state, steps
+# (result of `_Bound.of`, start of the latest step, state after it, steps so far)
 _Entry = tuple[tuple[Number, Number], Number, PartialSchedule, _Trail]
 
 
 class _Bound:
-    """A lower bound on the end of the step, given the passes done so far."""
+    """A lower bound on the end of the step, given the passes done so far. All times have the unit of `chain.times`."""
 
     def __init__(self, chain: Chain) -> None:
+        """Compute, for each stage, the least times on which the bound depends."""
         passes, stages = chain.times.passes, len(chain.ranks)
         self._chain = chain
         self.forward = [p["F"] for p in passes]
+        # The least time from the start of a stage's backward pass to its output gradient.
         self._through = [
             passes[0]["B"] if s == 0 else min(passes[s]["BI"], passes[s]["B"]) for s in range(stages)
         ]
+        # The least time of the whole backward work of a stage for one microbatch.
         self.both = [
             passes[0]["B"] if s == 0 else min(p["BI"] + p["BW"], p["B"]) for s, p in enumerate(passes)
         ]
+        # The time of a message between a stage and the next one.
         self.hop = [
             chain.times.transfer[s] if chain.ranks[s] != chain.ranks[s + 1] else 0 for s in range(stages - 1)
         ]
-        # From the end of a stage's backward pass to the end of the first stage's backward pass.
+        # The least time from the end of a stage's backward pass to the end of the first stage's backward pass
+        # for the same microbatch.
         self._back: list[Number] = [0] * stages
         for s in range(1, stages):
             self._back[s] = self._back[s - 1] + self._through[s - 1] + self.hop[s - 1]
-        # From the end of a stage's F to the start of its backward pass.
+        # The least time from the end of a stage's F to the start of its backward pass for the same microbatch.
         self._turn: list[Number] = [0] * stages
         for s in reversed(range(stages - 1)):
             self._turn[s] = 2 * self.hop[s] + self.forward[s + 1] + self._turn[s + 1] + self._through[s + 1]
 
     def of(self, world: PartialSchedule, now: Number) -> tuple[Number, Number]:
-        """Return a lower bound of the step's end if no pass starts before `now`, and the sum of all ranks'
-        earliest ends.
+        """Return a lower bound of the step's end, and a sum over ranks: when each rank would end if it never
+        waited. Both assume that no further pass starts before `now`.
 
-        Of two states with the same bound, the one with the smaller sum has less idle time.
+        Of two states with the same bound, the state with the smaller sum has less idle time.
         """
         chain, m = self._chain, self._chain.microbatches
         worst: Number = 0
@@ -66,9 +71,9 @@ class _Bound:
 
 
 def shortest(chain: Chain) -> Number:
-    """Return a lower bound on the end of any schedule.
+    """Return a lower bound on the end of any schedule, in the unit of `chain.times`.
 
-    Each rank must do all its work after the first microbatch has reached it.
+    It uses that each rank does all of its work after the first microbatch has reached it.
     """
     bound = _Bound(chain)
     way: list[Number] = [0]  # stage -> time at which the first microbatch can reach it
@@ -82,13 +87,15 @@ def shortest(chain: Chain) -> Number:
 
 
 def searched(chain: Chain, width: int, best: Number) -> list[Step] | None:
-    """Return steps in a feasible order that end before `best`; None if the search does not find such steps.
+    """Return steps in a feasible order that end before the time `best`, in the unit of `chain.times`. None if
+    the search does not find such steps.
 
-    Among partial schedules with the same number of passes done, the search keeps the `width` schedules with
-    the smallest bound. Among equal bounds it prefers the least idle time.
-    Steps are chosen in the order of their start, so the search never visits an order twice.
+    Among partial schedules with the same number of passes done (a B counts as two), the search keeps the
+    `width` schedules with the smallest bound. Among equal bounds it prefers the least idle time. A step never
+    starts before the step that was chosen before it, so the search never visits an order twice.
     """
     bound = _Bound(chain)
+    # For each number of passes done, `PartialSchedule.key` -> the entry whose latest step starts first.
     layers: list[dict[object, _Entry]] = [{} for _ in range(chain.actions + 1)]
     layers[0][None] = ((0, 0), 0, PartialSchedule(chain), None)
     found: _Trail = None
@@ -117,8 +124,8 @@ def searched(chain: Chain, width: int, best: Number) -> list[Step] | None:
 
 
 def _steps(chain: Chain, world: PartialSchedule, now: Number) -> Iterator[tuple[Number, Step]]:
-    """Yield the steps that could come next, each with its start. They do not start before `now`, the start of
-    the previous step."""
+    """Yield (start, step) for each step that could come next. `now` is the start of the previous step: no step
+    starts before it."""
     for stage in range(len(chain.ranks)):
         for kind in ("F", "B") if stage == 0 else ("F", "BI", "B", "BW"):
             start = world.start(stage, kind)

@@ -24,10 +24,11 @@ from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.filters import matches
 from lightning_piper.schedules.actions import Action, Devices, Row, check_names, program_of
 
-_KINDS = {"F": "F", "B": "B", "I": "BI", "W": "BW"}
+_KINDS = {"F": "F", "B": "B", "I": "BI", "W": "BW"}  # letter of a cell -> pass
 _LETTERS = {kind: letter for letter, kind in _KINDS.items()}
 _COMPUTE = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 _OVERLAP = re.compile(r"\((?P<actions>[^()]*)\)OVERLAP_F_B")
+# Cells for communication, which `from_csv` drops.
 _DERIVED = re.compile(r"\d+((SEND|RECV)_[FB]\d+|(UNSHARD|RESHARD|REDUCE_GRAD)\d*)")
 
 
@@ -37,13 +38,14 @@ def from_csv(
     """Return the program of a schedule in CSV form, with or without communication.
 
     Args:
-        path_or_text: A file, or its content. A string with a comma or a line break is content.
+        path_or_text: The path of a file, or its content. A string with a comma or a line break is content.
         devices: The devices of each rank (row), as for `gpipe`.
         tag, dim_name: The tags of stages and microbatches.
 
     Raises:
-        DirectiveError: The file cannot be read, or a cell cannot be parsed. Or passes of a stage for a
-            microbatch are missing, duplicate, or on different ranks.
+        DirectiveError: The file cannot be read, or a cell cannot be parsed. Passes of a stage for a
+            microbatch are missing, duplicate, or on different ranks. A row is empty, the step has too many
+            passes, or `devices` or a tag is not valid.
 
     Source: torch.distributed.pipelining, `_PipelineScheduleRuntime._load_csv` (torch 2.13).
     """
@@ -58,7 +60,8 @@ def _content(source: str | PathLike[str]) -> str:
     of the file with this path.
 
     Raises:
-        DirectiveError: The text is too long, or the file cannot be read.
+        DirectiveError: `source` is neither a string nor a path, the text is too long, or the file cannot be
+            read.
     """
     if isinstance(source, str) and ("," in source or "\n" in source):
         if len(source) > FILE:
@@ -81,8 +84,8 @@ def _content(source: str | PathLike[str]) -> str:
 
 
 def _read(text: str) -> list[Row]:
-    """Return the rows in a CSV text. Empty rows at the end do not count, and neither do cells for
-    communication, which Piper derives itself.
+    """Return the rows in a CSV text. Drop empty rows at the end, and cells for communication, which Piper
+    derives itself.
 
     Raises:
         DirectiveError: The text is not CSV, or a cell is not an action.
@@ -122,6 +125,10 @@ def _check(rows: Sequence[Row]) -> int:
 
     Returns:
         The number of microbatches.
+
+    Raises:
+        DirectiveError: Passes are missing, duplicate, or on different ranks. Or a row is empty, there is no
+            row, or the step has too many passes.
     """
     found: dict[tuple[int, int], list[tuple[str, int]]] = {}
     for rank, row in enumerate(rows):
@@ -168,13 +175,13 @@ def to_csv(
 
     Args:
         program: A program, such as a builder returns.
-        path: A file to write (default: None).
+        path: A file to which the CSV is written, too (default: None, no file).
         tag, dim_name: The tags of stages and microbatches.
 
     Raises:
         DirectiveError: A filter of an order does not select exactly one pass of one stage for one microbatch,
             or its chunk is not placed. Or two orders belong to one rank, an order belongs to several ranks,
-            or the file cannot be written.
+            the program or a tag is not valid, or the file cannot be written.
     """
     check_names("to_csv", tag, dim_name)
     program = parse(program)
@@ -233,7 +240,7 @@ def _action(index: int, condition: object, tag: str, dim_name: str) -> Action:
 def _devices_of(
     index: int, action: Action, places: Sequence[Place], tag: str, dim_name: str
 ) -> tuple[int, ...]:
-    """Return the device group on which an action is placed.
+    """Return the devices on which the first place that matches an action puts it.
 
     Raises:
         DirectiveError: No place matches the action.

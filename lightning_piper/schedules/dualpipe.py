@@ -24,8 +24,8 @@ from lightning_piper.schedules.searched_schedules import searched
 def dualpipev(
     stages: int, microbatches: int, devices: Devices | None = None, tag: str = "PP", dim_name: str = "MB"
 ) -> list[Directive]:
-    """DualPipe cut in half: rank r of R has the stages r and 2R - 1 - r. Each microbatch goes down the ranks
-    and up again.
+    """DualPipe cut in half: rank r of R has the stages r and 2R - 1 - r. Each microbatch goes from rank 0 to
+    the last rank and back to rank 0.
 
     Args:
         stages: The number of indices of `tag`, even.
@@ -87,8 +87,8 @@ def dualpipe(
     half = microbatches // 2
     rows = []
     for rank in range(stages):
-        # Ranks of the second half have the mirrored schedule, because the other direction enters on their
-        # side.
+        # Microbatches enter at rank 0 and at the last rank. So the ranks of the second half have the mirrored
+        # schedule.
         near, far = (rank, stages - 1 - rank) if rank < pairs else (stages - 1 - rank, rank)
         first = (0, half) if rank < pairs else (half, 0)
         rows.append(_crossing(pairs, near, (near, far), first, half))
@@ -100,11 +100,12 @@ def _crossing(
 ) -> Row:
     """Return the row of a rank for two streams of microbatches.
 
-    Stream 0 comes from the near end and has an early stage on this rank. Stream 1 comes from the far end and
-    has a late stage here.
+    Stream 0 comes from the near end of the pipeline, and runs an early stage on this rank. Stream 1 comes from
+    the far end, and runs a late stage on this rank.
 
     Args:
-        ranks, rank: Counted from the near end to the turning point.
+        ranks: The number of ranks from the near end to the turning point, the middle of the pipeline.
+        rank: The rank, counted from the near end.
         stages: The stage of each stream on this rank.
         first: The first microbatch of each stream.
         microbatches: The number of microbatches in each stream.
@@ -114,6 +115,8 @@ def _crossing(
     row: Row = []
 
     def next_(stream: int, kind: str) -> Action:
+        """Return the stream's pass of this kind for its next microbatch. A BW belongs to the oldest BI whose BW
+        is still to come."""
         if kind == "BW":
             stream, number = pending.popleft()
         else:
@@ -135,14 +138,15 @@ def _crossing(
     run(*[(1, "BI"), (0, "BW"), (1, "F")] * beyond)
     for i in range(microbatches - 2 * ranks + rank + 1):
         if i == 0 and beyond == 0:
-            run((0, "F"), (1, "B"))  # at the turning point this backward pass waits for that forward pass
+            run((0, "F"), (1, "B"))  # without overlap, the output of F leaves before B has run
         else:
             overlap(0, 1)
         overlap(1, 0)
     for _ in range(beyond):
         run((1, "B"))
         overlap(1, 0)
-    # Half of the remaining backward passes are split, and the deferred BW passes run while gradients travel.
+    # The first half of these backward passes are whole. The later ones are split, and their BW passes run while
+    # gradients travel.
     run(*((1 - i % 2, "B" if i <= rank else "BI") for i in range(2 * (rank + 1))))
     run(*[(0, "BW"), (0, "BI")] * beyond)
     run(*[(0, "BW")] * (rank + 1))

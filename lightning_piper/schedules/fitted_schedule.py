@@ -24,7 +24,7 @@ LISTED = 40_000  # maximum passes that list scheduling places, over all its rule
 TUNED = 40_000  # maximum passes that list scheduling places while one rank's rule changes at a time
 SEARCHED = 40_000  # maximum steps that the beam search tries
 WIDEST = 400  # maximum width of the beam search
-MERGED = 40_000  # maximum passes that are timed to find where whole backward passes are faster
+MERGED = 40_000  # maximum passes that are timed to find stages whose backward passes should be whole
 
 
 @checks_names
@@ -39,10 +39,10 @@ def fitted(
 ) -> list[Directive]:
     """Return the best schedule found for these costs.
 
-    It is never longer than a schedule of another builder for the same stages and ranks that fits into the
-    memory. The candidates are the rows of all builders, list scheduling under several rules, and a beam
-    search. Which backward passes are split is part of the choice. The function stops when no schedule can be
-    shorter. Its work is bounded for all costs, and the same arguments always give the same schedule.
+    No other builder's schedule for the same stages and ranks that fits into the memory is shorter. The
+    candidates are the rows of all builders, list scheduling under several rules, and a beam search. Which
+    backward passes are split is part of the choice. The function stops when no schedule can be shorter. Its
+    work is bounded for all costs, and the same arguments always give the same schedule.
 
     Args:
         costs: The costs of each stage.
@@ -55,15 +55,15 @@ def fitted(
         tag, dim_name: The tags of stages and microbatches.
 
     Raises:
-        DirectiveError: Costs, counts or ranks are invalid, or no schedule fits into the memory. In the second
-            case the message says how much memory each rank with too little memory needs at least.
+        DirectiveError: An argument is invalid, or no schedule fits into the memory. If none fits, the message
+            says how much memory each rank with too little memory needs at least.
     """
     rows = fitted_rows(costs, microbatches, ranks, memory)
     return program_of(rows, counts_of(costs, microbatches), devices, tag, dim_name, "fitted")
 
 
 def counts_of(costs: Sequence[StageCosts], microbatches: int) -> int:
-    """Return the number of microbatches, after a check of both arguments.
+    """Check both arguments, and return the number of microbatches as a Python int.
 
     Raises:
         DirectiveError: An argument is invalid. The message names it.
@@ -103,9 +103,11 @@ def fitted_rows(
 
 
 class _Best:
-    """The shortest rows so far that fit into the memory."""
+    """The shortest rows so far that fit into the memory. `end` is the end of their step, in the unit of the
+    costs."""
 
     def __init__(self, chain: Chain, limits: Sequence[int | None]) -> None:
+        """Begin with rows that run one microbatch after the other. They fit after `_check_room`."""
         self._chain, self._limits = chain, limits
         self.rows = [
             one_by_one(*(Action(s, kind, mb) for mb in range(chain.microbatches) for s, kind in _alone(own)))
@@ -114,7 +116,7 @@ class _Best:
         self.end: Number = timed(self.rows, chain.costs, chain.times).end
 
     def offer(self, rows: list[Row]) -> bool:
-        """Keep these rows if they are shorter and fit. Returns whether they were kept."""
+        """Keep these rows if they are shorter and fit. Return whether they were kept."""
         kept = peaks(rows, self._chain.costs)
         if any(limit is not None and most > limit for most, limit in zip(kept, self._limits, strict=True)):
             return False
@@ -126,12 +128,13 @@ class _Best:
 
 
 def _alone(own: Sequence[int]) -> list[tuple[int, str]]:
-    """Return the passes of one microbatch, all forward and then all backward passes. No order saves less."""
+    """Return (stage, pass) for all passes of one microbatch on a rank with the stages `own`: forward passes,
+    then whole backward passes in the opposite order."""
     return [*((s, "F") for s in own), *((s, "B") for s in reversed(own))]
 
 
 def _ranks(stages: int, ranks: object) -> list[int]:
-    """Return the rank of each stage; by default each stage has its own.
+    """Return the rank of each stage. If `ranks` is None, stage i is on rank i.
 
     Raises:
         DirectiveError: The ranks are invalid.
@@ -149,7 +152,7 @@ def _ranks(stages: int, ranks: object) -> list[int]:
 
 
 def _memory(ranks: int, memory: object) -> list[int | None]:
-    """Return the memory of each rank; None is unlimited.
+    """Return the memory of each rank; None is unlimited. A value of `memory` that is not a list applies to every rank.
 
     Raises:
         DirectiveError: A value is invalid.
@@ -170,8 +173,11 @@ def _memory(ranks: int, memory: object) -> list[int | None]:
 
 
 def _check_room(chain: Chain, limits: Sequence[int | None]) -> None:
-    """Raise an error if a rank cannot hold all of one microbatch. Holding one microbatch at a time is always
-    enough.
+    """Check that each rank can hold the saved values of one microbatch for all of its stages. Then some order
+    fits: one microbatch after the other.
+
+    Raises:
+        DirectiveError: A rank cannot hold them.
     """
     short = []
     for rank, (own, limit) in enumerate(zip(chain.local, limits, strict=True)):
@@ -204,6 +210,7 @@ def _builders(chain: Chain) -> Iterator[list[Row]]:
 def _rules(chain: Chain) -> Iterator[PassPreference]:
     """Yield rules for list scheduling, the most useful rules first."""
     stages = len(chain.ranks)
+    # Limits for the passes in flight on a rank, from none to a third of the number of stages.
     kept = [None, stages, 2 * stages - 1, -(-stages // 2), -(-stages // 3), -(-3 * stages // 2)]
     first = [("IFW", False), ("FIW", False), ("IFW", True), ("IWF", False), ("FIW", True)]
     for patience, most, (prefer, whole) in itertools.product((0.0, 0.5, 1.0), kept, first):
@@ -257,7 +264,8 @@ def _changes(chain: Chain) -> Iterator[tuple[Callable[[PassPreference], PassPref
 
 
 def _merge(chain: Chain, found: _Best) -> None:
-    """Merge BI and BW into B where they are adjacent, stage by stage, if this shortens the step."""
+    """Replace adjacent BI and BW of one microbatch by B, one stage after the other, if this shortens the step.
+    Try only stages whose B takes less time than BI and BW."""
     stages = [
         s
         for s, cost in enumerate(chain.costs)

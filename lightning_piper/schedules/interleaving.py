@@ -25,8 +25,8 @@ def interleaved_one_f_one_b(
     """Interleaved 1F1B: rank r of R has the stages r, r + R, r + 2R, ...
 
     A microbatch visits all ranks once for each stage of a rank. Microbatches run in rounds of R microbatches.
-    If R does not divide their number M, a round has M / max(1, M // R) microbatches. A rank runs its first
-    stage for all microbatches of a round, then its next stage, and so on.
+    If R does not divide the number M of microbatches, a round has M / max(1, M // R) microbatches. A rank runs
+    its first stage for all microbatches of a round, then its next stage, and so on.
 
     Args:
         stages: The number of indices of `tag`.
@@ -59,7 +59,7 @@ def interleaved_one_f_one_b(
 
 
 def interleaved_rows(ranks: int, microbatches: int, stages_per_device: int) -> list[Row]:
-    """Return the rows of interleaved 1F1B, in which each rank has several stages."""
+    """Return the rows of interleaved 1F1B. The caller has checked that the rounds divide the microbatches."""
     stages, rounds = ranks * stages_per_device, max(1, microbatches // ranks)
     size = microbatches // rounds
     rows = []
@@ -74,7 +74,7 @@ def interleaved_rows(ranks: int, microbatches: int, stages_per_device: int) -> l
 
 
 def _rounds(stages: range, kind: str, rounds: int, size: int) -> list[Action]:
-    """Return the passes ordered by round, then stage, then microbatch."""
+    """Return one pass of each stage for each microbatch, ordered by round, then stage, then microbatch."""
     return [
         Action(stage, kind, r * size + mb) for r in range(rounds) for stage in stages for mb in range(size)
     ]

@@ -1,7 +1,8 @@
 """List scheduling: each rank repeatedly runs the possible pass that its rule prefers.
 
-Microbatches have equal costs, so each stage takes them in order in each kind of pass. Any schedule can be
-renamed to this form without changing its times. So a few counters for each stage describe the state.
+Microbatches have equal costs. So each stage runs each kind of pass in the order of microbatches: the microbatches
+of any other schedule can be renumbered to this order without changing its times. Then a few counters for each
+stage describe the state.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from lightning_piper.schedules.actions import Action, Row
 from lightning_piper.schedules.timing import Number, StageCosts, Times, change, times_of
 
 Step = tuple[int, str]  # a stage and a pass
-_Channel = tuple[int, int]
+_Channel = tuple[int, int]  # (sending rank, receiving rank)
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class Chain:
         times: The scaled times of the stages.
         microbatches: The number of microbatches.
         ranks: The rank of each stage.
-        local: The stages of each rank, in order.
-        changes: By stage and pass, the change of the memory of the stage's rank.
+        local: The stages of each rank, sorted.
+        changes: For each stage, pass -> the change of the memory of the stage's rank.
     """
 
     costs: Sequence[StageCosts]
@@ -38,7 +39,7 @@ class Chain:
     microbatches: int
     ranks: Sequence[int]
     local: Sequence[Sequence[int]]
-    room: Sequence[int | None]  # by rank, the memory for saved values; None is unlimited
+    room: Sequence[int | None]  # for each rank, the memory for saved values; None is unlimited
     changes: Sequence[dict[str, int]]
 
     @property
@@ -62,7 +63,8 @@ def chain_of(
 
 
 class PartialSchedule:
-    """The passes done so far, and the time when each rank is free. Messages travel as in `timing.timed`."""
+    """The passes done so far, and the time when each rank is free. Messages travel as in `timing.timed`. Times
+    are in the unit of `chain.times`."""
 
     __slots__ = (
         "_chain",
@@ -78,23 +80,26 @@ class PartialSchedule:
     )
 
     def __init__(self, chain: Chain) -> None:
+        """Begin at time 0, before any pass."""
         stages, ranks = len(chain.ranks), len(chain.local)
         self._chain = chain
         # Counts of passes done. A B counts as BI and BW.
         self.forward, self.backward, self.weights = [0] * stages, [0] * stages, [0] * stages
-        # By rank: when it is free, the latest arrival of the messages that it has read, and saved memory.
+        # For each rank: when it is free, the latest arrival of a message that it has read, and the memory of
+        # its saved values.
         self.clock: list[Number] = [0] * ranks
         self.taken: list[Number] = [0] * ranks
         self.kept = [0] * ranks
-        # By stage, forward and backward: arrival times of messages that no pass has read.
+        # By slot (see `_arrival`): arrival times of messages that no pass has read.
         self._there: list[deque[Number]] = [deque() for _ in range(2 * stages)]
         pairs = [pair for a, b in itertools.pairwise(chain.ranks) for pair in ((a, b), (b, a)) if a != b]
-        # By channel: the messages under way, as time of the send, slot (see `_arrival`) and transfer time.
+        # By channel: messages that have been sent and not received, as (time of the send, slot, transfer time).
         self._queues: dict[_Channel, deque[tuple[Number, int, Number]]] = {pair: deque() for pair in pairs}
         # By channel: the arrival of its last received message.
         self._free: dict[_Channel, Number] = dict.fromkeys(pairs, 0)
 
     def copy(self) -> PartialSchedule:
+        """Return a schedule that later passes can change independently."""
         other = PartialSchedule.__new__(PartialSchedule)
         other._chain = self._chain
         other.forward, other.backward, other.weights = self.forward[:], self.backward[:], self.weights[:]
@@ -105,12 +110,14 @@ class PartialSchedule:
         return other
 
     def key(self) -> object:
-        """Return a value that is equal for states with the same possible continuations at the same times."""
+        """Return a value that is equal for two states only if both can continue with the same passes at the same
+        times."""
         travelling = (*map(tuple, self._there), *map(tuple, self._queues.values()), *self._free.values())
         return (*self.forward, *self.backward, *self.weights, *self.clock, *self.taken, *travelling)
 
     def start(self, stage: int, kind: str) -> Number | None:
-        """Return when the pass could start, or None if its input has not been sent."""
+        """Return when the stage's next pass of this kind could start. None if its input has not been made or
+        sent, or if all F of the stage are done."""
         chain = self._chain
         rank = chain.ranks[stage]
         if kind == "F":
@@ -124,7 +131,7 @@ class PartialSchedule:
         return self.clock[rank] if stage == len(chain.ranks) - 1 else self._arrival(rank, 2 * stage + 1)
 
     def _arrival(self, rank: int, slot: int) -> Number | None:
-        """Return when a pass can start with its message, or None if the message has not been sent.
+        """Return when a pass that reads a message can start, or None if the message has not been sent.
 
         Args:
             rank: The rank of the pass.
@@ -144,11 +151,11 @@ class PartialSchedule:
         return None
 
     def fits(self, stage: int) -> bool:
-        """Return whether the memory allows the next F, and all microbatches can still finish after it.
+        """Return whether the stage's next F fits into the memory, so that all microbatches can still finish.
 
         A microbatch frees memory only after it has passed all stages of the rank, and no later microbatch
-        frees memory before. So for the first unfinished microbatch, the values that it and later microbatches
-        save must fit together with the values that it still needs to save. Later microbatches need no more.
+        frees memory before it does. So the memory must hold all values that are saved after the F, and the
+        values that the first unfinished microbatch still has to save. Later microbatches do not need more.
         This is the banker's algorithm (Dijkstra 1965) with one order in which all can finish.
         """
         chain = self._chain
@@ -166,8 +173,8 @@ class PartialSchedule:
         return sum(n * max(1, f - first) for n, f in saved) <= room
 
     def run(self, stage: int, kind: str) -> int:
-        """Run a pass for which `start` returns a time. Returns the rank that gets a message, or the pass's
-        own rank.
+        """Run the stage's next pass of this kind, for which `start` returns a time. Return the rank that gets
+        its output as a message, or the rank of the stage if no other rank gets it.
         """
         chain = self._chain
         rank = chain.ranks[stage]
@@ -186,7 +193,8 @@ class PartialSchedule:
         return self._hand_on(rank, stage, stage - 1)
 
     def _read(self, rank: int, slot: int) -> None:
-        """Receive the message of a pass, and advance the rank's clock to its arrival."""
+        """Read the message of a pass, and advance the rank's clock to its arrival. This receives all messages
+        that were sent before it on its channel."""
         neighbour = self._chain.ranks[slot // 2 + (1 if slot % 2 else -1)]
         if not self._there[slot]:
             channel = (neighbour, rank)
@@ -201,7 +209,7 @@ class PartialSchedule:
         self.clock[rank] = max(self.clock[rank], time)
 
     def _hand_on(self, rank: int, stage: int, reader: int) -> int:
-        """Send a pass's output to stage `reader`. Returns the reader's rank, or `rank` without a reader."""
+        """Send a pass's output to stage `reader`. Return the reader's rank, or `rank` if no such stage exists."""
         chain = self._chain
         if not 0 <= reader < len(chain.ranks):
             return rank
@@ -218,10 +226,11 @@ class PassPreference(NamedTuple):
     """The preferences of a rank.
 
     Attributes:
-        prefer: The kinds of passes, the best first.
-        kept: The maximum number of passes in flight on a rank; None is unlimited.
-        patience: How long a rank waits for a preferred pass, as a share of the pass that it could start now.
-        whole: Whether backward passes stay whole.
+        prefer: The letters of the kinds of passes, the best first: F, I (BI or B) and W (BW).
+        kept: The maximum number of F on a rank whose BW or B has not run; None is unlimited.
+        patience: How long a rank waits for a preferred pass, as a share of the time of the first pass that it
+            could start.
+        whole: Whether backward passes are B and not BI and BW.
     """
 
     prefer: str
@@ -240,8 +249,9 @@ def listed(chain: Chain, rules: Sequence[PassPreference]) -> list[Step]:
     world = PartialSchedule(chain)
     done: list[Step] = []
     heap: list[tuple[Number, int, int]] = []
-    turn = [0] * len(chain.local)  # heap entries from before a rank's last change are void
-    chosen: list[Step | None] = [None] * len(chain.local)
+    # The heap has (start, rank, turn). An entry counts only if it has the rank's current turn.
+    turn = [0] * len(chain.local)
+    chosen: list[Step | None] = [None] * len(chain.local)  # the next step of each rank, if it has one
 
     def look(rank: int) -> None:
         turn[rank] += 1
@@ -268,10 +278,16 @@ def listed(chain: Chain, rules: Sequence[PassPreference]) -> list[Step]:
 def _choice(
     world: PartialSchedule, chain: Chain, rank: int, rule: PassPreference
 ) -> tuple[Number, Step] | None:
-    """Return the next step of a rank and its start, or None."""
+    """Return the step that a rank runs next under its rule, and its start. None if it cannot run any step yet.
+
+    Among the options that start soon enough, the rule's favourite kind wins, and then the latest stage for an
+    F, or the earliest stage for other passes.
+    """
+    # (start, index of the kind in `rule.prefer`, stage, or minus the stage for an F, kind)
     options: list[tuple[Number, int, int, str]] = []
     own = chain.local[rank]
     flying = sum(world.forward[s] - world.weights[s] for s in own)
+    # The k-th stage from the last leaves k of the allowed passes in flight to the stages after it.
     for later, stage in enumerate(reversed(own)):
         if (rule.kept is None or flying + later < max(rule.kept, len(own))) and world.fits(stage):
             start = world.start(stage, "F")
@@ -292,7 +308,8 @@ def _choice(
 
 
 def rows_of(chain: Chain, steps: Sequence[Step]) -> list[Row]:
-    """Return the rows of steps in a feasible order, with their microbatches."""
+    """Return the rows of steps in a feasible order. Each step becomes an action for the next microbatch of its
+    stage and kind."""
     rows: list[Row] = [[] for _ in chain.local]
     forward, backward = [0] * len(chain.ranks), [0] * len(chain.ranks)
     halves: list[list[int]] = [[] for _ in chain.ranks]  # microbatches whose BW is to come

@@ -82,9 +82,9 @@ def zero_bubble(
 ) -> list[Directive]:
     """ZB-H1 (also ZB1P): 1F1B with split backward passes.
 
-    Stage r runs BW r microbatches after BI. So it has work at the end, when it would otherwise wait for
-    gradients. Every stage holds the activations of at most `stages` microbatches. See `gpipe` for arguments
-    and errors.
+    Stage r runs the BW of a microbatch r microbatches after its BI. So the stage has work at the end of the
+    step, when it would otherwise wait for gradients. Every stage holds the activations of at most `stages`
+    microbatches. See `gpipe` for arguments and errors.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023.
     """
@@ -120,9 +120,8 @@ def zb_h2(
     """ZB-H2: zero bubble with up to twice the memory of 1F1B. More forward passes at the start keep stages
     from waiting.
 
-    Every stage holds the activations of at most 2 `stages` - 1 microbatches, the number that it needs. If F,
-    BI and BW take equally long, a stage waits only before its first pass and after its last pass. Together
-    this is a bubble of `stages` - 1 passes.
+    Every stage holds the activations of at most 2 `stages` - 1 microbatches. If F, BI and BW take equally long,
+    a stage waits only before its first pass and after its last pass, in sum for `stages` - 1 passes.
 
     In the paper, the next step's work fills these gaps. Its optimizer does not wait for all gradients, but
     validates its update later and may roll it back. Here the optimizer runs when all gradients have arrived,

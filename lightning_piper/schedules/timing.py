@@ -39,7 +39,7 @@ class StageCosts:
             passes.
 
     Raises:
-        DirectiveError: A value is not a number, or is negative.
+        DirectiveError: A time is neither 0 nor a number from 1e-15 to 1e15, or a memory is not an integer >= 0.
     """
 
     forward: Number
@@ -52,6 +52,7 @@ class StageCosts:
     static: int = 0
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         for name in ("forward", "backward_input", "backward_weights", "transfer", "backward"):
             value = getattr(self, name)
             if not is_number(value) and not (name == "backward" and value is None):
@@ -78,8 +79,8 @@ class Timed(NamedTuple):
 
     Attributes:
         end: The end of the last pass.
-        busy: By rank, the time of its passes.
-        peak: By rank, the maximum memory: `static` of its stages, plus saved values.
+        busy: For each rank, the sum of the times of its passes.
+        peak: For each rank, the maximum memory: `static` of its stages, plus saved values.
     """
 
     end: Number
@@ -88,9 +89,12 @@ class Timed(NamedTuple):
 
 
 class Times(NamedTuple):
-    """By stage: the times of its passes and of a message to or from the next stage, multiplied by `unit`.
+    """The times of stages, multiplied by `unit`. They are integers if the costs are exact.
 
-    They are integers if the costs are exact.
+    Attributes:
+        passes: For each stage, pass -> time.
+        transfer: For each stage, the time of a message to or from the next stage.
+        unit: 1 if a cost is a float.
     """
 
     passes: list[dict[str, Number]]
@@ -99,8 +103,8 @@ class Times(NamedTuple):
 
 
 def times_of(costs: Sequence[StageCosts]) -> Times:
-    """Return exact times, scaled by `unit` so that all are integers. If any cost is a float, return
-    floats.
+    """Return exact times, scaled by `unit` so that all are integers. If any cost is a float, all times are
+    floats. The BI of the first stage takes no time, and its BW takes the time of B.
     """
     given = [t for c in costs for t in (c.forward, c.backward_input, c.backward_weights, c.whole, c.transfer)]
     rough = any(isinstance(t, float) for t in given)
@@ -123,7 +127,7 @@ def times_of(costs: Sequence[StageCosts]) -> Times:
 
 
 def plain_time(time: Number, unit: int) -> Number:
-    """Convert a time from `times_of`, which scales costs, back to the unit of the costs."""
+    """Convert a time in the unit of `times_of` to the unit of the costs."""
     if unit == 1 or isinstance(time, float):
         return time
     found = Fraction(time, unit)
@@ -153,7 +157,8 @@ def timed(rows: Sequence[Row], costs: Sequence[StageCosts], times: Times | None 
 
 
 def peaks(rows: Sequence[Row], costs: Sequence[StageCosts]) -> tuple[int, ...]:
-    """Return the maximum memory of each rank. A rank runs one pass at a time, so only the order matters."""
+    """Return the maximum memory of each rank. It depends only on the order of each row, because a rank runs one
+    pass at a time."""
     found = []
     for row in rows:
         now = most = sum(costs[stage].static for stage in {action.stage for (action,) in row})
@@ -165,7 +170,8 @@ def peaks(rows: Sequence[Row], costs: Sequence[StageCosts]) -> tuple[int, ...]:
 
 
 def change(costs: Sequence[StageCosts], stage: int, kind: str) -> int:
-    """Return the memory that a pass adds to its rank: F at its start, other passes at their end."""
+    """Return the memory that a pass adds to its rank, or a negative number if the pass frees memory. An F adds
+    memory at its start, and other passes free memory at their end."""
     cost = costs[stage]
     if kind == "F":
         return cost.saved
@@ -180,7 +186,7 @@ def _ranks(rows: Sequence[Row], stages: int) -> list[int]:
     """Return the rank of each stage; -1 for a stage that no row has.
 
     Raises:
-        DirectiveError: A row overlaps actions, or has a stage without costs or a stage of another rank.
+        DirectiveError: An entry of a row has several actions, a stage has no costs, or a stage is in two rows.
     """
     found: dict[int, int] = {}
     for rank, row in enumerate(rows):
@@ -206,17 +212,20 @@ class _RankClocks:
     """The clocks of all ranks, and the messages between them."""
 
     def __init__(self, rows: Sequence[Row], ranks: list[int], times: Times) -> None:
+        """Set all clocks to 0. `ranks` has the rank of each stage."""
         self._rows, self._ranks, self._times = rows, ranks, times
         self.clock: list[Number] = [0] * len(rows)
-        # By rank: the latest arrival of the messages that it has read.
+        # For each rank, the latest arrival of a message that it has read.
         self._taken: list[Number] = [0] * len(rows)
-        # Arrival of messages that were made on the same rank or received.
+        # Message -> its arrival, if it was made on the reading rank or has been received.
         self._there: dict[_Message, Number] = {}
-        self._sent: set[_Message] = set()
+        self._sent: set[_Message] = set()  # messages sent to another rank
+        # Channel (sending rank, receiving rank) -> messages that have been sent and not received, as (time of
+        # the send, message, transfer time).
         self._channels: dict[tuple[int, int], deque[tuple[Number, _Message, Number]]] = {}
-        self._free: dict[tuple[int, int], Number] = {}
-        self._done: set[tuple[int, str, int]] = set()
-        self._waiting: dict[_Message, int] = {}
+        self._free: dict[tuple[int, int], Number] = {}  # channel -> arrival of its last received message
+        self._done: set[tuple[int, str, int]] = set()  # (stage, pass, microbatch)
+        self._waiting: dict[_Message, int] = {}  # message that has not been sent -> rank that waits for it
 
     def run(self) -> None:
         """Run each rank until its next pass waits for a message, and continue when the message is sent.
@@ -251,10 +260,10 @@ class _RankClocks:
             )
 
     def _enter(self, rank: int, stage: int, kind: str, mb: int) -> bool:
-        """Advance the clock to the arrival of the pass's input. Returns False if the input has not been made
-        or sent.
+        """Advance the rank's clock to the arrival of the pass's input, and return True. Return False if the input
+        has not been made or sent. If it is a message, `_leave` then returns the rank when it is sent.
         """
-        if stage == 0 and kind == "BI":
+        if stage == 0 and kind == "BI":  # the first stage has no BI
             return True
         before = "F" if kind in ("B", "BI") or stage == 0 else "BI"
         if kind != "F" and (stage, before, mb) not in self._done:
@@ -275,9 +284,7 @@ class _RankClocks:
         return True
 
     def _receive(self, rank: int, message: _Message) -> None:
-        """Receive a message, and all messages sent before it on its channel, because none can overtake
-        another.
-        """
+        """Receive a message, and before it all messages that were sent earlier on its channel."""
         stage, forward, _ = message
         channel = (self._ranks[stage - 1 if forward else stage + 1], rank)
         queue = self._channels[channel]
@@ -287,7 +294,7 @@ class _RankClocks:
             self._there[other] = self._free[channel]
 
     def _leave(self, rank: int, stage: int, kind: str, mb: int) -> int | None:
-        """Finish a pass. Return the rank that waits for the pass's output; None if no rank waits."""
+        """Run a pass and send its output. Return the rank that waits for the output; None if no rank waits."""
         self.clock[rank] += self._times.passes[stage][kind]
         self._done.add((stage, kind, mb))
         forward = kind == "F"

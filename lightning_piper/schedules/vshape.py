@@ -20,8 +20,11 @@ PERIOD = 6  # F, BI and BW of two stages, each one unit of time
 
 
 class _Line(NamedTuple):
-    """The start of one pass of a microbatch: its time on rank 0, and its shift from each rank to the next
-    rank.
+    """The starts of one pass of the first microbatch on all ranks.
+
+    Attributes:
+        begin: The start on rank 0.
+        step: The start on the next rank minus the start on a rank.
     """
 
     begin: int
@@ -29,8 +32,8 @@ class _Line(NamedTuple):
 
 
 class _FirstMicrobatch(NamedTuple):
-    """The passes of the first microbatch: forward and backward of the stage on the way down the V and of the
-    stage on the way up.
+    """The F and BI of the first microbatch: of the stages on the way from rank 0 to the last rank (down), and of
+    the stages on the way back (up). `_row` adds the BW.
     """
 
     down_forward: _Line
@@ -101,7 +104,7 @@ def _program(
 
 
 def v_rows(name: str, ranks: int, microbatches: int) -> list[Row]:
-    """Return the rows of `v_min` or `v_half`."""
+    """Return the rows of the builder `name`: "v_min" or "v_half"."""
     block = _v_min(ranks) if name == "v_min" else _v_half(ranks)
     return [
         one_by_one(*row)
@@ -110,12 +113,12 @@ def v_rows(name: str, ranks: int, microbatches: int) -> list[Row]:
 
 
 def _v_min(ranks: int) -> _FirstMicrobatch:
-    """Return the block of V-Min, in which every step is one.
+    """Return the block of V-Min, in which every step is 1 or -1.
 
-    Forward and backward passes of one direction have the same parity on all ranks, so that they never collide
-    with passes of the other direction.
+    The starts of `down_forward` and `up_backward` have the parity of the rank, and the starts of `up_forward` and
+    `down_backward` have the other parity. So a pass of the first two never collides with one of the last two.
     """
-    turn = 2 * ranks + (0 if ranks % 3 else 2)  # not a multiple of six, because the first F is there
+    turn = 2 * ranks + (0 if ranks % 3 else 2)  # not a multiple of PERIOD, or up_backward collides with F
     return _FirstMicrobatch(
         _Line(0, 1), _Line(2 * ranks - 1, -1), _Line(turn, 1), _Line(turn + 2 * ranks - 1, -1)
     )
@@ -124,8 +127,8 @@ def _v_min(ranks: int) -> _FirstMicrobatch:
 def _v_half(ranks: int) -> _FirstMicrobatch:
     """Return the block of V-Half.
 
-    Passes on the way down take one unit of time for each rank, passes on the way up take two units. The whole
-    block takes six units for each rank. The block of V-Min takes four.
+    Passes that go from rank 0 to the last rank start one unit of time later on each rank. Passes that go back to
+    rank 0 start two units later on each rank. The whole block takes about six units for each rank, and the block of V-Min four.
     """
     even = ranks % 2 == 0
     up = 3 * ranks + (1 if even else -1)
@@ -135,7 +138,7 @@ def _v_half(ranks: int) -> _FirstMicrobatch:
 
 
 def _row(block: _FirstMicrobatch, ranks: int, rank: int, microbatches: int) -> list[Action]:
-    """Return all actions of a rank by time. Each BW takes the next free moment after its BI."""
+    """Return all actions of a rank in order of time. Each BW takes the next free moment after its BI."""
     down, up = rank, 2 * ranks - 1 - rank
     moments = [line.begin + line.step * rank for line in block]
     taken = {moment % PERIOD for moment in moments}
@@ -153,7 +156,8 @@ def _row(block: _FirstMicrobatch, ranks: int, rank: int, microbatches: int) -> l
 
 
 class _RemainingPasses:
-    """The remaining passes of a rank. After its last F, the rank runs a BW only if it cannot run a BI."""
+    """The passes of a rank that have not run. Up to the last F their order is fixed. After the last F, the rank
+    runs a BW only if it cannot run a BI."""
 
     def __init__(self, row: list[Action]) -> None:
         last = max(i for i, action in enumerate(row) if action.kind == "F")
@@ -163,7 +167,8 @@ class _RemainingPasses:
         ]
 
     def next(self, end: dict[Action, int], time: int, stages: int) -> Action | None:
-        """Remove and return the pass that can run at this time, or None."""
+        """Remove and return the pass that the rank runs at `time`, or return None if no pass can run. `end` has
+        the end of each pass that has run."""
         for queue in [self._steady] if self._steady else self._rest:
             if queue and all(end.get(source, time + 1) <= time for source in _sources(queue[0], stages)):
                 return queue.popleft()
@@ -174,8 +179,8 @@ class _RemainingPasses:
 
 
 def _cooled_down(rows: list[list[Action]]) -> list[list[Action]]:
-    """Return the rows with their last backward passes in a feasible order, assuming that each pass takes one
-    unit of time.
+    """Return the rows with a new order of the passes after the last F of each row: the order in which they can
+    run if each pass takes one unit of time.
     """
     waiting = [_RemainingPasses(row) for row in rows]
     done: list[list[Action]] = [[] for _ in rows]
@@ -195,6 +200,7 @@ def _cooled_down(rows: list[list[Action]]) -> list[list[Action]]:
 
 
 def _sources(action: Action, stages: int) -> list[Action]:
+    """Return the passes whose results a pass reads."""
     stage, kind, mb = action
     if kind == "BW":
         return [Action(stage, "BI", mb)]
