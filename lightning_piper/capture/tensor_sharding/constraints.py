@@ -1,4 +1,5 @@
-"""Find the values that a division's `values` shard, among the values that regions output to other regions."""
+"""Find the values that `Division.values` shards. They are among the values that one region's forward pass outputs
+to another region."""
 
 from __future__ import annotations
 
@@ -24,16 +25,19 @@ def constraint_lookup(graph: Graph, values: Mapping[str, Shard]) -> Callable[[No
     along its last dimension. A dimension of one element, as in masks [n, 1, length, length], is also not
     sharded.
     """
+    # text of a region's tags -> the largest number of dimensions of a value that the region outputs
     ranks: dict[str, int] = defaultdict(int)
     for node in graph.nodes if values else ():
         if _is_handed_on(node):
             ranks[label_of(node)] = max(ranks[label_of(node)], len(shape_of(node)))
+    # pattern -> the largest number of dimensions in all regions that match it
     most = {
         pattern: max((ranks[label] for label in fnmatch.filter(ranks, pattern)), default=0)
         for pattern in values
     }
 
     def pinned(node: Node) -> Shard | None:
+        """Return the shard of a value, or None if the value is not sharded."""
         if not values or not _is_handed_on(node):
             return None
         rank, label = len(shape_of(node)), label_of(node)
@@ -52,7 +56,7 @@ def label_of(node: Node) -> str:
 
 
 def _is_handed_on(node: Node) -> bool:
-    """Return whether the value is an activation that the forward pass of another region reads."""
+    """Return whether the value is a floating-point activation that the forward pass of another region reads."""
     value = node.meta.get("val")
     if _torch.is_backward(node) or not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return False

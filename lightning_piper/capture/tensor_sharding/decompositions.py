@@ -36,6 +36,7 @@ from lightning_piper.placements.vocabulary import IGNORED, PICKED, ROWS, ROWS_BA
 
 aten = torch.ops.aten
 
+# The replacement of an operation: the node with its result, or one node for each result. None keeps it.
 Written = Node | tuple[Node, ...] | None
 
 
@@ -63,8 +64,9 @@ class Decomposer:
     ) -> None:
         self.graph, self.degree, self.attention, self.held = graph, division.degree, division.attention, held
         self._place, self._changed = place, changed
-        self._at: Any = None
+        self._at: Any = None  # the operation that is being replaced
         self._gone = gone
+        # (size, placement, metadata of the replaced operation) -> the node with the indices
         self._ids: dict[tuple[int, Placement, str], Node] = {}
         self.dense: dict[Node, Node] = {}
         # the embeddings that are replaced: the node of the indices, and the number of rows of the table
@@ -104,8 +106,8 @@ class Decomposer:
         return True
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """Write one operation. If another axis requires it, several operations replace this operation in
-        turn."""
+        """Write one operation, and return its result. If another axis replaces this operation in turn, return
+        the replacement. For an item of a tuple of nodes, write nothing and return the item."""
         if target is operator.getitem and isinstance(args[0], tuple):
             return args[0][args[1]]  # type: ignore[no-any-return]
         value = self._at.meta["val"]
@@ -162,8 +164,8 @@ def _along(writer: Decomposer, x: Any, dim: Any) -> int | None:
 
 
 def _softmax(writer: Decomposer, node: Node) -> Node | None:
-    """Write a softmax, or its logarithm, along a sharded dimension. Return None if the dimension is not
-    sharded."""
+    """Write a softmax, or its logarithm, along a sharded dimension. Return None if `_along` returns None, or if the
+    operation also changes the dtype."""
     x, along, raised = node.args
     if raised or (dim := _along(writer, x, along)) is None:
         return None
@@ -177,7 +179,8 @@ def _softmax(writer: Decomposer, node: Node) -> Node | None:
 
 
 def _softmax_backward(writer: Decomposer, node: Node) -> Node | None:
-    """Write the gradient of `_softmax`. Return None if the dimension is not sharded."""
+    """Write the gradient of `_softmax`. Return None if `_along` returns None, or if the operation also changes the
+    dtype."""
     grad, made, along, dtype = node.args
     x: Any = made
     if dtype != x.meta["val"].dtype or (dim := _along(writer, x, along)) is None:
@@ -194,9 +197,9 @@ def _softmax_backward(writer: Decomposer, node: Node) -> Node | None:
 
 
 def _argmax(writer: Decomposer, node: Node) -> Node | None:
-    """Write the index of the first maximum along a sharded dimension. Return None if the operation does not
-    work along a sharded dimension. Shards are consecutive, so the first rank that has the maximum has the
-    first index."""
+    """Write the index of the first maximum along a sharded dimension. Return None if `_along` returns None, or if the
+    operation works along all dimensions. Shards are consecutive, so the first rank that has the maximum has
+    the first index."""
     x: Any = node.args[0]
     if len(node.args) < 2 or node.args[1] is None or (dim := _along(writer, x, node.args[1])) is None:
         return None
@@ -210,8 +213,9 @@ def _argmax(writer: Decomposer, node: Node) -> Node | None:
 
 
 def _nll(writer: Decomposer, node: Node) -> Written:
-    """If classes are sharded, return the loss with the target's column as the only class. If rows are
-    sharded, return the sum of the ranks' losses."""
+    """Write the loss and its total weight. If classes are sharded, the target's column is the only class of the
+    new loss. If rows are sharded, the ranks' losses are summed. Return None in all other cases, and if the user
+    gives weights to the classes."""
     scores, target, weight, reduction, ignored = node.args
     x: Any = scores
     if weight is None and reduction and isinstance(writer.held[x], Shard) and writer.held[x] != Shard(1):
@@ -230,7 +234,8 @@ def _nll(writer: Decomposer, node: Node) -> Written:
 
 
 def _nll_backward(writer: Decomposer, node: Node) -> Node | None:
-    """Write the gradient of `_nll` for sharded classes. Return None if the classes are not sharded."""
+    """Write the gradient of `_nll` for sharded classes. Return None in all other cases, and if the user
+    gives weights to the classes."""
     grad, scores, target, weight, reduction, ignored, total = node.args
     x: Any = scores
     if weight is not None or len(shape_of(x)) < 2 or _along(writer, x, 1) is None:
@@ -267,7 +272,8 @@ def _attention(writer: Decomposer, node: Node) -> Written:
 
 
 def _dropped(writer: Decomposer, node: Node) -> Written:
-    """Draw the mask of the whole value on every rank, and use only the rank's shard of the mask."""
+    """Draw the mask of the whole value on every rank, and use only the rank's shard of the mask. Return None
+    if the value is not sharded."""
     value, probability, train = node.args
     x: Any = value
     if not isinstance(writer.held[x], Shard):
@@ -280,15 +286,16 @@ def _dropped(writer: Decomposer, node: Node) -> Written:
 
 
 def _targets(writer: Decomposer, target: Any, ignored: Any) -> tuple[Node, Node]:
-    """Return the target with a dimension for the classes, and the target for a single column: class 0, or
-    ignored."""
+    """Return the target with a dimension for the classes, and the target for a loss with a single column: 0,
+    or `IGNORED` if the row is ignored."""
     nothing = writer(aten.eq.Scalar, target, ignored)
     index = writer(aten.where.ScalarSelf, nothing, IGNORED, target)
     return writer(aten.unsqueeze.default, index, 1), writer(aten.where.Scalar, nothing, IGNORED, 0)
 
 
 def _embedding(writer: Decomposer, node: Node) -> Node | None:
-    """Write the lookup of rows in a table whose rows are sharded. Return None if they are not sharded."""
+    """Write the lookup of rows in a table whose rows are sharded. Return None if the rows are not sharded, or
+    if the lookup has options other than a padding index."""
     table, index, *options = node.args
     x: Any = table
     if writer.held[x] != Shard(0) or any(options[1:]):
@@ -307,6 +314,7 @@ def _embedding_backward(writer: Decomposer, node: Node) -> Node | None:
     return writer(ROWS_BACKWARD, grad, index, writer.ids(size, grad), padding)  # type: ignore[arg-type]
 
 
+# operation -> the function that writes its replacement
 _WRITTEN: dict[Any, Callable[[Decomposer, Node], Written]] = {
     aten._softmax.default: _softmax,
     aten._log_softmax.default: _softmax,

@@ -18,7 +18,7 @@ from lightning_piper.placements.rule import shape_of
 from lightning_piper.placements.views import regrouping
 
 aten = torch.ops.aten
-# the metadata that says to which place in the step a node belongs
+# metadata keys that say to which place in the step a node belongs
 PLACE = ("custom", "seq_nr", "stack_trace", "partitioner_tag")
 
 
@@ -42,6 +42,7 @@ class PlacementWriter:
     ) -> None:
         self.graph, self.axis, self.degree, self.held, self.said = graph, axis, degree, held, said
         self._beside = beside
+        # key of a change -> the node with the changed value
         self._made: dict[tuple[Node, Placement, Any], Node] = {}
 
     def made(self, x: Node, wanted: Placement, reader: Node) -> Node | None:
@@ -106,7 +107,7 @@ class PlacementWriter:
         return before if isinstance(wanted, Shard) else wanted
 
     def _of_any_size(self, part: Shard) -> bool:
-        """Return whether the number of runs is the same for any number of samples.
+        """Return whether the number of runs of a shard is the same for any number of samples.
 
         It is not the same if one dimension holds both samples and positions.
         """
@@ -195,9 +196,10 @@ def make_like(graph: Graph, node: Node, target: Any, args: tuple[Any, ...], val:
 
 
 def has_own_region(x: Node) -> bool:
-    """Return whether a node decides its region itself. Nodes derived from it then belong to the same region.
+    """Return whether a change of this value belongs to the region that computes the value.
 
-    Untagged work belongs to the region of its reader.
+    This holds for tagged and for backward operations. A change of any other value belongs to the region of
+    the value's reader.
     """
     return x.op == "call_function" and (META_KEY in x.meta.get("custom", {}) or _torch.is_backward(x))
 

@@ -44,8 +44,8 @@ PRODUCTS = {aten.mm.default, aten.addmm.default}
 def propagate_placements(
     graph: Graph, divisions: Sequence[Division], names: PlaceholderNames
 ) -> list[Propagation]:
-    """Give every value of a joint graph a placement along each axis (`placement_changes.PLACEMENTS`). The
-    graph is changed in place.
+    """Give every value of a joint graph a placement along each axis (`placement_changes.PLACEMENTS`). Return
+    the propagation of each division. The graph is changed in place.
 
     Raises:
         CaptureError: an operation cannot work on a shard of a parameter, or two axes would shard the same
@@ -178,7 +178,11 @@ class Propagation:
 
     def _operation(self, node: Node) -> None:
         """Set the placement of an operation's results along this axis, and change the placements of its
-        inputs where the chosen rule needs it."""
+        inputs where the chosen rule needs it.
+
+        Raises:
+            CaptureError: no rule allows the placements of its inputs.
+        """
         if node.target is CHANGE:  # a change along another axis
             self.held[node] = self.held[node.all_input_nodes[0]]
             return
@@ -395,7 +399,8 @@ class Propagation:
             self._sum_of_keys(node)
 
     def _sum_of_keys(self, node: Node) -> None:
-        """Reduce-scatter the gradients of gathered keys and values to the shards that were gathered."""
+        """Reduce-scatter the gradients of gathered keys and values to the shards that were gathered, if the
+        positions can be sharded evenly."""
         if (
             self.held[node] != P
             or node.target is not operator.getitem
@@ -456,6 +461,8 @@ class Propagation:
         output.args = (tuple(results) if isinstance(output.args[0], tuple) else results,)
 
     def _refusal(self, node: Node) -> CaptureError:
+        """Return the error for an operation that cannot work on shards of its inputs. Record in `refused`
+        which parameters among them are sharded."""
         held = {self.param_of(x): self.held[x] for x in tensors_of(node) if x in self.fixed}
         self.refused = [name for name, placement in held.items() if placement != R]
         read = ", ".join(f"{name} as {held[name]}" for name in self.refused) or "its inputs"
@@ -468,6 +475,7 @@ class Propagation:
         )
 
     def param_of(self, x: Node) -> str:
+        """Return the name of the parameter `x`, or of the parameter of which `x` is a view."""
         while x not in self.names:
             x = x.all_input_nodes[0]
         return self.names[x]

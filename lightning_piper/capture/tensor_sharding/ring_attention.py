@@ -125,11 +125,14 @@ def attend_backward(writer: Decomposer, node: Node, part: Shard) -> tuple[Node, 
 
 
 def _about(writer: Decomposer, node: Node, causal: int, part: Shard) -> tuple[Any, ...]:
+    """Return further arguments of the attention to one shard of keys: the mask, whether it is causal, the scale,
+    the degree, and the number of blocks of a shard. `causal` is the index of the node's argument."""
     mask, scale = (node.kwargs.get(name) for name in ("attn_mask", "scale"))
     return mask, bool(argument(node, causal, False)), scale, writer.degree, part.blocks
 
 
 def _ids(writer: Decomposer, q: Node, k: Node, part: Shard, turn: int) -> tuple[Node, Node]:
+    """Return the positions of the queries, and the positions of the keys that the rank has in a turn."""
     return writer.ids(shape_of(q)[2], q, part), writer.ids(shape_of(k)[2], k, replace(part, turn=turn))
 
 
@@ -141,8 +144,8 @@ def _arrived(
     Args:
         own: The keys and values of the rank itself.
         part: The placement of `own`.
-        turn: How many places before this rank the other rank is. 0 means the rank itself.
-        when: The node in whose region they are sent. If None, they are sent immediately.
+        turn: How many places before this rank the other rank is. For 0, return `own`.
+        when: The node in whose region the keys and values are sent. If None, they are sent immediately.
     """
     if turn == 0:
         return list(own)
@@ -173,10 +176,12 @@ def _cast(writer: Decomposer, x: Node, dtype: torch.dtype) -> Node:
 
 
 def _itself(x: Node) -> Node:
+    """Return the value of which `x` is a copy in the backward pass, or `x` itself."""
     while x.target in (aten.detach.default, aten.alias.default) and _torch.is_backward(x):
         (x,) = x.all_input_nodes
     return x
 
 
 def is_backward(node: Node) -> bool:
+    """Return whether an attention operation is a backward one, whose first input is a gradient."""
     return tensors_of(node)[0] is not attended(node)[0]
