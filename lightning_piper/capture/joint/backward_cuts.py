@@ -20,8 +20,8 @@ VIEWED = {aten.view.default, aten._unsafe_view.default, aten.alias.default}
 def backward_cuts(
     forward: list[Node], backward: list[Node], shared: Collection[Node]
 ) -> tuple[dict[Node, set[Node]], dict[Node, int]]:
-    """Return which forward nodes must be in a later region than other forward nodes, so that the backward pass
-    can be cut at changes of placement.
+    """Return which forward nodes must be in a later region than other forward nodes, so that the backward
+    pass can be cut at changes of placement.
 
     If a change is between two gradients, the forward node of the later gradient must be in an earlier region.
     This holds even if the forward pass has no change between the two forward nodes.

@@ -5,9 +5,9 @@ samples (`gather_samples`).
     y -----------------^                         `join_batch` also puts a GATHER here
 
 A node is joined if it reads the result of a GATHER or of a joined node, or if only joined nodes read it (see
-`joined_nodes`). So a node that works on a part of the batch reads no joined value, and a joined node works only
-on the whole batch. If the joined part reads a value of another node, it also gathers the rows of that value,
-one row for each sample.
+`joined_nodes`). So a node that works on a part of the batch reads no joined value, and a joined node works
+only on the whole batch. If the joined part reads a value of another node, it also gathers the rows of that
+value, one row for each sample.
 """
 
 from __future__ import annotations

@@ -129,8 +129,8 @@ def assign(graph: torch.fx.Graph, state: frozenset[Node]) -> RegionAssignment:
 
 
 def settle_glue(graph: torch.fx.Graph) -> None:
-    """Give glue, and the gradients of glue, the tags of the region to which each of them belongs. The graph is
-    changed in place.
+    """Give glue, and the gradients of glue, the tags of the region to which each of them belongs. The graph
+    is changed in place.
 
     With these tags, a change of placement at glue cuts the graph as it does in the region.
     """
@@ -352,12 +352,12 @@ def _assign_backward(
     joined: Collection[Node],
     shared: Collection[Node],
 ) -> None:
-    """Assign each backward node to the region of the forward operation that it differentiates, and record this
-    region in `of`.
+    """Assign each backward node to the region of the forward operation that it differentiates, and record
+    this region in `of`.
 
     If the node reads a gradient of an earlier region, it is in that earlier region, so that passes never wait
-    for each other in a circle. An addition that merges gradients of a value used several times has no tags. It
-    is in the earliest region of its inputs.
+    for each other in a circle. An addition that merges gradients of a value used several times has no tags.
+    It is in the earliest region of its inputs.
     """
     by_sequence: dict[Any, int] = {}
     # (sequence number, whether the region is joined) -> region. An operation without a gradient has the
@@ -425,8 +425,8 @@ def gradient_terms(node: Any, of: Mapping[Node, int]) -> list[Node]:
 
 
 def refuse_parts(graph: torch.fx.Graph) -> Collection[Node]:
-    """Check that the joined part reads only three kinds of values: its own values, rows of samples, and values
-    that are the same for each part of the batch. Values that no result needs are not checked.
+    """Check that the joined part reads only three kinds of values: its own values, rows of samples, and
+    values that are the same for each part of the batch. Values that no result needs are not checked.
 
     Returns:
         The forward nodes of the joined part.

@@ -28,8 +28,8 @@ def remainder(trained: Tensors, others: Tensors, dtype: torch.dtype) -> Tensors:
 
 @torch.library.custom_op("lightning_piper::rest_backward", mutates_args=())
 def remainder_backward(gradient: torch.Tensor, kept: torch.Tensor, trained: Tensors) -> Tensors:
-    """Return the gradients of `trained`. `gradient` is the gradient of the loss, and `kept` is the empty tensor
-    that `remainder` returned."""
+    """Return the gradients of `trained`. `gradient` is the gradient of the loss, and `kept` is the empty
+    tensor that `remainder` returned."""
     raise NotImplementedError("it runs as the code of its step")
 
 

@@ -82,7 +82,8 @@ def _follows(node: Node, found: set[Node], size: int) -> bool:
     target: Any = node.target
     shape = shape_of(node)
     if not shape:
-        # The first result has no dimensions. If there are several results, a later one may follow the samples.
+        # The first result has no dimensions. If there are several results, a later one may follow the
+        # samples.
         return isinstance(node.meta.get("val"), tuple | list) and _operand(node) in found
     source = _operand(node)
     if target in _SHAPED:
@@ -132,8 +133,8 @@ def _counts(node: Any, size: int) -> bool:
 
 
 def is_first_of(node: Node, place: int) -> bool:
-    """Return whether dimension `place` of the result of a transposition (or `unsqueeze`) is the first dimension
-    of its source. Shapes do not show this if dimensions have equal sizes."""
+    """Return whether dimension `place` of the result of a transposition (or `unsqueeze`) is the first
+    dimension of its source. Shapes do not show this if dimensions have equal sizes."""
     ndim = len(shape_of(node))
     if node.target is aten.unsqueeze.default:
         return place == 1 and node.args[1] in (0, -ndim)

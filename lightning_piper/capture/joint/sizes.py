@@ -53,7 +53,8 @@ class SizeSymbols:
     def fakes(
         self, specs: Specs, device: torch.device
     ) -> tuple[_torch.FakeTensorMode, tuple[torch.Tensor, ...]]:
-        """Return fake tensors with symbols of this trace, and their fake mode. Each call makes new symbols."""
+        """Return fake tensors with symbols of this trace, and their fake mode. Each call makes new
+        symbols."""
         self._specs, self._shapes, self._of = specs, _torch.ShapeSymbols(), {}
         tensors = []
         for leaf, spec in enumerate(specs):

@@ -26,8 +26,8 @@ class TraceText:
         lines: One line for each node of the graph, then one for each logged value and each use of a metric
             object.
         sources: The user's source line for each of `lines`. Empty if it is not known.
-        specs: For each node of the graph, the specs of the tensors that it returns. They differ between traces
-            with equal lines only if a trace with symbols is wrong.
+        specs: For each node of the graph, the specs of the tensors that it returns. They differ between
+            traces with equal lines only if a trace with symbols is wrong.
     """
 
     lines: tuple[str, ...]
@@ -88,8 +88,8 @@ def tensors_of(node: Node) -> list[torch.Tensor]:
 
 
 def difference(before: TraceText, after: TraceText) -> str | None:
-    """Return a text that shows the first line that differs, with its source line. Return None if the lines are
-    equal."""
+    """Return a text that shows the first line that differs, with its source line. Return None if the lines
+    are equal."""
     if before.lines == after.lines:
         return None
     at = next(

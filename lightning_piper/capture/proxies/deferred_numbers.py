@@ -50,10 +50,10 @@ _CLASSES: dict[torch.dtype, type] = {
 def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a torch function in a step.
 
-    If `item` needs a tensor's value, return a `DeferredNumber`. If `tolist` does, return a list of them, unless
-    the list would have more than `MANY` elements. If an operation that selects elements needs a value, return
-    a `DataDependentTensor`. Printing a traced tensor returns `LATER`. Any other call that needs a value raises torch's own error.
-    Conversions to tensors (`torch.tensor`) accept deferred numbers.
+    If `item` needs a tensor's value, return a `DeferredNumber`. If `tolist` does, return a list of them,
+    unless the list would have more than `MANY` elements. If an operation that selects elements needs a value,
+    return a `DataDependentTensor`. Printing a traced tensor returns `LATER`. Any other call that needs a
+    value raises torch's own error. Conversions to tensors (`torch.tensor`) accept deferred numbers.
 
     Raises:
         CaptureError: `bool` was called on a tensor without values.

@@ -88,8 +88,8 @@ def carrying(
 ) -> Iterator[Callable[[Carried], Any]]:
     """Yield a function that returns the object which the step gets for an entry of `BatchSpec.carried`.
 
-    This is a `ContentProxy` if reads must be guarded or must raise an error. Otherwise it is the content of an
-    object, or None for a list, which the step may read directly.
+    This is a `ContentProxy` if reads must be guarded or must raise an error. Otherwise it is the content of
+    an object, or None for a list, which the step may read directly.
 
     Args:
         step: the name of the step.

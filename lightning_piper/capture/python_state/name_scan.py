@@ -124,8 +124,8 @@ class _NameScan:
         return inspect.isroutine(value)
 
     def run(self) -> None:
-        """Read the code of the queued functions, and the code of the functions that it names, until nothing new
-        is named."""
+        """Read the code of the queued functions, and the code of the functions that it names, until nothing
+        new is named."""
         before = -1
         while self._waiting or before != len(self._named):
             before = len(self._named)
@@ -236,8 +236,8 @@ def _is_empty(cell: types.CellType) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _instructions(code: types.CodeType) -> tuple[tuple[str, str], ...]:
-    """Return (operation, name) for the instructions that read or write names, and for texts that may be names,
-    in the code and in nested code."""
+    """Return (operation, name) for the instructions that read or write names, and for texts that may be
+    names, in the code and in nested code."""
 
     def within(code: types.CodeType) -> Iterator[tuple[str, str]]:
         """Yield the pairs in the order of the code, with repetitions."""

@@ -1,6 +1,6 @@
 """Read the content of objects that hold values but are not lists or dicts: buffers of bytes, queues, context
-variables, thread-local values, and functions that cache their results. Guards compare the content, and a failed
-trace restores it."""
+variables, thread-local values, and functions that cache their results. Guards compare the content, and a
+failed trace restores it."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ _PLAIN = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
 
 
 def held_by(value: Any) -> dict[str, Any]:
-    """Return the objects that a context variable, a queue, another object of `_ATTRIBUTES` or a cached function
-    holds. Return an empty dict for an object of another kind. The keys are the end of the expression that a
-    user would write, such as ".get()"."""
+    """Return the objects that a context variable, a queue, another object of `_ATTRIBUTES` or a cached
+    function holds. Return an empty dict for an object of another kind. The keys are the end of the expression
+    that a user would write, such as ".get()"."""
     if isinstance(value, contextvars.ContextVar):
         try:
             return {".get()": value.get()}

@@ -254,8 +254,8 @@ class _SavedState:
         return [path for key, path in moved.items() if key not in replaced]
 
     def _replace(self, old: Any, new: Any) -> bool:
-        """Put a copy of an iterator in every place where the iterator was found. Return whether there was such
-        a place that can be assigned to."""
+        """Put a copy of an iterator in every place where the iterator was found. Return whether there was
+        such a place that can be assigned to."""
         found = False
         for place, before in self._places:
             if before is old:

@@ -26,7 +26,8 @@ from lightning_piper.errors import CaptureError
 
 _GROWING = (list, deque, dict, OrderedDict, defaultdict)
 _VALUES = (type(None), bool, int, float, str, torch.Tensor)
-# (index of the place in `EffectLog.places`, keys from its value to the changed container, operation, argument)
+# (index of the place in `EffectLog.places`, keys from its value to the changed container, operation,
+# argument)
 Effect = tuple[int, tuple[Any, ...], str, Any]
 
 

@@ -186,8 +186,8 @@ class _ObjectIdentity:
 
 
 def _is_fixed(value: Any) -> bool:
-    """Return whether the value is an immutable value of `VALUES`, such as a number, or a tuple of such values,
-    such as `normalized_shape` of a layer norm."""
+    """Return whether the value is an immutable value of `VALUES`, such as a number, or a tuple of such
+    values, such as `normalized_shape` of a layer norm."""
     return isinstance(value, VALUES) or (isinstance(value, tuple) and all(map(_is_fixed, value)))
 
 

@@ -137,7 +137,8 @@ class StateRecorder:
 
     def _descriptors(self, kind: type) -> Iterator[tuple[Any, str]]:
         """Iterate over the attributes of a class that are descriptors of the user's classes, each with its
-        name. Reading such an attribute calls the descriptor. Classes that were already visited are skipped."""
+        name. Reading such an attribute calls the descriptor. Classes that were already visited are
+        skipped."""
         for cls in kind.__mro__:
             if cls not in self._classes and not is_library(cls.__module__):
                 self._classes.add(cls)
@@ -147,8 +148,8 @@ class StateRecorder:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Within this context, guard the attributes of the visited objects, and the environment variables, that
-        are read."""
+        """Within this context, guard the attributes of the visited objects, and the environment variables,
+        that are read."""
         objects = (x for x, _ in self.objects.values())
         classes = {
             type(x)
@@ -298,8 +299,8 @@ def _reading(cls: Any, seen: Callable[[Any, str], None]) -> Iterator[None]:
 def _reading_variables(seen: Callable[[Any, str], None]) -> Iterator[None]:
     """Within this context, call `seen` with `os.environ` and the name of each variable that is looked up.
 
-    The class's `__getitem__` is not replaced: when a class has been changed a thousand times, Python 3.13 goes
-    on calling an earlier `__getitem__`.
+    The class's `__getitem__` is not replaced: when a class has been changed a thousand times, Python 3.13
+    goes on calling an earlier `__getitem__`.
     """
     variables: Any = os.environ
     if type(variables) is not ENVIRONMENT:

@@ -79,8 +79,8 @@ class TrainerProxy:
         return TrainerProxy(self._inputs, get, where, self._step, self._check)
 
     def _calling(self, value: Callable[..., Any], get: Callable[[], Any], where: str) -> Callable[..., Any]:
-        """Return a function that calls a method of the Trainer, and returns the result in the form of `_take`.
-        It raises an error unless the method's name is in `READING`."""
+        """Return a function that calls a method of the Trainer, and returns the result in the form of
+        `_take`. It raises an error unless the method's name is in `READING`."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if where.rpartition(".")[2] not in READING:

@@ -60,8 +60,8 @@ MANY_SHAPES = 64
 
 
 class CapturedStep:
-    """A captured training step that makes its code for each batch size; see `ir.regions.Step`. The arguments of
-    the constructor are explained at `capture`.
+    """A captured training step that makes its code for each batch size; see `ir.regions.Step`. The arguments
+    of the constructor are explained at `capture`.
 
     Attributes:
         name: Name of the captured method.
@@ -490,8 +490,8 @@ class CapturedStep:
         refuse_sharing(self._sharing, changing, self.params)
 
     def _parts(self, code: StepCode, degrees: tuple[int, ...]) -> dict[str, int]:
-        """Return name -> number of parts for each parameter of experts that these degrees divide, under all of
-        the parameter's names."""
+        """Return name -> number of parts for each parameter of experts that these degrees divide, under all
+        of the parameter's names."""
         found: dict[str, int] = {}
         for routed in code.routed.values():
             degree = max(degrees[site] for site in routed.sites)

@@ -35,8 +35,8 @@ def capture(
     without a backward pass. Each submodule keeps its mode (train or eval).
 
     Args:
-        module: a LightningModule, or any module with the method `name`. Traces run it without data, and do not
-            change it.
+        module: a LightningModule, or any module with the method `name`. Traces run it without data, and do
+            not change it.
         batch: nested dicts, lists, tuples, dataclasses and objects that hold tensors; or a `BatchSpec`.
         device: `torch.device` on which the captured code will run; only its type matters.
         context: entered around the step during the trace, e.g. `torch.autocast`.

@@ -1,5 +1,5 @@
-"""Find the values that `Division.values` shards. They are among the values that one region's forward pass outputs
-to another region."""
+"""Find the values that `Division.values` shards. They are among the values that one region's forward pass
+outputs to another region."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def label_of(node: Node) -> str:
 
 
 def _is_handed_on(node: Node) -> bool:
-    """Return whether the value is a floating-point activation that the forward pass of another region reads."""
+    """Return whether the value is a floating-point activation that the forward pass of another region
+    reads."""
     value = node.meta.get("val")
     if _torch.is_backward(node) or not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return False

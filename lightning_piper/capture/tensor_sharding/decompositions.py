@@ -164,8 +164,8 @@ def _along(writer: Decomposer, x: Any, dim: Any) -> int | None:
 
 
 def _softmax(writer: Decomposer, node: Node) -> Node | None:
-    """Write a softmax, or its logarithm, along a sharded dimension. Return None if `_along` returns None, or if the
-    operation also changes the dtype."""
+    """Write a softmax, or its logarithm, along a sharded dimension. Return None if `_along` returns None, or
+    if the operation also changes the dtype."""
     x, along, raised = node.args
     if raised or (dim := _along(writer, x, along)) is None:
         return None
@@ -179,8 +179,8 @@ def _softmax(writer: Decomposer, node: Node) -> Node | None:
 
 
 def _softmax_backward(writer: Decomposer, node: Node) -> Node | None:
-    """Write the gradient of `_softmax`. Return None if `_along` returns None, or if the operation also changes the
-    dtype."""
+    """Write the gradient of `_softmax`. Return None if `_along` returns None, or if the operation also
+    changes the dtype."""
     grad, made, along, dtype = node.args
     x: Any = made
     if dtype != x.meta["val"].dtype or (dim := _along(writer, x, along)) is None:
@@ -197,9 +197,9 @@ def _softmax_backward(writer: Decomposer, node: Node) -> Node | None:
 
 
 def _argmax(writer: Decomposer, node: Node) -> Node | None:
-    """Write the index of the first maximum along a sharded dimension. Return None if `_along` returns None, or if the
-    operation works along all dimensions. Shards are consecutive, so the first rank that has the maximum has
-    the first index."""
+    """Write the index of the first maximum along a sharded dimension. Return None if `_along` returns None,
+    or if the operation works along all dimensions. Shards are consecutive, so the first rank that has the
+    maximum has the first index."""
     x: Any = node.args[0]
     if len(node.args) < 2 or node.args[1] is None or (dim := _along(writer, x, node.args[1])) is None:
         return None
@@ -213,9 +213,9 @@ def _argmax(writer: Decomposer, node: Node) -> Node | None:
 
 
 def _nll(writer: Decomposer, node: Node) -> Written:
-    """Write the loss and its total weight. If classes are sharded, the target's column is the only class of the
-    new loss. If rows are sharded, the ranks' losses are summed. Return None in all other cases, and if the user
-    gives weights to the classes."""
+    """Write the loss and its total weight. If classes are sharded, the target's column is the only class of
+    the new loss. If rows are sharded, the ranks' losses are summed. Return None in all other cases, and if
+    the user gives weights to the classes."""
     scores, target, weight, reduction, ignored = node.args
     x: Any = scores
     if weight is None and reduction and isinstance(writer.held[x], Shard) and writer.held[x] != Shard(1):

@@ -125,8 +125,8 @@ def attend_backward(writer: Decomposer, node: Node, part: Shard) -> tuple[Node, 
 
 
 def _about(writer: Decomposer, node: Node, causal: int, part: Shard) -> tuple[Any, ...]:
-    """Return further arguments of the attention to one shard of keys: the mask, whether it is causal, the scale,
-    the degree, and the number of blocks of a shard. `causal` is the index of the node's argument."""
+    """Return further arguments of the attention to one shard of keys: the mask, whether it is causal, the
+    scale, the degree, and the number of blocks of a shard. `causal` is the index of the node's argument."""
     mask, scale = (node.kwargs.get(name) for name in ("attn_mask", "scale"))
     return mask, bool(argument(node, causal, False)), scale, writer.degree, part.blocks
 

@@ -29,8 +29,8 @@ Each entry states the behavior that the package relies on.
   forward.
 - `OpOverload._schema`: names, order and defaults of an operation's arguments, and which results are views of
   which arguments.
-- `torch._C._dynamo.guards.dict_version`: a number that differs after each write to a dict. From Python 3.13 on, it
-  does not differ after a write to an attribute of the object whose `__dict__` the dict is.
+- `torch._C._dynamo.guards.dict_version`: a number that differs after each write to a dict. From Python 3.13
+  on, it does not differ after a write to an attribute of the object whose `__dict__` the dict is.
 - `torch.nn.modules.module._global_forward_hooks` and its siblings: the hooks that apply to all modules.
 - `torch.utils._python_dispatch._disable_current_modes`: code inside sees real tensors, even while a step is
   traced.
@@ -169,7 +169,8 @@ def global_hooks() -> dict[str, dict[int, Any]]:
 
 @cache
 def dict_version_follows_attributes() -> bool:
-    """Return whether a write to an attribute changes the version of the object's `__dict__` (not in Python 3.13)."""
+    """Return whether a write to an attribute changes the version of the object's `__dict__` (not in Python
+    3.13)."""
     for each in (types.SimpleNamespace(), _Attributes()):
         _write(each)
         before = dict_version(vars(each))

@@ -28,8 +28,8 @@ _VALIDATION = re.compile(r"_\w+_tensor_validation")
 
 @contextlib.contextmanager
 def without_values() -> Iterator[None]:
-    """Within this context, torchmetrics' functions in `_replaced_in` are replaced by functions that do not read
-    tensor values."""
+    """Within this context, torchmetrics' functions in `_replaced_in` are replaced by functions that do not
+    read tensor values."""
     found = _replaced_in(tuple(name for name in sys.modules if name.startswith("torchmetrics.")))
     put = [(names, key, names[key]) for names, key in found]
     for names, key, _ in put:

@@ -10,8 +10,8 @@ aten = torch.ops.aten
 
 
 def settle_dtypes(graph: torch.fx.Graph) -> None:
-    """Convert the integers that elementwise operations read, if torch would convert them to the default dtype,
-    and this dtype differs between the trace and run time.
+    """Convert the integers that elementwise operations read, if torch would convert them to the default
+    dtype, and this dtype differs between the trace and run time.
 
     For example, `mask.sum() + 1e-6` has the default dtype. Lightning's `64-true` and `bf16-true` set the
     default dtype only around the step.
