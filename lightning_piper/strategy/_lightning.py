@@ -185,8 +185,8 @@ class Strategy(ParallelStrategy):
 def forget_logs(trainer: pl.Trainer) -> None:
     """Clear the logged values of earlier runs.
 
-    Steps may run in a different way than in these runs, and Lightning rejects a change of `sync_dist` for a
-    logged value.
+    In this run, steps may run captured that ran uncaptured before, and the reverse. Their logs then differ in
+    `sync_dist`, which Lightning rejects for a value that was logged before.
     """
     loops = (
         trainer.fit_loop.epoch_loop,
@@ -268,7 +268,7 @@ def take_sigterm(
             batch, or None.
 
     Returns:
-        A function that lets rank 0 broadcast as before; None if the Trainer's handler is not installed.
+        A function after which rank 0 no longer calls `due`; None if the Trainer's handler is not installed.
     """
     found, loop = handler_of(signal.SIGTERM), trainer.fit_loop.epoch_loop
     handlers: list[Any] = [] if found is None else found.signal_handlers  # type: ignore[attr-defined]

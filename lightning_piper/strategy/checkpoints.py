@@ -1,5 +1,5 @@
-"""Checkpoints with Lightning's names. A plain Lightning checkpoint is a file. A sharded checkpoint is a
-directory."""
+"""Saving, finding and loading a strategy's checkpoints. A plain Lightning checkpoint is a file. A sharded
+checkpoint is a directory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from lightning_piper.processes.background import BackgroundThread
 from lightning_piper.processes.failure import GRACE
 from lightning_piper.processes.world import World, together
 
-# The entry of a checkpoint for the seed of the steps' random numbers. A plain Trainer does not need it.
+# Key of the entry `{"seed": s}` that a fit adds to its checkpoints: the seed of the steps' random numbers. A
+# plain Trainer does not need the entry.
 KEY = "lightning_piper"
 
 
@@ -53,7 +54,8 @@ class Restored:
         """Return the values that the checkpoint, and files of pretrained models, have for a module on the
         meta device.
 
-        A module that is still distributed from an earlier run has newer values than the files.
+        The files do not count for a module that is still distributed from an earlier run, because it has
+        newer values.
         """
         known = Known(self.values, frozenset() if self.sharded is None else self.sharded.waiting)
         return known if parts_of(module) is not None else known.with_stored(module)
@@ -71,10 +73,11 @@ def save_in_one_go(
     """Write a checkpoint under a temporary name and rename it, so that an interrupted save leaves the earlier
     file intact.
 
-    Remote files, and files of plugins other than Lightning's own, are written by the plugin.
+    For remote files and for plugins other than Lightning's own, the plugin writes to the path itself.
 
     Raises:
-        PiperError: The content has tensors whose values are on other processes.
+        PiperError: The content has tensors whose values are on other processes, or the user replaced the
+            plugin's method by a function that does not write to the given path.
     """
     check_values(content)
     plain = of_files(io, path)
@@ -116,7 +119,7 @@ class Saves:
 
     def __init__(self) -> None:
         self._behind, self._room = BackgroundThread("piper-checkpoints"), HostRoom()
-        self._planned: Saving | None = None
+        self._planned: Saving | None = None  # the previous sharded save, whose plan the next one may reuse
 
     def __reduce__(self) -> Any:
         return Saves, ()  # a copy of the strategy has its own writer
@@ -254,7 +257,8 @@ def check_target(path: str | Path, storage_options: Any | None, io: CheckpointIO
     """Check that a sharded checkpoint can be written to a path with these options and this plugin.
 
     Raises:
-        PiperError: A sharded checkpoint cannot be written so.
+        PiperError: The path is remote, there are storage options, or the plugin is neither Lightning's own
+            for files nor `AsyncCheckpointIO` around it.
     """
     if "://" in str(path):
         raise PiperError(
@@ -296,7 +300,7 @@ def is_behind(io: CheckpointIO, path: str | Path) -> bool:
 
 
 def seed_of(content: Mapping[str, Any]) -> int | None:
-    """Return the seed in a checkpoint; None if it was written without this strategy."""
+    """Return the seed in a checkpoint; None if the checkpoint has none, such as a plain Trainer's."""
     seed = content.get(KEY, {}).get("seed")
     return int(seed) if seed is not None else None
 

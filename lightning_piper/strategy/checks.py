@@ -31,7 +31,7 @@ from lightning_piper.holdings.materialization import Known, is_on_meta, without_
 from lightning_piper.session.verification import ACCEPTED
 from lightning_piper.strategy.checkpoints import is_behind
 
-# The values of the strategy's arguments that accept only some texts.
+# Argument of `PiperStrategy` that accepts only a few texts -> these texts.
 CHOICES = {
     "verify": ACCEPTED,
     "transport": ("process", "local", "simulated"),
@@ -334,8 +334,8 @@ def checked_backend(given: str | None, device: torch.device, processes: int) -> 
 
 
 def checked_capture(transport: str, capture: str, compile: object) -> str:
-    """Return the effective value of the argument `capture`. On a simulated accelerator, every step is
-    captured.
+    """Return the effective value of the argument `capture`: "always" on a simulated accelerator, otherwise
+    the argument itself.
 
     Raises:
         PiperError: An argument asks for code outside of the simulated accelerator.

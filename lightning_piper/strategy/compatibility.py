@@ -30,15 +30,15 @@ Suspended = list[tuple[Any, str, Any]]  # (owner, attribute, value to restore)
 
 
 def suspend(module: pl.LightningModule, world: World) -> Suspended:
-    """Switch off, until `resume`, features that assume that every process has the whole module or separate
-    data.
+    """Switch off features that assume that every process has the whole module or separate data. `resume`
+    switches them on again, given the result. With one process, the result is empty.
 
     Summaries and graph logging would run the module on its `example_input_array`, which is set to None.
     `Metric.sync` would sum over all processes, although the processes of one replica see the same batches.
     Its replacement counts each replica once.
     """
-    # Lightning recommends `sync_dist=True` for every log while torch.distributed runs; here it would change
-    # nothing.
+    # Lightning recommends `sync_dist=True` for every log while torch.distributed runs. In a captured step,
+    # `sync_dist` would change nothing. `resume` leaves this filter in place.
     warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True")
     if world.size == 1:
         return []
@@ -71,8 +71,8 @@ def _over_replicas(own: Callable[..., None], strategy: Any) -> Callable[..., Non
 
 
 def count_once(module: pl.LightningModule, world: World) -> None:
-    """Reset metrics on all replicas but the first, after every process has loaded a checkpoint whose metric
-    states cover all samples."""
+    """Reset metrics on all replicas except the first, after every process has loaded a checkpoint whose
+    metric states cover all samples. So a sum over replicas counts each of these samples once."""
     for part in module.modules() if world.replica > 0 else ():
         if isinstance(part, Metric) and part.state_dict():
             part.reset()
@@ -84,7 +84,8 @@ def resume(suspended: Suspended) -> None:
         setattr(owner, name, value)
 
 
-# Lightning's modules that define its own hooks, which do nothing or have the default behavior.
+# Names of the Python modules in which Lightning defines its own hooks. A hook from one of them does nothing or
+# has the default behavior.
 _HOOKS = {
     f"{package}.{name}"
     for package in ("lightning.pytorch", "pytorch_lightning")
@@ -95,8 +96,8 @@ _HOOKS = {
 def drops_gradients(module: pl.LightningModule, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether Lightning drops the previous step's gradients unread before the next backward pass.
 
-    It does not if a hook may read the gradients before they are dropped, or if the module or its optimizer
-    overrides the method that zeroes them.
+    It does not in manual optimization, if a hook may read the gradients before they are dropped, or if the
+    module or its optimizer overrides the method that zeroes them.
     """
     trainer: Any = module.trainer
     hooks = [module.optimizer_zero_grad, *(x.on_before_zero_grad for x in (module, *trainer.callbacks))]
@@ -105,8 +106,8 @@ def drops_gradients(module: pl.LightningModule, optimizer: torch.optim.Optimizer
 
 
 def count_replicas(trainer: pl.Trainer, world: World) -> None:
-    """Make throughput monitors multiply a process's numbers by the number of replicas, not of processes. A
-    device in their reports is then a replica."""
+    """Make throughput monitors multiply a process's numbers by the number of replicas, not of processes. In
+    a monitor's reports, a device is then a replica."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if is_a(callback, ThroughputMonitor):
             for throughput in throughputs_of(callback):  # a new one for each fit
@@ -150,7 +151,7 @@ def grad_norm(
 
 # Averages of the weights
 
-# Hooks that run while the module, or the state dict of the copy, is whole.
+# Hooks that run as the callback defines them, because the module, or the copy's state dict, is whole then.
 _AS_THEY_ARE = ("setup", "teardown", "on_load_checkpoint", "on_save_checkpoint")
 
 
@@ -223,7 +224,8 @@ class Averages:
         self._callbacks = []
 
     def _in_pieces(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a hook that runs while the modules show their shards."""
+        """Return a function that calls `hook` while the tensors of the module and its copies are this
+        process's shards. Before the first batch, and after `release`, it only calls `hook`."""
 
         @functools.wraps(hook)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -237,7 +239,7 @@ class Averages:
 
 
 def _hooks(callback: Any) -> list[str]:
-    """Return the hooks that a callback's classes define."""
+    """Return the names of the `on_...` hooks that a callback's classes define, except `_AS_THEY_ARE`."""
     own = [vars(cls) for cls in type(callback).__mro__ if cls.__name__ not in ("Callback", "object")]
     return sorted(
         {name for names in own for name in names if name.startswith("on_") and name not in _AS_THEY_ARE}

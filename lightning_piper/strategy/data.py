@@ -35,14 +35,16 @@ def share_random_state(world: World) -> None:
 
 
 def draw_seed(world: World) -> int:
-    """Return a seed from rank 0's random numbers and restore the generators afterwards. Collective."""
+    """Return a random seed, the same on all processes. All processes get the states of rank 0's random number
+    generators, which the draw leaves unchanged. Collective."""
     share_random_state(world)
     with isolate_rng():
         return int(torch.randint(2**62, ()))
 
 
 def agree_on_loader(loader: object, world: World, limit: float = 1.0, apart: bool = False) -> object:
-    """Make a DataLoader give the same batches on all processes of a replica. Collective.
+    """Make a DataLoader give the same batches on all processes of a replica, and return it. For other loaders,
+    only compare the numbers of batches. Collective.
 
     Args:
         loader: This process's loader.
@@ -91,7 +93,7 @@ def _check_sampler(sampler: DistributedSampler[Any], world: World) -> None:
     """Check that a sampler divides the data over the replicas, and gives this process its replica's part.
 
     Raises:
-        PiperError: It does not.
+        PiperError: The sampler has another number of replicas, or another replica's part.
     """
     if sampler.num_replicas == world.count and sampler.rank == world.replica:
         return
@@ -110,7 +112,7 @@ def _check_sampler(sampler: DistributedSampler[Any], world: World) -> None:
 
 
 def generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
-    """Return the random number generators of a data loader and its samplers."""
+    """Return the torch generators that the user gave to a data loader and its samplers."""
     owners = (loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
     return [g for g in (getattr(x, "generator", None) for x in owners) if isinstance(g, torch.Generator)]
 

@@ -49,7 +49,8 @@ from lightning_piper.strategy.process_management import OverProcesses
 class EvaluatingStrategy(OverProcesses):
     """A strategy that runs `validation_step`, `test_step` and `predict_step` as plans over processes.
 
-    If all devices are in one process, the module is whole, and Lightning evaluates as with any strategy.
+    If all devices are in one process, and it does not simulate replicas, Lightning runs the steps itself on
+    the whole module.
 
     Args:
         directives: The program, in any form that `PiperStrategy` accepts.
@@ -97,6 +98,8 @@ class EvaluatingStrategy(OverProcesses):
         self._averages: Averages | None = None
 
     def setup_environment(self) -> None:
+        """Connect the processes. Then check what must be known before callbacks run: whether a callback copies
+        a module without values, and whether the device fits a simulated accelerator."""
         super().setup_environment()
         module = self.lightning_module
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
@@ -146,7 +149,8 @@ class EvaluatingStrategy(OverProcesses):
         return any(replicas_of(program).values())
 
     def _set_up(self, trainer: pl.Trainer, seed: int | None = None) -> Standalone:
-        """Return the owner of the module before a fit. The first step that runs distributes the module.
+        """Check that all processes have the same program, tag the module's regions, and return the owner of
+        the module. The first step that runs distributes the module. Collective.
 
         Args:
             seed: Seed from a checkpoint; None to draw one.
@@ -215,8 +219,8 @@ class EvaluatingStrategy(OverProcesses):
         return self._degrees.on(self.world.size)
 
     def _given(self) -> list[Directive] | None:
-        """Return the directives passed to the strategy. If degrees were passed instead, directives that
-        depend on the module may be missing."""
+        """Return the directives passed to the strategy, or the directives of its degrees, without the
+        directives that depend on the module. None if the user passed neither."""
         degrees = self._degrees_here
         return self._program if degrees is None else list(degrees.program().directives)
 
@@ -257,8 +261,8 @@ class EvaluatingStrategy(OverProcesses):
         return self.phase.evaluation is None
 
     def _evaluate(self, name: str, batch: Any, batch_idx: int = 0, dataloader_idx: int | None = None) -> Any:
-        """Run a step as a plan. If it cannot be captured, run it uncaptured, if every process can have the
-        whole module meanwhile."""
+        """Run a step as a plan, or uncaptured from now on if it cannot be captured. `check_may_be` raises an
+        error if not every process can have the whole module until the evaluation ends. Collective."""
         assert isinstance(self.phase, Evaluating | Starting | Fitting) and self.phase.evaluation is not None
         if name not in self._eager_steps:
             try:
@@ -284,7 +288,8 @@ class EvaluatingStrategy(OverProcesses):
         return run(*arguments)
 
     def _bring_together(self) -> None:
-        """Give every process the whole module on its device until the evaluation ends. Collective."""
+        """Give every process the whole module until the evaluation ends. A module that is not distributed is
+        only moved to the process's device. Collective."""
         assert self.lightning_module is not None
         parts = parts_of(self.lightning_module)
         if parts is None:
@@ -304,7 +309,8 @@ class EvaluatingStrategy(OverProcesses):
         Collective.
 
         A captured step runs on all processes at once, so a process with fewer batches would miss the last
-        steps.
+        steps. If the numbers of batches may differ, the steps run uncaptured, or `check_may_be` raises an
+        error.
         """
         evaluation, module = self.phase.evaluation, self.lightning_module
         if evaluation is None or self.world.count == 1:
@@ -353,7 +359,11 @@ class EvaluatingStrategy(OverProcesses):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state dict. On rank 0 it is whole, even while parts of the module are on other
-        processes. Collective."""
+        processes. Collective.
+
+        Raises:
+            PiperError: The module is on the meta device and has not run a step.
+        """
         assert self.lightning_module is not None
         parts = parts_of(self.lightning_module)
         if parts is None and is_on_meta(self.lightning_module):
@@ -365,15 +375,16 @@ class EvaluatingStrategy(OverProcesses):
             return super().lightning_module_state_dict()
 
     def _whole_metrics(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which metric objects have the states of all samples. Collective."""
+        """Return a context in which metric objects of captured steps have the states of all samples.
+        Collective."""
         evaluation = self.phase.evaluation
         return contextlib.nullcontext() if evaluation is None else evaluation.runtime.metric_objects.whole()
 
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a plain checkpoint. For a module on the meta device, tensors stay in the file and are read
-        when they are used."""
+        """Load a plain checkpoint. If several processes load it for a module on the meta device, the tensors
+        of a local file stay in the file until they are used."""
         ours = of_files(self.checkpoint_io, checkpoint_path) is not None and zipfile.is_zipfile(
             checkpoint_path
         )
@@ -390,8 +401,8 @@ class EvaluatingStrategy(OverProcesses):
         return content
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the values of tensors with data. Keep the values of tensors on the meta device until the
-        module is distributed."""
+        """Load the values of tensors with data. `_restored` keeps the values of tensors on the meta device
+        until the module is distributed."""
         module = self.lightning_module
         assert module is not None
         if not is_on_meta(module):

@@ -54,7 +54,7 @@ from lightning_piper.summary import told_of_capture
 
 
 class Fit:
-    """One fit from its first batch on. All methods are collective.
+    """One fit from its first batch on. All public methods except `arrive` are collective.
 
     The constructor captures and verifies the step, distributes the module, and connects the processes.
 
@@ -78,7 +78,8 @@ class Fit:
         program: The program of the first batch, which determines how the module is distributed.
         optimizer: The sharded optimizer.
         evaluation: Runs all steps except the training step; None if Lightning runs them.
-        report: The report of the verification by execution, on rank 0.
+        report: The report of the verification by execution; None if no program was run, and on other ranks
+            than rank 0.
         recording: Records the steps; None if they are not recorded.
 
     Raises:
@@ -130,8 +131,8 @@ class Fit:
         )
         self._watched = Watched(self._optimizer)
         self._leaves, self._batch_spec = flatten(batch)
-        # The factor that the last `backward` applied to the loss. `_receive_gradients` replaces this
-        # function.
+        # Returns the factor that the last `backward` applied to the loss; None before the first `backward`.
+        # `_receive_gradients` replaces this function.
         self._factor: Callable[[bool], float | None] = lambda read: None
         self.arrive(batch)
         return self._compare()
@@ -160,7 +161,8 @@ class Fit:
             check_devices(self.program, self.world)
 
     def _verify_program(self, verify: Verify) -> None:
-        """Verify the program by execution, if the user asked for it."""
+        """Verify the program as `PiperStrategy(verify=...)` says. With "static", also prepare the warnings
+        that later captures may give."""
         self.report, found = verify_by_execution(
             verify, self.program, self._module, self._leaves, self.world, rank_zero_info
         )
@@ -217,7 +219,8 @@ class Fit:
         return sharded
 
     def _accumulate_gradients(self, accumulate: str) -> None:
-        """Choose how the gradients of accumulated batches are combined, and when they are summed."""
+        """Choose how to weight the gradients of accumulated batches, and whether the processes sum them only
+        with the last batch. They sum them with each batch if a hook changes the gradients of each batch."""
         local = self.before.settings.local
         self._tokens = (
             TokenAccumulation(self.world, self.ownership, local) if accumulate == "tokens" else None
@@ -233,10 +236,14 @@ class Fit:
         self._clipping = Clipping(plugin, self._norms, self.world)
 
     def _claim(self, compiled: Compiled, captured_now: bool, together: bool) -> None:
-        """Assign tensors that this program is the first to train to the processes that use them.
+        """Prepare for a new program. If it trains tensors that no earlier program trained, give them to the
+        processes that use them.
 
-        If the step was captured for this layout, warn of visible differences from one device's result. If all
-        processes compile together, also try a step that was traced for this layout.
+        With `verify="static"`, also warn of differences from one device's result.
+
+        Args:
+            captured_now: Whether the step was captured for this program.
+            together: Whether all processes compile the program. Only then can Piper also try the step.
         """
         if self._later is not None:
             own = self.ownership if together and self.ownership.can_be_whole else None
@@ -281,10 +288,10 @@ class Fit:
         retraced: bool = False,
     ) -> Agreed:
         """Compare this batch, the Python state that the step reads, and the settings of the last step with
-        the other processes. Collective.
+        the other processes. Return what they decided together. Collective.
 
         Args:
-            captured: Number of the capture to run; -1 if the capture is yet to be made.
+            captured: Number of the capture to run, from 0 on; -1 if the capture is yet to be made.
             state: Checksum of the Python state that the step reads.
             prepared: The program to run; None if it is yet to be compiled.
             digests_differed: Whether the digests of the processes differed in this step.
@@ -345,7 +352,8 @@ class Fit:
     # The steps of `step`, in their order.
 
     def _pending(self, number: int, batch_idx: int, epoch: int, last: bool) -> PendingStep:
-        """Find the capture and the program for the current batch."""
+        """Find the capture and the program for the current batch. Each of them is None in the result if Piper
+        has yet to make it."""
         captured = self.programs.find(TRAINING, self._batch_spec, batch_idx)
         prepared = self.programs.prepared(TRAINING, self._batch_spec)
         state = self._variants.state(captured)
@@ -374,12 +382,13 @@ class Fit:
         return None if carrier is None or isinstance(carrier.compiled.step, PartlyCaptured) else carrier
 
     def _run_with_digest(self, pending: PendingStep, carrier: Prepared) -> StepResult | None:
-        """Run a step whose all-reduce carries digests. Returns None if the digests differ: then the step's
-        result is void, and the processes must compare before they run the step again.
+        """Run a step whose all-reduce carries digests.
+
+        Returns None on all processes if the digests differ, or if a process needs a program other than
+        `carrier`. Then the step has no result, and the processes must compare before they run it again.
 
         Args:
-            pending: The step to run. Other processes can run their programs together with its program only if
-                it has the plans that ran last.
+            pending: The step to run.
             carrier: The program that ran last.
         """
         prepared = pending.prepared
@@ -396,8 +405,8 @@ class Fit:
             return None
 
     def _run_compared(self, pending: PendingStep, digests_differed: bool) -> StepResult:
-        """Compare the step with the other processes, compile its program if necessary, and run it. Sets the
-        program of `pending`. Collective."""
+        """Compare the step with the other processes, compile its program if necessary, and run it. Sets
+        `prepared` and `closing` of `pending`. Collective."""
         variants, captured = self._variants, pending.captured
         agreed = Agreed(False)
         if not self._compared or variants.number != 0:
@@ -423,7 +432,8 @@ class Fit:
         return result
 
     def _prepare(self, pending: PendingStep, agreed: Agreed) -> Prepared:
-        """Compile the program of a step. Collective, unless the other processes continue without it."""
+        """Compile the program of a step, and give tensors that it is the first to train to the processes that
+        use them. Collective if `agreed.together`."""
         compiled = self.programs.compile(
             TRAINING,
             self._batch_spec,
@@ -446,7 +456,8 @@ class Fit:
         )
 
     def _follow(self, prepared: Prepared, result: StepResult) -> None:
-        """Send gradients to all processes that hold their parameters. Collective."""
+        """Make the program that ran the current one, and send gradients to processes that hold their
+        parameters but do not use them in this program. Collective."""
         if prepared.trained != self._layout.trained or prepared.plans != self._layout.plans:
             self._take_up(prepared)
         self._handing.hand_on(result.grads)
@@ -494,8 +505,8 @@ class Fit:
                 param.grad = own if param.grad is None else param.grad.add_(own)
 
     def give_up(self) -> None:
-        """End the fit before a step that cannot be captured, and give every process the whole module.
-        Collective.
+        """End the fit before a step that cannot be captured. Every process gets the whole module, the
+        optimizer's whole state, and the gradients of an accumulation that has begun. Collective.
 
         Raises:
             PiperError: The module was built on the meta device.

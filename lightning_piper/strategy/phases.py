@@ -51,10 +51,13 @@ class Left:
     """The state of the previous fit that checkpoints need.
 
     Attributes:
-        seed: Seed of its steps' random numbers; None if there was no fit.
-        optimizers: The Trainer's optimizers whose state is divided over the processes.
-        state: The optimizer's state in canonical form, if the optimizer itself does not have it. This happens
-            if the state came from a checkpoint and there was no batch, or if the strategy is a copy.
+        seed: Seed of the random numbers of the fit's steps; None if there was no fit, or if its training step
+            ran uncaptured.
+        optimizers: Piper's objects that can assemble the full states of the Trainer's optimizers; empty if
+            the Trainer's optimizers have their full states.
+        state: The optimizer's state in canonical form; None if `optimizers` or the optimizer itself has the
+            state. Set if the state came from a checkpoint and there was no batch, or if the strategy is a
+            copy.
     """
 
     seed: int | None = None
@@ -62,8 +65,8 @@ class Left:
     state: State | None = None
 
     def full_state(self, optimizer: Optimizer) -> State | None:
-        """Return an optimizer's full state, as `ShardedOptimizer.full_state` does; None if the optimizer is
-        whole. Collective."""
+        """Return the full state of one of the Trainer's optimizers, as `ShardedOptimizer.full_state` does.
+        None if `optimizers` has no object for the optimizer. Collective."""
         found = next((each for each in self.optimizers if each.optimizer is optimizer), None)
         return None if found is None else found.full_state()
 
@@ -89,7 +92,7 @@ class Idle:
 
 @dataclass(frozen=True)
 class Evaluating:
-    """The phase of `validate`, `test` or `predict` over processes."""
+    """The phase of `validate`, `test` or `predict` over processes, or on a simulated accelerator."""
 
     standalone: Standalone
     left: Left
@@ -114,11 +117,11 @@ class Starting:
 
     Attributes:
         standalone: The owner of the module.
-        names: Names of the optimizer's parameters.
-        resumes: Whether the optimizer has its state from a checkpoint.
+        names: Names of the optimizer's parameters; empty if `eager` is set.
+        resumes: Whether the optimizer has its state from a checkpoint already.
         later: The state from a checkpoint that the optimizer receives at the first batch; None without such
             a state.
-        eager: Why the training step runs uncaptured, if that is known already.
+        eager: Why the training step cannot be captured; None if a capture may succeed.
         searches: Whether to search for a program at the first batch.
         replicas_alone: The owner of the module under data parallelism, before a searched program replaced it;
             None without a searched program.
@@ -148,8 +151,8 @@ class Starting:
 
     @property
     def unsearched(self) -> Standalone:
-        """The module under the program that it has without a search, whether or not a searched program has
-        replaced it."""
+        """The owner of the module under the program from before the search; without a searched program, this
+        is `standalone`."""
         return self.replicas_alone or self.standalone
 
     def take_over(
@@ -176,8 +179,7 @@ class Starting:
         return BatchJoin(world) if world.count < world.size else None
 
     def write(self, written: Callable[[], Written], tags: contextlib.ExitStack) -> None:
-        """Replace the program by the directives that degrees give, after the module and a batch are known.
-        Collective.
+        """Replace the program by directives that follow from degrees, the module and a batch. Collective.
 
         Args:
             written: Returns the directives and annotations. Only rank 0 calls it.
@@ -191,8 +193,8 @@ class Starting:
         self.standalone = self.standalone.under(settings, self.standalone.world)
 
     def give_back(self, tags: contextlib.ExitStack, say: Callable[[str], None]) -> BatchJoin | None:
-        """If a searched program has replaced the earlier program, return to the earlier one, because the
-        searched program cannot run.
+        """If a searched program has replaced the earlier program, return to the earlier program, and delete
+        the file of the searched program, which cannot run. `say` gets a message, and `tags` is closed.
 
         Returns:
             None, because batches are no longer joined.
@@ -206,14 +208,15 @@ class Starting:
         return None
 
     def forget(self) -> None:
-        """Delete the file of a searched program that cannot run, so that the next fit does not choose it
-        again."""
+        """On rank 0, delete the file of a searched program that cannot run, so that the next fit does not
+        choose it again. Without such a file, do nothing."""
         if self.kept is not None and self.standalone.world.is_rank_zero:
             self.kept.unlink(missing_ok=True)
 
     def load(self, state: State, optimizer: Optimizer, module: nn.Module) -> None:
-        """Load an optimizer's state from a checkpoint. If possible, the optimizer gets it immediately,
-        because hooks may read and change it. Otherwise it gets the state at the first batch.
+        """Load an optimizer's state from a checkpoint. The optimizer gets the state immediately, so that
+        hooks can read and change it. If the state is in a sharded checkpoint, or the module is on the meta
+        device, the optimizer gets only the parameter groups now, and the full state at the first batch.
 
         Raises:
             PiperError: The state has different parameter groups.
@@ -225,8 +228,8 @@ class Starting:
         optimizer.load_state_dict(state if self.resumes else {**state, "state": {}})
 
     def resumed(self, optimizer: Optimizer) -> State | None:
-        """Return the state with which the optimizer begins the fit. None if it does not resume, or if the
-        optimizer shards its state itself."""
+        """Return the state with which the optimizer begins the fit. None without a checkpoint, or if the
+        optimizer already has the state and shards it itself (`ZeroRedundancyOptimizer`)."""
         if self.resumes and hasattr(optimizer, "consolidate_state_dict"):
             return None
         return optimizer.state_dict() if self.resumes else self.later
@@ -287,7 +290,8 @@ class Eager:
     Attributes:
         before: The owner of the module before the first batch.
         over: Averages gradients over the replicas; None if there is one process.
-        named: Optimizers with the names of their parameters, until their state is divided over the replicas.
+        named: Optimizers with the names of their parameters. `arrive` divides the states of these optimizers
+            over the replicas and empties `named`.
         optimizers: Optimizers whose state is divided.
     """
 
@@ -296,11 +300,12 @@ class Eager:
     named: Sequence[tuple[Optimizer, Names]] = ()
     optimizers: tuple[EagerOptimizer, ...] = ()
     evaluation: None = None
-    _one_pass: bool = False
+    _one_pass: bool = False  # whether `after_pass` must switch averaging off
 
     @classmethod
     def begin(cls, before: Standalone, optimizers: Sequence[Optimizer]) -> Eager:
-        """Distribute the module over the replicas. Collective."""
+        """Make each process a replica of the whole module. With one process, only move the module to its
+        device. Collective."""
         before.close(failed=False)
         if before.world.size == 1:
             before.module.to(before.world.device)
@@ -322,7 +327,11 @@ class Eager:
             )
 
     def arrive(self) -> None:
-        """Prepare for the next batch, when no optimizer is in the middle of a step. Collective."""
+        """Prepare for the next batch, when no optimizer is in the middle of a step. Collective.
+
+        All replicas get rank 0's buffers. The states of new optimizers, and of optimizers whose parameter
+        groups have changed, are divided over the replicas.
+        """
         self.share_buffers()
         changed = [each for each in self.optimizers if each.has_changed]
         for each in changed:
@@ -362,8 +371,8 @@ class Eager:
     def before_pass(self, last: bool) -> None:
         """Prepare for a backward pass that Lightning starts.
 
-        During a manual step, `average` is on already. Otherwise averaging is switched on for this pass only,
-        even if a hook starts it outside of a step.
+        During a manual step, averaging is on already. Otherwise this method switches it on, and `after_pass`
+        switches it off, even for a pass that a hook starts outside of a step.
         """
         self._one_pass = self.over is not None and not self.over.averages
         if self._one_pass:
@@ -375,7 +384,7 @@ class Eager:
 
     def batch_norms(self) -> contextlib.AbstractContextManager[None]:
         """Return a context for the training step in which `nn.SyncBatchNorm`, or all batch norms, use the
-        statistics of all replicas' samples."""
+        statistics of all replicas' samples. With one process, the statistics are of its own samples."""
         return plain_batch_norms() if self.over is None else self.over.batch_norms()
 
     def load(self, optimizer: Optimizer, state: State) -> None:
@@ -402,10 +411,10 @@ def over(phase: Phase) -> Idle | Ended:
 
 
 def copied(phase: Phase, processes: int) -> Idle:
-    """Return the state that a copy of the strategy gets (`copy.deepcopy(trainer)`, `pickle.dumps(trainer)`).
+    """Return the phase of a copy of the strategy (`copy.deepcopy(trainer)`, `pickle.dumps(trainer)`).
 
-    It has everything that a later fit needs, without the plans and connections of a run, which belong to this
-    process. It has the optimizer's state as one device would have it, so that the copy can be saved.
+    The phase has everything that a later fit needs, without the plans and connections of a run, which belong
+    to this process. It has the optimizer's state as one device would have it, so that the copy can be saved.
 
     Raises:
         PiperError: The state is divided over several processes.

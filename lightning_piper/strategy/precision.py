@@ -68,7 +68,7 @@ class LossScaling:
 
     @property
     def scale(self) -> float:
-        """The factor by which the scaler will multiply the loss of the current step; 1 without a scaler."""
+        """The factor by which the scaler will multiply the next loss; 1 without a scaler."""
         return 1.0 if self._own is None else float(self._plugin.scaler.get_scale())
 
     def remove(self) -> None:

@@ -47,7 +47,7 @@ class OverProcesses(_lightning.Strategy):
         options: Arguments of Lightning's own strategies.
 
     Attributes:
-        phase: The current phase of a run, which knows for which replica each process draws data.
+        phase: The current phase of a run. `phase.replicas` has the replica that each process draws data for.
     """
 
     def __init__(self, local: bool, timeout: timedelta, backend: str | None, **options: Any) -> None:
@@ -55,12 +55,13 @@ class OverProcesses(_lightning.Strategy):
         self._local, self._timeout, self._backend = local, timeout, backend
         self.phase: Phase = Idle()
         self._failed = False  # whether the run has failed
-        self._join: BatchJoin | None = None  # set if each process of a pipeline draws its own data
+        # Joins the batches of processes that work on one batch although each of them draws its own data.
+        self._join: BatchJoin | None = None
         self._alone = False  # whether each process now evaluates only its own samples
         self._watch: FailureWatch | None = None
         self._termination: Termination | None = None
         self._sigterm = contextlib.ExitStack()  # closing it restores Lightning's handler
-        self._keeps_memory = False
+        self._keeps_memory = False  # whether this run has called `keep_freed_memory`
 
     def __getstate__(self) -> dict[str, Any]:
         phase = copied(self.phase, 1 if self._local else self.world_size)
@@ -78,8 +79,8 @@ class OverProcesses(_lightning.Strategy):
         """Whether processes read different data. If so, Lightning adds a distributed sampler to each data
         loader, which may shuffle although the user does not.
 
-        Without replicas, all processes are stages of one pipeline. They read the same data in the user's
-        order.
+        Without replicas, all processes read the same data in the user's order, unless their batches are
+        joined.
         """
         return self._join is not None or max(self.phase.replicas, default=0) > 0
 
@@ -110,7 +111,8 @@ class OverProcesses(_lightning.Strategy):
         return self._drawing if self._alone else self.world
 
     def _joined(self, batch: Any) -> Any:
-        """Return the joined batch of all processes that work on one batch. Collective."""
+        """Return the joined batch of all processes that work on one batch; `batch` itself if no batches are
+        joined. Collective."""
         return batch if self._join is None else self._join.joined(batch)
 
     def _world_of(self, replicas: tuple[int, ...]) -> World:
@@ -150,7 +152,8 @@ class OverProcesses(_lightning.Strategy):
             self.launch_script()
 
     def setup_environment(self) -> None:
-        """Connect the processes, and start the watches for failures and signals.
+        """Connect the processes, and start the watches for failures and signals. With all devices in one
+        process, there is nothing to connect.
 
         Raises:
             PiperError: The settings do not fit the transport, or processes cannot reach each other.
@@ -200,7 +203,8 @@ class OverProcesses(_lightning.Strategy):
             self._sigterm.callback(given_back)
 
     def _end_run(self) -> None:
-        """Stop the watches for failures and signals, and return freed memory to the system."""
+        """Restore Lightning's SIGTERM handler, stop the watches for failures and signals, and return freed
+        memory to the system."""
         self._sigterm.close()
         if self._termination is not None:
             self._termination.end()

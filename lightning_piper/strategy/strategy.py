@@ -83,30 +83,30 @@ class PiperStrategy(EvaluatingStrategy):
         directives: A list of directives or JSON objects, the path of a JSON file, or the result of a schedule
             builder. "ddp", "zero1", "zero2" and "zero3" mean replicas on all processes, with this ZeRO stage.
             By default, Piper uses the file that the environment variable PIPER_DIRECTIVES names. If the
-            variable is not set, it uses the module's `piper_directives`. Without these, it uses data
-            parallelism over all processes. "auto" is like the default, but a search may replace data
-            parallelism at the first batch. Each process then still draws its own data.
+            variable is not set, it uses the module's `piper_directives`. If the module does not have this
+            attribute, it uses data parallelism over all processes. "auto" is like the default, but a search
+            may replace data parallelism at the first batch. Each process then still draws its own data.
         pp, dp, tp, cp, ep, zero, schedule, microbatches, recompute: The program as parallel degrees
             instead of `directives`. `lightning_piper.parallel` explains them. By default, `dp` follows from
-            the number of processes. Piper writes the directives at the first batch, when it knows the module.
+            the number of processes. Directives that depend on the module are written at the first batch.
         verify: `static` checks every rewrite and plan without running it. `first_batch` also runs the
-            finished program on one batch and compares the result with one device's. `each` does so after
-            every directive and prints the report. `off` checks nothing.
+            finished program on one batch and compares the result with one device's. `each` also runs and
+            compares the program after every directive, and prints the report. `off` checks nothing.
         transport: `process` has a process for each logical device. `local` runs all of them in this process,
             with `devices=1`. `simulated` is like `local`, but on a simulated accelerator that runs the
             streams of each step in a different order: the result has the CPU's bits, or there is an error.
         profile: Which steps to record (see `lightning_piper.profile`). True records a few of the first steps.
-        timeout: Communication fails if no process answers within this time, a `timedelta` or a number of
-            seconds.
+        timeout: How long a process waits for other processes before communication fails: a `timedelta` or a
+            number of seconds.
         start_method: Only `popen`, which starts one new Python process for each device.
         process_group_backend: Backend of the default process group (default: `gloo` on CPU, `nccl` on CUDA).
             CUDA devices need NCCL.
         checkpoint: The form of a fit's checkpoints. `consolidated` is a plain Lightning checkpoint, which one
             process gathers and writes. `sharded` is a directory, in which every process writes its own part.
-            Both can be loaded with either value.
+            A fit loads checkpoints of both forms, whatever this argument says.
         accumulate: The meaning of `Trainer(accumulate_grad_batches=k)`. `batches` is the mean of the batches'
-            losses, as in Lightning. `tokens` is the loss of all batches as one batch, in which each batch has
-            its denominator (number of tokens or samples) as weight.
+            losses, as in Lightning. `tokens` is the loss of all batches as one batch: each batch's loss is
+            weighted by its denominator (its number of tokens or samples).
         capture: How to handle a step that cannot be captured. `auto` runs it uncaptured, with a warning, if
             the program replicates the whole step or there is one device; otherwise it raises an error.
             `always` raises an error. `never` runs all steps uncaptured.
@@ -194,7 +194,7 @@ class PiperStrategy(EvaluatingStrategy):
         self._keeps_whole, self._accumulate = whole, accumulate
         self._accumulating = False  # whether the batch is not the last one of a gradient accumulation
         self._saves, self._requeue = Saves(), Requeue()
-        self._times: StepTimes | None = None  # of the first steps of a searched program
+        self._times: StepTimes | None = None  # measures a searched program's first steps; None without one
 
     def __repr__(self) -> str:
         given = "no directives of its own" if self._program is None else f"{len(self._program)} directives"
@@ -204,6 +204,12 @@ class PiperStrategy(EvaluatingStrategy):
     # Fit
 
     def setup(self, trainer: pl.Trainer) -> None:
+        """Begin a run. Collective.
+
+        For a fit, check that Piper supports the Trainer and the module, and make the optimizers. Find out
+        already whether a capture of the step is impossible, and whether to search for a program. The first
+        batch begins the training.
+        """
         self._begin_run()
         _lightning.forget_logs(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
@@ -222,7 +228,7 @@ class PiperStrategy(EvaluatingStrategy):
         if problem is not None:
             check_may_be(phase.standalone, "training_step", problem, self._capture, self._accumulate)
             phase.eager = problem
-            self.model_to_device()  # a sanity check runs uncaptured, too
+            self.model_to_device()  # the steps of a sanity check also run uncaptured
         else:
             phase.names = names_in(self.optimizers[0], module)
         if self.world.size > 1 and self._is_searched(module):
@@ -238,8 +244,8 @@ class PiperStrategy(EvaluatingStrategy):
         self._requeue = Requeue.of(self.lightning_module.trainer, self.world)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """At the first batch of a fit, capture the step and distribute the module. Piper cannot do so
-        earlier, because it learns the shapes from the batch."""
+        """Accept the next batch. The first batch of a fit also begins the training, because Piper learns from
+        it the shapes that a capture needs. Collective."""
         if isinstance(self.phase, Fitting):
             self._arrive(self.phase, batch)
         elif isinstance(self.phase, Starting):
@@ -261,7 +267,8 @@ class PiperStrategy(EvaluatingStrategy):
             self.phase.share_buffers()
 
     def _first_batch(self, start: Starting, batch: Any) -> None:
-        """Begin the training captured, otherwise uncaptured. `check_may_be` raises if neither is possible."""
+        """Begin the training with a captured step, or uncaptured if the step cannot be captured.
+        `check_may_be` raises an error if neither is possible. Collective."""
         why = start.eager
         if why is None:
             try:
@@ -279,7 +286,8 @@ class PiperStrategy(EvaluatingStrategy):
     def _begin_captured(self, start: Starting, batch: Any) -> None:
         """Begin a fit with a captured step. Collective.
 
-        Without a given program, replicas run if they fit into memory. Otherwise a search finds a program.
+        If Piper may search for a program: with `whole=True`, it first tries replicas, and searches only if
+        they do not fit into memory. With `whole=False`, it searches at once.
         """
         if start.searches and self._keeps_whole:
             try:
@@ -307,7 +315,8 @@ class PiperStrategy(EvaluatingStrategy):
         )
 
     def _choose(self, start: Starting, batch: Any) -> None:
-        """Search for the program. Collective."""
+        """Search for a program. If the search chooses one, `start` gets it. Otherwise `start` keeps its
+        program. Collective."""
         assert self.lightning_module is not None
         choice = choose(
             self.lightning_module,
@@ -320,18 +329,21 @@ class PiperStrategy(EvaluatingStrategy):
         )
         if choice is not None:
             self._join = start.take_over(choice, self._world_of, self._chosen)
-            if self.lightning_module.trainer.accumulate_grad_batches == 1:  # otherwise nothing is predicted
+            # The prediction is for an optimizer step with one batch.
+            if self.lightning_module.trainer.accumulate_grad_batches == 1:
                 self._times = StepTimes(choice.predicted, rank_zero_info)
 
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        """Run a step. The first steps of a searched program are measured, to report a wrong prediction."""
+        """Run an optimizer step. Measure it if it is one of the first steps of a searched program, to report
+        a wrong prediction."""
         with self._times or contextlib.nullcontext():
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def _begin_eager(self, before: Standalone, captures: Sequence[Compiled], why: str) -> None:
-        """Run the step uncaptured from now on. `captures` are its captures that ran before."""
+        """Run the training step uncaptured from now on, and log `why`. `captures` are the captures of this
+        step that have run in the fit."""
         self._times = None
         rank_zero_info(summary_of(before.world.size, why))
         self.phase = Eager.begin(before, self.optimizers)
@@ -375,8 +387,8 @@ class PiperStrategy(EvaluatingStrategy):
         self.model.to(self.root_device)
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a plan if the step is captured; otherwise run the module's step. A manual step averages the
-        gradients of all its backward passes, because it may call `loss.backward()` directly."""
+        """Run a plan if the step is captured; otherwise run the module's step. During an uncaptured manual
+        step, every backward pass averages gradients, because the step may call `loss.backward()` directly."""
         assert self.lightning_module is not None
         if isinstance(self.phase, Fitting):
             return self._run_plan(self.phase, batch, *args, **kwargs)
@@ -392,8 +404,8 @@ class PiperStrategy(EvaluatingStrategy):
                 self.phase.stop_averaging()
 
     def _run_plan(self, phase: Fitting, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the captured step on the current batch. If it can no longer be captured, run it uncaptured from
-        now on."""
+        """Run the captured step on the current batch. If the step cannot be captured for this batch, run it
+        uncaptured from now on."""
         assert self.lightning_module is not None
         fit, loop = phase.fit, self.lightning_module.trainer.fit_loop.epoch_loop
         try:
@@ -416,8 +428,8 @@ class PiperStrategy(EvaluatingStrategy):
         self._join = start.give_back(self._chosen, rank_zero_info)
         self._begin_eager(start.standalone, [fit.program], str(error))
 
-    # The Trainer calls these two hooks around a backward pass of automatic optimization or of
-    # `manual_backward`. If the pass raises an error, the run ends, so `post_backward` need not run.
+    # The Trainer calls `pre_backward` and `post_backward` around a backward pass of automatic optimization or
+    # of `manual_backward`. If the pass raises an error, the run ends, so `post_backward` need not run.
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         if isinstance(self.phase, Eager):
@@ -429,7 +441,8 @@ class PiperStrategy(EvaluatingStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Mark all batches of a gradient accumulation but the last. The Trainer runs them in this context."""
+        """Mark all batches of a gradient accumulation except the last. The Trainer runs these batches in this
+        context."""
         self._accumulating = True
         try:
             yield
@@ -451,8 +464,8 @@ class PiperStrategy(EvaluatingStrategy):
         assert self.accelerator is not None and self.cluster_environment is not None
         module = self.lightning_module
         if module is not None and is_on_meta(module):
-            # After a failure, the module is still distributed, or still as it was built. Tensors without data
-            # cannot be moved.
+            # Like `super().teardown()`, but without moving the module and the optimizers to the CPU. After a
+            # failure, the module may have tensors on the meta device, which cannot be moved.
             self.cluster_environment.teardown()
             self.precision_plugin.teardown()
             self.accelerator.teardown()
@@ -468,8 +481,8 @@ class PiperStrategy(EvaluatingStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state dict. Collective.
 
-        It is whole on rank 0. Other ranks have tensors without data for parts on other processes. For sharded
-        checkpoints it has references in place of tensors.
+        The dict is whole on rank 0. On other ranks, tensors that lie on other processes have no data. For
+        sharded checkpoints, the dict has references in place of tensors.
         """
         if not self._sharded or not isinstance(self.phase, Fitting | Ended):
             return super().lightning_module_state_dict()
@@ -480,7 +493,11 @@ class PiperStrategy(EvaluatingStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the optimizer's state as one device would have it. Collective.
 
-        It is whole on rank 0. Other ranks have a part. Sharded checkpoints get references to tensors.
+        The state is whole on rank 0. Other ranks have a part of it. For sharded checkpoints, the state has
+        references in place of tensors.
+
+        Raises:
+            PiperError: The state is still in a sharded checkpoint, because the fit has not had a batch.
         """
         if is_a(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
@@ -503,6 +520,13 @@ class PiperStrategy(EvaluatingStrategy):
         return super().optimizer_state(optimizer) if state is None else state
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the states of the optimizers. Before the first batch of a captured fit, the phase may keep the
+        state until then (`Starting.load`).
+
+        Raises:
+            PiperError: The states do not fit the optimizers, or an uncaptured step would have to read a
+                sharded checkpoint.
+        """
         states = checkpoint["optimizer_states"]
         if isinstance(self.phase, Eager) or (isinstance(self.phase, Starting) and self.phase.eager):
             if any(referenced(state) for state in states):
@@ -538,6 +562,8 @@ class PiperStrategy(EvaluatingStrategy):
             fit.optimizer.load_full_state(state)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the module's values, also into a distributed module. For a sharded checkpoint, read the
+        entries of callbacks and averaged weights into `checkpoint` first."""
         parts = self.phase.fit.ownership if isinstance(self.phase, Fitting) else None
         restored = self._restored
         if restored.sharded is not None:
@@ -560,6 +586,11 @@ class PiperStrategy(EvaluatingStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
+        """Return the content of a plain or sharded checkpoint, without Piper's own entry `KEY`. Collective.
+
+        A sharded checkpoint's content has references in place of tensors. `_restored` keeps what Piper needs
+        to read the tensors later.
+        """
         self._saves.wait()
         world, restored = self.world, self._restored
         place, sharded = found_at(checkpoint_path, self.checkpoint_io, world)
@@ -577,6 +608,8 @@ class PiperStrategy(EvaluatingStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
+        """Save a checkpoint. Rank 0 writes a plain checkpoint. All processes write a sharded checkpoint,
+        which exists only from the first batch of a captured fit on."""
         phase, io = self.phase, self.checkpoint_io
         # Outside of a run, no code would wait for the end of the write.
         behind = is_behind(io, filepath) and not isinstance(phase, Idle | Ended) and not self._requeue.saves
