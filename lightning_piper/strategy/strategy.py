@@ -76,8 +76,7 @@ class PiperStrategy(EvaluatingStrategy):
         strategy = PiperStrategy(directives=schedules.one_f_one_b(2, 8))
         Trainer(accelerator="cpu", devices=2, strategy=strategy).fit(module, loader)
 
-    It works with Trainers and modules of `lightning` and of `pytorch_lightning`, which have different classes
-    of the same names.
+    It works with Trainers and modules of `lightning` and of `pytorch_lightning`.
 
     Args:
         directives: A list of directives or JSON objects, the path of a JSON file, or the result of a schedule
@@ -201,15 +200,9 @@ class PiperStrategy(EvaluatingStrategy):
         given = given if self._degrees is None else repr(self._degrees)
         return f"<PiperStrategy: {given}, transport={self._transport!r}>"
 
-    # Fit
-
     def setup(self, trainer: pl.Trainer) -> None:
-        """Begin a run. Collective.
-
-        For a fit, check that Piper supports the Trainer and the module, and make the optimizers. Find out
-        already whether a capture of the step is impossible, and whether to search for a program. The first
-        batch begins the training.
-        """
+        """Begin a run. For a fit, check that Piper supports it, make the optimizers, and find out whether to
+        search for a program. The first batch begins the training. Collective."""
         self._begin_run()
         _lightning.forget_logs(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
@@ -284,11 +277,8 @@ class PiperStrategy(EvaluatingStrategy):
         _lightning.move_optimizers(self.optimizers, self.root_device)
 
     def _begin_captured(self, start: Starting, batch: Any) -> None:
-        """Begin a fit with a captured step. Collective.
-
-        If Piper may search for a program: with `whole=True`, it first tries replicas, and searches only if
-        they do not fit into memory. With `whole=False`, it searches at once.
-        """
+        """Begin a fit with a captured step. If Piper may search for a program, it searches at once with
+        `whole=False`; with `whole=True` only if replicas do not fit into memory. Collective."""
         if start.searches and self._keeps_whole:
             try:
                 self._begin_fit(start, batch, partial(self._check_room, start))
@@ -315,8 +305,7 @@ class PiperStrategy(EvaluatingStrategy):
         )
 
     def _choose(self, start: Starting, batch: Any) -> None:
-        """Search for a program. If the search chooses one, `start` gets it. Otherwise `start` keeps its
-        program. Collective."""
+        """Search for a program. `start` keeps its program if the search chooses none. Collective."""
         assert self.lightning_module is not None
         choice = choose(
             self.lightning_module,
@@ -336,8 +325,7 @@ class PiperStrategy(EvaluatingStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        """Run an optimizer step. Measure it if it is one of the first steps of a searched program, to report
-        a wrong prediction."""
+        """Run an optimizer step. Measure a searched program's first steps, to report a wrong prediction."""
         with self._times or contextlib.nullcontext():
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
@@ -354,8 +342,7 @@ class PiperStrategy(EvaluatingStrategy):
     def _begin_fit(
         self, start: Starting, batch: Any, check: Callable[[Compiled], None] = lambda compiled: None
     ) -> None:
-        """Begin a fit whose step is captured with this batch. `check` raises an error if the program must not
-        run. Collective."""
+        """Begin a fit whose step is captured with this batch, unless `check` raises an error. Collective."""
         module, optimizer = self.lightning_module, self.optimizers[0]
         assert module is not None
         names = names_in(optimizer, module, start.names)  # hooks may have changed the optimizer's groups
@@ -441,8 +428,7 @@ class PiperStrategy(EvaluatingStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Mark all batches of a gradient accumulation except the last. The Trainer runs these batches in this
-        context."""
+        """The context in which the Trainer runs all batches of a gradient accumulation except the last."""
         self._accumulating = True
         try:
             yield
@@ -473,17 +459,12 @@ class PiperStrategy(EvaluatingStrategy):
         else:
             super().teardown()
 
-    # Checkpoints
-
     def _in_ranges(self) -> bool:
         return self._sharded and isinstance(self.phase, Fitting)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state dict. Collective.
-
-        The dict is whole on rank 0. On other ranks, tensors that lie on other processes have no data. For
-        sharded checkpoints, the dict has references in place of tensors.
-        """
+        """Return the module's state dict, whole on rank 0. On other ranks, tensors of other processes have no
+        data. For sharded checkpoints, the dict has references in place of tensors. Collective."""
         if not self._sharded or not isinstance(self.phase, Fitting | Ended):
             return super().lightning_module_state_dict()
         assert self.lightning_module is not None
@@ -491,14 +472,8 @@ class PiperStrategy(EvaluatingStrategy):
             return module_state(self.lightning_module, self.phase.fit.program.step.canonical)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state as one device would have it. Collective.
-
-        The state is whole on rank 0. Other ranks have a part of it. For sharded checkpoints, the state has
-        references in place of tensors.
-
-        Raises:
-            PiperError: The state is still in a sharded checkpoint, because the fit has not had a batch.
-        """
+        """Return the optimizer's state as one device would have it, whole on rank 0, a part on other ranks.
+        For sharded checkpoints, the state has references in place of tensors. Collective."""
         if is_a(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         left = self.phase.left
@@ -520,13 +495,7 @@ class PiperStrategy(EvaluatingStrategy):
         return super().optimizer_state(optimizer) if state is None else state
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the states of the optimizers. Before the first batch of a captured fit, the phase may keep the
-        state until then (`Starting.load`).
-
-        Raises:
-            PiperError: The states do not fit the optimizers, or an uncaptured step would have to read a
-                sharded checkpoint.
-        """
+        """Load the states of the optimizers. Before the first batch, see `Starting.load`."""
         states = checkpoint["optimizer_states"]
         if isinstance(self.phase, Eager) or (isinstance(self.phase, Starting) and self.phase.eager):
             if any(referenced(state) for state in states):
@@ -562,8 +531,8 @@ class PiperStrategy(EvaluatingStrategy):
             fit.optimizer.load_full_state(state)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the module's values, also into a distributed module. For a sharded checkpoint, read the
-        entries of callbacks and averaged weights into `checkpoint` first."""
+        """Load the module's values. If the checkpoint is sharded, first replace the references in the entries
+        of callbacks by tensors."""
         parts = self.phase.fit.ownership if isinstance(self.phase, Fitting) else None
         restored = self._restored
         if restored.sharded is not None:
@@ -586,11 +555,8 @@ class PiperStrategy(EvaluatingStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return the content of a plain or sharded checkpoint, without Piper's own entry `KEY`. Collective.
-
-        A sharded checkpoint's content has references in place of tensors. `_restored` keeps what Piper needs
-        to read the tensors later.
-        """
+        """Return the content of a checkpoint, without Piper's entry `KEY`. If the checkpoint is sharded, the
+        content has references in place of tensors, and `_restored.sharded` can read them. Collective."""
         self._saves.wait()
         world, restored = self.world, self._restored
         place, sharded = found_at(checkpoint_path, self.checkpoint_io, world)
@@ -608,8 +574,8 @@ class PiperStrategy(EvaluatingStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Save a checkpoint. Rank 0 writes a plain checkpoint. All processes write a sharded checkpoint,
-        which exists only from the first batch of a captured fit on."""
+        """Save a checkpoint: rank 0 alone, or every process its own part if the checkpoint is sharded. Only a
+        fit with a captured step, from its first batch on, has sharded checkpoints."""
         phase, io = self.phase, self.checkpoint_io
         # Outside of a run, no code would wait for the end of the write.
         behind = is_behind(io, filepath) and not isinstance(phase, Idle | Ended) and not self._requeue.saves
