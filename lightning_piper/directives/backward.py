@@ -31,7 +31,7 @@ def _replace(dag: TrainingDAG, chunk: Chunk) -> dict[Ref, Ref]:
     id than the chunks that it reads.
 
     Returns:
-        The new reference for each output of the chunk.
+        Old reference -> new reference, for each output of the chunk.
     """
     code = dag.code
     given = dict(zip(dag.interface(chunk).inputs, chunk.inputs, strict=True))

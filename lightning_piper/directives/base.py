@@ -189,7 +189,8 @@ class Directive:
     def select(
         self, dag: TrainingDAG, field: str, condition: Filter, index: Index | None = None
     ) -> list[Chunk]:
-        """Return the chunks that the filter `condition` matches. Messages show `field` as the filter's field.
+        """Return the chunks that the filter `condition` matches. Messages name `field`, the directive's field
+        that holds the filter.
 
         A filter that matches nothing is an error, with three exceptions that give an empty list. A smaller
         batch may not have the microbatch. A part of the step may not have the pass: a frozen first stage does
@@ -228,7 +229,8 @@ class Directive:
 
 
 def names_absent(dag: TrainingDAG, condition: Filter) -> bool:
-    """Return whether a filter names microbatches that a smaller batch does not have."""
+    """Return whether a filter names microbatches that are absent, because the batch is smaller than the batch
+    for which the program was written."""
     for tag, absent in dag.program.absent.items():
         wanted = condition.get(tag)
         if any(w in absent for w in (wanted if isinstance(wanted, list | tuple) else [wanted])):
@@ -310,7 +312,7 @@ def error_at(index: int, directive: Directive | None, error: DirectiveError | st
 
 
 def error_of(degrees: str, message: str) -> DirectiveError:
-    """Return the error of a program that Piper wrote for these degrees."""
+    """Return an error of a program that Piper wrote for `degrees`. The message names the degrees."""
     return DirectiveError(f"PiperStrategy({degrees}): {message}")
 
 

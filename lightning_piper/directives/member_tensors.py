@@ -351,7 +351,8 @@ def _change(dag: TrainingDAG, chunk: Chunk, streams: Mapping[str, str]) -> list[
 
 
 def _changed(dag: TrainingDAG, chunk: Chunk, ref: Ref, change: Change, stream: str) -> Redistribute:
-    """Insert a node that changes the placement of a chunk's output."""
+    """Insert a node that changes the placement of `ref`, a value from an output of a chunk. Return the
+    node."""
     value = dag.value(ref)
     about = {"before": change.before, "after": change.after, "mesh": dag.mesh, "axis": change.axis}
     specs = changed_specs(value.tensors, change.before, change.after, dag.mesh.size(change.axis))

@@ -28,18 +28,18 @@ class Offload(Directive):
         F -> saved -> B      --offload-->      F -> saved -> store      fetch -> saved -> B
 
     Attributes:
-        filter: Selects chunks. Values that their forward passes save are stored at once. So are inputs that a
-            later pass of the same region and slice reads again, such as the inputs of recomputed regions. If
-            PASS names BI, values that BI saves for BW are also stored.
+        filter: Selects chunks. Values that selected forward passes save are stored at once. So are inputs of
+            these passes that a later pass of the same region and slice reads again, such as the inputs of
+            recomputed regions. If PASS names BI, values that BI saves for BW are also stored.
         ahead: When to fetch a value. A number n: n chunks of the same device before the first chunk that
-            reads the value. A filter: before the chunk of that device that the filter selects.
+            reads the value. A filter: before the chunks of the same device that the filter selects.
         saved: Whether to store what forward passes save.
         states: Whether the optimizer states of the selected regions' parameters stay on the host outside of
             the update.
         store_stream, fetch_stream: Logical streams of the copies.
 
-    Put it after `place`, `split`, `shard` and `recompute`. On CUDA the host memory is pinned, and copies
-    overlap other work. On a CPU they take the time of a copy. The bits do not change.
+    Piper applies this directive after `split`, `shard` and `recompute`. On CUDA the host memory is pinned,
+    and copies overlap other work. On a CPU they take the time of a copy. The bits do not change.
 
     Source: Rhu et al., vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient Neural Network
     Design, 2016.

@@ -56,9 +56,8 @@ class Order(Directive):
     A filter whose PASS is `R` selects second forward passes (`recompute`). A second forward pass in an order
     does not wait for a gradient.
 
-    A filter whose PASS is `STORE` or `FETCH` selects the copies to the host, or back, that an earlier
-    `offload` makes for the chunks that the filter names. It must be a group of its own between groups of
-    chunks.
+    A filter whose PASS is `STORE` or `FETCH` selects the copies to the host, or back, that an `offload` makes
+    for the chunks that the filter names. Such a filter must be a group of its own between groups of chunks.
 
     If a step gathers samples (`gather_samples`), a backward pass that waits for all samples cannot run before
     the last forward pass. So the forward passes of all groups come first, then the part that works on the
@@ -158,7 +157,7 @@ class Order(Directive):
         them.
 
         Raises:
-            DirectiveError: The filter matches nothing. `select` has the exceptions.
+            DirectiveError: The filter matches nothing. The exceptions of `select` apply.
         """
         if not names_copies(condition):
             return self.select(dag, field, condition, index)

@@ -128,7 +128,7 @@ class Place(Directive):
     def _together(self, dag: TrainingDAG, chunks: list[Chunk], group: tuple[int, ...]) -> None:
         """Raise an error if the passes of a region for one slice would be on different devices (or groups).
 
-        The backward pass reads what the forward pass saved, so they must share a device.
+        The backward pass reads values that the forward pass saved on its device.
         """
         placed = {(chunk.region, chunk.slice): chunk for chunk in chunks}
         for other in dag.of_type(Chunk):

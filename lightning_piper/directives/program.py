@@ -33,7 +33,7 @@ Annotations = Mapping[str, Sequence[Sequence[str]]]  # tag -> groups of module n
 
 
 def parse(source: Any) -> list[Directive]:
-    """Parse a program.
+    """Return the directives of a program, with the fields that follow from other directives.
 
     The source is a list that mixes directives and JSON objects, an object `{"version": 1, "directives":
     [...]}`, or the path of a JSON file with one of these. `annotations_of` parses the object's `annotate`.
@@ -106,8 +106,8 @@ def annotate_as(module: nn.Module, annotations: Annotations) -> list[RemovableHa
 
 
 def _content(source: Any) -> tuple[Any, str]:
-    """Return the content of a program's source, and the name of the source for errors. A mapping, such as a
-    configuration of Hydra, becomes a dict.
+    """Return the content of a program's source, read from its file if the source is a path, and the name of
+    the source for errors. A mapping, such as a configuration of Hydra, becomes a dict.
     """
     if not isinstance(source, str | PathLike):
         return dict(source) if isinstance(source, Mapping) else source, "the program"

@@ -41,8 +41,8 @@ class Recompute(Directive):
             the least time, with 0 it saves the region's inputs only. torch's min-cut partitioner chooses the
             values (its `activation_memory_budget`).
 
-    Put it after `place`, `split` and `shard`, and before the `order` that names second passes. The bits do
-    not change.
+    Piper applies this directive after `place`, `split` and a `shard` of experts, and before an `order` that
+    names second passes. The bits do not change.
 
     Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
     """
@@ -117,6 +117,7 @@ class Recompute(Directive):
             if forward.id not in second:
                 again = second[forward.id] = dag.duplicate(forward)
                 dag.change(again, tags={**forward.tags, "PASS": AGAIN})
+                # The second forward pass waits for the other inputs of the backward pass, such as a gradient.
                 for source in {other[0] for other in backward.inputs} - {forward.id}:
                     if dag.nodes[source].devices == again.devices:
                         dag.order(dag.nodes[source], again, dag.origin)

@@ -45,7 +45,7 @@ class Replicate(Directive):
         B 0:8 @0,1 -> accumulate -> update    --replicate {} over [0, 1]-->    B 0:4 @0,1 -> accumulate -> all-reduce -> update
 
     Attributes:
-        filter: Selects chunks (default: all chunks). They must be placed on the groups already.
+        filter: Selects chunks (default: all chunks). A `place` must put them on the groups.
         devices: One group, `[0, 1]`, or a list of groups, `[[0, 2], [1, 3]]`, on which the stages are placed
             (default: the groups on which the program places chunks). A device's position in its group is its
             replica index: replica r of R has the r-th of R equal parts of the batch.
@@ -277,6 +277,7 @@ class Replicate(Directive):
         return [tuple(group) for group in groups]
 
     def _policy(self) -> ShardingPolicy:
+        """Return the policy of the selected regions. A ZeRO stage also shards what the lower stages shard."""
         return ShardingPolicy(
             optimizer=self.shard_optimizer or self.shard_grads or self.shard_params,
             gradients=self.shard_grads or self.shard_params,

@@ -42,7 +42,7 @@ class Shard(Directive):
         F[EP=0] @0,1     --shard {EP: 0} over [0, 1]-->     all-to-all -> F[EP=0], half of the experts on each @0,1 -> all-to-all
 
     Attributes:
-        filter: Selects chunks. They must be placed on the groups and split already. Only regions between
+        filter: Selects chunks. A `place` must put them on the groups. Only regions between
             `piper.dispatch` and `piper.combine` are divided. Operations with the same annotation before or
             after such a region are not.
         devices: One group, `[0, 1]`, or a list of groups, `[[0, 1], [2, 3]]`. Each group has all experts, and
@@ -65,8 +65,8 @@ class Shard(Directive):
     With `params` or `values`, all devices of a line work on the same samples. Several such directives may
     divide other parameters and other dimensions along other axes of one mesh. Then all devices of a block of
     these axes work on the same samples. Piper propagates placements through the captured graph, and inserts a
-    node where a placement must change. Put the directive before every `replicate` and after `place` and
-    `split`. All regions must be placed on the lines.
+    node where a placement must change. All regions must be placed on the lines. Piper applies the directive
+    after `place` and `split`, and before `replicate`.
 
     Without `params` and `values`, every device works on its own local batch, as with a `replicate` over the
     same devices. In a divided region, a parameter whose first dimension is the number of experts is divided,
@@ -219,7 +219,8 @@ class Shard(Directive):
         return [tuple(group) for group in groups]
 
     def _mesh(self, dag: TrainingDAG, chunks: Sequence[Chunk]) -> Mesh:
-        """Return the mesh of the chunks' group ranks. It must be the same on all of their device groups."""
+        """Return the mesh of the chunks' group ranks. Raise an error if two device groups have different
+        meshes."""
         found: dict[Mesh, Chunk] = {}
         places: dict[tuple[int, tuple[int, ...]], Mesh] = {}
         for chunk in chunks:

@@ -51,7 +51,7 @@ def hold_parts(dag: TrainingDAG, regions: Iterable[int]) -> list[Node]:
 
 
 def _users_of(dag: TrainingDAG) -> Mapping[str, frozenset[int]]:
-    """Return the regions that read each parameter or make a gradient of it."""
+    """Return parameter -> the regions that read it or make a gradient of it."""
     found = {name: set(regions) for name, regions in readers_of(dag).items()}
     for (region, _), interface in dag.code.interfaces.items():
         for name in (

@@ -363,7 +363,7 @@ def _buckets(
 
 
 def readers_of(dag: TrainingDAG) -> Mapping[str, frozenset[int]]:
-    """Return the regions that read each parameter."""
+    """Return parameter -> the regions that read it."""
     found: dict[str, set[int]] = {}
     for (region, _), interface in dag.code.interfaces.items():
         for name in interface.params:
@@ -372,7 +372,7 @@ def readers_of(dag: TrainingDAG) -> Mapping[str, frozenset[int]]:
 
 
 def _trained(dag: TrainingDAG) -> dict[str, set[int]]:
-    """Return the regions that make gradients of each trained parameter."""
+    """Return trained parameter -> the regions that make a gradient of it."""
     found: dict[str, set[int]] = {}
     for (region, _), interface in dag.code.interfaces.items():
         for name in (name for out in interface.outputs if out.kind == Kind.GRAD for name in out.names):

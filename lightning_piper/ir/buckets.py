@@ -239,7 +239,8 @@ def packed(bucket: Bucket, tensors: Mapping[str, torch.Tensor], device: torch.de
 def packed_among(
     bucket: Bucket, names: Iterable[str], tensors: Mapping[str, torch.Tensor], device: torch.device | str
 ) -> torch.Tensor:
-    """Copy the tensors with these names into a new flat tensor, which has zeros in the other places."""
+    """Copy the tensors `names` into a new flat tensor, with zeros in the places of the bucket's other
+    tensors."""
     flat, own = bucket.empty(device), frozenset(names)
     for name, view in zip(bucket.names, bucket.views(flat), strict=True):
         if name in own:
@@ -252,7 +253,8 @@ def packed_among(
 def packed_params(
     bucket: Bucket, params: Mapping[str, torch.Tensor], replica: int, device: torch.device | str
 ) -> torch.Tensor:
-    """Copy a replica's parts of undivided parameters into a new flat tensor."""
+    """Copy the parts that group rank `replica` has of the parameters into a new flat tensor. `params` maps
+    names to undivided parameters."""
     return packed(bucket, {name: bucket.own(name, params[name], replica) for name in bucket.names}, device)
 
 

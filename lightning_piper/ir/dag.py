@@ -29,8 +29,8 @@ class TrainingDAG:
     Attributes:
         step: The captured step, which has the code of every chunk.
         size: Samples in the global batch of one step (N).
-        mesh: The group ranks of every node. Along `DATA` there are R replicas; replica r has samples [r N/R,
-            (r+1) N/R). Members along another axis have the same samples.
+        mesh: The mesh of the group ranks, the same for every node. Along `DATA` there are R replicas; replica
+            r has samples [r N/R, (r+1) N/R). Members along another axis have the same samples.
         nodes: The nodes by id.
         graph: `networkx` graph of ids. Edge attributes: `data` (the edge carries a value) and `order` (index
             of the directive that ordered the two nodes, or None). Node attribute: `order` (index of the first
@@ -43,8 +43,8 @@ class TrainingDAG:
         divided: Parameter -> the axes along which it is divided. Whole parameters are absent.
         member_axes: The axes along which chunks compute on parts of tensors (`Step.divisions`). If empty,
             chunks compute on whole tensors.
-        param_meshes: Parameter -> its mesh, if its gradients are summed over other ranks than those along
-            `DATA` of `mesh`.
+        param_meshes: Parameter -> the mesh along whose `DATA` its gradients are summed. For an absent
+            parameter, this is `mesh`.
         arranged: (region, device group) -> the mesh that a `place` directive gave to both. A pair without a
             mesh is absent.
         hosted: Parameters whose optimizer states stay in host memory between steps.
@@ -141,7 +141,8 @@ class TrainingDAG:
         return step.at(samples, self.degrees_of(key[0])).code_of(key)
 
     def degrees_of(self, region: int) -> tuple[int, ...]:
-        """Return for each call of `dispatch` the number of parts of its region; empty for whole regions."""
+        """Return, for each call of `dispatch` in the step, into how many parts the experts after this call
+        are divided. The result is empty if the experts of `region` are not divided."""
         return self._degrees if region in self.meshes else ()
 
     def code_for(self, key: PassKey, part: Slice) -> Code:
@@ -211,7 +212,7 @@ class TrainingDAG:
         return [user for user in self.users(self.nodes[ref[0]]) if ref in user.reads]
 
     def ordered_by(self, node: Node) -> int | None:
-        """Return the index of a directive that ordered the node, or None."""
+        """Return the index of a directive that ordered the node; None if no directive has ordered it."""
         if (by := self.graph.nodes[node.id]["order"]) is not None:
             return int(by)
         edges = [*self.graph.in_edges(node.id), *self.graph.out_edges(node.id)]

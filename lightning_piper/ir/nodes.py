@@ -122,7 +122,7 @@ class Chunk(Node):
     Attributes:
         region: Index of the region.
         kind: The pass: `F`, `B`, or one pass of a split B, `BI` or `BW`. Filters see it as the tag `PASS`.
-        slice: The samples it works on, as positions in the replica's local batch. All replicas use the same
+        slice: The samples of the chunk, as positions in the replica's local batch. All replicas use the same
             positions.
         state: The source of the current value of each buffer in `Interface.state`; None is the module's own
             buffer, with its value before the step.

@@ -1,4 +1,4 @@
-"""The parts of a region's parameters that its replicas shard."""
+"""The choice of the tensors that a region's replicas shard, and of streams and buckets."""
 
 from __future__ import annotations
 

@@ -97,9 +97,9 @@ class Interface:
         batch: Indices of the batch leaves that the pass reads.
         seeds: Indices in `StepCode.terms` of the loss terms whose gradients are the last arguments.
         random: Whether the pass draws random numbers. It then runs with a seed of its own.
-        arrives, leaves: For a region that rows are dispatched to, the role of each input and output in that
-            exchange: `counts`, `dispatch` (rows that arrived), `combine` (rows on their way back), or "".
-            Empty for all other regions.
+        arrives, leaves: For a region to which rows are dispatched, the role of each input and output in the
+            exchange of rows: `counts`, `dispatch` (rows that arrived), `combine` (rows on their way back), or
+            "". Empty for all other regions.
     """
 
     inputs: tuple[tuple[int, str, int], ...]
@@ -184,7 +184,7 @@ class Logged:
             follows from them (`Output.term`).
         kwargs: The other arguments of the call, which the replay passes on unchanged.
         constant: The value, if it was a Python number and not a tensor; a function without arguments if the
-            number changes from step to step.
+            number changes from step to step. None for a tensor.
         computed: Set if the value is computed from several outputs instead of being an output.
         where: The user's source line.
     """
@@ -426,7 +426,7 @@ class Step(Protocol):
         ...
 
     def divided(self, divisions: Sequence[Division]) -> Step:
-        """Return the same step, cut wherever members of axes change what they hold of a value."""
+        """Return the same step, cut wherever the placement of a value along an axis changes."""
         ...
 
     def recomputing(self, recomputation: Recomputation) -> Step:
@@ -434,7 +434,7 @@ class Step(Protocol):
         ...
 
     def at(self, size: int, degrees: tuple[int, ...] = ()) -> StepCode:
-        """Return the step's code for a batch of `size` samples. The first call for a size traces the step.
+        """Return the step's code for a batch of `size` samples. The first call for a size may trace the step.
 
         Args:
             size: Samples.

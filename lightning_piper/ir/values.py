@@ -196,8 +196,8 @@ class Kind(StrEnum):
     BUFFER = "buffer"  # new values of buffers
     LOSS = "loss"
     LOG = "log"
-    RESULT = "result"  # the tensors that a forward-only step returns, named by their numbers
-    ARGUMENT = "argument"  # tensor arguments of updates of metric objects
+    RESULT = "result"  # a tensor that a forward-only step returns, named "0", "1", ...
+    ARGUMENT = "argument"  # tensor arguments of calls of metric objects
     PARAM = "param"  # parameters in a bucket
     COUNT = "count"  # the sums that denominators of the loss are made of
     WEIGHT = "weight"  # the weight of some samples in a term of the loss or in a logged value

@@ -1,5 +1,5 @@
-"""The operation that joins the arguments of a torchmetrics call, which each slice of the batch makes, in the
-order of the samples: its check, reference, lowering and binding (`ops.base`)."""
+"""The operation `Arguments`. Each slice of the batch makes the arguments of a torchmetrics call. The
+operation joins these arguments in the order of the samples."""
 
 from __future__ import annotations
 

@@ -152,9 +152,9 @@ class Planning(Protocol):
         ...
 
     def read(self, ref: Ref, reader: Node) -> Read:
-        """Return the slot of a value.
+        """Return the read of a value by `reader`, with the slot that holds the value.
 
-        Before the first reader, emit the instructions that bring the value into the slot.
+        At the first read on the device, emit the instructions that bring the value into the slot.
         """
         ...
 
@@ -180,7 +180,7 @@ class Planning(Protocol):
         stream: str | None = None,
         **fields: Any,
     ) -> None:
-        """Start a collective. Readers of its value wait for it.
+        """Start a collective. A reader of the collective's value waits for the value.
 
         Args:
             stream: The logical stream that issues the collective (default: the node's). The collective begins

@@ -458,7 +458,7 @@ def _folded(
         rows.setdefault(metric, []).append(numbers)
     added = {metric: row for metric, row in rows.items() if instruction.folds[metric] == "sum"}
     depth = max((len(row) for row in added.values()), default=1)
-    index = torch.full((depth, sum(widths)), sum(sizes))  # index of the zero after the last number
+    index = torch.full((depth, sum(widths)), sum(sizes))  # `sum(sizes)` is the index of the appended zero
     places = torch.arange(sum(widths)).split(list(widths))
     for metric, row in added.items():
         index[: len(row), places[metric]] = torch.stack(row)

@@ -139,6 +139,7 @@ def interpret_concat(run: Reference, node: Concat, inputs: list[Bundle]) -> list
 
 
 def produce_cut(plan: Planning, node: Cut, ref: Ref) -> None:
+    """Emit the cut. Its result may share memory with its input, so both have the same source."""
     whole = plan.read(node.inputs[0], node)
     slot = plan.new_slot(ref, plan.source(whole.slot), node.stream)
     plan.emit(
@@ -168,6 +169,7 @@ def produce_concat(plan: Planning, node: Concat, ref: Ref) -> None:
 
 
 def bind_cut(instruction: CutInstruction, on: Binding) -> Bound:
+    """Return the function that cuts each tensor of a bundle. The results have the strides of the specs."""
     (source,), into, specs, slots = instruction.reads, instruction.into, instruction.tensors, on.slots
     dim, start, length = instruction.dim, instruction.start, instruction.stop - instruction.start
 
@@ -183,6 +185,7 @@ def bind_cut(instruction: CutInstruction, on: Binding) -> Bound:
 
 
 def bind_concat(instruction: ConcatInstruction, on: Binding) -> Bound:
+    """Return the function that joins bundles tensor by tensor. The results have the strides of the specs."""
     reads = instruction.reads
     into = instruction.into
     specs = instruction.tensors

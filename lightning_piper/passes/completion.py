@@ -18,8 +18,8 @@ def complete(dag: TrainingDAG) -> None:
     program places nothing, all nodes run on device 0.
 
     Raises:
-        DirectiveError: The program places or replicates only some regions, leaves a node without a device, or
-            does not use devices 0 to n - 1 without gaps.
+        DirectiveError: The program places or replicates only some regions, or leaves a node without a device.
+            Or gradients reach an update without a sum over the replicas, or the device numbers have gaps.
     """
     unplaced = [chunk for chunk in dag.of_type(Chunk) if not chunk.devices]
     if len(unplaced) == len(list(dag.of_type(Chunk))):

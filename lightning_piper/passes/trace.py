@@ -27,6 +27,7 @@ class PassChange:
     """A summary of the changes that a pass made.
 
     Attributes:
+        done: The pass.
         added, removed: Numbers of nodes.
         changed: Number of earlier nodes of which a field or a temporal predecessor changed.
     """

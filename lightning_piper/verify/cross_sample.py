@@ -204,7 +204,8 @@ class _SliceRuns:
         return min(_distance(value, _weighted(found, weights)) for weights in self._weights)
 
     def differs(self, region: int, node: Node) -> bool:
-        """Return whether the runs on slices give another value of a node than the run on the whole batch."""
+        """Return whether the value of a node on the slices and its value on the whole batch differ by more
+        than `TOLERANCE`."""
         value = self._whole.recorders[region].values[node.name]
         if isinstance(value, list | tuple):  # a tuple differs if a value taken from it differs
             return any(self.differs(region, user) for user in node.users if user.target is operator.getitem)

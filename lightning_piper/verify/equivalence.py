@@ -26,9 +26,9 @@ from lightning_piper.verify.interpreter import interpret
 from lightning_piper.verify.report import Agreement, Comparison, Report, ReportRow
 from lightning_piper.verify.trial import coarsest
 
-# Perturbations of every parameter by one ulp, to measure the effect of rounding on a result.
+# How many times to move every parameter by one ulp, to measure the effect of rounding on a result.
 PERTURBATIONS = 3
-ALLOWANCE = 8  # a result may differ by this many times its largest movement
+ALLOWANCE = 8  # a result may differ by this many times the effect of rounding on it
 
 
 def verify_step(
@@ -101,7 +101,8 @@ class _Runner:
         return ReportRow(done.by.index, done.by.name, done.contract, compared, self.against_single(dag, now))
 
     def against_single(self, dag: TrainingDAG, outcome: Outcome) -> Comparison:
-        """Compare with one device on the same microbatches."""
+        """Compare the outcome of a DAG with one device on the same microbatches. If the DAG's passes have
+        different microbatches, the device runs the whole batch, or splits its regions as the program does."""
         work = self._work(dag)
         found = self._compared(self.single(*work), outcome, self.rounding(*work))
         if (
@@ -250,14 +251,14 @@ class _Runner:
 def compare(expected: Outcome, found: Outcome, rounding: Mapping[str, float]) -> Comparison:
     """Compare two outcomes. They differ if only one of them has some result.
 
-    A result may differ by `ALLOWANCE` times its own movement, or by that many eps of its dtype if that is
-    more. A gradient may also differ by the error bounds that approximate operations state for it
+    A result may differ by `ALLOWANCE` times its entry in `rounding`, or by `ALLOWANCE` eps of its dtype if
+    that is more. A gradient may also differ by the error bounds that approximate operations state for it
     (`Outcome.slack`).
 
     Args:
         expected: The reference.
         found: The outcome to judge.
-        rounding: The measured movement of each result under perturbations of one ulp.
+        rounding: Result -> the effect of rounding on it (`_Runner.rounding`).
     """
     kinds = (
         (expected.metrics, found.metrics),

@@ -9,7 +9,7 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.passes import Done
 from lightning_piper.verify.static_check import check, check_structure
 
-# Attributes of a DAG that `_contents` leaves out. It copies nodes and data edges separately.
+# Attributes of a DAG that `_contents` does not copy. It copies nodes and data edges in a form of its own.
 _GRAPH = ("nodes", "graph", "program", "overlaps", "_next")
 
 

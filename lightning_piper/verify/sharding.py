@@ -51,8 +51,8 @@ def flat_values(facts: Facts, node: Node) -> Iterable[str]:
 
 
 def _are_of(value: Value, bucket: Bucket) -> bool:
-    """Return whether a value names tensors of a bucket. A value of gradients may leave parameters out, and
-    keeps the bucket's order.
+    """Return whether a value has the names of a bucket, in the bucket's order. A value of gradients may leave
+    out some names, but not all.
     """
     if value.kind != Kind.GRAD:
         return value.names == bucket.names

@@ -208,6 +208,8 @@ class _Calls(TorchFunctionMode):
         self.made: list[_Call] = []
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function. If the user's method is running, record the tensors that the function returns,
+        unless their values are arbitrary."""
         result = function(*args, **(kwargs or {}))
         found = result if isinstance(result, tuple | list) else (result,)
         kept = tuple(x.detach().clone() for x in found if isinstance(x, torch.Tensor))

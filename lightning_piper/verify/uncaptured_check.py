@@ -107,7 +107,8 @@ class _ComparedPasses:
         return [None if made.get(name) is None else made[name].clone() for name in self._trained]
 
     def after(self, dag: TrainingDAG, done: Done) -> None:
-        """Check the DAG after a pass, run it, and compare its gradients."""
+        """Check the DAG after a pass, run it, and compare its gradients. Skip passes that are checked
+        together with a later pass."""
         self._static_check(dag, done)
         if not done.by.apart:
             return

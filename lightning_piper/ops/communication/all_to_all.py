@@ -33,7 +33,7 @@ from lightning_piper.routing import COMBINE, COUNTS, DISPATCH
 class AllToAll(Node):
     """A move of tokens between the devices that request experts and the devices that own them::
 
-        counts     reads counts [E], makes [devices, own experts]: how many rows each device sends to it
+        counts     counts [E] to [sending device, own expert]: how many rows arrive for each expert
         dispatch   rows to the owners of their experts: sorted by expert, then by the device that sent them
         combine    rows back to their source, in the order in which they left
 

@@ -126,6 +126,8 @@ def interpret(run: Reference, node: Send | Recv, inputs: list[Bundle]) -> list[B
 
 
 def lower_send(plan: Planning, node: Send) -> None:
+    """Emit the send to the device with the same group rank. The plan frees the value later
+    (`Planning.sent`)."""
     source = plan.read(node.inputs[0], node)
     channel = (plan.device, node.peers[node.devices.index(plan.device)])
     plan.emit(

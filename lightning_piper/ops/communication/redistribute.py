@@ -367,6 +367,7 @@ def bind_shift(instruction: ShiftInstruction, on: Binding) -> Bound | None:
 
 
 def bind_cut_out(instruction: CutOutInstruction, on: Binding) -> Bound:
+    """Return the function that cuts this device's part out of a bundle of one tensor."""
     given, into, slots = take(instruction, on.slots), instruction.into, on.slots
     after, index, count = instruction.after, instruction.index, instruction.count
 
