@@ -122,7 +122,8 @@ class Degrees:
                 if self.dp
                 else f"give degrees whose product divides {devices}"
             )
-            raise DirectiveError(f"degrees {product} on {devices} devices: {must} [PIPER-D023]")
+            needed = f" = {others * dp}" if len(named) > 1 and self.dp else ""
+            raise DirectiveError(f"degrees {product}{needed} on {devices} devices: {must} [PIPER-D023]")
         return dataclasses.replace(self, dp=dp)
 
     def program(self, module: nn.Module | None = None, batch: Any = None) -> Written:

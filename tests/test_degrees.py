@@ -178,7 +178,7 @@ def test_the_product_is_the_number_of_devices() -> None:
     assert found is not None and found.on(8).dp == 2
     with pytest.raises(piper.DirectiveError, match="pp=2 x tp=2 on 6 devices"):
         found.on(6)
-    with pytest.raises(piper.DirectiveError, match="pp=2 x dp=2 on 8"):
+    with pytest.raises(piper.DirectiveError, match="pp=2 x dp=2 = 4 on 8"):
         piper.PiperStrategy(pp=2, dp=2)._degrees.on(8)  # type: ignore[union-attr]
 
 
@@ -248,6 +248,12 @@ def test_a_step_that_reads_the_trainer_is_cut() -> None:
 def test_the_strategy_refuses_wrong_degrees_at_once() -> None:
     with pytest.raises(piper.DirectiveError, match="pp=0"):
         piper.PiperStrategy(pp=0)
+
+
+def test_the_trainer_refuses_degrees_for_another_number_of_devices() -> None:
+    with pytest.raises(piper.DirectiveError, match=r"pp=3 x dp=2 = 6 on 4 devices: give degrees whose"):
+        L.Trainer(accelerator="cpu", devices=4, strategy=piper.PiperStrategy(pp=3, dp=2), logger=False)
+    L.Trainer(accelerator="cpu", devices=6, strategy=piper.PiperStrategy(pp=3, dp=2), logger=False)
 
 
 class Apart(Net):

@@ -127,8 +127,16 @@ class Recording:
             )
 
     def close(self) -> None:
-        """Write the remaining steps at the end of the training. Collective."""
+        """Write the remaining steps at the end of the training. Warn if no step was recorded. Collective."""
         self._flush()
+        first = self._schedule.wait + self._schedule.warmup
+        if self._world.rank == 0 and 0 < self._count <= first:
+            warnings.warn(
+                f"PiperStrategy(profile=...) recorded no step: the fit had {self._count} steps, and step {first} "
+                f"(counted from 0) is the first recorded one. Train longer, or pass "
+                "profile=piper.Schedule(wait=0, warmup=0) [PIPER-W027]",
+                stacklevel=2,
+            )
         if self._board is not None:
             self._board.close()
 

@@ -97,6 +97,17 @@ class EvaluatingStrategy(OverProcesses):
         self._chosen = contextlib.ExitStack()  # closing it removes the tags that a program has added
         self._averages: Averages | None = None
 
+    def configure_launcher(self) -> None:
+        """Choose how the other processes start, after a check that the degrees fit the devices.
+
+        Raises:
+            DirectiveError: The product of the degrees is not the number of devices.
+            PiperError: The processes cannot start.
+        """
+        if self._degrees is not None and not self._local:
+            self._degrees.on(self.num_processes * self.num_nodes)
+        super().configure_launcher()
+
     def setup_environment(self) -> None:
         """Connect the processes. Then check what must be known before callbacks run: whether a callback copies
         a module without values, and whether the device fits a simulated accelerator."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,28 @@ def test_a_plain_log_directory_will_do(tmp_path: Path) -> None:
     trainer.fit(module, DataLoader(torch.randn(8, 4), batch_size=4))
     assert len(steps(tmp_path)) == 1
     assert len(logged(tmp_path).Scalars("piper/step_time")) == 1
+
+
+def test_a_fit_that_records_no_step_warns(tmp_path: Path) -> None:
+    def fit(profile: piper.Schedule) -> None:
+        module = Chain(2)
+        module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), 0.1)  # type: ignore[method-assign]
+        strategy = piper.PiperStrategy(piper.schedules.gpipe(2, 2), transport="local", profile=profile)
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_steps=2,
+            default_root_dir=tmp_path,
+            strategy=strategy,
+            logger=False,
+        )
+        trainer.fit(module, DataLoader(torch.randn(8, 4), batch_size=4))
+
+    with pytest.warns(UserWarning, match=r"recorded no step: the fit had 2 steps, and step 2 .*PIPER-W027"):
+        fit(piper.Schedule(wait=1, warmup=1))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*recorded no step")
+        fit(piper.Schedule(wait=1, warmup=0))
 
 
 def test_batches_of_another_size_have_a_plan_of_their_own(tmp_path: Path) -> None:
