@@ -71,7 +71,10 @@ def located(path: Path) -> Path:
 
 
 def prepare(path: Path) -> Path:
-    """Clean up after interrupted saves of this checkpoint, and return the temporary name, which is then free."""
+    """Clean up after interrupted saves of this checkpoint, and return the temporary name, which is then free.
+
+    If only the earlier checkpoint exists, it gets its name back.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     earlier, temporary = earlier_of(path), temporary_of(path)
     _delete(temporary)
@@ -83,7 +86,8 @@ def prepare(path: Path) -> Path:
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Rename a complete checkpoint from its temporary name. It replaces an existing checkpoint."""
+    """Rename a complete checkpoint from its temporary name to `path`, and delete an earlier checkpoint
+    there."""
     if os.path.lexists(path) and (path.is_dir() or temporary.is_dir()):
         os.rename(path, earlier_of(path))
     os.replace(temporary, path)
@@ -102,7 +106,8 @@ def remove(path: Path) -> None:
 def _retire(path: Path, temporary: Path) -> None:
     """Delete a path if it exists.
 
-    It is renamed first, because a partly deleted checkpoint must not look like a checkpoint.
+    The path is first renamed to `temporary`, because a partly deleted checkpoint must not look like a
+    checkpoint.
     """
     if os.path.lexists(path):
         os.rename(path, temporary)
@@ -131,6 +136,7 @@ Fingerprint = list[int]  # size in bytes, CRC-32
 
 
 def fingerprint(path: Path) -> Fingerprint:
+    """Return the fingerprint of a file's present content."""
     size = crc = 0
     with open_regular(path) as file:
         while block := file.read(BLOCK):
@@ -228,6 +234,7 @@ def _strange(body: Mapping[str, Any]) -> str | None:
 
 
 def _is_spec(spec: Any, room: int) -> bool:
+    """Return whether this is the spec of a tensor (`TensorRange.spec`) that fits into `room` bytes."""
     if not isinstance(spec, dict) or not (_are_counts(spec.get("shape")) and _are_counts(spec.get("layout"))):
         return False
     dtype = getattr(torch, str(spec.get("dtype")), None)

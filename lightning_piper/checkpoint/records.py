@@ -19,6 +19,7 @@ from lightning_piper.processes.world import World, together
 
 START = b"PK\x03\x04"  # first bytes of a zip archive
 FOLDER = 0x10  # flag of a folder in a record's attributes
+# Exceptions of `zipfile` for a damaged archive.
 DAMAGES = (
     zipfile.BadZipFile,
     OSError,
@@ -52,7 +53,11 @@ def _identity(path: Path) -> tuple[str, int, int, int, int]:
 
 
 def _check(path: Path, first: int, step: int) -> None:
-    """Check the records `first::step`."""
+    """Check the records `first::step`. A file that is not a zip archive, or has no checksums, passes.
+
+    Raises:
+        PiperError: A record, or the archive's table of records, is damaged.
+    """
     with path.open("rb") as file:
         if file.read(len(START)) != START and not zipfile.is_zipfile(file):
             return
@@ -75,12 +80,13 @@ def _check(path: Path, first: int, step: int) -> None:
 
 
 def _read(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
-    """Read a record to its end, where a wrong CRC-32 shows. Raise one of `DAMAGES` if the record is damaged."""
+    """Read a record to its end, where a wrong CRC-32 shows. Raise one of `DAMAGES` if the record is
+    damaged."""
     if record.compress_type == zipfile.ZIP_STORED and record.file_size != record.compress_size:
         raise zipfile.BadZipFile(
             f"{record.compress_size} bytes are stored, but {record.file_size} were saved"
         )
-    # Torch would read nothing, and leave the tensor uninitialized.
+    # torch would read nothing from a record that is marked as a folder, and leave the tensor uninitialized.
     if record.external_attr & FOLDER and record.file_size:
         raise zipfile.BadZipFile("it is marked as a folder")
     with archive.open(record) as content:

@@ -21,7 +21,7 @@ from lightning_piper.ir.values import TensorSpec, flattened
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LENGTH = 8  # bytes of the header's length
 LARGEST = 100_000_000  # bytes of a header, the limit of the format
-DTYPES = {
+DTYPES = {  # name of a dtype in the format -> the dtype
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -42,9 +42,9 @@ class StoredTensor:
     Attributes:
         path: The file.
         key: The tensor's name in the file.
-        dtype: Its dtype in the file.
-        shape: Its shape.
-        offset: Where its bytes begin in the file.
+        dtype: The tensor's dtype in the file.
+        shape: The tensor's shape.
+        offset: Position in the file of the tensor's first byte.
     """
 
     path: Path
@@ -58,7 +58,7 @@ class StoredTensor:
         return self._elements(0, math.prod(self.shape)).view(self.shape)
 
     def read(self, spec: TensorSpec, start: int, stop: int) -> torch.Tensor:
-        """Read the elements `start:stop` of the tensor in the order of a spec, `flattened(whole, spec)`."""
+        """Read the elements `start:stop` of `flattened(self.whole(), spec)`."""
         if spec.dim_order != tuple(range(len(self.shape))):
             return flattened(self.whole(), spec)[start:stop].clone()
         pieces = [self._elements(*piece) for piece in _pieces(spec, start, stop)]
@@ -73,7 +73,8 @@ class StoredTensor:
 
 
 def _pieces(spec: TensorSpec, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of elements in row-major order that are `start:stop` in the order of a spec."""
+    """Yield the ranges (first, end) in row-major order whose elements are, one after another, `start:stop` in
+    the order of a spec."""
     if spec.runs is None:
         yield start, stop
         return

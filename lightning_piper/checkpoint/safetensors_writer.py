@@ -12,14 +12,14 @@ import torch
 from lightning_piper.checkpoint.safetensors_files import DTYPES, LENGTH
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}  # the format's name of each dtype
-ALIGNMENT = 8  # bytes; the first tensor begins at a multiple
+ALIGNMENT = 8  # bytes; the first tensor begins at a multiple of this number
 
 
 class SafetensorsWriter:
     """A safetensors file whose tensors are added in the order of its header.
 
-    Adding a tensor never raises an error, because other processes may be waiting for the next exchange of
-    tensors. `close` raises it.
+    `add` never raises an error, because other processes may be waiting for the next exchange of tensors.
+    `close` raises the first error of `add`.
 
     Args:
         path: The file, which must not exist.
@@ -41,7 +41,7 @@ class SafetensorsWriter:
         self._file.write(len(text).to_bytes(LENGTH, "little") + text)
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Write the next tensor."""
+        """Write the next tensor. After an error, write nothing."""
         if self._error is None:
             try:
                 flat = tensor.detach().cpu().contiguous().reshape(-1)

@@ -97,6 +97,7 @@ class Saving:
         self._held = [(part.key, part.start, part.stop, part.spec) for part in tensor_ranges]
 
         def begin() -> bool:
+            """Check the content, and return whether this process can reuse the plan of `before`."""
             for part in tensor_ranges:
                 _check_range(part)
             if world.is_rank_zero:
@@ -127,7 +128,8 @@ class Saving:
         self._plan = world.from_rank_zero(plans or None)
 
     def copy(self, room: HostRoom) -> None:
-        """Copy the data that this process is to write, so that later changes do not reach the checkpoint."""
+        """Copy the data that this process is to write into `room`, so that later changes do not reach the
+        checkpoint."""
         self._planner.copy(self._plan, room)
 
     def write(self, world: World) -> None:
@@ -173,6 +175,7 @@ class Saving:
         results = world.to_rank_zero(written)
 
         def finish() -> None:
+            """On rank 0, write the metadata and the manifest, and give the checkpoint its name."""
             if results is None:
                 return
             self._writer.finish(self._metadata, results)
@@ -232,8 +235,8 @@ class VerifiedCheckpoint:
 
     Attributes:
         path: The path that the user gave.
-        folder: The directory of its files.
-        manifest: Its manifest.
+        folder: The directory of the checkpoint's files.
+        manifest: The entries of the checkpoint's manifest.
         common: All content but the tensors.
     """
 
@@ -243,13 +246,15 @@ class VerifiedCheckpoint:
     common: dict[str, Any]
 
     def dtype_of(self, key: str) -> torch.dtype:
-        """Return the dtype in which a tensor was saved."""
+        """Return the dtype in which a tensor was saved. Raise a PiperError if the checkpoint does not have
+        it."""
         dtype = getattr(torch, self._tensor(key)["dtype"])
         assert isinstance(dtype, torch.dtype)
         return dtype
 
     def spec_of(self, key: str) -> TensorSpec:
-        """Return the spec that a tensor had when it was saved."""
+        """Return the spec that a tensor had when it was saved. Raise a PiperError if the checkpoint does not
+        have it."""
         shape = tuple(self._tensor(key)["shape"])
         runs = self._tensor(key).get("runs")
         strides = _strides(shape, self._tensor(key)["layout"])
@@ -336,7 +341,7 @@ def _read_common(path: Path, weights_only: bool) -> dict[str, Any]:
 
 
 def fill(opened: VerifiedCheckpoint, wanted: Sequence[TensorRange], world: World) -> None:
-    """Read tensors of a checkpoint. Collective.
+    """Read the wanted ranges of a checkpoint into their tensors. Collective.
 
     Raises:
         PiperError: The checkpoint does not have a wanted tensor, or has it in another shape.
@@ -384,7 +389,8 @@ def _order(spec: dict[str, Any]) -> tuple[list[int], Any]:
 
 
 def _strides(shape: Sequence[int], dim_order: Sequence[int] | None) -> tuple[int, ...]:
-    """Return the strides of a dense tensor."""
+    """Return the strides of a dense tensor. `dim_order` has its dimensions from the slowest to the fastest in
+    memory; None: row-major order."""
     strides, step = [0] * len(shape), 1
     for d in reversed(range(len(shape)) if dim_order is None else dim_order):
         strides[d], step = step, step * max(1, shape[d])

@@ -36,14 +36,14 @@ class HostRoom:
         return taken
 
     def copied(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a contiguous copy of a tensor."""
+        """Return a contiguous copy of a tensor, in memory of this pool."""
         storage = self.take(tensor.numel() * tensor.itemsize, tensor.device.type != "cpu")
         return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape).copy_(tensor.detach())  # type: ignore[call-overload, no-any-return]
 
 
 def snapshot(content: Any, room: HostRoom) -> Any:
-    """Return a copy that later changes do not reach. Tensors that share memory also share it in the copy, as
-    with `torch.save`."""
+    """Return a copy that later changes do not reach. Tensors that share memory also share memory in the copy,
+    as with `torch.save`. The copy before in the same `room` is overwritten."""
     room.begin()
     storages: dict[int, torch.UntypedStorage] = {}
     memo: dict[int, Any] = {}
@@ -62,7 +62,8 @@ def snapshot(content: Any, room: HostRoom) -> Any:
 def _tensors(content: Any) -> Iterator[torch.Tensor]:
     """Yield the plain tensors in dicts, lists and tuples.
 
-    Plain tensors consist of memory, sizes and strides alone. `deepcopy` copies all other tensors.
+    A plain tensor has elements, and consists of memory, sizes and strides alone. `deepcopy` copies all other
+    tensors.
     """
     if type(content) is torch.Tensor:
         if (

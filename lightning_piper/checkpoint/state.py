@@ -30,7 +30,7 @@ from lightning_piper.holdings.tensor_map import TensorMap
 from lightning_piper.ir.values import TensorSpec, flattened, view_as
 from lightning_piper.processes.world import World
 
-REFERENCE = "lightning_piper.tensor"
+REFERENCE = "lightning_piper.tensor"  # the only key of a reference, whose value is the tensor's key
 OPTIMIZER = "optimizer_states.0"  # Key of the state of the optimizer, of which there is only one.
 
 
@@ -60,7 +60,10 @@ def referenced(content: Any) -> set[str]:
 
 
 def resolved(content: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the content with tensors instead of references. Dicts and lists are changed in place."""
+    """Return the content with tensors instead of references. Dicts and lists are changed in place.
+
+    References in tuples stay.
+    """
     key = key_of(content)
     if key is not None:
         return tensors[key]
@@ -116,7 +119,7 @@ def tensor_ranges_of(
     tensor_map = ownership.tensor_map
     found: list[tuple[str, str, int, int, torch.Tensor]] = []
     in_parts = running or not ownership.whole
-    if not in_parts:  # Every process has the whole module again, and may have changed it since.
+    if not in_parts:  # The fit is over: every process has the whole module, and may have changed it.
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         specs = {name: spec for name, spec in tensor_map.specs.items() if name in tensors}
         found = [
@@ -137,7 +140,10 @@ def tensor_ranges_of(
 
 
 def ranges_of(ownership: Ownership, prefix: str) -> list[TensorRange]:
-    """Return the ranges of a distributed module's tensors that this process holds, under keys with a prefix."""
+    """Return the ranges of a distributed module's tensors that this process holds.
+
+    The key of a range is the prefix, a dot, and the tensor's canonical name.
+    """
     specs = ownership.tensor_map.specs
     return [
         TensorRange(
@@ -159,7 +165,7 @@ def ranges_of(ownership: Ownership, prefix: str) -> list[TensorRange]:
 class Loading:
     """A sharded checkpoint that is being loaded, in the order in which Lightning loads it.
 
-    All methods are collective.
+    Making it is collective, and so are `module`, `distributed`, `whole` and `optimizer`.
 
     Args:
         path: Path of the directory.
@@ -180,9 +186,9 @@ class Loading:
         self._waiting: tuple[nn.Module, dict[str, str]] | None = None
 
     def read(self, content: dict[str, Any], entries: Iterable[str]) -> None:
-        """Replace references by whole tensors in some entries of the content. Collective.
+        """Replace references by whole tensors in some entries of the content. Each process reads alone.
 
-        This is for code that does not understand references.
+        Code that does not understand references needs this.
         """
         keys = {entry: referenced(content.get(entry)) for entry in entries}
         tensors = read_whole(self._opened, sorted(set().union(*keys.values())))
@@ -196,7 +202,8 @@ class Loading:
     def module(
         self, module: nn.Module, state: Mapping[str, Any], strict: bool, parts: Ownership | None
     ) -> dict[str, torch.Tensor]:
-        """Load the module's values. With several processes, `distributed` reads their ranges later.
+        """Load the module's values. If several processes load outside of a fit, `distributed` or `whole`
+        later reads the values that the checkpoint has in ranges.
 
         Args:
             module: The module that receives the values.
@@ -205,7 +212,8 @@ class Loading:
             parts: How the module is distributed over processes during a fit. None outside of a fit.
 
         Returns:
-            Values of tensors that the checkpoint does not have in ranges and that are not loaded yet.
+            Name -> value of the tensors that the checkpoint does not have in ranges and that are not loaded
+            yet.
 
         Raises:
             PiperError: With `strict`, the names in the checkpoint are not the module's names; or a shape
@@ -233,13 +241,15 @@ class Loading:
         return kept
 
     def distributed(self, parts: Ownership) -> None:
-        """Read the values after the module was distributed. Each process reads only its own ranges."""
+        """Read the values that `module` has not read, after the module was distributed. Each process reads
+        only its own ranges."""
         if self._waiting is not None:
             (module, keys), self._waiting = self._waiting, None
             self._fill_module(module, keys, parts)
 
     def whole(self) -> None:
-        """Read the values of the whole module on every process. The module is not distributed yet."""
+        """Read the values that `module` has not read, whole on every process. The module is not
+        distributed."""
         if self._waiting is not None:
             (module, keys), self._waiting = self._waiting, None
             self._fill_module(module, keys, None)
@@ -250,6 +260,7 @@ class Loading:
         wanted: list[tuple[torch.Tensor, TensorSpec, TensorRange]] = []
 
         def want(name: str, tensor: torch.Tensor, spec: TensorSpec, start: int, stop: int) -> None:
+            """Note that the elements `start:stop` are to be read into `tensor`, if `keys` has its name."""
             if name in keys:
                 values = tensor.detach()
                 flat = values if values.shape == (stop - start,) else flattened(values, spec)

@@ -59,7 +59,7 @@ class TensorRange:
         key: The key of the tensor, the same in all processes.
         shape: The shape of the whole tensor.
         start, stop: The range has the elements `start:stop`, in the order in which they lie in memory.
-        tensor: Their values, in one dimension, on any device.
+        tensor: The values of these elements, in one dimension, on any device.
         dim_order: The dimensions of the whole tensor from the slowest to the fastest in memory; None if
             they are in order.
         runs: The field `runs` of the whole tensor's `TensorSpec`.
@@ -85,7 +85,7 @@ class TensorRange:
 class SaveRanges(SavePlanner):
     """A planner that decides which process writes which elements.
 
-    One process that holds an element writes it. Replicas share the work.
+    If several processes hold an element, one of them writes it. These processes share the work.
 
     Attributes:
         specs: Key -> `TensorRange.spec`. Filled on the coordinating process when the plan is made.
@@ -98,8 +98,7 @@ class SaveRanges(SavePlanner):
         self.specs: dict[str, dict[str, Any]] = {}
 
     def copy(self, plan: SavePlan, room: HostRoom) -> None:
-        """Copy the data that this process is to write, so that the copies are written in place of the
-        tensors."""
+        """Copy the data that this process is to write. From now on, `resolve_data` returns the copies."""
         room.begin()
         copies: dict[str, list[TensorRange]] = {}
         for item in plan.items:
@@ -132,7 +131,7 @@ class SaveRanges(SavePlanner):
         )
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Divide the elements among the processes.
+        """Return the plan of each process and the metadata: divide the elements among the processes.
 
         Raises:
             PiperError: The specs of a tensor differ between ranks, or no process holds some elements.
@@ -174,7 +173,7 @@ def _range(item: WriteItem) -> tuple[int, int]:
 
 
 def _divided(plans: Sequence[SavePlan]) -> list[list[WriteItem]]:
-    """Return the chunks that each process writes, from the ranges that all processes hold.
+    """Return, for each rank, the chunks that it writes. `plans` has the ranges that each process holds.
 
     Raises:
         PiperError: No process holds some elements.
@@ -206,6 +205,13 @@ def _chunks(
     """Yield start, stop and holders of each chunk of a tensor.
 
     Chunks are cut where the range of any process begins or ends, and every `CHUNK` elements.
+
+    Args:
+        ranges: Start, stop and rank of each range that a process holds.
+        example: An item of the tensor, which has its number of elements.
+
+    Raises:
+        PiperError: No process holds some elements.
     """
     assert example.tensor_data is not None
     numel = example.tensor_data.size[0]
@@ -230,7 +236,7 @@ def _chunks(
 
 
 class LoadRanges(LoadPlanner):
-    """A planner of the chunks that this process reads, which are those that overlap its ranges."""
+    """A planner of the chunks that this process reads: all chunks that overlap its ranges."""
 
     def __init__(self, tensor_ranges: Sequence[TensorRange]) -> None:
         self._parts: dict[str, list[TensorRange]] = {}
@@ -330,6 +336,7 @@ class _Unpickler(pickle.Unpickler):
     """A reader of metadata that accepts only dcp's data classes, shapes, dtypes and a layout."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return an accepted class, dtype or function. Raise a PiperError for any other name."""
         if module == "torch.serialization":
             # Stands for the only function of that module that metadata may call.
             return _layout

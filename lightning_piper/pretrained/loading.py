@@ -5,8 +5,8 @@
             if self.model is None:
                 self.model = piper.from_pretrained(LlamaForCausalLM, "weights")
 
-The model is built on the meta device. When the strategy distributes it, each process reads from the safetensors
-files the stages, shards and tensor slices that it holds.
+The model is built on the meta device. When the strategy distributes it, each process reads from the
+safetensors files the stages, shards and tensor slices that it holds.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ MOST = 20  # names in a message
 def from_pretrained(model_class: Any, path: str | os.PathLike[str], **options: Any) -> Any:
     """Build a `transformers` model on the meta device, with its weights to be read from safetensors files.
 
-    `PiperStrategy` reads the weights when it distributes the module. Each process reads what it holds. As with
-    transformers, the model is in evaluation mode: call `train()` to use dropout.
+    `PiperStrategy` reads the weights when it distributes the module. Each process reads what it holds. As
+    with transformers, the model is in evaluation mode: call `train()` to use dropout.
 
     Args:
         model_class: A model class such as `LlamaForCausalLM`, or an auto class such as
@@ -46,7 +46,8 @@ def from_pretrained(model_class: Any, path: str | os.PathLike[str], **options: A
 
     Raises:
         PiperError: `transformers` is missing; or the files are missing or damaged; or they do not have the
-            base model's parameters in its shapes, or have others; or transformers would convert the weights.
+            base model's parameters in its shapes, or have others. Or transformers would convert the weights;
+            or an option, or the model, is not supported.
     """
     folder = Path(os.path.abspath(path))
     model = _built(model_class, folder, options)
@@ -65,7 +66,12 @@ def from_pretrained(model_class: Any, path: str | os.PathLike[str], **options: A
 
 
 def _built(model_class: Any, folder: Path, options: dict[str, Any]) -> Any:
-    """Return the model on the meta device, without values."""
+    """Return the model on the meta device, without values.
+
+    Raises:
+        PiperError: transformers is missing, the configuration cannot be read, or an option or the model is
+            not supported.
+    """
     require_transformers("from_pretrained")
     from transformers import GenerationConfig
 
@@ -96,7 +102,11 @@ def _built(model_class: Any, folder: Path, options: dict[str, Any]) -> Any:
 
 
 def _dtype(given: Any) -> torch.dtype | None:
-    """Return the dtype that a user gave, or None for the dtype of the weights."""
+    """Return the dtype that a user gave, or None if the configuration or the weights decide it.
+
+    Raises:
+        PiperError: This is not a floating-point dtype.
+    """
     if given is None or given == "auto":
         return None
     dtype = getattr(torch, given, None) if isinstance(given, str) else given
@@ -127,7 +137,11 @@ def require_transformers(caller: str) -> None:
 
 
 def _configuration(model_class: Any, folder: Path, options: dict[str, Any]) -> Any:
-    """Return the configuration in a folder, with changes."""
+    """Return the configuration in a folder, with the changes in `options`.
+
+    Raises:
+        PiperError: The configuration is missing or damaged, lacks an option, or describes quantized weights.
+    """
     from transformers import AutoConfig
 
     if not (folder / "config.json").is_file():
@@ -158,7 +172,7 @@ def _configuration(model_class: Any, folder: Path, options: dict[str, Any]) -> A
 
 
 def _renamed(model: Any, tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Return the tensors by their names in the model, and what is wrong with the names.
+    """Return name in the model -> tensor in the files, and descriptions of what is wrong with the names.
 
     Transformers renames tensors of older files, and converts some: it stacks experts, for example. A range of
     a converted tensor is not a range of the file, so conversions are not supported.
@@ -191,10 +205,10 @@ def _renamed(model: Any, tensors: Mapping[str, StoredTensor]) -> tuple[dict[str,
 
 
 def _differences(model: Any, stored: dict[str, StoredTensor]) -> list[str]:
-    """Return how names and shapes in the files differ from the model's names and shapes.
+    """Return how the files and the model differ in the names, shapes and ties of tensors.
 
-    Differences outside of the base model are warnings. Tensors that the model does not have are removed from
-    `stored`.
+    If only names outside of the base model differ, warn and return an empty list. Tensors that the model does
+    not have are removed from `stored`.
     """
     persistent = model.state_dict()
     ids = {name: id(tensor) for name, tensor in named_tensors(model)}
@@ -234,7 +248,7 @@ def _missing(model: Any, stored: Mapping[str, StoredTensor], ids: Mapping[str, i
 
 
 def _unexpected(model: Any, stored: Mapping[str, StoredTensor]) -> list[str]:
-    """Return the names in the files that the model does not have and that transformers does not ignore."""
+    """Return the names in the files that the model does not have, without names that transformers ignores."""
     persistent = model.state_dict()
     ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
     unexpected = [name for name in stored if name not in persistent]

@@ -1,9 +1,10 @@
 """The folder of a Hugging Face model. A save fills it while an earlier model in it can still be loaded.
 
-All new files are first written into a folder inside of it. When they are complete, they move to their names,
-the index of the weights last. Files of weights have names that the earlier model does not use. So the index
-decides which model the folder has. If the configuration changes, the earlier index is removed first, because
-the earlier weights do not belong to the new configuration.
+All new files are first written into a folder inside of the model's folder. When they are complete, they move
+to their names. The last one is the index of the weights, or the only file of weights, and decides which model
+the folder has. Several files of weights have names that the earlier model does not use. If the configuration
+changes, the earlier index or only file is removed first, because the earlier weights do not belong to the new
+configuration.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from lightning_piper.errors import PiperError
 
 UNFINISHED = ".piper-unfinished"  # the folder of files that are not complete; loading ignores it
 CONFIGURATION = "config.json"
-SHARD = "model{}-{:05d}-of-{:05d}.safetensors"
-SHARDS = "model-*-of-*.safetensors"  # of any save
+SHARD = "model{}-{:05d}-of-{:05d}.safetensors"  # a file of weights: a tag, its number, the number of files
+SHARDS = "model-*-of-*.safetensors"  # pattern of the files of weights of any save
 
 
 class ModelFolder:
@@ -40,7 +41,7 @@ class ModelFolder:
         self._path = path
 
     def begin(self, model: Any, count: int) -> list[str]:
-        """Write all files but the weights, and return the names of `count` files of weights."""
+        """Write all files but the weights, and return the names that `count` files of weights are to have."""
         self.discard()
         folder = self.unfinished()
         _write_configuration(model, folder)
@@ -55,8 +56,8 @@ class ModelFolder:
     def unfinished(self) -> Path:
         """Return the folder for files that are not complete.
 
-        Each process makes it, because a network file system may not show rank 0's folder yet. If the processes
-        do not share the folder, `finish` raises an error.
+        Each process makes it, because a network file system may not show rank 0's folder yet. If the
+        processes do not share the folder, `finish` raises an error.
         """
         path = self._path / UNFINISHED
         path.mkdir(parents=True, exist_ok=True)

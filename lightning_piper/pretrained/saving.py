@@ -150,10 +150,10 @@ class SavedTensor:
     """A tensor that one process writes.
 
     Attributes:
-        key: Its name in the files.
+        key: The tensor's name in the files.
         tensor: The model's tensor. It may be a placeholder.
-        rank: The process that writes it.
-        name: Its canonical name in the LightningModule, if the module is distributed; otherwise empty.
+        rank: The process that writes the tensor.
+        name: The tensor's canonical name in the LightningModule, if it is distributed; otherwise empty.
     """
 
     key: str
@@ -167,7 +167,7 @@ class SavedTensor:
 
 
 def _outputs(model: Any, parts: Ownership | None) -> list[SavedTensor]:
-    """Return all tensors to write, in an order that aligns them in the files.
+    """Return all tensors to write. Tensors with larger elements come first, which aligns all in the files.
 
     A canonical holder writes a tensor, so the files have the values that a checkpoint has. Of several
     canonical holders, the one with the fewest bytes writes the tensor.
@@ -189,8 +189,8 @@ def _outputs(model: Any, parts: Ownership | None) -> list[SavedTensor]:
 def _keys(model: Any) -> dict[str, str]:
     """Return name in the model -> name in the files, with one name for tied tensors.
 
-    The names are those that `save_pretrained` of transformers writes. If it would also convert values, such as
-    stacked experts, the names stay, as with `save_original_format=False`.
+    The names are those that `save_pretrained` of transformers writes. If it would also convert values, such
+    as stacked experts, the names stay, as with `save_original_format=False`.
 
     Raises:
         PiperError: A value cannot be in such a file, or tensors are tied in a way that transformers does not
@@ -240,6 +240,8 @@ def _canonical_names(model: Any, parts: Ownership) -> dict[str, str]:
 
 
 def _save(model: Any, path: Path, parts: Ownership | None, world: World) -> None:
+    """Write a model into a folder. Collective. If any process fails, all fail, and the earlier model stays
+    unless `ModelFolder.finish` failed."""
     folder, doing = ModelFolder(path), f"saving {path}"
     outputs = _outputs(model, parts)
     ranks = sorted({each.rank for each in outputs}) or [RANK_ZERO]
@@ -254,6 +256,7 @@ def _save(model: Any, path: Path, parts: Ownership | None, world: World) -> None
             writers.append(SafetensorsWriter(folder.unfinished() / files[world.rank], own))
 
     def finish() -> None:
+        """On rank 0, let the complete files replace the earlier model."""
         if world.is_rank_zero:
             total = {
                 "total_parameters": sum(each.numel() for each in model.parameters()),
@@ -282,7 +285,7 @@ def _save(model: Any, path: Path, parts: Ownership | None, world: World) -> None
 def _write(
     output: SavedTensor, parts: Ownership | None, writers: Sequence[SafetensorsWriter], rank: int
 ) -> None:
-    """Write a tensor on the process that writes it. Collective, if the tensor is distributed."""
+    """Write a tensor on the process `output.rank`. Collective, if the tensor is distributed."""
     if parts is None or not output.name:
         if rank == output.rank:
             writers[0].add(output.tensor)

@@ -10,12 +10,14 @@ spec than the previous batch, because a step on different plans could hang.
 
 If each process is a replica of the whole module and already all-reduces its reported values, that message
 carries a digest instead (`digest`): a checksum of everything that is compared except the batch's values. The
-processes make the full comparison when digests differ, and in some steps regardless.
+processes make the full comparison when digests differ, in the first steps, and in steps whose number is a
+power of two.
 
-After replicas had batches of different shapes once, all processes wait in each step. One process may need a
-program that the other processes already have, and they compile together. In the first such step, processes
-whose batch has the same spec as the previous batch may have continued. All processes had the same plans until
-then, so a process that needs a program compiles it alone and must arrive at these plans.
+After replicas had batches of different shapes once, all processes wait in each step. A process may need a
+program that the other processes already have, and all processes compile together. In the first step with
+different shapes, a process whose batch has the same spec as its previous batch may have continued. All
+processes had the same plans until that step. So a process that needs a program then compiles it alone, and
+must arrive at the plans of the processes that have continued.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ from lightning_piper.errors import BatchError, CaptureError, ExecutionError, Pip
 from lightning_piper.processes.settings import Settings, always_alike, check_alike
 from lightning_piper.processes.world import World
 
-NOTHING = torch.iinfo(torch.int64).min  # an entry of a message that this process leaves to other processes
-SAMPLE = 2048  # elements of each tensor that enter the checksum
+# The least integer, so that the entry of any other process wins a maximum.
+NOTHING = torch.iinfo(torch.int64).min
+SAMPLE = 2048  # At least this many elements of a tensor enter the checksum, or all of a smaller tensor.
 # Steps between checks of values in GPU memory, which are rare because reading a GPU tensor makes the host
 # wait.
 ON_GPU_EVERY = 16
@@ -62,7 +65,7 @@ def agree_on_batch(
         Whether any process lacks a plan, and whether the replicas' batches have different shapes.
 
     Raises:
-        PiperError: The processes of one replica have different batches.
+        PiperError: The processes of one replica have different batches, Python state or `key`.
     """
     if world.size == 1:
         return lacking, False
@@ -105,9 +108,10 @@ class Agreed(NamedTuple):
 class BatchCheck:
     """A comparison of the batches and the training settings of all processes.
 
-    Within each replica, values and shapes must be equal. Across replicas, the number of samples and the
-    dtypes must be equal, except for batches that cannot be cut by samples (graphs, for example). Settings
-    must be equal on all processes.
+    Within each replica, values and shapes must be equal. Across replicas, the structure of the batch, its
+    numbers, strings and dtypes, and the numbers of dimensions must be equal. The number of samples must also
+    be equal, unless `whole` returns True. Batches that cannot be cut by samples (graphs, for example) may
+    differ across replicas. `check_alike` says which settings must be equal.
 
     Args:
         whole: Returns whether each process is a replica of the whole module. Such a process may update its
@@ -125,7 +129,7 @@ class BatchCheck:
         # whether replicas' shapes differed in some step, or batches cannot be cut by samples
         self._apart = False
         self._shapes = False  # whether replicas' shapes differed in some step
-        # This process's previous batch spec. A process whose spec has not changed in this step still has it.
+        # This process's previous batch spec. Another process still has this spec, if its own has not changed.
         self._others: BatchSpec | None = None
         self._changed = False  # whether this process's batch spec differs from its previous one
         self._captured = 0  # number of the capture in the previous comparison
@@ -133,6 +137,7 @@ class BatchCheck:
         self._digested: tuple[BatchSpec | None, Settings, int] = (None, (), 0)
         # The comparison under way: its all-reduce, the message, and this process's settings.
         self._running: tuple[dist.Work, torch.Tensor, Settings] | None = None
+        # whether this process has warned of equal samples, and of different numbers of samples
         self._warned, self._uneven = False, False
 
     @property
@@ -177,7 +182,9 @@ class BatchCheck:
         digests_differed: bool = False,
         retraced: bool = False,
     ) -> Agreed:
-        """Start comparing this step's batch. The comparison of the previous step is finished first.
+        """Finish the comparison of the previous step, then start comparing this step's batch.
+
+        If a process waits for the result in this step, the method finishes the new comparison also.
 
         Args:
             leaves: The tensors of the batch.
@@ -190,8 +197,12 @@ class BatchCheck:
             retraced: Whether the processes have traced the step again, so one of them may know that the step
                 has changed.
 
+        Returns:
+            The result of the new comparison, or `Agreed(False)` if this process does not wait for it. With
+            one process, `together` says whether it lacks plans.
+
         Raises:
-            PiperError: The batches or settings differ.
+            PiperError: As `finish` does, in either comparison.
         """
         if self._world.size == 1:
             return Agreed(plans is None)
@@ -234,7 +245,9 @@ class BatchCheck:
         return self.finish() if at_once else Agreed(False)
 
     def finish(self) -> Agreed:
-        """Wait for the running comparison and check its result.
+        """Wait for the running comparison and check its result. Return `Agreed(False)` if none is running.
+
+        Warn if the replicas' optimizer options, their numbers of samples, or their equal samples need it.
 
         Raises:
             PiperError: The batches, settings, plans or Python state differ.
@@ -263,9 +276,10 @@ class BatchCheck:
                     self._world.gather(settings), self._world.count == self._world.size and self._whole()
                 )
             )
+        # for each replica, whether its processes have the same values, shapes and Python state
         data, shapes, states = sums[::3], sums[1::3], sums[2::3]
         self._check_batches(form or bool(whole), rest or bool(whole), data, shapes, bool(going_on))
-        of_replicas = found[10::2]
+        of_replicas = found[10::2]  # for each replica: the checksums of its values, its shapes and its state
         apart = len(set(of_replicas[1::3])) > 1
         self._shapes |= apart
         self._apart |= apart or bool(whole)
@@ -418,8 +432,7 @@ def _checksum(leaves: Iterable[torch.Tensor], step: int) -> int:
         sample = (
             leaf.detach().reshape(-1)[:: max(1, leaf.numel() // SAMPLE)].cpu().resolve_conj().resolve_neg()
         )
-        # A copy, because tensors of no element or of one may have a stride of 0, which a view as bytes
-        # refuses.
+        # torch cannot view a tensor with a stride of 0 as bytes. A copy does not have such a stride.
         flat = sample.clone(memory_format=torch.contiguous_format)
         total = zlib.crc32(flat.view(torch.uint8).numpy().data, total)
     return total

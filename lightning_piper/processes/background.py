@@ -6,8 +6,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-# Waiting thread -> the thread that it waits for. The failure watch reports the place of the awaited thread in
-# place of the waiting thread's.
+# Identifier of a waiting thread -> identifier of the thread that it waits for. The failure watch reports
+# where the awaited thread is, and not where the waiting thread is.
 AWAITED: dict[int, int] = {}
 
 
@@ -56,7 +56,7 @@ class BackgroundThread:
             work()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Return when all tasks are done, or after some seconds.
+        """Return when all tasks are done, or after `seconds` (None: no limit).
 
         Raises:
             Exception: The error of a failed task; it is raised once.

@@ -17,8 +17,8 @@ from lightning_piper.processes.world import World
 
 
 class BatchJoin:
-    """A function object that joins the batches of a replica's processes, in the order of their ranks.
-    Collective over all processes.
+    """An object that joins the batches of a replica's processes, in the order of their ranks. Making it, and
+    calling `joined`, is collective over all processes.
 
     Args:
         world: The processes. `world.replicas` says which processes work on one batch.
@@ -31,6 +31,10 @@ class BatchJoin:
 
     def joined(self, batch: Any) -> Any:
         """Return the joined batch of the replica's processes.
+
+        A tensor without dimensions is not joined: each process keeps its own. Of Python values, only lists
+        with one element for each sample are joined. Other Python values are those of the replica's first
+        process.
 
         Raises:
             BatchError: The batches have different specs, or their tensors do not share a first dimension to
@@ -49,7 +53,7 @@ class BatchJoin:
         return spec.rebuild(made, content)
 
     def _gathered(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the tensors of all processes of the replica, joined along the first dimension."""
+        """Return the tensors `x` of all processes of the replica, joined along the first dimension."""
         own = x.cpu() if x.device.type != "cpu" else x
         parts = [torch.empty_like(own) for _ in self._ranks]
         dist.all_gather(parts, own, group=self._group)

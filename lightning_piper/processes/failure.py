@@ -7,14 +7,15 @@ process keeps a connection to rank 0, where one thread decides which process fai
 
 - A process that reports an error of its own failed first.
 - Otherwise, a process whose connection breaks failed first: it was killed.
-- If all reports are communication timeouts, the process that failed first does not answer on its
-  connection (a stopped process), or answers that it is not waiting for any process. If there is
-  no such process, it is the process that reported first.
+- If processes report only that a communication failed, rank 0 asks all processes where they are. Failed first
+  has a process that does not answer (it is stopped). Otherwise, it is a process that has left the training
+  loop. Otherwise, after a timeout, it is a process that is not waiting for any process. If there is no such
+  process, it is the process that reported first.
 - Every few seconds, rank 0 asks all processes where they are. This detects a process that left the training
   loop while another process waits for it in a batch (`progress`).
 
-Rank 0 sends the verdict to all processes. Each process adds it to its own error. The watch ends a process
-that has not ended by itself a few seconds later.
+Rank 0 sends the verdict to all processes. Each process adds the verdict to its own error. The watch ends a
+process that has not ended by itself a few seconds later.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ class FailureWatch:
     def _listen(self) -> None:
         """Read rank 0's messages, in the watch's thread, until there is a verdict or the connection ends.
         After a verdict, end the children that did not answer, and this process if it does not end in time."""
-        lead_left, lead = False, None
+        lead_left, lead = False, None  # whether rank 0's fit is over, and its progress
         while True:
             message = _receive(self._line)
             if message is None or "first" in message:
@@ -167,6 +168,8 @@ class FailureWatch:
             if "left" in message:
                 lead_left, lead = True, message["left"]
         self._line.close()
+        # The connection has ended because a fit is over. There is a verdict only if this process waits for a
+        # rank 0 that has left the training loop.
         if message is None and (lead_left or self._over.is_set()):
             if (found := parted({RANK_ZERO: lead, self._world.rank: self._progress()})) is not None:
                 self._first = found
@@ -198,8 +201,8 @@ class _Judge:
         awaited: Ranks that have not connected yet.
         ended: Ranks whose fit is over.
         failed: Rank whose communication failed -> its report, in the order of the reports.
-        places: Rank -> where it was at the last request, if it answered.
-        progress: Rank -> how far it has come, by its last message.
+        places: Rank that answered the last request -> its answer, as `place_of` returns it.
+        progress: Rank -> how far it has come, by its last message; None if it does not train.
         verdict: The message with the verdict; None before there is a verdict.
     """
 
@@ -213,7 +216,7 @@ class _Judge:
         self.places: dict[int, Message] = {}
         self.progress: dict[int, Progress | None] = {}
         self.verdict: Message | None = None
-        # when the verdict is due; after the verdict, when the wait for late ranks ends
+        # When the verdict is due; after the verdict, when the wait for late ranks ends. None: neither is set.
         self._until: float | None = None
         self._asks = time.monotonic() + EVERY  # when to ask all processes where they are
         self._before: dict[int, Message] = {}  # the places of the previous request
@@ -250,8 +253,9 @@ class _Judge:
     def _greeting(self, stranger: socket.socket) -> None:
         """Read the bytes of an unidentified peer without waiting for more.
 
-        A rank sends a message that begins with its length; any other peer may send anything. This reads at
-        most the missing part of the first message, and no byte of the next message.
+        A rank sends a message that begins with its length; any other peer may send anything. The method reads
+        at most the missing part of the first message, and no byte of the next message. It closes the
+        connection of a peer that does not belong to this run.
         """
         so_far = self.strangers.pop(stranger)
         try:
@@ -271,7 +275,11 @@ class _Judge:
             stranger.close()  # the peer does not belong to this run
 
     def _heard(self, line: Connection) -> None:
-        """Handle a message of a process, or the end of its connection."""
+        """Handle a message of a process, or the end of its connection.
+
+        A report of a failed communication gives the other processes `SETTLE` seconds to report the cause. Any
+        other failure is the verdict.
+        """
         rank, message = self.lines[line], _receive(line)
         if message is not None and "progress" in message:
             self.progress[rank] = message["progress"]
@@ -340,8 +348,8 @@ class _Judge:
             self._until = time.monotonic() + GRACE
 
     def _of_waiting(self) -> tuple[int, str]:
-        """Return the rank that failed first and the reason, if all reported failures are failures of
-        communication."""
+        """Return the rank that failed first and the reason, when all reports say only that a communication
+        failed. The module's docstring gives the order of the cases."""
         if silent := self._silent():
             return silent[0], SILENT
         if (found := parted(self.progress)) is not None:
@@ -395,7 +403,10 @@ def waited(error: BaseException) -> bool:
 
 
 def place_of(thread: int) -> Message:
-    """Return the place in the code where a thread is, or where the thread that it waits for is."""
+    """Return where a thread is, or the thread that it waits for (`AWAITED`).
+
+    The result has the line of code ("at"), and whether this code only communicates ("waits").
+    """
     thread = AWAITED.get(thread, thread)
     frame = sys._current_frames().get(thread)
     if frame is None:

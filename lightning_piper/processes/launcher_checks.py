@@ -9,7 +9,8 @@ import sys
 
 from lightning_piper.errors import PiperError
 
-NO_FILES = {"-c": "`python -c`", "-": "the standard input", "": "the standard input"}  # by `sys.argv[0]`
+# `sys.argv[0]` -> where Python has the program from, if it has no file.
+NO_FILES = {"-c": "`python -c`", "-": "the standard input", "": "the standard input"}
 
 
 def check_one_process(devices: int, nodes: int) -> None:
@@ -42,7 +43,7 @@ def check_script() -> None:
     elif name in NO_FILES:
         found = NO_FILES[name]
     elif "hydra" in sys.modules or os.path.isfile(script := os.path.abspath(name)):
-        # hydra changes the folder and handles it
+        # Lightning's launcher can start a program again after hydra has changed the folder
         return
     else:
         found = f"{script!r}, which does not exist (has the current folder or sys.argv[0] been changed?)"
@@ -56,8 +57,9 @@ def check_script() -> None:
 def check_address(main: str) -> None:
     """Check that other machines can reach this process at the address that gloo reports to them.
 
-    gloo (torch 2.13) uses the interface in GLOO_SOCKET_IFNAME. Without it, gloo uses the first address of
-    this host's name that belongs to this machine, and loopback if there is no such address.
+    gloo (torch 2.13) uses the interface in GLOO_SOCKET_IFNAME. Without this variable, gloo uses the first
+    address of this host's name that belongs to this machine, and loopback if there is no such address. With
+    the variable, or if rank 0's address is loopback, there is nothing to check.
 
     Args:
         main: Address of rank 0.

@@ -18,9 +18,12 @@ Place = tuple[int, torch.dtype, torch.Size]  # the tensor's number, dtype and sh
 
 
 class _Outline(pickle.Pickler):
+    """A pickler that leaves out large tensors. `tensors` has them: `id` of a tensor -> its place, the
+    tensor."""
+
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self.tensors: dict[int, tuple[Place, torch.Tensor]] = {}  # by identity
+        self.tensors: dict[int, tuple[Place, torch.Tensor]] = {}
 
     def persistent_id(self, obj: Any) -> Place | None:
         """Return the place of a tensor that is sent outside of the pickle; None for any other object."""
@@ -38,6 +41,8 @@ class _Outline(pickle.Pickler):
 
 
 class _Filled(pickle.Unpickler):
+    """An unpickler that makes uninitialized tensors for those that `_Outline` left out: number -> tensor."""
+
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.tensors: dict[int, torch.Tensor] = {}
@@ -50,7 +55,7 @@ class _Filled(pickle.Unpickler):
 
 
 def outlined(value: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """Return the pickle of an object, and the tensors that it leaves out."""
+    """Return the pickle of an object, and the large tensors that the pickle leaves out."""
     file = io.BytesIO()
     pickler = _Outline(file)
     pickler.dump(value)

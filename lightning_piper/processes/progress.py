@@ -43,6 +43,7 @@ def parted(found: Mapping[int, Progress | None]) -> tuple[int, str] | None:
     known = [(rank, each) for rank, each in sorted(found.items()) if each is not None]
     for rank, one in known:
         for other, two in known:
+            # `two` is at a batch that `one` does not train, because `one` has left
             behind = two["batches"] >= one["batches"] and (one["over"] or two["epoch"] <= one["epoch"])
             if one["left"] is not None and two["left"] is None and behind:
                 return rank, (

@@ -25,7 +25,8 @@ def settings_of(optimizer: Optimizer, factor: float | None, read: bool = True) -
 
     Args:
         factor: The factor that `backward` applied; None if `backward` did not run.
-        read: Whether to read numbers in GPU tensors, which makes the host wait.
+        read: Whether to read numbers in GPU tensors, which makes the host wait. If not, the result does not
+            have them.
     """
     found = [(_CLASS, f"{type(optimizer).__module__}.{type(optimizer).__qualname__}")]
     found += [(f"the optimizer's default {key!r}", x) for key, x in _plain(optimizer.defaults, read)]
@@ -37,14 +38,17 @@ def settings_of(optimizer: Optimizer, factor: float | None, read: bool = True) -
 
 
 class Watched:
-    """A cache of `settings_of` for one optimizer. It recomputes the settings when an option of the optimizer
-    changes."""
+    """A cache of `settings_of` for one optimizer."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._found: tuple[str, Settings] | None = None
 
     def __call__(self, factor: float | None, read: bool = True) -> Settings:
+        """Return `settings_of` the optimizer. If nothing has changed, return the object of the last call.
+
+        If an option is a tensor, the settings are computed in each call.
+        """
         values = [x for options in self._options() for key, x in options.items() if key not in _NAMES]
         if any(isinstance(x, torch.Tensor) for x in values):
             # The text of a tensor does not show every element and digit.
@@ -62,8 +66,8 @@ _NAMES = ("params", "param_names")
 
 
 def _plain(options: dict[str, Any], read: bool) -> list[tuple[str, str]]:
-    """Return the options that can be compared as text: numbers, strings, lists of these, and tensors of one
-    number."""
+    """Return pairs of an option's name and its value as text, by name. The values are numbers, strings, None,
+    lists or tuples of these, and tensors of one number. Other options are left out."""
     found = {
         k: x
         for k, x in options.items()

@@ -25,7 +25,7 @@ from lightning_piper.processes import world
 from lightning_piper.processes.failure import FailureWatch, end
 from lightning_piper.runtime.same_machine.forks import in_forks
 
-SOON = 3.0  # seconds
+SOON = 3.0  # seconds after SIGTERM in which a process that has not trained a batch may end by itself
 
 
 class Termination:
@@ -96,7 +96,10 @@ class Termination:
                         end(f"lightning_piper: rank {self._rank} ends, because SIGTERM came twice")
 
     def _note(self, rank: int) -> None:
-        """Record that this process or another process received the signal. Called in any thread."""
+        """Record that this process or another process received the signal. Called in any thread.
+
+        Before the first trained batch, also make this process end: at its next exchange, or soon.
+        """
         if self._by is not None:
             return
         self._by = rank

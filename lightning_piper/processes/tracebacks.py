@@ -1,7 +1,8 @@
 """Prints an error of this package that ends a process: the user's lines, the message and the causes.
 
-The traceback of such an error has up to a hundred frames of Lightning, torch and this package, in every process.
-The error itself keeps all of them: a debugger shows them, and code that catches the error reads them.
+The traceback of such an error has up to a hundred frames of Lightning, torch and this package, in every
+process. The error itself keeps all of them: a debugger shows them, and code that catches the error reads
+them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ HINT = f"(Frames of libraries are left out. {VARIABLE}=full shows them.)"
 def print_short_tracebacks(rank: int, one_line: bool) -> None:
     """Make this process print a short traceback if an uncaught `PiperError` ends it.
 
-    A hook of another package, such as a debugger's, stays, and every hook if the environment has
+    Do nothing if another package, such as a debugger, has installed a hook, or if the environment has
     PIPER_TRACEBACK=full.
 
     Args:

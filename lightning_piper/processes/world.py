@@ -25,15 +25,16 @@ from lightning_piper.runtime.groups import local_group
 
 T = TypeVar("T")
 RANK_ZERO = 0
+# Values of `how` in `World.over_replicas`: those for a mean, and name -> operation.
 _MEANS = (None, "mean", "avg", dist.ReduceOp.AVG)
 _SUMS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
-# Groups for host tensors, by purpose and ranks. They live as long as the default group, and all fits and
-# strategies of a process share them.
+# The default group, and the groups for host tensors: (purpose, ranks) -> group. The groups live as long as
+# the default group, and all fits and strategies of a process share them.
 _host: tuple[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]] | None = None
 
 _refused: BaseException | None = None  # the error that every exchange in host memory raises
-_ends_default = False
+_ends_default = False  # whether `_end_groups` destroys the default group, and so all groups
 
 
 def refuse_exchanges(error: BaseException | None) -> None:
@@ -133,7 +134,7 @@ class World:
         return groups[key]
 
     def warn(self, text: str) -> None:
-        """Issue a warning on rank 0 only. It names the line of the caller."""
+        """Issue a warning on rank 0 only. The warning names the line that calls this method."""
         if self.is_rank_zero:
             warnings.warn(text, stacklevel=2)
 
@@ -177,7 +178,7 @@ class World:
         return values
 
     def from_rank_zero(self, values: list[T] | None) -> T:
-        """Return, on each process, its entry of the list that rank 0 passes."""
+        """Return, on each process, the entry with its rank of the list that rank 0 passes."""
         if self.size == 1:
             assert values is not None
             return values[0]
@@ -189,7 +190,7 @@ class World:
     def on_rank_zero(self, work: Callable[[], T], share: bool = True) -> T | None:
         """Run `work` on rank 0 and return its result on every process.
 
-        If `work` fails on rank 0, all processes raise an error.
+        If `work` fails on rank 0, rank 0 raises its error, and the other processes raise a PiperError.
 
         Args:
             work: The function to run.
@@ -216,7 +217,7 @@ class World:
         self, tensor: torch.Tensor | None, source: int, target: int, into: torch.Tensor | None = None
     ) -> None:
         """Copy `tensor` of process `source` into the tensor `into` of process `target`. Other processes do
-        nothing.
+        nothing, and no process does if `source` is `target`.
 
         Tensors travel as bytes, so every dtype works. They travel between host memories, because a device
         backend would create a communicator, with its memory, for each pair of processes that ever
@@ -255,14 +256,18 @@ class World:
         return None
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """Sum a tensor over all processes, in place."""
+        """Sum a tensor over all processes, in place, and return it. Collective."""
         if self.size > 1:
             dist.all_reduce(value)
         return value
 
     def over_replicas(self, value: torch.Tensor, how: Any) -> torch.Tensor:
         """Return the mean, sum, maximum or minimum over the replicas, each of which counts once.
-        Collective."""
+        Collective.
+
+        Raises:
+            PiperError: `how` is none of these.
+        """
         if self.count == 1:
             return value
         op = dist.ReduceOp.SUM if how in _MEANS else _SUMS.get(how, how)
@@ -353,12 +358,12 @@ def _end_groups() -> None:
 
 
 def store_of_attempt(host: str, port: int, timeout: timedelta) -> dist.Store | None:
-    """Return the store for the processes of a run that torchrun has restarted; None if torch's own rendezvous
-    works.
+    """Return a separate store for the processes of a run on one machine that torchrun has restarted.
 
     torchrun keeps its store through restarts, including the addresses of the processes that are gone (torch
-    2.13). On several machines its count of restarts differs between machines, so the result is None. For such
-    runs, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun use new stores.
+    2.13). The result is None if torchrun has not restarted the run, or does not share its store. On several
+    machines, the result is also None, because torchrun's count of restarts differs between machines. There,
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun use new stores.
 
     Args:
         host: Address of rank 0.
@@ -380,13 +385,14 @@ def described(error: Exception) -> str:
 
 
 def of_rank(rank: int, error: PiperError) -> PiperError:
-    """Mark an error that all processes raise with the rank of the process that failed."""
+    """Return an error that all processes raise, after setting its `rank` to the process that failed."""
     error.rank = rank
     return error
 
 
 def on_host(value: Any) -> Any:
-    """Return a copy of a value in host memory, because the receiver may not have the sender's device."""
+    """Return a value with all tensors in host memory, because the receiver may not have the sender's
+    device."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if isinstance(value, dict):
