@@ -12,10 +12,10 @@ from lightning_piper.holdings.optimizer import ShardedOptimizer
 
 
 class AddedGroups:
-    """The groups that a hook has added to an optimizer. The constructor removes them until `put_back`, when
-    the module is whole again.
+    """The groups that a hook has added to an optimizer. The constructor removes these groups from the
+    optimizer, and `put_back` adds them again.
 
-    Their parameters may be placeholders for values on other processes.
+    The parameters of these groups may be placeholders for values on other processes.
 
     Args:
         optimizer: The sharded optimizer.
@@ -25,6 +25,7 @@ class AddedGroups:
     def __init__(self, optimizer: ShardedOptimizer, module: nn.Module) -> None:
         self._optimizer, self._module = optimizer.optimizer, module
         names = {id(tensor_at(at)): name for name, at in places_of(module).items()}
+        # (group, its parameters: the name of a parameter of the module, otherwise the tensor)
         self._groups: list[tuple[dict[str, Any], list[str | Tensor]]] = []
         for group in self._optimizer.param_groups[len(optimizer.names) :]:
             self._groups.append((group, [names.get(id(p), p) for p in group["params"]]))

@@ -26,22 +26,25 @@ class AliasedShards(Ownership):
 
     Args:
         module: The whole module, with the same values on every process.
-        compiled: The program that shards parameters. It keeps memory for all elements of each bucket.
+        compiled: The program that shards parameters. Its plan keeps all elements of each bucket between
+            steps.
     """
 
     def __init__(self, module: nn.Module, compiled: Compiled, world: World) -> None:
+        # name -> the parameter that had this name first
         self._divided: dict[str, nn.Parameter] = {}
         super().__init__(module, compiled, world)
         plan = compiled.plans[world.rank]
         assert all(plan.shards.values()), "the whole of a bucket is kept between steps"
         flats = {bucket: bucket.empty(world.device) for bucket in plan.shards}
         self.shards[world.rank] = flats
+        # name of a parameter -> its memory in a bucket
         self._views = {
             name: x
             for bucket in flats
             for name, x in zip(bucket.names, bucket.views(flats[bucket]), strict=True)
         }
-        self._elsewhere: set[str] = set()
+        self._elsewhere: set[str] = set()  # names of parameters that are in other memory in this step
         with torch.no_grad():
             for name, view in self._views.items():
                 view.copy_(self._get(name))
@@ -52,8 +55,8 @@ class AliasedShards(Ownership):
         self.whole = True
 
     def _get(self, name: str) -> torch.Tensor:
-        """Return the parameter that had this name first. The optimizer has that parameter, even if a hook has
-        replaced it in the module since (pruning)."""
+        """Return the parameter that had this name first, or the buffer that has this name now. The optimizer
+        updates that parameter, even if a hook has replaced it in the module (pruning)."""
         if name not in self._divided:
             found = super()._get(name)
             if not isinstance(found, nn.Parameter):
@@ -76,7 +79,7 @@ class AliasedShards(Ownership):
                 self._elsewhere.add(name)
 
     def take_gradients(self) -> None:
-        """Give each local shard its part of the whole parameter's gradient."""
+        """Give each local shard its part of the whole parameter's gradient; None if there is no gradient."""
         for name, shard in self._local_shards.items():
             grad, (start, stop) = self._get(name).grad, self._range(name)
             dense = grad.to_dense() if grad is not None and grad.is_sparse else grad
@@ -109,7 +112,7 @@ class AliasedShards(Ownership):
         return held
 
     def restore(self) -> None:
-        """Move the parameters out of the buckets into memory of their own."""
+        """Move each parameter that is in a bucket into new memory."""
         for name, view in self._views.items():
             if self._get(name).data_ptr() == view.data_ptr():
                 self._get(name).data = view.clone()

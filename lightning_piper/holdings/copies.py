@@ -1,7 +1,7 @@
 """Copies of a distributed module, such as averages of its weights over time.
 
-Each process keeps the same part of a copy as of the module, so elementwise work finds the same elements in
-both.
+Each process keeps the same part of a copy as of the module. So elementwise work on the module and the copy
+finds the same elements in each process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_piper.holdings.elementwise import ATOL, RTOL
 from lightning_piper.holdings.materialization import Known, like
 from lightning_piper.holdings.ownership import Ownership
 
-SHAPES = {"a": (6, 5), "b": (7,)}
+SHAPES = {"a": (6, 5), "b": (7,)}  # name -> shape of the tensors on which `averages_each_element` tries
 # Repetitions, because a function that selects by a norm sometimes selects the same for a tensor and its
 # shards.
 DRAWS = 10
@@ -30,7 +30,8 @@ Refer = Callable[[str], Any]  # parameter or buffer name -> its replacement in a
 
 
 class Copy(Ownership):
-    """The tensors of a copy of a module, with its own dtypes and device. No plan works on them.
+    """The distribution of a copy of a module. The copy may have other dtypes and another device than the
+    module, and no plan works on its tensors.
 
     While the copy is distributed, its `state_dict()` is collective. It contains whole tensors on rank 0, or
     the values of the function that `refer` returns.
@@ -78,6 +79,7 @@ class Copy(Ownership):
                 self._local_shards[name] = like(self._get(name), room)  # type: ignore[assignment]
 
     def _fill(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        """Hook after `state_dict`: put whole tensors, or the results of `refer`, into the state dict."""
         refer, canonical = self._refer(), self._compiled.step.canonical
         if refer is not None:
             state.update({prefix + n: refer(name) for n, name in canonical.items() if prefix + n in state})
@@ -94,8 +96,8 @@ class Copy(Ownership):
 
 
 def averages_each_element(update: Callable[[nn.Module, nn.Module], None]) -> bool:
-    """Return whether a function averages each element independently. It is run on whole tensors and on shards
-    to find out.
+    """Return whether a function averages each element independently. Piper runs the function on whole tensors
+    and on shards to find out.
 
     Args:
         update: Updates the values of one module with the values of another.

@@ -68,7 +68,8 @@ class StateKeys:
         return StateKeys(self.cut | other.cut, self.once | other.once)
 
     def is_cut(self, key: str, value: Any, shape: torch.Size | tuple[int, ...]) -> bool:
-        """Return whether a state value of a parameter or shard of this shape has a number for each element."""
+        """Return whether a state value of a parameter or shard of this shape has a number for each
+        element."""
         if not isinstance(value, Tensor) or value.shape != torch.Size(shape) or key in self.once:
             return False
         return key in self.cut or value.ndim > 0
@@ -111,7 +112,7 @@ def state_keys(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], device:
 def _run_shards(
     optimizer: Optimizer, kinds: Sequence[ParameterKind], whole: TrialResult, part: int, device: torch.device
 ) -> TrialResult:
-    """Repeat a run with the first or the second shard of each parameter."""
+    """Repeat a run with the first or the second shard of each parameter, without empty shards."""
     starts = {
         i: shard for i, kind in enumerate(kinds) if (shard := _cut(whole.before[i], kind)[part]).numel()
     }
@@ -131,8 +132,18 @@ def _compared(
     shards: Sequence[tuple[Tensor, dict[str, Any]]],
     steps: int,
 ) -> StateKeys:
-    """Check that the shards' values and state equal the whole parameter's, and return the keys of its
-    state."""
+    """Return the keys of a parameter's state, after a check that its shards have the values and the state of the
+    whole parameter.
+
+    Args:
+        kind: The kind of the parameter, which is number `i`.
+        whole: The trial on whole parameters.
+        shards: Values and state of each shard after the trial on shards.
+        steps: Number of steps of the trial.
+
+    Raises:
+        NotElementwise: Values or state differ.
+    """
     got = (
         f"in a test of {steps} steps with gradients {whole.scenario.what}, on a parameter of shape "
         f"{tuple(kind.like.shape)}, two shards that were updated alone got"

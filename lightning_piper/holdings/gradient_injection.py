@@ -4,8 +4,8 @@ Lightning zeroes gradients after the training step and then calls `backward` on 
 gradients wait here until then. So everything around `backward` (accumulation, loss scaling, hooks, users'
 overrides) works as usual.
 
-If a plan accumulates gradients locally until the last batch of an accumulation, the total is multiplied by
-that batch's factor. So the earlier batches must have had the same factor.
+If a plan accumulates gradients locally until the last batch of an accumulation, Piper multiplies the total by
+the factor of the last batch. So the earlier batches must have had the same factor.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class GradientInjection:
         """Give placeholder gradients to the parameters that get gradients on other processes in this step.
 
         The first `backward` of an accumulation removes the placeholders of parameters that no longer get
-        gradients there. A placeholder stays if the local shard still has its old gradient:
+        gradients on other processes. A placeholder stays if the local shard still has its old gradient:
         `zero_grad(set_to_none=False)` keeps zeros, with which the optimizer updates the parameter.
         """
         for name in self._marked.keys() - self.absent.keys() if self._begins else ():
@@ -94,10 +94,10 @@ class GradientInjection:
             grads: Parameter name -> gradient times `scale`. Some may be missing.
             scale: The factor that `backward` is expected to pass; `grads` are multiplied by the actual factor
                 divided by `scale`.
-            kept: Whether the plan accumulates this batch's gradients locally and returns them with a later
-                batch's.
-            closing: Factor on these gradients and on those accumulated before them; None before the last
-                batch of an accumulation.
+            kept: Whether the plan accumulates this batch's gradients locally, and returns the sum in a later
+                batch.
+            closing: The last `backward` of an accumulation multiplies `grads` and all gradients in `.grad` by
+                this factor; None in earlier batches.
             nonlinear: The reason why gradients are not proportional to the factor; None if they are. With
                 a reason, `backward` must pass `scale`.
 
@@ -125,8 +125,8 @@ class GradientInjection:
         return bool(self._kept)
 
     def settle(self) -> float | torch.Tensor:
-        """Return the factor that `backward` passed for locally accumulated gradients, and drop these
-        gradients, because the caller sums them.
+        """Return the factor that `backward` passed for the locally accumulated gradients, divided by the
+        expected factor; 1.0 without such gradients. Forget these gradients, because the caller sums them.
 
         Raises:
             PiperError: `backward` did not run on one of the losses, or passed different factors.
@@ -159,6 +159,8 @@ class GradientInjection:
     def check(self, last: _PendingGradients) -> None:
         """Check that `last` and the batches whose gradients the plan returns with it had the same factor.
 
+        Do nothing if the plan accumulates the gradients of `last` locally.
+
         Raises:
             PiperError: The factors differ.
         """
@@ -180,7 +182,7 @@ class _PendingGradients:
     """The gradients of one step that wait for `backward`.
 
     Attributes:
-        factor: The factor that `backward` passed; None before it ran.
+        factor: The factor that `backward` passed; None before `backward` ran.
     """
 
     def __init__(
@@ -198,10 +200,12 @@ class _PendingGradients:
         self._injection = injection
 
     def take(self, factor: torch.Tensor) -> list[torch.Tensor]:
-        """Return the gradients, multiplied by the factor that `backward` passed.
+        """Return the gradients, multiplied by the factor that `backward` passed. Also set placeholder
+        gradients.
 
         Raises:
             ExecutionError: The gradients were taken before.
+            PiperError: The factors of an accumulation differ, or the gradients do not scale with the factor.
         """
         if self._grads is None:
             raise ExecutionError(

@@ -17,7 +17,8 @@ from lightning_piper.processes.world import World
 
 
 def changed_by(dag: TrainingDAG, kind: Kind) -> dict[str, set[int]]:
-    """Return, by name, the devices that have each gradient of a step, or each buffer's new values."""
+    """Return name -> devices. With `Kind.GRAD`, these are the devices that have the gradient of a parameter
+    after a step; with `Kind.BUFFER`, the devices that have the new values of a buffer."""
     found: dict[str, set[int]] = {}
     for update in dag.of_type(Update):
         value = dag.value(update.inputs[0])
@@ -27,7 +28,8 @@ def changed_by(dag: TrainingDAG, kind: Kind) -> dict[str, set[int]]:
 
 
 def absent(ownership: Ownership, trained: Collection[str]) -> dict[str, torch.nn.Parameter]:
-    """Return the trained parameters that are placeholders in this process."""
+    """Return the parameters in `trained` that are placeholders in this process and require gradients, by
+    name."""
     return {
         name: x for name, x in ownership.params.items() if x.is_meta and x.requires_grad and name in trained
     }
@@ -37,8 +39,8 @@ class Handing:
     """An exchange for holders of a shared parameter or buffer that do not use the tensor in a layout of the
     step.
 
-    Several stages may hold the same tensor. A holder that does not use it in this layout receives its
-    gradient, or its new values, from a process that uses it.
+    Several stages may hold the same tensor. A holder that does not use the tensor in this layout receives the
+    tensor's gradient, or its new values, from a process that uses the tensor.
 
     Args:
         dag: The DAG of the layout.

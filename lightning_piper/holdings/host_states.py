@@ -23,33 +23,33 @@ PART = 32 * 2**20  # bytes of parameters whose states are on the device at once
 class HostStates:
     """The states of some parameters: on the device while the optimizer updates them, otherwise on the host.
 
-    The optimizer updates parameters part by part, in their order. For each part, it fetches the states,
-    updates, and stores the states. If `goes_in_parts` says that an optimizer would compute something else
-    this way, it updates all parameters at once. A step's closure runs forward and backward passes, so states
-    are fetched after it returns.
+    Parameters are updated part by part, in their order. For each part, this class copies the states to the
+    device, runs the optimizer, and copies the states back. If the optimizer would compute different numbers
+    in parts (`goes_in_parts`), all parameters are one part. A step's closure runs forward and backward
+    passes, so states are copied to the device after the closure returns.
 
     The user's call of `step`, with its hooks, updates the last part. `step` of the optimizer's class updates
-    the parts before it. Host memory is kept between steps, and is pinned if copies are asynchronous. States
+    the earlier parts. Host memory is kept between steps, and is pinned if copies are asynchronous. States
     from a checkpoint stay on the device until the next step.
 
     Args:
         optimizer: The sharded optimizer.
         names: Names of the parameters with states on the host.
-        device: The device that updates them.
+        device: The device that updates the parameters.
     """
 
     def __init__(self, optimizer: ShardedOptimizer, names: Collection[str], device: torch.device) -> None:
         self._optimizer, self._names, self._device = optimizer, frozenset(names), device
         self._pinned = device.type != "cpu"
-        self._room: dict[tuple[Tensor, str], Tensor] = {}
+        self._room: dict[tuple[Tensor, str], Tensor] = {}  # (parameter, key of its state) -> host memory
         self._part: list[Tensor] = []  # hosted parameters of the part that is being updated
         self._rest = ExitStack()  # closing it restores the full groups
         own = optimizer.optimizer
         self._apart = len(list(self._parts())) > 1 and goes_in_parts(own, optimizer.of_groups(), device)
         own.register_step_pre_hook(self._before)
-        # Called before all other hooks, which then see all parameters.
+        # `_after` runs before all other hooks, so the other hooks see all parameters in the groups.
         register_first_post_hook(own, self._after)
-        # It must be a bound method, because schedulers that are made later (SWALR) expect one.
+        # `step` must be a bound method, because schedulers that are made later (SWALR) expect one.
         own.step = MethodType(self._around(own.step), own)  # type: ignore[method-assign]
 
     @property
@@ -58,8 +58,10 @@ class HostStates:
         return sum(room.nbytes for room in self._room.values())
 
     def _parts(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """Iterate over parts of all parameters. Yields the parameters of a part, and its hosted
-        parameters, whose states are on the host. A part ends before these exceed `PART` bytes."""
+        """Yield the parameters of each part, and among them the parameters with states on the host.
+
+        The latter have at most `PART` bytes, unless there is only one.
+        """
         params: list[Tensor] = []
         hosted: list[Tensor] = []
         for _, name, p in self._optimizer.held():
@@ -95,6 +97,7 @@ class HostStates:
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
+        """Hook before a step: call `_update` when the gradients exist. With a closure, that is after it."""
         if args and callable(args[0]):
             return (self._updating(args[0]), *args[1:]), kwargs
         if callable(kwargs.get("closure")):
@@ -128,6 +131,7 @@ class HostStates:
         self._bring()
 
     def _bring(self) -> None:
+        """Copy the states of the current part that are on the host to the device."""
         for p, key, value in list(self._states()):
             if self._room.get((p, key)) is value:
                 self._optimizer.optimizer.state[p][key] = torch.empty_like(value, device=self._device).copy_(
@@ -135,6 +139,8 @@ class HostStates:
                 )
 
     def _store(self) -> None:
+        """Copy the states of the current part to the host. New states, and states of a new shape or dtype,
+        get new host memory."""
         for p, key, value in list(self._states()):
             room = self._room.get((p, key))
             if room is None or room.shape != value.shape or room.dtype != value.dtype:

@@ -28,8 +28,8 @@ Places = Mapping[str, list[Place]]
 HOOK = "piper_init_parameters"
 UNWRITTEN = 0xFF  # the bytes of fresh memory: a NaN in every floating-point dtype, and not a valid bool
 PRETRAINED = "_piper_pretrained"  # attribute of a model whose values are in files: its `Pretrained`
-# Attribute of a tensor whose values are in a file: its `FileMark`. Attribute of a submodule with such tensors:
-# its `StoredTensors`.
+# Attribute of a tensor whose values are in a file: its `FileMark`. Attribute of a submodule with such
+# tensors: its `StoredTensors`.
 STORED = "_piper_stored"
 
 
@@ -130,8 +130,8 @@ class Known:
         return name in self.loaded or name in self.later or name in self.stored
 
     def with_stored(self, module: nn.Module) -> Known:
-        """Return the values of `self`, with the stored values of further tensors: the module's tensors on the
-        meta device that `piper.from_pretrained` found in files.
+        """Return the values of `self`, which has nothing in `stored`, with stored values of further tensors:
+        the module's tensors on the meta device that `piper.from_pretrained` found in files.
 
         Raises:
             PiperError: The user has changed or replaced a tensor since `piper.from_pretrained`.
@@ -163,7 +163,7 @@ class Known:
 
 
 def _fitting(name: str, tensor: torch.Tensor, value: StoredValue) -> StoredValue:
-    """Return the value of a tensor, which must have the tensor's shape."""
+    """Return `value`. Raise a PiperError if its shape is not the tensor's shape."""
     if value.shape != tensor.shape:
         raise _changed(name, f"has the shape {list(tensor.shape)}, but {list(value.shape)} in its file")
     return value
@@ -190,7 +190,7 @@ def is_on_meta(module: nn.Module) -> bool:
 
 
 def places_of(module: nn.Module) -> dict[str, list[Place]]:
-    """Return the places of each tensor in the module."""
+    """Return canonical name -> places, for each parameter and buffer of the module."""
     first: dict[int, str] = {}
     places: dict[str, list[Place]] = {}
     for name, tensor in [
@@ -261,8 +261,8 @@ def without_initial_values(module: nn.Module, known: Known) -> str | None:
 
 
 def _initializers(module: nn.Module) -> dict[int, Callable[[], None]]:
-    """Return the functions that fill submodules of models whose values are in files, by the submodule's
-    id."""
+    """Return id of a submodule -> a function that fills it. The result has all submodules of the models whose
+    values are in files."""
     found: dict[int, Callable[[], None]] = {}
     for model in module.modules():
         pretrained: Pretrained | None = model.__dict__.get(PRETRAINED)
@@ -400,11 +400,11 @@ def load_state(
     Args:
         state: The state dict.
         strict: Whether to raise an error if the names differ from the module's.
-        keep: Change nothing, and return all values.
+        keep: Change no tensor, and return the values of all tensors.
 
     Returns:
-        The values for tensors on the meta device, by canonical name. The module keeps its tensors on the meta
-        device.
+        Canonical name -> value of the tensors that are on the meta device. These tensors stay in the module.
+        With `keep`, all tensors that the state dict has.
     """
     places = places_of(module)
     before = {name: tensor_at(at) for name, at in places.items()}

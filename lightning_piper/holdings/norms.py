@@ -166,7 +166,12 @@ class GlobalNorms:
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
-        """Replace torch's `get_total_norm`. Collective for gradients on several processes."""
+        """Replace torch's `get_total_norm`. Collective for gradients on several processes.
+
+        Raises:
+            PiperError: The gradients are not summed yet, or are only some of this process's gradients, so
+                that Piper cannot know which gradients of other processes belong to them.
+        """
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         here = {key: p.grad for key, p in self._held.items() if p.grad is not None}
         elsewhere = {x.of_parameter for x in given if isinstance(x, RemoteGradient)}
@@ -185,6 +190,8 @@ class GlobalNorms:
             )
         if self._whole or (given and not asked):
             return self._torchs(given, norm_type, error_if_nonfinite, foreach)
+        # `partly`: only some of this process's gradients of a group are requested. `alone`: other processes
+        # might not take part in the exchange.
         partly = any(not here.keys() & group <= asked for group in self._groups if asked & group)
         alone = not elsewhere and (
             (partly and asked & self._in_pieces) or (len(asked) == 1 and self._ends_early)
@@ -250,7 +257,7 @@ class GlobalNorms:
 
 
 def norms_of_each(ownership: Ownership, world: World, p: float) -> dict[str, torch.Tensor]:
-    """Return, by name, the norm of the gradient of each parameter that has a gradient. Collective."""
+    """Return name -> norm of the whole gradient, for each parameter that has a gradient. Collective."""
     grads = {
         n: x.grad
         for n, x in ownership.owned_params.items()

@@ -37,12 +37,12 @@ from lightning_piper.ops.communication.gather import Parameters
 from lightning_piper.processes.world import RANK_ZERO, World, on_host
 
 State = dict[str, Any]
-# canonical names of each group's parameters; None for parameters outside the module
+# For each group, the canonical names of its parameters. None: the parameter is not in the module.
 Names = list[list[str | None]]
 
 
 def names_in(optimizer: Optimizer, module: nn.Module, before: Names | None = None) -> Names:
-    """Return the names of an optimizer's parameters.
+    """Return the names of an optimizer's parameters. While the module is distributed, return `before`.
 
     Args:
         optimizer: An optimizer over the module's current parameters, or over the parameters that the
@@ -50,7 +50,7 @@ def names_in(optimizer: Optimizer, module: nn.Module, before: Names | None = Non
         before: The result from the time when the module was whole. Needed while the module is distributed.
 
     Raises:
-        PiperError: The module is distributed, and the optimizer has different parameters than before.
+        PiperError: The module is distributed, and the sizes of the optimizer's groups have changed.
     """
     if parts_of(module) is None:
         return whole_names_in(optimizer, module)
@@ -66,7 +66,7 @@ def names_in(optimizer: Optimizer, module: nn.Module, before: Names | None = Non
 
 
 def whole_names_in(optimizer: Optimizer, module: nn.Module) -> Names:
-    """Return the names of an optimizer's parameters. The module is whole on this process."""
+    """Return the names of the parameters of an optimizer over a module that is whole on this process."""
     names = {id(tensor_at(at)): name for name, at in places_of(module).items()}
     return [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
 
@@ -123,7 +123,7 @@ class ShardedOptimizer:
 
     Attributes:
         optimizer: The optimizer that was passed.
-        names: The names of its parameters in the canonical form, by group.
+        names: For each group, the names of its parameters before the restriction.
 
     Raises:
         PiperError: The optimizer is not over the module's parameters, or is over different parameters on
@@ -136,6 +136,7 @@ class ShardedOptimizer:
     ) -> None:
         self.optimizer, self.names, self._ownership, self._world = optimizer, names, ownership, world
         self._check_whole()
+        # the names in each group's option `param_names`; None without this option
         self._labels: list[list[str] | None] = [
             list(g["param_names"]) if "param_names" in g else None for g in optimizer.param_groups
         ]
@@ -143,13 +144,14 @@ class ShardedOptimizer:
         found = {
             frozenset((n, holds_whole(n, device)) for n in compiled.params_on(device)) for device in devices
         }
-        if world.size > 1 and len(found) > 1:
+        if world.size > 1 and len(found) > 1:  # devices have different parameters
             self._check_alone()
         self._keys = self._checked(compiled)
         owned = ownership.owned_params
+        # for each name in `names`: whether this process keeps the parameter
         self._kept = [[name is None or name in owned for name in group] for group in self.names]
-        self._sizes = [sum(kept) for kept in self._kept]
-        lacking: set[Tensor] = set()
+        self._sizes = [sum(kept) for kept in self._kept]  # number of parameters of each group after this
+        lacking: set[Tensor] = set()  # new tensors to which the whole parameter's state does not fit
         for group, labels, kept in zip(optimizer.param_groups, self.names, self._kept, strict=True):
             for p, name in zip(group["params"], labels, strict=True):
                 new = None if name is None else owned.get(name)
@@ -228,7 +230,7 @@ class ShardedOptimizer:
         parameters. All processes get the same result.
 
         Raises:
-            PiperError: The optimizer does not treat them independently, or copies of it cannot run.
+            PiperError: The optimizer does not treat parameters independently, or copies of it cannot run.
         """
         name = type(self.optimizer).__name__
         try:
@@ -249,8 +251,8 @@ class ShardedOptimizer:
             )
 
     def _checked(self, compiled: Compiled) -> StateKeys:
-        """If a parameter is sharded, check that the optimizer treats each element independently. Return the
-        keys of the optimizer's state. All processes get the same result.
+        """If a parameter is sharded, check that the optimizer treats each element independently, and return
+        the keys of its state. If no parameter is sharded, return no keys. All processes get the same result.
 
         Raises:
             PiperError: The optimizer does not treat each element independently.
@@ -285,8 +287,8 @@ class ShardedOptimizer:
         ]
 
     def _make_state(self, lacking: set[Tensor]) -> None:
-        """Give new local tensors the state that the optimizer's constructor creates. The constructor ran
-        before these tensors existed."""
+        """Give the tensors in `lacking` the state that the optimizer's constructor creates, because the
+        constructor ran before these tensors existed."""
         groups = [
             {**{k: v for k, v in group.items() if k != "param_names"}, "params": own}
             for group in self.optimizer.param_groups
@@ -312,8 +314,8 @@ class ShardedOptimizer:
             )
 
     def local_shards(self, replicas: bool = False) -> list[LocalShard]:
-        """Return the elementwise state tensors of which this process is the canonical holder. Over all
-        processes, each element occurs once.
+        """Return the elementwise state tensors of the parameters with dimensions of which this process is the
+        canonical holder. Over all processes, each element occurs once.
 
         Args:
             replicas: Also return state tensors of which this process has a replica.
@@ -403,8 +405,16 @@ class ShardedOptimizer:
         return {"state": dict(sorted(state.items())), "param_groups": self.full_groups()}
 
     def full_state(self) -> State:
-        """Return the state in canonical form. It is complete on rank 0. Other ranks have only their own
-        parameters that are not sharded. Collective."""
+        """Return the state in canonical form. It is complete on rank 0. Collective.
+
+        If every process has all parameters whole, the state is complete on every rank, or for torch's
+        ZeroRedundancyOptimizer empty on other ranks than 0. Otherwise, other ranks return only the state of
+        parameters that are not sharded and of which they are canonical holders.
+
+        Raises:
+            CaptureError: The groups have changed since the optimizer was restricted.
+            PiperError: The state does not have the form of torch's optimizers, or a process lacks its part.
+        """
         if self.is_whole:
             self.check_groups_stay()
             if hasattr(self.optimizer, "consolidate_state_dict"):  # torch's ZeroRedundancyOptimizer
@@ -431,8 +441,12 @@ class ShardedOptimizer:
         return {"state": state, "param_groups": self.full_groups()}
 
     def _joined(self, name: str | None, parts: Mapping[int, State]) -> State | None:
-        """Join the states of a parameter's local shards. Return None for sharded parameters on ranks other
-        than 0."""
+        """Return the state of a parameter, joined from the states of its local shards (rank -> state). On
+        ranks other than 0, return None for a sharded parameter.
+
+        Raises:
+            PiperError: A rank that holds a shard does not have its state.
+        """
         if name is None or not self._ownership.tensor_map.is_sharded(name):
             return next(iter(parts.values()))
         ranges = self._ownership.tensor_map.canonical_holders(name)
@@ -534,7 +548,8 @@ class ShardedOptimizer:
         self.optimizer.load_state_dict(full)
 
     def cut(self, name: str | None, full: State) -> State:
-        """Return this process's part of a parameter's state."""
+        """Return this process's part of a parameter's state. That is all of it if this process holds the
+        parameter whole, or if it is not in the module (`name` is None)."""
         tensor_map = self._ownership.tensor_map
         if name is None or tensor_map.holds_whole(name, self._world.rank):
             return full

@@ -1,5 +1,5 @@
-"""Decides by a trial whether an optimizer may run on shards: copies of the optimizer take a few steps on small
-parameters, whole and in parts, with gradients that reveal a difference."""
+"""Decides by a trial whether an optimizer may run on shards: copies of the optimizer take a few steps on
+small parameters, whole and in parts, with gradients that reveal a difference."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from torch.optim import Optimizer
 
 from lightning_piper.holdings.optimizer_slices import only, own_step
 
-SIDE, FEW, LEAST = 128, 2, 8192  # sides of matrices, other dimensions, and number of elements: see `reduced`
-AGAIN = "it runs the closure more than once"
+# Upper limits of sizes in `reduced`: of the two largest dimensions, of other dimensions; least number of
+# elements that remains.
+SIDE, FEW, LEAST = 128, 2, 8192
+AGAIN = "it runs the closure more than once"  # the error of a trial, by which callers recognize its cause
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,10 @@ SCENARIOS = (
 
 @dataclass(frozen=True)
 class ParameterKind:
-    """A kind of parameters: those that the optimizer cannot distinguish, except by their size.
+    """A kind of parameters of an optimizer, which it cannot distinguish except by their size.
 
     Attributes:
-        group: Number of their group.
+        group: Number of the parameters' group.
         like: A parameter of this kind.
         shape: Shape of the parameter in a trial.
     """
@@ -95,8 +97,8 @@ class TrialResult:
 
 
 def kinds_of(chosen: Sequence[Sequence[Tensor]]) -> list[ParameterKind]:
-    """Return one parameter of each kind in each group. Kinds differ in the reduced shape, or in attributes
-    set by the user."""
+    """Return the kinds of the trainable parameters with elements in each group. Kinds differ in the reduced
+    shape, or in attributes set by the user."""
     found: dict[Any, ParameterKind] = {}
     for group, params in enumerate(chosen):
         for p in params:
@@ -203,7 +205,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _start(kind: ParameterKind, scenario: GradientScenario, draw: torch.Generator) -> Tensor:
     value = scenario.values * torch.randn(kind.shape, dtype=torch.float64, generator=draw)
-    value.view(-1)[value.numel() // 2 :] *= 5
+    value.view(-1)[value.numel() // 2 :] *= 5  # The norms of the two shards differ.
     return value
 
 
@@ -220,7 +222,13 @@ def _gradient(
 
 
 def _step(optimizer: Optimizer, grads: Sequence[tuple[nn.Parameter, Tensor]], apart: bool) -> None:
-    """Make a step as the Trainer does, in which the closure computes the gradients."""
+    """Make a step as the Trainer does, in which the closure computes the gradients.
+
+    With `apart`, one step for each parameter follows the first call of the closure.
+
+    Raises:
+        RuntimeError: The optimizer calls the closure more than once.
+    """
     calls = 0
 
     def closure() -> Any:
@@ -236,7 +244,7 @@ def _step(optimizer: Optimizer, grads: Sequence[tuple[nn.Parameter, Tensor]], ap
             own_step(optimizer)(optimizer)
     with only(optimizer, [p for p, _ in (grads[-1:] if apart else grads)]):
         optimizer.step(closure=closure)
-    if calls > 2:
+    if calls > 2:  # one call above, and one by `step`
         raise RuntimeError(AGAIN)
 
 

@@ -7,8 +7,8 @@ summaries, `configure_optimizers` and later captures see the whole module.
 
 One process with all devices has every tensor once: parameters in buckets are views of one flat tensor, and
 every device has its shard of that tensor. Parameters divided along an axis are an exception, because one
-tensor cannot lie in several parts. Their parts on the devices are copies, which `refresh` updates from the
-module's whole parameters before each step.
+parameter cannot be a view of the flat tensors of several parts. The devices have copies of the parts, which
+`refresh` updates from the module's whole parameters before each step.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Ownership:
         tensor_map: Which process holds which elements.
         shards: Logical device of this process -> bucket -> the flat tensor that the device keeps of it.
         whole: Whether every process holds all tensors whole, temporarily or after the run.
-        places: The places of each tensor in the module, by canonical name.
+        places: Canonical name of a tensor -> its places in the module.
         ended: Whether the run has ended without a failure.
         copies: Copies of the module that are distributed like the module until it is whole again.
     """
@@ -66,10 +66,12 @@ class Ownership:
         self._local_shards: dict[str, nn.Parameter] = {}
         # parameter that this process holds whole -> its memory in this process's shards
         self._whole_in_shards: dict[str, torch.Tensor] = {}
-        self._pieces: dict[str, torch.Tensor] = {}  # the local part of each tensor that is not whole here
-        # the module's original tensors, without data until `restore`
+        # name of a tensor that is not whole on this process -> its local part, which may be empty
+        self._pieces: dict[str, torch.Tensor] = {}
+        # name -> the module's original tensor, without data until `restore`
         self._before: dict[str, torch.Tensor] = {}
-        self._versions: list[tuple[str, torch.Tensor, int]] = []  # of the placeholders of sharded parameters
+        # (name, placeholder, version of the placeholder) of each sharded parameter
+        self._versions: list[tuple[str, torch.Tensor, int]] = []
         # with all devices in one process: (bucket, part) -> flat tensor of this part of divided parameters
         self._parts: dict[tuple[Bucket, int], torch.Tensor] = {}
 
@@ -78,13 +80,13 @@ class Ownership:
 
     @property
     def params(self) -> dict[str, nn.Parameter]:
-        """The module's parameters by canonical name, in its order. Parameters that are not whole on this
-        process are on the meta device."""
+        """Canonical name -> the parameter in the module. Parameters that are not whole on this process are on
+        the meta device."""
         return {n: x for n in self.tensor_map.holder_groups if isinstance(x := self._get(n), nn.Parameter)}
 
     def is_canonical(self, name: str) -> bool:
-        """Return whether this process is the canonical holder of its elements of a tensor. If so, they count
-        only on this process."""
+        """Return whether this process is the canonical holder of elements of a tensor. If so, these elements
+        count only on this process."""
         return self._world.rank in self.tensor_map.canonical_holders(name)
 
     @property
@@ -125,8 +127,9 @@ class Ownership:
         """Give every tensor its value on the processes that hold it, move it to its device, and drop all
         other tensors. Collective.
 
-        Known values come first, then rank 0's values. Tensors on the meta device get initial values. Only
-        rank 0's values travel: every process has or computes all other values itself.
+        A tensor gets its known value. Without a known value, it gets rank 0's value, or an initial value if
+        it is on the meta device there. Only rank 0's values travel: every process reads or computes known and
+        initial values itself.
 
         Args:
             seed: Seed of initial values.
@@ -149,6 +152,7 @@ class Ownership:
                 before.bring(name, RANK_ZERO)
             tensor = self._get(name)
             whole = self.tensor_map.holds_whole(name, self._world.rank)
+            # A whole tensor on the meta device gets memory here, which rank 0's values or a later read fill.
             if name in made or (whole and tensor.is_meta):
                 tensor = made[name] if name in made else empty_like(tensor, self._device)
                 self._set(name, tensor)
@@ -193,8 +197,8 @@ class Ownership:
     def claim(self, compiled: Compiled) -> bool:
         """Give the tensors that a training program is the first to change to the devices that use them.
 
-        The other devices drop them, and get them back at the end like all other tensors. All processes call
-        this with the same program.
+        The other devices drop these tensors, and get them back at the end like all other tensors. All
+        processes call this method with the same program.
 
         Returns:
             Whether a device dropped such tensors.
@@ -208,6 +212,8 @@ class Ownership:
         return bool(claimed)
 
     def _changes(self, compiled: Compiled) -> Callable[[str, int], bool]:
+        """Return a function of a tensor's name and a device: whether a step of the program changes the tensor
+        on the device."""
         params = self.params
 
         def changes(name: str, device: int) -> bool:
@@ -216,8 +222,8 @@ class Ownership:
         return changes
 
     def _absent(self, known: Known) -> tuple[set[str], bool]:
-        """Return the names of the tensors that rank 0's values do not determine, and whether rank 0 has
-        tensors without values. The former have no values on rank 0, or `known` replaces them.
+        """Return the names of the tensors that have no values on rank 0, or whose values `known` has. Also
+        return whether any tensor has no values on rank 0.
 
         Raises:
             PiperError: A tensor without values on rank 0 has values on another rank.
@@ -237,12 +243,16 @@ class Ownership:
         )
 
     def _make_values(self, absent: Collection[str], seed: int, known: Known) -> dict[str, torch.Tensor]:
-        """Compute the initial or known values of the tensors named in `absent`. Fill this process's shards
-        with them, and return the tensors that it holds whole."""
+        """Compute or read the values of the tensors in `absent`: known values, otherwise initial values. Fill
+        this process's shards with the values, and return the tensors that it holds whole (name -> tensor).
+
+        Tensors in `known.later` get no values here.
+        """
         rank, made = self._world.rank, {}
 
         @torch.no_grad()
         def take(name: str, value: torch.Tensor) -> None:
+            """Keep this process's part of a whole value."""
             spec = self.tensor_map.specs[name]
             if self.tensor_map.holds_whole(name, rank):
                 room = empty_like(self._get(name), self._device)
@@ -347,8 +357,8 @@ class Ownership:
 
     @contextlib.contextmanager
     def pieces(self) -> Iterator[None]:
-        """Put this process's part of each tensor into the module inside of this context. Elementwise work
-        needs it.
+        """Put this process's part of each tensor into the module inside of this context, for example because
+        an elementwise update of the module must change the local shards.
 
         Sharded parameters become local shards of one dimension. Tensors that this process does not hold
         become empty.
@@ -377,7 +387,7 @@ class Ownership:
         refer to them. Collective."""
         self._module.__dict__.pop(PARTS, None)
         if not self.whole:
-            keeps = self.tensor_map.is_replicated
+            keeps = self.tensor_map.is_replicated  # If every process has all tensors whole, gradients stay.
             if not keeps:
                 for held in self.owned_params.values():
                     held.grad = None  # frees memory for the received tensors
@@ -401,8 +411,8 @@ class Ownership:
                     tensor.data = tensor.data.clone()
 
     def held_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """Return the part of `whole` that corresponds to this process's part of the parameter. `whole` has
-        the parameter's shape."""
+        """Return a copy of the part of `whole`, which has a parameter's shape, at the place of this process's
+        shard of the parameter. Without such a shard, return `whole`."""
         held = self.tensor_map.held(name, self._world.rank)
         if held is None or self.tensor_map.holds_whole(name, self._world.rank):
             return whole
@@ -459,8 +469,8 @@ class Ownership:
 
     @contextlib.contextmanager
     def _brought(self, targets: Sequence[int]) -> Iterator[Collection[str]]:
-        """Give these processes every tensor inside of this context. Yields the names of the tensors that this
-        process did not hold whole."""
+        """Give the processes `targets` every tensor inside of this context. Yields the names of the tensors
+        that this process has received."""
         dropped = self._receive(targets)
         try:
             yield dropped.keys()
@@ -469,7 +479,10 @@ class Ownership:
                 self._set(name, tensor)
 
     def load(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Copy the values of whole parameters, by any of their names, into this process's local shards."""
+        """Copy the values of whole parameters, by any of their names, into this process's local shards.
+
+        Parameters without a local shard on this process are ignored.
+        """
         canonical = self._compiled.step.canonical
         with torch.no_grad():
             for name, value in values.items():
@@ -544,7 +557,8 @@ class Ownership:
         return before
 
     def _part(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return the values of elements that this process holds."""
+        """Return the values of the elements `start:stop`. They are this process's local shard of the tensor,
+        or a part of a tensor that it holds whole."""
         shard = self._local_shards.get(name)
         return (
             flattened(self._get(name).detach(), self.tensor_map.specs[name])[start:stop]

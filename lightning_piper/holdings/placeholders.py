@@ -1,5 +1,5 @@
-"""Placeholders in the module, on the meta device. They replace tensors that are sharded or whose values are on
-other processes.
+"""Placeholders in the module, on the meta device. They replace tensors that are sharded or whose values are
+on other processes.
 
 torch computes with tensors on the meta device without an error in some in-place operations:
 `average.mul_(0.9).add_(parameter)` ignores such a parameter and returns a wrong average. So a placeholder,
@@ -18,6 +18,7 @@ from lightning_piper.common.user_lines import user_frame
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.remote_gradient import RemoteGradient
 
+# The end of a sentence whose subject is another way to use Piper.
 WHOLE = (
     "keeps whole parameters in each process, if the program replicates the whole step: it shards only the "
     "optimizer state"
@@ -67,9 +68,16 @@ class Placeholder(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function on the meta device. Tensors without values that it returns become placeholders.
+
+        A write into a placeholder has no effect, but counts as a change.
+
+        Raises:
+            PiperError: The function copies a placeholder, or combines it with real values.
+        """
         if func == _DEVICE:
-            # A placeholder's `device` is this process's device, not meta, because user code creates tensors on it
-            # or moves tensors to it (`x.to(p.device)`).
+            # A placeholder's `device` is this process's device, not meta, because user code creates tensors
+            # on it or moves tensors to it (`x.to(p.device)`).
             return _NOTHING[1] if (of := _first(args)) is None else of.stands_for[1]
         with torch._C.DisableTorchFunctionSubclass():
             if func.__name__ == "__get__" or func.__name__ in _OFTEN:
@@ -121,6 +129,11 @@ class ShardedPlaceholder(ParameterPlaceholder):
 
     @grad.setter
     def grad(self, tensor: torch.Tensor | None) -> None:
+        """Set a placeholder gradient, or None, which also drops the local shard's gradient.
+
+        Raises:
+            PiperError: The gradient has values.
+        """
         before = self.grad
         if tensor is None and isinstance(before, RemoteGradient):
             before.drop()
@@ -138,10 +151,13 @@ class ShardedPlaceholder(ParameterPlaceholder):
 
 
 _DEVICE = torch.Tensor.device.__get__
+# Functions that are called often and need no checks.
 _OFTEN = ("data_ptr", "numel", "size", "dim", "detach", "untyped_storage")
-# These raise an error: a copy would be kept and read after the run, when it is too late for an error.
+# Functions that raise an error: a copy would be kept and read after the run, when it is too late for an
+# error.
 _COPIES = ("clone", "__copy__")
-_MOVES = ("to", "type_as")  # These would move a real tensor to the meta device.
+# Functions that raise an error if they would move a real tensor to the meta device.
+_MOVES = ("to", "type_as")
 
 
 def stand_in(tensor: torch.Tensor, name: str, sharded: bool, device: torch.device) -> torch.Tensor:
@@ -175,13 +191,17 @@ def check_values(content: Any) -> None:
 
 
 def _writes(name: str) -> bool:
+    """Return whether the function of this name changes its first argument in place."""
     return (name.endswith("_") and not name.endswith("__")) or (
         name.startswith("__i") and name not in ("__init__", "__int__")
     )
 
 
 def _check_written(args: Any) -> None:
-    """Check that real values are not written with values that are not on this process."""
+    """Raise an error if real values would be written with values that are not on this process.
+
+    `args` are the arguments of a function that writes into the first one: a tensor or a list of tensors.
+    """
     target, others = args[0], args[1:]
     if isinstance(target, torch.Tensor):
         if not target.is_meta and (found := _first(others)) is not None:
@@ -194,6 +214,7 @@ def _check_written(args: Any) -> None:
 
 
 def _first(args: Any) -> Placeholder | None:
+    """Return the first placeholder among arguments and in their lists and tuples; None if there is none."""
     for x in args:
         found = x if isinstance(x, Placeholder) else _first(x) if isinstance(x, list | tuple) else None
         if found is not None:
@@ -202,7 +223,8 @@ def _first(args: Any) -> Placeholder | None:
 
 
 def _marked(found: Any, args: Any) -> Any:
-    """Turn the results of an operation on placeholders into placeholders. Results with values are unchanged."""
+    """Turn the results of an operation on placeholders into placeholders. Results with values are
+    unchanged."""
     if type(found) is torch.Tensor and found.is_meta:
         made = found.as_subclass(Placeholder)
         of = _first(args)

@@ -16,8 +16,10 @@ import torch
 
 from lightning_piper.errors import PiperError
 
-_VALUES = ("T", "mT", "H", "mH", "real", "imag")  # attributes of a tensor that are tensors
+_VALUES = ("T", "mT", "H", "mH", "real", "imag")  # attributes of a tensor that are tensors with its values
+# Functions that do not read values.
 _ALLOWED = ("size", "dim", "numel", "is_floating_point", "requires_grad_", "detach_")
+# Functions that change elements by numbers, and so can change the local shard's gradient.
 _ELEMENTWISE = (
     "zero_", "neg_", "nan_to_num_", "mul_", "multiply_", "__imul__", "div_", "divide_", "true_divide_",
     "__itruediv__", "clamp_",
@@ -28,13 +30,13 @@ _ELEMENTWISE = (
 
 
 class RemoteGradient(torch.Tensor):
-    """A gradient without values, of a parameter without values. It has a shape and a dtype; all other access
-    is an error.
+    """A gradient without values, of a parameter without values. It has a shape and a dtype.
+
+    Reading its values raises an error. Elementwise changes by numbers go to `shard.grad`.
 
     Attributes:
         of_parameter: Name of the parameter.
-        shard: This process's local shard of the parameter, if it has one; elementwise changes go to
-            `shard.grad`.
+        shard: This process's local shard of the parameter; None if it has no shard.
     """
 
     of_parameter: str
@@ -53,6 +55,11 @@ class RemoteGradient(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function that needs no values, or apply an elementwise change to the local gradients.
+
+        Raises:
+            PiperError: The function needs values.
+        """
         kwargs = kwargs or {}
         attribute = getattr(getattr(func, "__self__", None), "__name__", None)
         if func.__name__ == "detach" or (func.__name__ == "__get__" and attribute == "data"):
@@ -104,13 +111,15 @@ def _here(grad: torch.Tensor) -> torch.Tensor | None:
 
 
 def _is_number(x: Any) -> bool:
+    """Return whether an operand is one value for all elements: no list, and no tensor with dimensions."""
     return not isinstance(x, list | tuple) and not (
         isinstance(x, torch.Tensor) and (x.dim() > 0 or x.is_meta)
     )
 
 
 def _name(args: Any) -> str:
-    """Return "parameter NAME: " for the first placeholder among an operation's arguments, or an empty text."""
+    """Return "parameter NAME: " for the first placeholder among an operation's arguments, or an empty
+    text."""
     for x in args:
         if isinstance(x, RemoteGradient):
             return f"parameter {x.of_parameter!r}: "

@@ -17,9 +17,9 @@ from lightning_piper.holdings.placeholders import WHOLE
 class TensorBinding:
     """The parameters and buffers that the plans are bound to, with their places in the module.
 
-    If a tensor's values were replaced (`p.data = ...`, `self.average = ...`), `follow` copies them into the
-    bound tensor, which then returns to its place. Parameters cannot be replaced, removed or frozen, because
-    the optimizer and the gradients would not follow.
+    If a tensor's values were replaced (`p.data = ...`, `self.average = ...`), `follow` copies the new values
+    into the bound tensor, and puts the bound tensor back into its place. Parameters cannot be replaced,
+    removed or frozen, because the optimizer and the gradients would not follow.
 
     `_names`, `_tensors`, `_bound`, `_pointers` and `_trained` are parallel lists: for each tensor its
     canonical name, the tensor itself, its memory, the address of its memory, and `requires_grad`. `_versions`
@@ -40,7 +40,8 @@ class TensorBinding:
         self._stores = list({id(store): store for store, _, _ in self._entries}.values())
         self._pointers = list(map(torch.Tensor.data_ptr, self._tensors))
         self._trained = [x.requires_grad for x in self._tensors]
-        # A placeholder of a sharded parameter has no memory; its storage identifies it.
+        # (index, id of the storage) of each placeholder of a sharded parameter. A placeholder has no memory
+        # with an address, but replacing its data gives it another storage.
         sharded = [
             i
             for i, x in enumerate(self._tensors)
@@ -55,13 +56,14 @@ class TensorBinding:
         self._versions = list(map(dict_version, self._watched))
 
     def _all_dicts(self) -> list[dict[str, Any]]:
-        """Return all dicts of submodules and tensors. Empty dicts are included, because tensors may be added."""
+        """Return all dicts of submodules and tensors. Empty dicts are included, because tensors may be
+        added."""
         return [
             d for part in self._module.modules() for d in (part._modules, part._parameters, part._buffers)
         ]
 
     def follow(self) -> None:
-        """Copy the module's current values into the bound tensors. Called before each step.
+        """Copy the values of replaced tensors into the bound tensors. Called before each step.
 
         Raises:
             CaptureError: The module has changed in a way that the plans cannot follow. The error names
@@ -76,7 +78,8 @@ class TensorBinding:
             raise
 
     def _follow(self) -> None:
-        """Do the work of `follow`. It compares versions and addresses first, because they rarely change."""
+        """Do the work of `follow`. The method first compares versions and addresses, because these rarely
+        change."""
         if list(map(dict_version, self._watched)) != self._versions:
             self._put_back()
             self._check_parts()
@@ -165,7 +168,8 @@ class TensorBinding:
                 )
 
     def _take_over(self) -> None:
-        """Copy into the bound memory the values of tensors whose memory was replaced (`tensor.data = ...`)."""
+        """Copy into the bound memory the values of tensors whose memory was replaced (`tensor.data =
+        ...`)."""
         for i, (name, tensor, bound) in enumerate(zip(self._names, self._tensors, self._bound, strict=True)):
             if tensor.data_ptr() != self._pointers[i]:
                 self._give(name, tensor.detach(), bound)

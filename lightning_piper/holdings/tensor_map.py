@@ -52,8 +52,9 @@ class LocalShard:
         name: Canonical name of the parameter or buffer.
         shape: Shape of the whole tensor.
         dtype: Dtype of the whole tensor.
-        start: First of its elements, in the order of the parameter's memory.
-        stop: End of its elements, exclusive.
+        start: Index of the first of these elements in the whole tensor, in the order of the parameter's
+            memory.
+        stop: Index after the last of these elements.
         tensor: The elements in one dimension: `stop - start` numbers.
         key: Key of the optimizer's state; empty for the parameter or buffer itself.
     """
@@ -73,8 +74,8 @@ class TensorMap:
     Attributes:
         holder_groups: Canonical name -> its holder groups. The first one is canonical: its values go into
             checkpoints and norms.
-        unused: Names of tensors that no training program has changed so far. Every process holds them,
-            because hooks or other steps may use them.
+        unused: Names of tensors that no device of the program uses, and that no later training program has
+            changed. Every process holds these tensors, because hooks or other steps may use them.
         specs: Canonical name -> spec of the whole tensor.
     """
 
@@ -110,11 +111,12 @@ class TensorMap:
             )
 
     def claim(self, compiled: Compiled, changes: Callable[[str, int], bool]) -> set[str]:
-        """Find the tensors that a training program is the first to change. If only some processes use such a
+        """Remove from `unused` the tensors that a training program changes. If only some processes use such a
         tensor, only these processes hold it from now on.
 
         Args:
-            changes: Whether the program changes a tensor of this name on a device that uses it.
+            changes: Gets the name of a tensor and a device that uses it. Returns whether the program changes
+                the tensor there.
 
         Returns:
             The names of the tensors that some processes no longer hold.
@@ -140,7 +142,7 @@ class TensorMap:
         return next((group.ranges[rank] for group in self.holder_groups[name] if rank in group.ranges), None)
 
     def whole(self, name: str, flat: torch.Tensor) -> torch.Tensor:
-        """Return a tensor in the module's form, from all its elements in one dimension."""
+        """Return a tensor with the module's shape and strides, from all its elements in one dimension."""
         return self._params[name].whole(flat) if name in self._params else view_as(flat, self.specs[name])
 
     def holds_whole(self, name: str, rank: int) -> bool:
@@ -159,18 +161,19 @@ class TensorMap:
         )
 
     def canonical_range(self, name: str, rank: int) -> Range | None:
-        """Return the elements that a process has as a member of the canonical group. It may be their
-        canonical holder or have a replica. None if it is not a member."""
+        """Return the elements that a process holds in the canonical group, as their canonical holder or as a
+        replica. Return None if the process is not a member of this group."""
         return self.holder_groups[name][0].ranges.get(rank)
 
     def canonical_holders(self, name: str) -> Mapping[int, Range]:
-        """Return, by rank, the elements of which the rank is the canonical holder. Each element occurs once."""
+        """Return, by rank, the elements of which the rank is the canonical holder. Each element occurs
+        once."""
         return self.holder_groups[name][0].canonical_holders
 
 
 def _sharded(compiled: Compiled) -> tuple[dict[str, list[HolderGroup]], set[tuple[int, str]]]:
-    """Return the holder groups of sharded tensors, and each (device, name) for which the device has at most a
-    shard.
+    """Return the holder groups of the tensors in buckets (name -> groups), and for each of these tensors the
+    pairs (device, name) of the devices that together have its bucket.
 
     Raises:
         PiperError: A parameter lies in two buckets of a device.
@@ -197,8 +200,7 @@ def _sharded(compiled: Compiled) -> tuple[dict[str, list[HolderGroup]], set[tupl
 
 
 def buckets_of_parameters(compiled: Compiled) -> Iterator[tuple[Bucket, tuple[int, ...]]]:
-    """Iterate over the buckets of which devices have shards. Each comes with the devices that together have
-    the whole bucket."""
+    """Yield each bucket of parameters, and the devices that together have the whole bucket."""
     for node in compiled.dag.of_type(Parameters):
         bucket = node.outputs[0].bucket
         assert bucket is not None

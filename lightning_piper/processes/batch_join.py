@@ -33,7 +33,7 @@ class BatchJoin:
         """Return the joined batch of the replica's processes.
 
         A tensor without dimensions is not joined: each process keeps its own. Of Python values, only lists
-        with one element for each sample are joined. Other Python values are those of the replica's first
+        with one element for each sample are joined. Other Python values come from the replica's first
         process.
 
         Raises:
