@@ -65,7 +65,7 @@ def backward_cuts(
         if node.target is CHANGE:
             for later in differentiated(node.all_input_nodes, onward=False):
                 found.setdefault(later, set()).update(differentiated(list(node.users), onward=True) - {later})
-    # backward node -> the number of changes from it on, within the gradient of one forward node
+    # backward node -> the number of changes from this node on, within the gradient of one forward node
     below: dict[Node, int] = {}
     for node in reversed(backward):
         own = first.get(_torch.sequence_number(node))

@@ -37,8 +37,8 @@ def after_gathers(graph: torch.fx.Graph, apart: bool = False) -> set[Node]:
     Args:
         apart: if True, leave out additions and concatenations of a gathered value with a number that each
             part of the batch computes, and the nodes that depend on gathered values only through them. An
-            example is the sum of a loss with a term for each sample and a term for the whole batch. Its two
-            terms have separate weights.
+            example is a loss that adds a term for each sample and a term for the whole batch, because these
+            two terms have separate weights.
     """
     found: set[Node] = set()
     if not any(node.target is GATHER for node in graph.nodes):
@@ -61,10 +61,10 @@ def after_gathers(graph: torch.fx.Graph, apart: bool = False) -> set[Node]:
 def joined_nodes(forward: list[Node], shared: Collection[Node], apart: bool = False) -> set[Node]:
     """Return the forward nodes of the joined part.
 
-    These are the nodes that depend on a gathered value, and nodes that only the joined part reads. Back from
-    the joined part, they end at values with one row for each sample, because the joined part gathers such
-    values. So the joined part computes a temperature, and it transposes or averages values after it has
-    gathered their rows.
+    These are the nodes that depend on a gathered value, and the nodes that only the joined part reads. A
+    value with one row for each sample does not move into the joined part, because the joined part gathers its
+    rows. A transposition or a mean of these rows moves, and so does a temperature that is computed from a
+    parameter.
 
     Args:
         shared: forward nodes that belong to no region, such as views of parameters.
@@ -184,11 +184,11 @@ def is_sampled(node: Node) -> bool:
 
 
 def join_batch(graph: torch.fx.Graph) -> None:
-    """Let the joined part gather the batch's tensors, and compute from them the values that depend only on
-    the batch.
+    """Let the joined part gather the batch's tensors, and compute the values that depend only on the batch
+    from the gathered tensors.
 
-    An example of such a value is a mask made of labels. Sums over the whole batch become identities in the
-    joined part. This changes the graph in place. A graph without gathered samples is not changed.
+    A mask made of labels is an example of such a value. Sums over the whole batch become identities in the
+    joined part. The graph is changed in place, unless it gathers no samples.
     """
     if not (after := after_gathers(graph)):
         return

@@ -19,7 +19,7 @@ LOSSES = {
     aten.multilabel_margin_loss_forward.default: 2, aten.multi_margin_loss.default: 5,
 }  # fmt: skip
 NLL = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
-# Operations that pass on a reduced value, or a part of it.
+# Operations that pass on a reduced value, its negative, or a part of it.
 SAME = {
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.clone.default,
     aten.detach.default,
@@ -38,8 +38,9 @@ _EXTREMES: dict[Any, str] = {
 }  # fmt: skip
 # Operations that return a maximum or minimum as the first of several results -> which of the two.
 _FIRST_EXTREMES: dict[Any, str] = {aten.max.dim: "max", aten.min.dim: "min"}
-OTHER_END = {"max": "min", "min": "max"}
-# Products of matrices. If both have the samples along the summed dimension, the result is a sum over samples.
+OTHER_END = {"max": "min", "min": "max"}  # extreme of a value -> extreme of the negated value
+# Products of matrices. If both factors have the samples along the summed dimension, the result is a sum over
+# samples.
 CONTRACTED = {aten.dot.default, aten.mv.default, aten.mm.default, aten.bmm.default}
 # Operations that choose between values -> the indices of these values among the arguments.
 CHOSEN = {aten.where.self: (1, 2), aten.masked_fill.Scalar: (0, 2), aten.masked_fill.Tensor: (0, 2)}
@@ -61,7 +62,7 @@ DIVIDED = {aten.div.Tensor, aten.div.Scalar}
 
 # Operations that add rows at given indices: operation -> index of the argument with the rows.
 SCATTERED = {aten.scatter_add.default: 3, aten.index_add.default: 3, aten.index_put.default: 2}
-# Operations whose result combines over parts of the batch according to how their inputs combine.
+# Operations whose inputs `loss_terms` follows, to find out how the result combines over parts of the batch.
 CHAINED = {*SAME, *SUMS, *MEANS, *JOINED, *ADDED, *MULTIPLIED, *DIVIDED, *CHOSEN, *SCATTERED}
 
 

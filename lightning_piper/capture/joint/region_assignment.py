@@ -1,7 +1,6 @@
 """Assign each node of a joint graph to a region.
 
 Forward nodes come in trace order. A region is a maximal run of nodes with equal tags. So a forward pass
-Forward nodes come in trace order. A region is a maximal run of nodes with equal tags. So a forward pass
 depends only on earlier regions, and a backward pass only on gradients from later regions. A run is cut
 further:
 - Work on dispatched tokens is a separate region.
@@ -117,8 +116,9 @@ def assign(graph: torch.fx.Graph, state: frozenset[Node]) -> RegionAssignment:
     behind = backward_cuts(forward, backward, shared)
     regions = _segments([n for n in forward if n not in shared], joined, shared, weights, behind, of)
     _assign_backward(backward, regions, of, joined, shared)
-    # A gradient after a change of placement in the backward pass of region 0 has a negative region. Add these
-    # regions before region 0: their forward passes are empty. Then all indices begin at 0.
+    # A gradient after a change of placement in the backward pass of region 0 got a negative index. Add
+    # regions for the negative indices before region 0, with empty forward passes. Then all indices begin at
+    # 0.
     if (more := -min(of.values(), default=0)) > 0:
         regions = [
             *(replace(regions[0], index=i) for i in range(more)),
@@ -132,7 +132,7 @@ def settle_glue(graph: torch.fx.Graph) -> None:
     """Give glue, and the gradients of glue, the tags of the region to which each of them belongs. The graph
     is changed in place.
 
-    With these tags, a change of placement at glue cuts the graph as it does in the region.
+    So a change of placement can cut the graph at glue.
     """
     calls = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
     forward = [n for n in calls if not _torch.is_backward(n)]
@@ -374,7 +374,7 @@ def _assign_backward(
         # Gradients go from the joined part to the parts of the batch.
         if x in joined and node not in joined:
             return max(r.index for r in regions[: of[x]] if not r.joined)
-        # In the backward pass, the reader of a sum is one region before the terms of the sum.
+        # The result of `BORDERS` is read in the region before, except by another change of placement.
         return of[x] - (x.target in BORDERS and node.target is not CHANGE)
 
     for node in backward:

@@ -51,7 +51,7 @@ def reads_of(
 
     Args:
         nodes: the nodes of the pass.
-        shared: nodes that each reader computes again. Their inputs are read in their place.
+        shared: nodes that each reader computes again. The reader reads the inputs of these nodes.
     """
     own, seen = set(nodes), set()
     reads: dict[Node, None] = {}

@@ -115,7 +115,7 @@ class SizeNumbers:
         self._evaluate: Callable[..., tuple[Any, ...]] | None = None
 
     def of(self, size: Any) -> int:
-        """Return the index of an expression that contains symbols."""
+        """Return the index of an expression of symbols. A new expression is added."""
         self._evaluate = None
         return self._known.setdefault(_torch.expression(size), len(self._known))
 
@@ -185,7 +185,7 @@ def take_numbers(graph: torch.fx.Graph, numbers: SizeNumbers) -> None:
 
 # (shape, dtype, stride) of a tensor. A size or stride is the index of an expression of `SizeNumbers`.
 Places = tuple[tuple[int, ...], torch.dtype, tuple[int, ...]]
-Outputs = tuple[tuple[Places, ...], ...]
+Outputs = tuple[tuple[Places, ...], ...]  # of the tensors of each output bundle of a pass, then of its inputs
 
 
 def places(numbers: SizeNumbers, spec: TensorSpec) -> Places:

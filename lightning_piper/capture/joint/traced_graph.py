@@ -12,7 +12,7 @@ from lightning_piper.ir.regions import Logged, Output
 
 @dataclass(frozen=True)
 class TracedGraph:
-    """A step as one functional graph, forward and backward.
+    """A step as one functional graph: forward, and in a training step also backward.
 
     Attributes:
         graph: The functional graph, with torch's descriptors of its placeholders and outputs.

@@ -47,7 +47,8 @@ def to_array(tensor: torch.Tensor) -> Any:
 class ArrayProxy:
     """A placeholder for an array while the step is traced.
 
-    The step can read its shape and dtype, and convert it to a tensor. Any other use raises an error.
+    The step can read its shape and dtype, and convert it to a tensor. Reading or changing its elements, and
+    computing with it, raises an error.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -111,8 +112,8 @@ def converted(
     """
     if function not in _CONVERSIONS or not args:
         return None
-    # An array in `BatchSpec.carried` is not an input of the graph. This read guards its content, so it
-    # becomes a constant.
+    # An array in `BatchSpec.carried` is not an input of the graph. `content_of` guards its content, so the
+    # array becomes a constant.
     if is_stand_in(args[0]) and is_numeric(array := content_of(args[0])):
         return torch.tensor(
             array.tolist(), dtype=kwargs.pop("dtype", None) or _dtype_of(array.dtype), **kwargs

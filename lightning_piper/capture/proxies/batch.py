@@ -85,8 +85,8 @@ class BatchSpec:
     def size(self) -> int:
         """The number of samples: the first dimension, if it is the same in all tensors with a dimension.
 
-        Otherwise, as in Lightning, the first dimension of the first tensor that has one, times `batches`. If
-        no tensor has one, or if it is 0, it counts as 1.
+        Otherwise, as in Lightning, it is the first dimension of the first tensor that has a dimension, times
+        `batches`. A first dimension of 0, and a batch without such a tensor, counts as 1.
 
         Raises:
             CaptureError: the shared first dimension is 0.
@@ -266,7 +266,7 @@ class _Flattener:
         # the number of samples, None if it is not known
         self._samples = (sizes.pop() or None) if len(sizes) == 1 else None
         self._given = given
-        self._opened: dict[int, int] = {}  # id of an object that has been opened -> its index
+        self._opened: dict[int, int] = {}  # id of an object with tensors that was visited -> its index
         self.leaves: list[torch.Tensor] = []
         self.paths: list[str] = []
         self.carried: list[Carried] = []
@@ -419,8 +419,7 @@ class _Rebuilder:
         return item
 
     def _carry(self, item: Carried) -> Any:
-        """Return the content for an entry without tensors: a list with an entry for each sample, or an opaque
-        object."""
+        """Return the value for a list with an entry for each sample, or for an opaque object."""
         found = self._carried(item)
         if found is not None:
             return found

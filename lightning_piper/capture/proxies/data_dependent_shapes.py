@@ -31,8 +31,8 @@ SELECTING = frozenset(
         torch.Tensor.unique,
     }
 )
-# Names of functions that may be applied to such a tensor: they return one tensor, change no argument and draw
-# no random numbers.
+# Names of functions that may be applied to a `DataDependentTensor`: they return one tensor, change no
+# argument and draw no random numbers.
 _FOLLOWED = frozenset({
     "__getitem__", "masked_select", "nonzero", "argmax", "argmin", "argsort", "softmax", "log_softmax",
     "sigmoid", "logsigmoid",
@@ -54,7 +54,7 @@ _FOLLOWED = frozenset({
 
 @dataclass(frozen=True, eq=False)
 class FunctionResult:
-    """The entry of a structure for the result of a function call.
+    """The entry of a spec for a value that a function returns. `BatchSpec.rebuild` calls the function.
 
     Attributes:
         args, kwargs: the batch spec's entries for the arguments of the call.

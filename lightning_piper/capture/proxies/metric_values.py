@@ -14,8 +14,9 @@ from lightning_piper.ir.metric_calls import Derived, Later, MetricResult
 class MetricValueProxy:
     """A placeholder for the result of a metric object.
 
-    The step may log or return it, directly or after arithmetic with numbers and other placeholders of this
-    class. In a text it shows `LATER`. Any other use raises the error of the constructor's `refuse`.
+    The step may log or return the placeholder, one of its items, or the result of arithmetic with numbers and
+    other such placeholders. Texts show `LATER` in place of the value. Any other use raises the error of the
+    constructor's `refuse`.
 
     Attributes:
         computed: describes the result for which the placeholder stands.

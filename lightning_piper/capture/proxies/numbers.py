@@ -151,8 +151,8 @@ class NumberInputs:
             self._tensors, self.active = before, False
 
     def remember(self) -> Callable[[], None]:
-        """Return a function that restores the current state. The caller calls it after a trace whose result
-        is not used."""
+        """Return a function that restores the current `numbers`, `answers`, `plain` and `given`. The caller
+        calls it after a trace whose result is not used."""
         known = dict(self.numbers), dict(self.answers), self.plain, self.given
 
         def forget() -> None:
@@ -203,7 +203,7 @@ class NumberProxy:
         """Call a torch function with numbers among its arguments.
 
         If the function gives the same bits for a tensor, a number becomes an input of the graph. Otherwise
-        the function gets the number's guarded value. Outside of a trace it gets the value without a guard.
+        the function gets the number's value, with a guard. Outside of a trace, the value has no guard.
         """
         leaves, tree = _torch.tree_flatten((args, kwargs or {}))
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]

@@ -88,8 +88,8 @@ def carrying(
 ) -> Iterator[Callable[[Carried], Any]]:
     """Yield a function that returns the object which the step gets for an entry of `BatchSpec.carried`.
 
-    This is a `ContentProxy` if reads must be guarded or must raise an error. Otherwise it is the content of
-    an object, or None for a list, which the step may read directly.
+    The step gets a `ContentProxy` if reads must be guarded or must raise an error. Otherwise the function
+    returns the content of an object, or None for a list, which the step may read directly.
 
     Args:
         step: the name of the step.
@@ -143,7 +143,7 @@ def carrying(
 
 
 def _problem(item: Carried, samples: int) -> str | None:
-    """Return the reason why the step must not read the content. Return None if it may."""
+    """Return the reason why the step must not read the content. Return None if the step may read it."""
     what = type(item.content).__name__
     if isinstance(item, OpaqueObject):
         if form_of_content(item.content) is not None:

@@ -66,9 +66,9 @@ def named_locations(
     """Return the places that a step's code names and that hold data or functions, and the namespaces of this
     code.
 
-    Places are globals, cells of closures, and attributes of classes and Python modules. This code is the
-    step, the functions that it calls, and the objects and functions in `recorder`. A namespace is a globals
-    dict with the names that the code calls from it.
+    Places are globals, cells of closures, default arguments, and attributes of classes and Python modules.
+    Piper reads the code of the step, the functions that it names, and the objects and functions in
+    `recorder`. A namespace is a globals dict with the names that the code calls from it.
     """
     found = _NameScan(module, {type(x) for x, _ in recorder.objects.values()})
     for routine in recorder.routines:
@@ -86,8 +86,9 @@ class _NameScan:
     """A search for the places that code names, which starts at the functions passed to `follow`.
 
     Args:
-        module: the module of the step. Names of the code that are in the classes of its parts are places.
-        others: further classes that are searched for names.
+        module: the module of the step. If the class of one of its parts has an attribute that the code names,
+            the attribute is a place.
+        others: further classes whose attributes may be places.
 
     Attributes:
         places: key -> place.
@@ -176,13 +177,13 @@ class _NameScan:
     def _take(self, place: StateLocation, value: Any) -> None:
         """Record a place that the code names, if a guard on its value is useful, and queue the value's code.
 
-        - A module of Python: not recorded, but names of the code that are in the module (`_holders`).
-        - A class: recorded, and names of the code that are in the class (`_classes`).
+        - A Python module: not recorded. Its attributes that the code names are recorded (`_holders`).
+        - A class: recorded, and also its attributes that the code names (`_classes`).
         - A method: recorded only if the code names its class (`_made`). `StateRecorder` guards other methods.
         - Any other object with `__get__`, such as a bound method or a slot: not recorded.
-        - Any other value: recorded, and names of the code that are in the value's class.
+        - Any other value: recorded, and also the attributes of its class that the code names.
 
-        Modules and classes of libraries are not searched for names.
+        Attributes of libraries' modules and classes are not recorded in this way.
         """
         if place.key in self.places:
             return

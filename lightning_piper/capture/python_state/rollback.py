@@ -65,8 +65,8 @@ def rollback_on_failure(module: nn.Module, step: str = "training_step") -> Itera
     try:
         yield
     except CaptureError as error:
-        # If two traces got different values from an iterator, their error does not name the iterator. So this
-        # error does.
+        # If two traces got different values from an iterator, `error` does not name the iterator. So raise an
+        # error that names the iterator.
         if moved := list(kept.moved()):
             raise _taken(moved[0], kept.restore()) from error
         kept.restore()
@@ -190,8 +190,8 @@ class _SavedState:
         self._undo.append(undo)
 
     def _keep_memoised(self, path: str, function: Any) -> None:
-        """Clear a function's cache when the state is restored, if it was called with new arguments. Queue its
-        results."""
+        """Let `restore` clear the cache of a function that was called with new arguments. Queue the results
+        that the cache has now."""
         before = function.cache_info().misses
 
         def undo() -> None:

@@ -143,8 +143,9 @@ def take_attributes(
     was_read: Callable[[StateLocation], bool],
     keep: Callable[[StateLocation, Any], None],
 ) -> None:
-    """Call `keep` with each plain value that the step has assigned to an attribute, and restore the
-    attribute. Skip attributes that the step has read, and attributes that had another kind of value before.
+    """Call `keep` with each plain value (None, a number, a text or a tensor) that the step has assigned to an
+    attribute, and restore the attribute. Skip attributes that the step has read, and attributes that had
+    another kind of value before.
 
     Args:
         before: the attributes before the step.
@@ -221,8 +222,8 @@ class EffectLog:
     """A recorder of the state that a step keeps while it is traced.
 
     Attributes:
-        found: the additions so far.
-        places: the place that each addition changes.
+        found: the additions and assignments so far.
+        places: the place of each entry of `found`.
     """
 
     def __init__(self) -> None:

@@ -59,8 +59,8 @@ class StateLocation:
         return (id(self.owner), self.name, self.path)
 
     def get(self) -> Any:
-        """Return the value at this place: `MISSING` if there is none, and all items of the dict for the name
-        `ALL`."""
+        """Return the value at this place. Return `MISSING` if there is no value, and all items of the dict if
+        the name is `ALL`."""
         if self.name is ALL:
             return tuple(self.owner.items())
         found: Any = (
@@ -112,7 +112,7 @@ def form_of(
 ) -> Any:
     """Return a key that is equal for values that mean the same to a step.
 
-    Values, containers, arrays, generators, and objects whose content `content_of` returns are compared by
+    `VALUES`, containers, arrays, generators, and objects whose content `content_of` returns are compared by
     content. All tensors inside of containers are equal, and so are all weak references. Other objects are
     compared by identity, because their attributes are separate places.
 
@@ -274,9 +274,9 @@ def changed_numbers(guard: Guard) -> Iterator[Path]:
 class Guards:
     """All guards of a captured step.
 
-    `hold` runs before every step, so it must be fast: it compares the values of a dict only if Python's
-    version counter of the dict has changed. If the counter does not follow attributes (Python 3.13), `hold`
-    compares all values.
+    `hold` runs before every step, so it must be fast. It compares an entry of a dict whose value is
+    immutable, or compared by identity, only if Python's version counter of the dict has changed. If the
+    counter does not follow attributes (Python 3.13), `hold` compares all values.
     """
 
     # key -> place of a number in a container. Guards ignore these numbers, because they are inputs.

@@ -28,7 +28,8 @@ Attribute = tuple[str, nn.Module, str, Any, Any]
 
 
 def attributes(module: nn.Module) -> list[Attribute]:
-    """Return the Python state of the module and its submodules."""
+    """Return the attributes of the module and its submodules whose values can be compared, with parameters
+    and buffers."""
     found: list[Attribute] = []
     for path, part in module.named_modules():
         skipped = {"_parameters", "_buffers", "_modules", "training"} | _torch.recomputed(part)
@@ -53,7 +54,8 @@ def attributes(module: nn.Module) -> list[Attribute]:
 
 def _entry(value: Any) -> Any:
     """Return the comparable form of a container's entry. All tensors are equal, because torch's RNNs replace
-    the tensors in the lists of their weights. Other objects are equal if they have the same class."""
+    the tensors in the lists of their weights. Numbers and texts are compared by value, other objects by
+    class."""
     if isinstance(value, torch.Tensor):
         return torch.Tensor
     if is_deferred(value):

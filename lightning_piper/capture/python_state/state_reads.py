@@ -143,7 +143,8 @@ class StateReads:
         return self.guards.hold() and all(answer.holds() for answer in self.inputs.answers.values())
 
     def source(self, where: str, get: Callable[[], Any]) -> Any:
-        """Return a number that changes from step to step, as a `NumberProxy`."""
+        """Return the `NumberProxy` of a number that changes from step to step. If `inputs.plain`, return the
+        number."""
         return self.inputs.source(where, where, get)
 
     def note_value(self, where: str, get: Callable[[], Any]) -> None:
@@ -151,7 +152,8 @@ class StateReads:
         self.inputs.answers.setdefault(("read", where), NumberAnswer(where, get, get()))
 
     def guard_attributes(self, module: nn.Module) -> None:
-        """Guard the Python attributes that the user has given parameters and buffers."""
+        """Guard the numbers and texts among the Python attributes that the user has given parameters and
+        buffers."""
         for path, part in module.named_modules():
             for store in (part._parameters, part._buffers):
                 for name, x in store.items():
@@ -299,9 +301,9 @@ class StateReads:
     def settled(self, step: str, run: Callable[[], T], same: Callable[[T, T], bool]) -> T:
         """Return the trace that `run` makes, even if the step writes a Python value once.
 
-        A model of `transformers`, for example, stores its problem type in the first step. The value remains
         A model of `transformers`, for example, stores its problem type in the first step. The written value
         remains in place, as it does after the first step on one device.
+
         Args:
             same: returns whether two traces are equal.
 

@@ -48,8 +48,8 @@ LIBRARIES = frozenset(sys.stdlib_module_names) | {
     "typing_extensions",
 }
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# Attributes that are not state: tensors are inputs of the graph, a `TrainerProxy` replaces the Trainer, and
-# Lightning sets the other attributes for the current call.
+# Reads of these attributes are not guarded: tensors are inputs of the graph, a `TrainerProxy` replaces the
+# Trainer, and the other attributes are for torch's, Lightning's and Piper's own use.
 _NOT_STATE = frozenset({
     "_parameters", "_buffers", "_trainer", "_fabric", "_current_fx_name", "_piper_parts",
     "_metric_attributes", "__dict__",

@@ -51,8 +51,8 @@ class TrainerProxy:
     def _take(self, get: Callable[[], Any], where: str) -> Any:
         """Return the value of `get` in the form that the step receives.
 
-        This is a guarded plain value, a `NumberProxy` (a guarded number if the inputs are plain), a module, a
-        function that calls a method, or a `TrainerProxy`.
+        The step receives a guarded plain value, a `NumberProxy` (a guarded number if the inputs are plain), a
+        module, a function that calls a method, or a `TrainerProxy`.
 
         Raises:
             CaptureError: the value is a tensor of several elements.

@@ -469,7 +469,7 @@ class CapturedStep:
         reduce the graph to one rank's shards.
 
         Returns:
-            Each sharded parameter with its axis and its shard.
+            Name of a sharded parameter -> (axis, shard).
         """
         names = PlaceholderNames.of(weighed.graph, self.canonical, weighed.tangents)
         propagations = propagate_placements(weighed.graph, self.divisions, names) if self.divisions else []

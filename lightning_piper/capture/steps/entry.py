@@ -28,8 +28,8 @@ def capture(
     history: History | None = None,
     whole_norms: bool = False,
 ) -> CapturedStep:
-    """Return a step of `module` for batches with the layout of `batch`. It is traced when its code is needed
-    (`CapturedStep.at`).
+    """Return the step `name` of `module`, captured for batches with the layout of `batch`. `CapturedStep.at`
+    traces the step when it needs new code.
 
     A `training_step` is captured with its backward pass. Other steps, such as `validation_step`, are captured
     without a backward pass. Each submodule keeps its mode (train or eval).

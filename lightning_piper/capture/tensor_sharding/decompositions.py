@@ -36,7 +36,7 @@ from lightning_piper.placements.vocabulary import IGNORED, PICKED, ROWS, ROWS_BA
 
 aten = torch.ops.aten
 
-# The replacement of an operation: the node with its result, or one node for each result. None keeps it.
+# The replacement of an operation: the node with its result, or one node for each result. None: not replaced.
 Written = Node | tuple[Node, ...] | None
 
 
@@ -69,7 +69,7 @@ class Decomposer:
         # (size, placement, metadata of the replaced operation) -> the node with the indices
         self._ids: dict[tuple[int, Placement, str], Node] = {}
         self.dense: dict[Node, Node] = {}
-        # the embeddings that are replaced: the node of the indices, and the number of rows of the table
+        # (node of the indices, number of rows of the table) of each replaced embedding
         self._rows: set[tuple[Node, int]] = set()
 
     @property
@@ -127,7 +127,7 @@ class Decomposer:
         return x if self.held[x] == Replicate() else self._changed(x, Replicate(), self._at)
 
     def changed(self, x: Node, wanted: Placement) -> Node:
-        """Return the value with another placement. Its reader is the operation that is currently written."""
+        """Return the value with another placement. The operation that is being replaced reads the result."""
         return self._changed(x, wanted, self._at)
 
     def ids(self, size: int, like: Node, part: Shard | None = None) -> Node:
@@ -154,7 +154,7 @@ class Decomposer:
 
 def _along(writer: Decomposer, x: Any, dim: Any) -> int | None:
     """Return the dimension `dim` of `x`, counted from the first, along which an operation works. Return None
-    if `x` is not sharded along it, or if it is so small that gathering costs less.
+    if `x` is not sharded along this dimension, or if the dimension is so small that gathering costs less.
 
     For each row, the new operations exchange one maximum of each rank, two sums in the forward pass and one
     in the backward pass.

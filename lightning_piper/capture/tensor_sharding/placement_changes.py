@@ -81,9 +81,9 @@ class PlacementWriter:
         return found
 
     def _key(self, x: Node, wanted: Placement, reader: Node) -> tuple[Node, Placement, Any]:
-        """Return the key of a change.
+        """Return the key of a change: (value, wanted placement, tags of the reader).
 
-        A value that does not decide its region is changed separately for each set of reader tags.
+        The tags are None if the change belongs to the region of the value, so that all readers share it.
         """
         return x, wanted, None if has_own_region(x) else tuple(sorted(tags_of(reader).items()))
 
@@ -175,7 +175,8 @@ class PlacementWriter:
         self._beside(node)
 
     def _before(self, x: Node, reader: Node) -> Node:
-        """Return the first operation after `x` that is the reader or has the reader's tags."""
+        """Return the first operation after `x` that is the reader or has the reader's tags. Return the reader
+        if there is no such operation."""
         found = x.op != "call_function"
         for node in self.graph.nodes:
             if found and node.op == "call_function" and (node is reader or tags_of(node) == tags_of(reader)):

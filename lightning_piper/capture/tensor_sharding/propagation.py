@@ -5,7 +5,7 @@ devices, and insert placement changes.
 
 Operations keep their order and their values. Some operations cannot work on the partial sums or shards that
 they read. Several operations replace such an operation, for example a product and the addition of a bias. The
-graph of one rank has the same nodes (`placements.local`).
+graph of one rank has the same nodes (`placements.local_graph`).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _check_apart(graph: Graph, propagations: Sequence[Propagation]) -> None:
     shardings is not defined.
 
     Raises:
-        CaptureError: names such a value.
+        CaptureError: two axes shard the same dimension of a value. The message names the value.
     """
     for node in graph.nodes if len(propagations) > 1 else ():
         for propagation in propagations:
@@ -114,7 +114,7 @@ class Propagation:
             operation.
         refused: Sharded parameters on whose shards an operation cannot work.
         gone: Replaced operations -> the nodes that replace them. All axes share it.
-        along: For the values that the user shards: pairs of the number of dimensions and the shard.
+        along: (number of dimensions, shard) of each value that the user shards.
     """
 
     def __init__(
@@ -149,8 +149,8 @@ class Propagation:
 
     @property
     def params(self) -> dict[str, Shard]:
-        """The sharded parameters: those that the division names, and biases that follow from their
-        weights."""
+        """Name -> shard of each sharded parameter: parameters that the division names, weights of `seek`, and
+        biases that follow from their weights."""
         placed = ((name, self.held[x]) for x, name in self.names.items() if x.users)
         return {name: placement for name, placement in placed if isinstance(placement, Shard)}
 
@@ -276,8 +276,8 @@ class Propagation:
         """Return the shards in which the source of this view can stay, if only products with replicated
         weights read the view. Otherwise return None.
 
-        The source is sharded along its last dimension, but such products need the whole last dimension. Only
-        a shard that the user has declared can replace it.
+        The source is sharded along its last dimension, but these products need the whole last dimension. The
+        result is a shard that the user has declared for values with the same number of dimensions.
         """
         (x,) = tensors_of(view)
         last = len(shape_of(x)) - 1
@@ -340,7 +340,7 @@ class Propagation:
 
     def _without_bias(self, node: Node) -> bool:
         """If the ranks' products are partial sums, replace `addmm` by a product and an addition, so that the
-        bias is added once. Return whether it was replaced."""
+        bias is added once. Return whether the node was replaced."""
         if node.target is not aten.addmm.default or node.kwargs:
             return False
         bias, x, y = node.args
@@ -423,8 +423,10 @@ class Propagation:
                 self.held[user] = wanted
 
     def _results(self, output: Node) -> None:
-        """Replicate all results of the step. Exceptions are gradients of sharded parameters, and gradients
-        that are summed together with the batch.
+        """Replicate all results of the step except gradients.
+
+        A gradient gets the placement of its parameter. If all terms of the gradient of a replicated parameter
+        are partial sums, they stay partial sums.
 
         Raises:
             CaptureError: a result would have to become a partial sum.

@@ -146,9 +146,10 @@ FAKE_ATTRIBUTES = frozenset({*FakeTensor.__annotations__, "elem"})
 
 NEWEST_TRIED = (2, 15)  # major and minor version of torch
 RUNS_BACKWARD = "_engine_run_backward"  # the function in which torch runs each backward pass
-# the product of two sizes up to `LARGEST` is still a valid size; ranges from `NO_BOUND` on have no upper
-# bound
+# The product of two sizes up to `LARGEST` is still a valid size. A range whose end is at least `NO_BOUND` has
+# no upper bound.
 LARGEST, NO_BOUND = 2**30, 2**62
+# errors of operations that need values of tensors without data
 WITHOUT_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
 
@@ -441,7 +442,7 @@ def clipping_replaced(
 
 def recomputed(module: nn.Module) -> set[str]:
     """Return the attributes that torch's hooks (`spectral_norm`, `weight_norm`, `prune`) set before each
-    forward."""
+    forward pass of the module."""
     hooks = module._forward_pre_hooks.values()
     names = {hook.name for hook in hooks if isinstance(hook, SpectralNorm | WeightNorm)}
     return names | {hook._tensor_name for hook in hooks if isinstance(hook, BasePruningMethod)}

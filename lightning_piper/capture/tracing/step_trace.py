@@ -152,7 +152,7 @@ def trace(
 def _refuse(step: TracedStep, specs: tuple[TensorSpec, ...], error: Exception) -> NoReturn:
     """Raise the error of a trace that failed. Call it in the `except` block of `error`.
 
-    This is `error` itself with a note, if it is the user's own. Otherwise it is a `CaptureError`.
+    If `error` is the user's own, raise `error` itself with a note. Otherwise raise a `CaptureError`.
     """
     if _torch.is_foreign_tensor(error):
         raise CaptureError(
@@ -228,8 +228,8 @@ class TracedStep(nn.Module):
         if self.reads is not None and self.keeps:
             self.reads.goes_back(leaves[len(self._batch_spec.specs) :])
         for buffer in self.module.buffers():
-            # Such a buffer got a value from the step without detach(). The backward pass begins only at the
-            # loss.
+            # The step has assigned a value without detach() to the buffer. Detach the buffer, because the
+            # backward pass begins only at the loss.
             if buffer.requires_grad:
                 buffer.detach_()
         return results
@@ -257,7 +257,7 @@ class TracedStep(nn.Module):
         samples = next((x.shape[0] for x in leaves if x.ndim), 0)
         self.metrics.clear(samples)
         self._runs = True
-        # the last context in the list, because the step may read the module's hooks
+        # Entered last, so that it removes its global hooks before `running` checks the guards on hooks.
         marked = marking(self._blocks)
         with (
             numbering(),
@@ -349,7 +349,9 @@ class TracedStep(nn.Module):
             call: the other arguments of `self.log` by name.
 
         Raises:
-            CaptureError: a captured step cannot log this value, or cannot log it here.
+            CaptureError: a captured step cannot log this value, cannot log here, or has already logged a
+                value
+            under this name.
         """
         if not self._runs:
             raise CaptureError(
@@ -482,7 +484,7 @@ def _refuse_metric(step: TracedStep, error: BaseException) -> None:
     """Raise an error if `error` comes from a metric object of torchmetrics that is not a submodule.
 
     Raises:
-        CaptureError: names the line that runs such a metric object.
+        CaptureError: `error` comes from such a metric object. The message names the line that runs it.
     """
     if any(
         "/torchmetrics/metric.py" in frame.filename for frame in traceback.extract_tb(error.__traceback__)

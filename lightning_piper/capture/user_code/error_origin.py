@@ -77,7 +77,8 @@ def _raises(frame: TracebackType) -> bool:
 
 def where_kept(module: nn.Module, error: BaseException) -> str | None:
     """Return the place of a tensor that an earlier run of the step has kept, if reading this tensor caused
-    the error. If the module does not hold the tensor, the text says so. For any other error, return None.
+    the error. If the module does not hold the tensor, return a text that says so. For any other error, return
+    None.
 
     A trace runs the step several times. A tensor that one of these runs has kept has no values.
     """

@@ -11,8 +11,9 @@ import torch.fx.traceback as fx_traceback
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.common.user_lines import LIBRARIES, is_installed
 
-LINE_KEY = "piper_line"  # in the metadata of an operation: the line of the user's code
-# In the metadata of a backward operation: the line of the function that called it; see `line_in_backward`.
+LINE_KEY = "piper_line"  # metadata key of an operation: the line of the user's code that called the operation
+# Metadata key of a backward operation: the line of the function that called the operation; see
+# `line_in_backward`.
 CALLED_KEY = "piper_called"
 
 
