@@ -146,16 +146,17 @@ class Directive:
                 out[field.name] = _plain(value)
         return out
 
-    # Checks for subclasses. Each check that fails calls `refuse`.
+    # Functions for subclasses.
 
     def check_filter(self, field: str, condition: Any, copies: bool = False) -> None:
-        """Check that the value of a field is a filter. With `copies`, PASS may name copies to and from the
-        host."""
+        """Raise an error unless the value of a field is a filter. With `copies`, PASS may name copies to and
+        from the host."""
         if problem := problem_with(condition, copies):
             self.refuse(field, problem, 'for instance {"PP": 0, "PASS": "F"} [PIPER-D003]')
 
     def check_device_list(self, field: str, devices: Any) -> None:
-        """Check that the value of a field is a non-empty list of distinct devices from 0 to `DEVICES` - 1."""
+        """Raise an error unless the value of a field is a non-empty list of distinct devices from 0 to
+        `DEVICES` - 1."""
         good = (
             isinstance(devices, list | tuple) and devices and all(type(d) is int and d >= 0 for d in devices)
         )
@@ -171,13 +172,15 @@ class Directive:
             )
 
     def check_groups(self, field: str, devices: Any) -> None:
-        """Check one list of devices, or a list of such lists."""
+        """Call `check_device_list` for a field's list of devices, or for each list in a field's list of
+        lists."""
         nested = isinstance(devices, list | tuple) and devices and isinstance(devices[0], list | tuple)
         for group in devices if nested else [devices]:
             self.check_device_list(field, group)
 
     def check_stream(self, field: str, default: str) -> None:
-        """Check that a field names a stream. The error shows `default` as an example."""
+        """Raise an error unless the value of a field names a stream. The error shows `default` as an
+        example."""
         stream = getattr(self, field)
         if not is_name(stream):
             self.refuse(

@@ -89,7 +89,8 @@ def divided_step(directive: Shard, step: Step, program: Sequence[Directive]) -> 
     """Return the step cut where placements change, if `directive` is the last one that divides tensors.
 
     The last directive cuts the step for all directives that divide tensors. For an earlier directive, this
-    function only checks the fields and returns the step unchanged.
+    function only checks the fields and returns the step unchanged. Raise an error if an axis has fewer than
+    two devices, or if `directive` does not fit the step or an earlier directive.
     """
     divisions = []
     _axes_of(directive, program)
@@ -212,7 +213,8 @@ def _params(directive: Shard, step: Step, degree: int) -> dict[str, Part]:
 
 def take_parts(directive: Shard, dag: TrainingDAG, mesh: Mesh, training: TrainingDAG | None = None) -> None:
     """Let ranks hold shards of tensors along all axes, and insert the communication that changes placements
-    between passes. For a second directive of a program, this function only checks its fields.
+    between passes. For a second directive of a program, this function only checks its fields. Raise an error
+    if the directive does not fit the DAG.
 
     A forward-only step reads parameters as `training` stores them, if there is a training DAG.
     """

@@ -89,7 +89,8 @@ class Offload(Directive):
             self._keep_saved(dag, chunks)
 
     def _keep_states(self, dag: TrainingDAG, chunks: list[Chunk]) -> None:
-        """Keep the optimizer states of the chunks' trained parameters on the host."""
+        """Keep the optimizer states of the chunks' trained parameters on the host. Raise an error if the
+        chunks do not have trained parameters."""
         updated = {
             name for update in dag.of_type(Update) for ref in update.inputs for name in dag.value(ref).names
         }
@@ -103,8 +104,9 @@ class Offload(Directive):
         dag.hosted |= names
 
     def _keep_saved(self, dag: TrainingDAG, chunks: list[Chunk]) -> None:
-        """Store the values that the selected chunks save on the host, and fetch them for the later passes
-        that read them."""
+        """Store the values that the selected chunks save on the host, and fetch these values for the later
+        passes that read them. Raise an error if there are no such values, or if `ahead` fetches a value too
+        early."""
         # (region, slice) -> all its passes but the first forward pass
         later: dict[tuple[int, Slice], list[Chunk]] = {}
         for chunk in dag.of_type(Chunk):

@@ -87,7 +87,11 @@ class Place(Directive):
 
     def apply(self, dag: TrainingDAG) -> Contract | None:
         """Give the selected chunks their devices. Then place the nodes that follow from these chunks, and
-        insert transfers. The contract is `reassociated` if a region has several device groups.
+        insert transfers. Raise an error if a chunk is already placed or ordered, or if the passes of a region
+        would be on different devices.
+
+        Returns:
+            `reassociated` if a region has several device groups, otherwise None.
         """
         chunks, group = self.select(dag, "filter", self.filter), self.group
         if self.axes:

@@ -83,7 +83,8 @@ class Recompute(Directive):
 
     def apply(self, dag: TrainingDAG) -> None:
         """Add second forward passes. With `keep`, only check the filter, because `prepare` has already
-        changed the code of the passes.
+        changed the code of the passes. Raise an error if no backward pass of the selected regions reads saved
+        values.
         """
         chosen = {(chunk.region, chunk.slice) for chunk in self.select(dag, "filter", self.filter)}
         if self.keep is not None:

@@ -126,8 +126,8 @@ class Replicate(Directive):
         self._check_options()
 
     def _check_devices(self) -> None:
-        """Check that all groups have the same size, at least 2, and that a device has the same position in
-        all of its groups."""
+        """Raise an error unless all groups have the same size, at least 2, and each device has the same
+        position in all of its groups."""
         self.check_groups("devices", self.devices)
         sizes = {len(group) for group in self.replica_groups()}
         if len(sizes) > 1 or min(sizes) < 2:
@@ -147,7 +147,7 @@ class Replicate(Directive):
                     )
 
     def _check_options(self) -> None:
-        """Check the fields that say how gradients are summed and what is sharded."""
+        """Raise an error if a field for sums of gradients, or for shards, has a value that is not valid."""
         for field in ("reduce_stream", "gather_stream"):
             self.check_stream(field, "reduce")
         if not isinstance(self.bucket_size, int | float) or not is_number(self.bucket_size, positive=True):
@@ -189,7 +189,8 @@ class Replicate(Directive):
 
     def apply(self, dag: TrainingDAG) -> None:
         """Divide the batch, sum gradients over the replicas, and shard what the fields say. Parameters that a
-        `shard` divides get their sums and gathers again, with this directive's policy.
+        `shard` divides get their sums and gathers again, with this directive's policy. Raise an error if
+        another directive treats the same parameters differently.
         """
         regions, policy = self._shard_batch(dag), self._policy()
         try:

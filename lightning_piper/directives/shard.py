@@ -156,7 +156,8 @@ class Shard(Directive):
         return self.params is not None or self.values is not None
 
     def apply(self, dag: TrainingDAG) -> None:
-        """Divide tensors or experts, insert the exchanges, and let each device sum and update its parts."""
+        """Divide tensors or experts, insert the exchanges, and let each device sum and update its parts.
+        Raise an error if the directive does not fit the DAG."""
         for store in dag.of_type(Store):
             self.refuse(
                 "filter",

@@ -301,7 +301,7 @@ def _is_to_sum(dag: TrainingDAG, total: Accumulate) -> bool:
     """Return whether a sum adds a gradient that must also be summed over replicas, or over the ranks of an
     axis.
 
-    This excludes gradients of divided parameters.
+    The result is False for gradients of divided parameters.
     """
     value = total.outputs[0]
     alone = bool(dag.member_axes) and dag.replicas == 1 and not isinstance(value.placement, Partial)

@@ -90,7 +90,7 @@ class Split(Directive):
 
     def apply(self, dag: TrainingDAG) -> None:
         """Repeat the selected chunks for each microbatch, and connect the copies. Chunks that are computed
-        from gathered samples are not repeated.
+        from gathered samples are not repeated. Raise an error if the chunks or the batch cannot be split.
         """
         chunks = self._cuttable(dag, self.select(dag, "filter", self.filter))
         if dag.meshes:
@@ -388,7 +388,8 @@ class _Rewrite:
         return self.cuts[key]
 
     def _read_copies(self, user: Node) -> None:
-        """Make a node that is not split read the copies instead of the originals."""
+        """Make a node that is not split read the copies instead of the originals. Raise an error if the node
+        is of a kind that cannot read copies."""
         new: list[Ref] = []
         metrics: list[int] = []
         terms: list[int] = []
@@ -426,7 +427,8 @@ class _Rewrite:
             self.dag.rewire(user, inputs=tuple(new))
 
     def _join(self, ref: Ref, user: Chunk | Cut) -> Ref:
-        """Return the value that joins the copies of `ref`, on the devices of its reader."""
+        """Return the value that joins the copies of `ref`, on the devices of its reader `user`. Raise an
+        error if an activation does not have a batch dimension."""
         key = (ref, user.devices)
         if key not in self.joined:
             source = self.dag.nodes[ref[0]]

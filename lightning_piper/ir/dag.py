@@ -282,7 +282,7 @@ class TrainingDAG:
     def gathered_anew(self, params: Iterable[Ref | None]) -> tuple[Ref | None, ...]:
         """Return `Chunk.params` for another use of the same parameters.
 
-        Parameters that are gathered for each use get a new gather.
+        Parameters that are gathered for each use get a new gather. All other entries stay, including None.
         """
         again: dict[Ref, Ref] = {}
         params = tuple(params)
@@ -455,7 +455,7 @@ class TrainingDAG:
 
 
 def _set(node: Node, **fields: object) -> None:
-    """Set fields of a node. Nodes are frozen for all other code."""
+    """Set fields of a node, which is frozen for all other code. Raise an error if the node lacks a field."""
     for name, value in fields.items():
         if name not in node.__dataclass_fields__:
             raise ValueError(f"%{node.id} {node.label} has no {name}")

@@ -170,7 +170,7 @@ class Stored:
 class HostPool:
     """A pool of host memory for stored bundles. A store reuses the memory of fetched bundles.
 
-    If streams run the copies, freed memory comes with an event, and the next store waits for the event.
+    On a device with streams, free memory has an event, for which the next store into this memory waits.
 
     Attributes:
         nbytes: Bytes allocated so far.

@@ -149,7 +149,8 @@ class Collective(Instruction):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor that is summed or gathered, in the dtype of the messages."""
+        """Bytes of the whole tensor that is summed or gathered, in the dtype of the messages. A kind of
+        collective without a bucket overrides this property."""
         if self.bucket is None:
             raise AssertionError(f"{self.op} does not say its size")
         return self.bucket.whole.nbytes

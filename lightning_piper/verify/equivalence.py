@@ -186,8 +186,8 @@ class _Runner:
         return self._single[key]
 
     def _work(self, dag: TrainingDAG) -> tuple[tuple[Slice, ...], bool]:
-        """Return the slices over which one device accumulates, and whether it splits its regions as the
-        program does.
+        """Return the arguments of `single` for a comparison with `dag`: the slices over which one device
+        accumulates, and whether it splits its regions as the program does.
         """
         slices = dag.microbatches()
         return slices or self._whole, slices is None and self.random
@@ -195,7 +195,11 @@ class _Runner:
     def _run_single(
         self, tensors: Mapping[str, torch.Tensor], slices: tuple[Slice, ...], parted: bool
     ) -> Outcome:
-        """Do the work of `single` with these tensors."""
+        """Do the work of `single` with these parameters and buffers.
+
+        Run the user's code. Run the captured code instead if the device splits its regions (`parted`), if the
+        step draws random numbers, or if its terms need different weights on several slices.
+        """
         if parted:
             return interpret(
                 apply_program(build_dag(self.step), self.splits), tensors, self.leaves, self.seed

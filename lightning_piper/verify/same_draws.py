@@ -80,8 +80,8 @@ class SameDraws(_torch.TorchDispatchMode):
         return result.copy_(self._of(whole, result.shape, self._parts[part]))
 
     def _of(self, whole: torch.Tensor, shape: torch.Size, part: Slice) -> torch.Tensor:
-        """Return the numbers that the whole batch drew for the samples of a part, in a tensor of this
-        shape."""
+        """Return the numbers that the samples of `part` have in `whole`, a draw of the whole batch. The
+        result has the given shape. Raise an error if no dimension of the draw counts the samples."""
         if whole.shape == shape:
             return whole
         dims = [d for d, (a, b) in enumerate(zip(whole.shape, shape, strict=True)) if a != b]

@@ -109,7 +109,8 @@ def _by_code(
     leaves: Sequence[torch.Tensor],
     parts: Sequence[Slice],
 ) -> Difference | None:
-    """Run the user's code on all samples and on their parts. Return the result that differs most.
+    """Run the user's code on all samples and on their parts. Return the result that differs most; None if no
+    result differs, or if a second run on all samples also gives other results.
 
     The existing capture says which loss, logged values and buffers to compare, so no further trace is needed.
     """

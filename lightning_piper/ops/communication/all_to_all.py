@@ -258,7 +258,9 @@ def _even(out: bool, rows: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _uneven(out: bool, rows: list[torch.Tensor], counts: list[list[int]]) -> list[torch.Tensor]:
-    """Exchange rows by counts. `counts[i][e]` is the number of rows that member i has for expert e."""
+    """Exchange rows by counts: to the owners of the experts if `out`, otherwise back. `counts[i][e]` is the
+    number of rows that member i has for expert e. Raise an error if the counts do not add up to the number of
+    rows."""
     members, experts = len(rows), len(counts[0])
     owned = [range(i * experts // members, (i + 1) * experts // members) for i in range(members)]
     # A run (e, i) is the rows of member i for expert e. These lists have the order of the runs on each

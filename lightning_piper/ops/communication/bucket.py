@@ -69,7 +69,8 @@ def interpret(run: Reference, node: Pack, inputs: list[Bundle]) -> list[Bundle]:
 
 
 def taken(plan: Planning, node: Pack) -> tuple[int | None, ...]:
-    """Return `PackInstruction.take`: the indices in the input bundle of the tensors that a pack copies."""
+    """Return `PackInstruction.take`: for each tensor of the bucket its index in the input bundle of a pack,
+    or None if the pack does not copy it."""
     names, packs = plan.dag.value(node.inputs[0]).names, frozenset(node.outputs[0].names)
     where = dict(zip(names, range(len(names)), strict=True))
     return tuple(where[name] if name in packs else None for name in bucket_of(node).names)

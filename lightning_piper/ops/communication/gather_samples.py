@@ -159,7 +159,8 @@ def check_scatter(facts: Facts, node: ScatterSamples) -> Iterable[str]:
 
 
 def read_as_exchanged(facts: Facts, node: Chunk, ref: Ref, wanted: Origin) -> Iterable[str]:
-    """A pass on the whole batch must read gathered rows, and a pass on a part must read its own gradients."""
+    """The pass must read the value through the exchange that the capture requires (`Output.exchange`): a
+    gather, a scatter, or none."""
     way = facts.dag.code.interface_of(wanted[:2]).outputs[wanted[2]].exchange
     source = facts.dag.nodes[facts.dag.source(ref)[0]]
     while isinstance(source, Cut):
