@@ -34,6 +34,7 @@ def _replace(dag: TrainingDAG, chunk: Chunk) -> dict[Ref, Ref]:
         Old reference -> new reference, for each output of the chunk.
     """
     code = dag.code
+    # (region, pass, output index) -> its value; parameter -> its gathered value, or None
     given = dict(zip(dag.interface(chunk).inputs, chunk.inputs, strict=True))
     gathered = dict(zip(dag.interface(chunk).params, chunk.params, strict=False))
     parts: list[Chunk] = []
@@ -41,6 +42,7 @@ def _replace(dag: TrainingDAG, chunk: Chunk) -> dict[Ref, Ref]:
         key = (chunk.region, kind)
         inputs = tuple(given[source] for source in code.interface_of(key).inputs)
         params = tuple(gathered.get(name) for name in code.interface_of(key).params)
+        # The second pass needs gathers of its own for parameters that are gathered for each use.
         anew = (dag.gathered_anew(params) if parts else params) if any(params) else ()
         part = make_chunk(
             dag,
@@ -69,6 +71,7 @@ def _replace(dag: TrainingDAG, chunk: Chunk) -> dict[Ref, Ref]:
             part = chunk
         parts.append(part)
         given |= {(*key, place): (part.id, place) for place in range(len(part.outputs))}
+    # Neither pass may read all parameters that B read. Remove gathers without readers.
     unused = {ref[0] for ref in gathered.values() if ref is not None}
     dag.remove([dag.nodes[i] for i in sorted(unused) if not dag.users(dag.nodes[i])])
     return {

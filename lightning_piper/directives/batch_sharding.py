@@ -122,6 +122,7 @@ def _shrink(dag: TrainingDAG, node: Node, replicas: int) -> None:
             rows = node.stop - node.start
         else:
             rows = sum(dag.value(ref).tensors[0].shape[node.dim] for ref in node.inputs)
+        # number of rows along `dim` for each sample
         per_sample = (
             dag.specs_of(node.inputs[0], dag.local_batch_size)[0].shape[node.dim] // dag.local_batch_size
         )

@@ -91,7 +91,7 @@ def _by_group(dag: TrainingDAG, totals: list[Accumulate]) -> list[Accumulate]:
     Return the sums in the order of the groups' first samples."""
     terms = sorted((ref for total in totals for ref in total.inputs), key=lambda ref: dag.producer(ref).slice)
     groups = list(dict.fromkeys(group for ref in terms if (group := dag.nodes[ref[0]].devices)))
-    if len(groups) <= len(totals) == 1:
+    if len(groups) <= len(totals) == 1:  # one sum, and at most one device group: nothing to divide
         return totals
     known = {total.devices: total for total in totals}
     found = []

@@ -162,8 +162,8 @@ def groups_of(program: Sequence[Directive]) -> list[Any]:
 
 
 def _shape(devices: Any) -> tuple[int, ...]:
-    """Return the lengths of nested lists on each level, or an empty tuple if the lists of a level differ in
-    length.
+    """Return the lengths of nested lists on each level. Return an empty tuple if the lists of a level differ
+    in length, or if a level mixes lists and devices.
     """
     level: list[Any] = [devices]
     shape: tuple[int, ...] = ()

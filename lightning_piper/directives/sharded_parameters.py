@@ -132,6 +132,9 @@ def _total(
 ) -> Ref:
     """Add the sum of the bucket's gradients over `terms`, and over all devices that hold the same part. A
     term is (chunk, output index). All these chunks are on the same devices.
+
+    A reduce-scatter sums each term if the policy shards gradients, otherwise the sum of the terms. If only
+    one device holds each part, there is no reduce-scatter.
     """
     alone = bucket.members == 1
     value = Value(
@@ -176,6 +179,7 @@ def _undo(dag: TrainingDAG, names: set[str]) -> None:
         for i, value in enumerate(chunk.outputs):
             if value.kind == Kind.GRAD and names.issuperset(value.names):
                 stack += dag.readers((chunk.id, i))
+    # Remove the nodes that hold or gather the parameters, and all nodes that follow from their gradients.
     made = [node for node in dag.nodes.values() if node.outputs and node.outputs[0].kind == Kind.PARAM]
     gathered = [node for node in made if names.issuperset(node.outputs[0].names)]
     removed: dict[int, Node] = {node.id: node for node in gathered}

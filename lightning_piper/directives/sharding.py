@@ -45,6 +45,10 @@ class Conflict(Exception):
 def reduce_gradients(dag: TrainingDAG, regions: set[int], policy: ShardingPolicy) -> list[Node]:
     """Sum the gradients of `regions` over the replicas.
 
+    If replicas shard nothing, they use an all-reduce. If they shard the optimizer state, they use a
+    reduce-scatter of the sum over microbatches. If they shard gradients, they use a reduce-scatter for each
+    microbatch.
+
     Returns:
         The nodes that may now read values of other devices.
 
@@ -84,6 +88,7 @@ def reduce_gradients(dag: TrainingDAG, regions: set[int], policy: ShardingPolicy
         reduced = scatter(dag, total, policy) if sharded else _all_reduce(dag, total, policy)
         for reader in readers:
             dag.substitute(reader, (total.id, 0), (reduced.id, 0))
+    # An update can only add values with the same placement.
     for update in dag.of_type(Update):
         found = {
             type(placement)

@@ -59,6 +59,7 @@ def place_dependents(dag: TrainingDAG, chunks: Iterable[Chunk]) -> list[Node]:
                     dag.change(source, devices=chunk.devices, placed_by=chunk.placed_by)
                     placed.append(source)
                     readers.append(source)
+        # These nodes run on the devices of the chunk. A pack or a store has further nodes after it.
         makers: list[Node] = [chunk]
         while makers:
             for user in dag.users(makers.pop()):

@@ -340,6 +340,7 @@ def implied(run: Reference, term: int, part: Slice, slices: Sequence[Slice], rep
     if key not in run.kept:
         run.kept[key] = [_count(run, [term], slices, r) for r in run.places]
     counts = run.kept[key]
+    # The total is over all replicas, or over this replica if the loss is the mean of the replicas' losses.
     total = counts[replica if run.dag.mean_of_replicas else run.dag.mesh.line(DATA, replica)[0]][1][0]
     for other in () if run.dag.mean_of_replicas else run.dag.mesh.line(DATA, replica)[1:]:
         total = total + counts[other][1][0]

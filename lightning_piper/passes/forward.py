@@ -50,7 +50,7 @@ def forward_passes(program: Program, training: TrainingDAG | None = None) -> lis
     passes: list[Pass] = []
     for index in applied_order(program):
         directive = program[index]
-        if directive.replica_groups():
+        if directive.replica_groups():  # a directive that divides the batch needs all chunks on devices
             passes.append(rest)
         passes.append(
             Pass(

@@ -219,7 +219,7 @@ class _Runner:
         """Return the effect of rounding on each result.
 
         The effect is the larger of two distances: the movement of the result when every parameter moves by
-        one ulp, and the distance of the reference from the same step in float64.
+        one ulp, and the distance from the same step in float64, if Piper can run it.
         """
         key = (slices, len(self.splits) if parted else 0)
         if key not in self._rounding:

@@ -94,8 +94,8 @@ def _structure(facts: Facts) -> Iterable[str]:
 
 
 def _devices(facts: Facts, node: Node) -> Iterable[str]:
-    """Yield a problem for each value that `node` reads and that is not on the devices on which it reads
-    it."""
+    """Yield a problem for each value that `node` reads from devices (`Node.reads_from`) that do not have the
+    value."""
     if not node.devices or node.reads_from == "channel":
         return
     for ref in node.reads:

@@ -247,8 +247,8 @@ def _first_difference(
 
 
 def _is_joined(whole: torch.Tensor, parts: list[torch.Tensor]) -> bool:
-    """Return whether `whole` is the parts joined row by row, their sum, or their mean. Return True if `whole`
-    is not of a floating-point dtype."""
+    """Return whether `whole` is, up to rounding, the parts joined row by row, their sum, or their mean.
+    Return True if `whole` is not of a floating-point dtype."""
     if not whole.is_floating_point():
         return True
     if all(part.shape == whole.shape for part in parts):

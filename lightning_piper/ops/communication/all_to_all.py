@@ -186,7 +186,8 @@ def _told(facts: Facts, node: AllToAll, counts: Ref) -> Iterable[str]:
 def _shape(facts: Facts, node: AllToAll) -> Iterable[str]:
     """The result must have the shape that the number of owners implies.
 
-    If the number of rows is not known before the run, the spec has the number of rows at the source.
+    Rows have the shape `[experts, capacity, ...]` if all experts have the same capacity, otherwise `[rows,
+    ...]`. In this second case, the spec of the result has the number of rows at the source.
     """
     dag, experts, degree = facts.dag, facts.dag.code.routed[node.region], node.mesh.size(node.axis)
     (spec,), (made,) = dag.value(node.inputs[0]).tensors, node.outputs[0].tensors
