@@ -36,9 +36,9 @@ def after_gathers(graph: torch.fx.Graph, apart: bool = False) -> set[Node]:
 
     Args:
         apart: if True, leave out additions and concatenations of a gathered value with a number that each
-            part of the batch computes, and the nodes that depend on gathered values only through them. An
-            example is a loss that adds a term for each sample and a term for the whole batch, because these
-            two terms have separate weights.
+            part of the batch computes, and the nodes that depend on gathered values only through these
+            operations. An example is a loss that adds a term for each sample and a term for the whole batch,
+            because these two terms have separate weights.
     """
     found: set[Node] = set()
     if not any(node.target is GATHER for node in graph.nodes):
@@ -74,7 +74,7 @@ def joined_nodes(forward: list[Node], shared: Collection[Node], apart: bool = Fa
     if not joined:
         return joined
     varies, live = sampled(forward), _live(forward[0].graph)
-    # nodes that do not move into the joined part: it gathers their rows, or computes them again
+    # nodes that do not move: the joined part gathers their rows, or computes the nodes again
     stay = (rows_of_samples(forward) & varies).union(shared)
     # nodes that only the backward pass or other nodes of `kept` read, and unread nodes that are the same for
     # all samples
@@ -97,7 +97,8 @@ def rows_of_samples(forward: list[Node]) -> set[Node]:
     """Return the batch's tensors and the forward nodes that have one row for each sample.
 
     A node has such rows if `known_rows` returns it. A node that depends on the samples, or draws random
-    numbers, also has them if its first dimension has the size of the batch, unless it is a transposition.
+    numbers, also has such rows if its first dimension has the size of the batch, unless it is a
+    transposition.
     """
     graph = forward[0].graph
     size = next((node.meta["val"].shape[0] for node in graph.nodes if is_sampled(node)), None)

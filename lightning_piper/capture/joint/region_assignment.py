@@ -96,8 +96,8 @@ def own_line(node: Node) -> str:
 
 
 def _first_line(node: Node) -> str:
-    """Return the line at which the region of a first node begins: the line of its annotation, or outside of
-    any annotation the operation's own line."""
+    """Return the line to show for a region that begins with this node: the line of the node's annotation, or
+    outside of any annotation the node's own line."""
     return source_line(node) if tags_of(node) else own_line(node)
 
 

@@ -331,8 +331,8 @@ class _Flattener:
     def _whole(self, path: str, item: Any) -> Any:
         """Return the entry for `item` in a structure whose number of samples is unknown.
 
-        A list of a batch without tensors becomes an `OpaqueObject`, because it may have one entry for each
-        sample, such as texts for the nodes of graphs.
+        In a batch, a list without tensors becomes an `OpaqueObject`, because the list may have one entry for
+        each sample, such as texts for the nodes of graphs.
         """
         listed = self._given and type(item) is list and item and next(tensors_of(item), None) is None
         return self._carry(OpaqueObject, path, item) if listed else self._content(item, path)
@@ -382,7 +382,7 @@ def _check_key(key: Any, path: str) -> None:
 
 
 class _Rebuilder:
-    """A builder of one batch from its skeleton."""
+    """A builder of one batch from its skeleton. Its arguments are explained at `BatchSpec.rebuild`."""
 
     def __init__(
         self,

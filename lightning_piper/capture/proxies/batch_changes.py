@@ -1,4 +1,5 @@
-"""Find the changes that a step makes to its batch. A captured step makes them only while it is traced."""
+"""Find the changes that a step makes to its batch. A captured step makes these changes only while Piper
+traces the step."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 traced without values.
 
 A `DeferredNumber` holds the tensor in place of the number. Arithmetic on it gives another `DeferredNumber`,
-computed as Python would, in float64 and int64, by operations of the graph. An operation on it and a tensor
-gives a tensor, and `self.log` records it as a tensor. Python itself never gets the value. If the step's
-control flow needs the value (`if`, an index, a loop count), Piper raises an error. A text shows a fixed
-phrase instead of the value.
+computed as Python would, in float64 and int64, by operations of the graph. An operation on a `DeferredNumber`
+and a tensor gives a tensor, and `self.log` records it as a tensor. Python itself never gets the value. If the
+step's control flow needs the value (`if`, an index, a loop count), Piper raises an error. A text shows a
+fixed phrase instead of the value.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ _CLASSES: dict[torch.dtype, type] = {
 def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a torch function in a step.
 
-    If `item` needs a tensor's value, return a `DeferredNumber`. If `tolist` does, return a list of them,
-    unless the list would have more than `MANY` elements. If an operation that selects elements needs a value,
-    return a `DataDependentTensor`. Printing a traced tensor returns `LATER`. Any other call that needs a
-    value raises torch's own error. Conversions to tensors (`torch.tensor`) accept deferred numbers.
+    If `item` needs a tensor's value, return a `DeferredNumber`. If `tolist` does, return a list of such
+    numbers, unless the list would have more than `MANY` elements. If an operation that selects elements needs
+    a value, return a `DataDependentTensor`. Printing a traced tensor returns `LATER`. Any other call that
+    needs a value raises torch's own error. Conversions to tensors (`torch.tensor`) accept deferred numbers.
 
     Raises:
         CaptureError: `bool` was called on a tensor without values.
@@ -376,7 +376,7 @@ class _TensorAwareType(type):
 
 
 def _extreme(own: Callable[..., Any], better: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    """Return a `max` or `min` that accepts deferred numbers, if it has no keyword arguments. Among equal
+    """Return a `max` or `min` that accepts deferred numbers in a call without keyword arguments. Among equal
     values, it chooses the first one, as Python does."""
 
     @functools.wraps(own)

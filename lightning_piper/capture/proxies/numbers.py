@@ -1,8 +1,8 @@
 """Python numbers that change from step to step: a trace records the arithmetic on them, and each step repeats
 this arithmetic.
 
-Examples are counters and rates. During a trace a `NumberProxy` takes the place of each such number. Its use
-decides how the captured step follows the number:
+Examples are counters and rates. During a trace a `NumberProxy` takes the place of each such number. The use
+of the `NumberProxy` decides how the captured step follows the number:
 
 - An operation combines it with a tensor (`loss * beta`): its value becomes an input of the graph, a tensor
   without dimensions, after the tensors of the batch.
@@ -283,7 +283,8 @@ def _told(value: Any) -> Any:
 
 def _dtype_beside(value: Any, tensors: Sequence[torch.Tensor]) -> torch.dtype:
     """Return the dtype of a tensor that stands for a Python number in an operation with `tensors`. A float
-    gets the default dtype if no tensor has a floating-point or complex dtype, because the result then has it.
+    gets the default dtype if no tensor has a floating-point or complex dtype, because torch gives the result
+    this dtype.
     All other numbers keep their full precision."""
     if isinstance(value, bool):
         return torch.bool

@@ -2,8 +2,9 @@
 texts, ids.
 
 A graph is captured for a number of samples, not for particular samples. So the step gets a placeholder with
-the list's length, which it can pass on (`predict_step` may return it). If the step gets the whole list, a
-read adds a guard. If the step gets the samples of a microbatch or of all replicas, a read raises an error.
+the list's length. The step can pass the placeholder on (`predict_step` may return the placeholder). If the
+step gets the whole list, a read adds a guard. If the step gets the samples of a microbatch or of all
+replicas, a read raises an error.
 
 A list of containers of tensors whose length is the number of samples is ambiguous. Its entries may be
 samples, or parts of the batch with the samples in their first dimension. A step that gets the whole batch may

@@ -125,8 +125,8 @@ class _NameScan:
         return inspect.isroutine(value)
 
     def run(self) -> None:
-        """Read the code of the queued functions, and the code of the functions that it names, until nothing
-        new is named."""
+        """Read the code of the queued functions, and of the functions that this code names, until the code
+        names nothing new."""
         before = -1
         while self._waiting or before != len(self._named):
             before = len(self._named)

@@ -196,9 +196,8 @@ class Guard:
     """The value of a place when the step was captured.
 
     Attributes:
-        form: the key of the value that `form_of` returns.
-        loose: paths to numbers inside of the value that are inputs, so that changes there do not break the
-            guard.
+        form: the key that `form_of` returns for the value.
+        loose: paths to numbers inside of the value. These numbers are inputs, so the guard ignores them.
     """
 
     place: StateLocation

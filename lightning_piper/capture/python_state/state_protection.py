@@ -106,7 +106,7 @@ def preserving_tensors(module: nn.Module, run: Callable[[], T]) -> T:
 @contextlib.contextmanager
 def restoring_attributes(module: nn.Module) -> Iterator[None]:
     """At the end of this context, undo the step's changes of the module's Python attributes, and of lists,
-    dicts and sets in them, so that they contain no fake tensor."""
+    dicts and sets in these attributes, so that no fake tensor remains."""
     kept = [(vars(part), dict(vars(part))) for part in module.modules()]
     containers: dict[int, Any] = {}
     waiting = [x for _, entries in kept for x in entries.values()]

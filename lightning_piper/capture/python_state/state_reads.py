@@ -131,7 +131,7 @@ class StateReads:
         self._written: dict[Any, tuple[Guard, Any]] = {}
         self.batch_changes = BatchChanges()
         self.keeping: EffectLog | None = None
-        # places with the `NumberProxy` that is there during a trace
+        # places of numbers, each with the `NumberProxy` that replaces the number during a trace
         self._numbers: list[tuple[StateLocation, Any]] = []
         # Functions under `functools.cache` that the step's code names, and the objects that these functions
         # have returned: id -> {end of the expression: object}.
@@ -165,8 +165,8 @@ class StateReads:
                             self.note_value(where, partial(_attribute, store, name, key))
 
     def carried(self, item: Carried) -> Carried:
-        """Return the current batch's entry at the position of `item`. It may differ from the captured batch's
-        entry."""
+        """Return the current batch's entry at the position of `item`. This entry may differ from the entry
+        of the captured batch."""
         assert self.history.batch is not None
         return self.history.batch.carried[item.index]
 
@@ -252,8 +252,8 @@ class StateReads:
             changed.place.put(changed.value)  # the tracer runs the step more than once
 
     def _note_results(self) -> None:
-        """Guard the content of objects that cached functions have returned: lists, arrays, and other objects
-        with a known content."""
+        """Guard the content of lists, arrays and other objects that cached functions have returned. Immutable
+        values and tensors do not need a guard."""
         for place in self._memoised:
             for name, x in held_by(place.get()).items():
                 if id(x) not in self._results and not isinstance(x, (*VALUES, tuple, torch.Tensor)):

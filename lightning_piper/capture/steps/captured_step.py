@@ -160,8 +160,8 @@ class CapturedStep:
         return other
 
     def recomputing(self, recomputation: Recomputation) -> CapturedStep:
-        """Return the same step with backward passes that compute some values again. If they already do,
-        return `self`."""
+        """Return the same step with backward passes that compute some values again. If the step already has
+        this recomputation, return `self`."""
         if recomputation in self.recomputed:
             return self
         other = copy.copy(self)

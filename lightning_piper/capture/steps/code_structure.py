@@ -1,5 +1,5 @@
-"""Compare a step's code for two numbers of samples. A batch may be cut only if both have the same
-structure."""
+"""Compare a step's code for two numbers of samples. A batch may be cut only if the code has the same
+structure for both numbers."""
 
 from __future__ import annotations
 

@@ -70,8 +70,9 @@ class SymbolicTraces:
     def free(self, specs: Specs, first: Specs) -> tuple[Dims, int]:
         """Return the dimensions that become symbols, and the number of samples to trace with.
 
-        Symbols are the dimensions of the samples, and those in which batches have differed so far. The number
-        of samples is the current batch's. It is increased while another symbolic dimension has the same size.
+        Symbols are the dimensions of the samples, and the dimensions in which batches have differed so far.
+        The number of samples is the current batch's. If another symbolic dimension has the same size, a
+        larger number is returned.
 
         Args:
             specs: specs of the current batch.

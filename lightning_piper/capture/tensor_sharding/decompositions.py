@@ -44,8 +44,8 @@ class Decomposer:
     """A writer that replaces one operation by several operations.
 
     Args:
-        held: the placements along the axis.
-        gone: replaced operation -> its replacement. The writer adds to it.
+        held: the placements along the axis of `division`.
+        gone: replaced operation -> its replacement. The writer adds entries.
         place: sets the placements of an operation along all axes.
         changed: returns a value with another placement for a reader.
 

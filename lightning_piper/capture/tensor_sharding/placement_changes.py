@@ -93,7 +93,7 @@ class PlacementWriter:
         Return None if the change cannot come before the view, for example because the number of blocks would
         depend on the number of samples.
         """
-        if x.target not in VIEWS or FOLLOWS in x.meta:  # `_changed_in_runs` has made the view itself
+        if x.target not in VIEWS or FOLLOWS in x.meta:  # `FOLLOWS` marks a view that `_changed_in_runs` made
             return None
         (source,) = x.all_input_nodes
         have, parts = self.held[x], [p for p in (self.held[x], wanted) if isinstance(p, Shard)]

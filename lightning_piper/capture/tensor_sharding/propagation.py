@@ -113,7 +113,7 @@ class Propagation:
         gathered: Each sharded value that an operation of the forward pass reads replicated, with the
             operation.
         refused: Sharded parameters on whose shards an operation cannot work.
-        gone: Replaced operations -> the nodes that replace them. All axes share it.
+        gone: Replaced operations -> the nodes that replace them. All axes share this dict.
         along: (number of dimensions, shard) of each value that the user shards.
     """
 

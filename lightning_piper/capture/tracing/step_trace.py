@@ -302,8 +302,8 @@ class TracedStep(nn.Module):
 
     @property
     def rebuild(self) -> Rebuild | None:
-        """Builds the step's return value from its result tensors (see `StepCode.rebuild`). None for a
-        training step."""
+        """A function that builds the step's return value from its result tensors (see `StepCode.rebuild`).
+        None for a training step."""
         return None
 
     @property
@@ -316,7 +316,7 @@ class TracedStep(nn.Module):
         return (Output(Kind.LOG, (log.name,)) for log in self.logs if log.constant is None)
 
     def check_read(self, what: str) -> None:
-        """Raise an error if the step reads a value from the Trainer that it has logged itself.
+        """Raise an error if the step reads from the Trainer a value that the step itself has logged.
 
         Logged values reach the Trainer after the captured step has run. Until then, the Trainer has the
         values of the previous step.
