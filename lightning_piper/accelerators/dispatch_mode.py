@@ -239,7 +239,7 @@ def _returned(func: Any, kind: _Kind, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Change all leaves of nested lists, tuples and dicts."""
+    """Return nested lists, tuples and dicts with `change` applied to each item that is none of these."""
     if type(value) in (list, tuple):
         return type(value)(_mapped(x, change) for x in value)
     if isinstance(value, dict):

@@ -21,8 +21,8 @@ class AliasedShards(Ownership):
     """An `Ownership` whose shards share memory with the whole parameters.
 
     A change of a shard changes the module, and a change of the module changes the shard. After the other
-    processes have updated their shards, this process's copies of those elements are stale, until a plan
-    gathers the shards.
+    processes have updated their shards, this process's copies of these other shards are stale, until a plan
+    gathers all shards.
 
     Args:
         module: The whole module, with the same values on every process.

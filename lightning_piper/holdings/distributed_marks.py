@@ -18,7 +18,7 @@ UNREAD = "_piper_unread"
 
 
 def parts_of(module: nn.Module) -> Ownership | None:
-    """Return the distribution of a module's tensors over processes; None if the module is whole here."""
+    """Return the distribution of a module's tensors over processes; None if the module is not distributed."""
     found: Ownership | None = module.__dict__.get(PARTS)
     return found
 

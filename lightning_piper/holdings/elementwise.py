@@ -40,7 +40,7 @@ class NotElementwise(Exception):
     """An optimizer does not treat each element independently. The message says what differs.
 
     Attributes:
-        param: The optimizer's parameter that differs; None if the error is not about one.
+        param: The optimizer's parameter that differs; None if the error is not about one parameter.
     """
 
     def __init__(self, message: str, param: Tensor | None = None) -> None:
@@ -81,7 +81,7 @@ def state_keys(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], device:
 
     Args:
         optimizer: The optimizer; it is not changed.
-        chosen: For each of its groups, the parameters to be sharded.
+        chosen: For each group of the optimizer, the parameters to be sharded.
         device: The device to run on.
 
     Raises:
@@ -132,8 +132,8 @@ def _compared(
     shards: Sequence[tuple[Tensor, dict[str, Any]]],
     steps: int,
 ) -> StateKeys:
-    """Return the keys of a parameter's state, after a check that its shards have the values and the state of the
-    whole parameter.
+    """Return the keys of a parameter's state, after a check that its shards have the values and the state of
+    the whole parameter.
 
     Args:
         kind: The kind of the parameter, which is number `i`.

@@ -36,15 +36,14 @@ def absent(ownership: Ownership, trained: Collection[str]) -> dict[str, torch.nn
 
 
 class Handing:
-    """An exchange for holders of a shared parameter or buffer that do not use the tensor in a layout of the
-    step.
+    """An exchange for processes that hold a parameter or buffer, but do not use the tensor in a step's DAG.
 
-    Several stages may hold the same tensor. A holder that does not use the tensor in this layout receives the
+    Several stages may hold the same tensor. A holder that does not use the tensor in this DAG receives the
     tensor's gradient, or its new values, from a process that uses the tensor.
 
     Args:
-        dag: The DAG of the layout.
-        ownership: The holders of each tensor, in all layouts so far.
+        dag: The DAG of the step.
+        ownership: The holders of each tensor, in all steps so far.
     """
 
     def __init__(self, dag: TrainingDAG, ownership: Ownership, world: World) -> None:

@@ -231,7 +231,7 @@ def like(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
 
 
 def empty_like(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Return an uninitialized parameter or buffer like this one."""
+    """Return an uninitialized parameter or buffer like `tensor`, on a device."""
     data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return like(tensor, data)
 

@@ -61,10 +61,14 @@ class GlobalNorms:
         self.of(trained)
 
     def of(self, trained: Collection[str]) -> None:
-        """Set the names of the parameters that get gradients from now on."""
+        """Set the names of the parameters that get gradients from now on.
+
+        The key of a parameter is its canonical name. The key of a parameter outside of the module is its
+        number and its group.
+        """
         optimizer, ownership, world = self._optimizer, self._ownership, self._world
         self._held = dict(ownership.owned_params)  # key -> the parameter or shard that gets a gradient here
-        self._groups: list[set[str]] = []  # keys
+        self._groups: list[set[str]] = []  # for each group of the optimizer, the keys of its parameters
         for i, (group, names) in enumerate(
             zip(optimizer.optimizer.param_groups, optimizer.names, strict=True)
         ):
@@ -75,7 +79,7 @@ class GlobalNorms:
             self._held |= foreign  # parameters outside the module, which every process has
             self._groups.append({name for name in names if name is not None} | set(foreign))
         keys = dict.fromkeys([*ownership.params, *(key for group in self._groups for key in sorted(group))])
-        self._keys = {key: i for i, key in enumerate(keys)}  # in the same order on every process
+        self._keys = {key: i for i, key in enumerate(keys)}  # key -> its index, the same on every process
         kinds = {key: x.dtype.to_real() for key, x in (*self._held.items(), *ownership.params.items())}
         self._dtypes = [kinds[key] for key in self._keys]
         self._named = {id(x): key for key, x in self._held.items()}

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from lightning_piper.holdings.optimizer_slices import only, own_step
 
-# Upper limits of sizes in `reduced`: of the two largest dimensions, of other dimensions; least number of
-# elements that remains.
+# In `reduced`: the size to which a large side becomes smaller, the size of other dimensions, and the number
+# of elements that a large parameter keeps at least.
 SIDE, FEW, LEAST = 128, 2, 8192
 AGAIN = "it runs the closure more than once"  # the error of a trial, by which callers recognize its cause
 
@@ -114,9 +114,9 @@ def reduced(shape: Sequence[int]) -> tuple[int, ...]:
     """Return a small shape in place of a large shape. Several shapes often have the same small shape, but it
     keeps every property that optimizers test.
 
-    These are the number of dimensions, whether each of the two largest is at least 128 (smaller matrices may
-    not be worth special treatment), and whether the parameter has many elements. Some optimizers keep their
-    state in blocks from 4,096 elements on.
+    The properties are the number of dimensions, whether each of the two largest is at least 128 (smaller
+    matrices may not be worth special treatment), and whether the parameter has many elements. Some optimizers
+    keep their state in blocks from 4,096 elements on.
     """
     largest = sorted(range(len(shape)), key=lambda i: -shape[i])[:2]
     sides = [
@@ -148,8 +148,8 @@ def run(
         kinds: The kinds of parameters.
         scenario: The initial parameters and the gradients.
         device: The device to run on.
-        before: Number of the kind -> initial parameter; None for the scenario's, for all kinds.
-        grads: The gradients of each step; if empty, the scenario's.
+        before: Number of the kind -> initial parameter. None: draw initial parameters of all kinds.
+        grads: The gradients of each step, by number of the kind. If empty, draw gradients.
         seed: Seed of the optimizer's random numbers.
         dtype: Dtype of the parameters.
         apart: Whether to update one parameter after another, each in its own step.
@@ -278,7 +278,8 @@ def _copied(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Optimi
         id(p): nn.Parameter(torch.empty(0)) for group in optimizer.param_groups for p in group["params"]
     }
     known[id(optimizer)] = made
-    # `step` in an instance is a scheduler's wrapper, which would step the original. Hooks are the user's.
+    # The copy does not have the instance's `step`, a scheduler's wrapper that would step the original, and
+    # the user's hooks (`_optimizer_..._hooks`).
     own = {k: v for k, v in vars(optimizer).items() if k != "step" and not k.startswith("_optimizer_")}
     Optimizer.__setstate__(made, copy.deepcopy(own, known))
     made.param_groups[:] = [dict(group) for group in groups]

@@ -45,7 +45,8 @@ class Ownership:
 
     Attributes:
         tensor_map: Which process holds which elements.
-        shards: Logical device of this process -> bucket -> the flat tensor that the device keeps of it.
+        shards: Logical device of this process -> bucket -> the flat tensor that the device keeps of the
+            bucket.
         whole: Whether every process holds all tensors whole, temporarily or after the run.
         places: Canonical name of a tensor -> its places in the module.
         ended: Whether the run has ended without a failure.
@@ -60,7 +61,8 @@ class Ownership:
         self.whole = world.size == 1
         self.ended = False
         self.copies: list[Ownership] = []
-        # the module stays distributed after the run, because no process may have enough memory for the whole
+        # whether the module stays distributed after the run: it was built without data, so a process may not
+        # have enough memory for the whole
         self._stays = False
         self._device = world.device
         self._local_shards: dict[str, nn.Parameter] = {}
@@ -252,7 +254,7 @@ class Ownership:
 
         @torch.no_grad()
         def take(name: str, value: torch.Tensor) -> None:
-            """Keep this process's part of a whole value."""
+            """Keep this process's part of a whole value. Without a part, do nothing."""
             spec = self.tensor_map.specs[name]
             if self.tensor_map.holds_whole(name, rank):
                 room = empty_like(self._get(name), self._device)

@@ -42,8 +42,8 @@ class Placeholder(torch.Tensor):
     """A placeholder for values that are not whole on this process.
 
     Attributes:
-        stands_for: Name of the parameter or buffer, and the device of this process. It is a tuple, because a
-            plain attribute would count as set by the user.
+        stands_for: Name of the parameter or buffer, and the device of this process. It is a tuple, because an
+            attribute that is a text or a number counts as set by the user (`optimizer_trial.kinds_of`).
     """
 
     stands_for: tuple[str, torch.device]

@@ -3,7 +3,7 @@ error.
 
 Code in hooks iterates over `module.parameters()` and skips parameters without a gradient, as if nothing had
 used them. A parameter that is sharded or on another process has a gradient, but not in this process. So its
-`grad` is a placeholder, which raises an error that says so when code reads its values. Elementwise operations
+`grad` is a placeholder, which raises an error when code reads its values. Elementwise operations
 with numbers (scaling, clamping, replacing non-finite values) need only local elements. The placeholder
 applies them to this process's shard, and each other process does the same with its shard.
 """

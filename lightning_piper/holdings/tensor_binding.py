@@ -40,13 +40,14 @@ class TensorBinding:
         self._stores = list({id(store): store for store, _, _ in self._entries}.values())
         self._pointers = list(map(torch.Tensor.data_ptr, self._tensors))
         self._trained = [x.requires_grad for x in self._tensors]
-        # (index, id of the storage) of each placeholder of a sharded parameter. A placeholder has no memory
-        # with an address, but replacing its data gives it another storage.
+        # indices of the placeholders of sharded parameters
         sharded = [
             i
             for i, x in enumerate(self._tensors)
             if x.is_meta and ownership.tensor_map.is_sharded(self._names[i])
         ]
+        # (index, id of the storage) of each of these placeholders. A placeholder has no memory with an
+        # address, but replacing its data gives it another storage.
         self._sharded = [(i, storage_id(self._tensors[i])) for i in sharded]
         self._names_in = {
             id(store): {name for name, x in store.items() if x is not None} for store in self._stores

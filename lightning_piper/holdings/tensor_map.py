@@ -161,8 +161,8 @@ class TensorMap:
         )
 
     def canonical_range(self, name: str, rank: int) -> Range | None:
-        """Return the elements that a process holds in the canonical group, as their canonical holder or as a
-        replica. Return None if the process is not a member of this group."""
+        """Return the elements that a process holds as a member of the canonical group. Return None if it is
+        not a member. Only one of the members with the same elements is their canonical holder."""
         return self.holder_groups[name][0].ranges.get(rank)
 
     def canonical_holders(self, name: str) -> Mapping[int, Range]:

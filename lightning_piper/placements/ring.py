@@ -235,7 +235,8 @@ def _attend_part_backward(
     keys: Tensor,
     mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values for attention to the keys of one rank."""
+    """Return the gradients of queries, keys and values for attention of some queries to some keys, whose
+    positions are `queries` and `keys`."""
     dtype = _precise(q)
     dq, dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v))
     lse = lse.masked_fill(lse == -math.inf, 0)  # all weights of a query that sees no key must be 0

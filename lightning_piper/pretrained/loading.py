@@ -257,7 +257,7 @@ def _unexpected(model: Any, stored: Mapping[str, StoredTensor]) -> list[str]:
 
 def _of_base(names: Iterable[str], stored: Mapping[str, StoredTensor], prefix: str) -> list[str]:
     """Return the names whose tensors are of the base model. If no name in the files has the base model's
-    prefix, the files are of a base model without a head."""
+    prefix, the files are of a base model without a head, and all names are returned."""
     has_head = any(each.key.startswith(f"{prefix}.") for each in stored.values())
     return [name for name in names if not has_head or stored[name].key.startswith(f"{prefix}.")]
 

@@ -2,9 +2,9 @@
 
 All new files are first written into a folder inside of the model's folder. When they are complete, they move
 to their names. The last one is the index of the weights, or the only file of weights, and decides which model
-the folder has. Several files of weights have names that the earlier model does not use. If the configuration
-changes, the earlier index or only file is removed first, because the earlier weights do not belong to the new
-configuration.
+the folder has. If there are several files of weights, they have names that the earlier model does not use.
+If the configuration changes, the earlier index or only file is removed first, because the earlier weights do
+not belong to the new configuration.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ModelFolder:
     def unfinished(self) -> Path:
         """Return the folder for files that are not complete.
 
-        Each process makes it, because a network file system may not show rank 0's folder yet. If the
+        Each process makes the folder, because a network file system may not show rank 0's folder yet. If the
         processes do not share the folder, `finish` raises an error.
         """
         path = self._path / UNFINISHED

@@ -5,8 +5,8 @@ samples, unless each process is a replica of the whole module.
 
 Every process draws its own batches. Piper cannot force them to be equal if a dataset reads a clock or a
 shuffle depends on the rank. It detects such differences: the processes all-reduce a checksum of each batch in
-the background while the step runs. A process waits for the result only when its batch has a different batch
-spec than the previous batch, because a step on different plans could hang.
+the background while the step runs. A process usually continues without the result. It waits, for example, if
+its batch has a different batch spec than its previous batch, because a step on different plans could hang.
 
 If each process is a replica of the whole module and already all-reduces its reported values, that message
 carries a digest instead (`digest`): a checksum of everything that is compared except the batch's values. The
@@ -129,7 +129,8 @@ class BatchCheck:
         # whether replicas' shapes differed in some step, or batches cannot be cut by samples
         self._apart = False
         self._shapes = False  # whether replicas' shapes differed in some step
-        # This process's previous batch spec. Another process still has this spec, if its own has not changed.
+        # The batch spec that this process had before its last change of spec. A process whose spec does not
+        # change in this step still has that spec.
         self._others: BatchSpec | None = None
         self._changed = False  # whether this process's batch spec differs from its previous one
         self._captured = 0  # number of the capture in the previous comparison
@@ -142,7 +143,7 @@ class BatchCheck:
 
     @property
     def reads(self) -> bool:
-        """Whether the next comparison includes values in GPU memory."""
+        """Whether the settings for the next comparison include numbers in GPU memory."""
         return self._steps == 1 or self._steps % ON_GPU_EVERY == 0
 
     def digest(self, batch_spec: BatchSpec, settings: Settings, state: int, plans: int) -> int:
@@ -247,7 +248,8 @@ class BatchCheck:
     def finish(self) -> Agreed:
         """Wait for the running comparison and check its result. Return `Agreed(False)` if none is running.
 
-        Warn if the replicas' optimizer options, their numbers of samples, or their equal samples need it.
+        Warn if the replicas have different optimizer options, different numbers of samples, or the same
+        samples.
 
         Raises:
             PiperError: The batches, settings, plans or Python state differ.
@@ -357,8 +359,8 @@ class BatchCheck:
         """Describe where this process's batch spec and another process's spec differ. Empty if this process
         does not know.
 
-        If some processes do not wait for the comparison, they still have the previous spec. This spec is then
-        compared without communication.
+        If some processes do not wait for the comparison, they still have the previous spec (`_others`). This
+        process then compares its spec with that spec, without communication.
         """
         if going_on:
             others = [] if self._others is None or not self._changed else [self._others.described()]

@@ -7,10 +7,10 @@ process keeps a connection to rank 0, where one thread decides which process fai
 
 - A process that reports an error of its own failed first.
 - Otherwise, a process whose connection breaks failed first: it was killed.
-- If processes report only that a communication failed, rank 0 asks all processes where they are. Failed first
-  has a process that does not answer (it is stopped). Otherwise, it is a process that has left the training
-  loop. Otherwise, after a timeout, it is a process that is not waiting for any process. If there is no such
-  process, it is the process that reported first.
+- If processes report only that a communication failed, rank 0 asks all processes where they are. A process
+  that does not answer failed first (it is stopped). If all answer, a process that has left the training loop
+  failed first. Otherwise, after a timeout, a process that is not waiting for any process failed first. If
+  there is no such process, the process that reported first failed first.
 - Every few seconds, rank 0 asks all processes where they are. This detects a process that left the training
   loop while another process waits for it in a batch (`progress`).
 
@@ -73,7 +73,7 @@ class FailureWatch:
 
     Args:
         world: The processes; more than one.
-        host: Address of rank 0; `HERE` if all processes are on its machine.
+        host: Address of rank 0; `HERE` if all processes are on rank 0's machine.
         children: The processes that this process started and must end, in the order of their ranks, which
             start at the next rank.
         progress: Returns how far this process has come; None if it does not train.
@@ -223,8 +223,8 @@ class _Judge:
 
     def run(self) -> None:
         """Receive the messages of all processes, and send a verdict once it is due."""
-        # Runs until all connections end, also after the verdict: a broken connection would look like the end
-        # of rank 0.
+        # The loop runs until all connections end, also after the verdict: if it closed a connection, the peer
+        # would conclude that rank 0 has ended.
         while self.awaited or self.lines:
             asking = self._until is None and self.verdict is None and not self.awaited
             due = self._asks if asking else self._until
@@ -403,7 +403,7 @@ def waited(error: BaseException) -> bool:
 
 
 def place_of(thread: int) -> Message:
-    """Return where a thread is, or the thread that it waits for (`AWAITED`).
+    """Return where a thread is. If it waits for another thread (`AWAITED`), return where that thread is.
 
     The result has the line of code ("at"), and whether this code only communicates ("waits").
     """
@@ -426,9 +426,9 @@ def _waits(code: CodeType) -> bool:
 def _listen(host: str) -> socket.socket:
     """Open rank 0's server socket.
 
-    It listens only on the address by which the other processes reach this machine. It listens on all
-    addresses if that address cannot be bound here or is a loopback address: a name may resolve only through
-    the network, and a machine may resolve its own name to loopback.
+    The socket listens only on the address by which the other processes reach this machine. If that address
+    cannot be bound here or is a loopback address, the socket listens on all addresses. The reasons are that a
+    name may resolve only through the network, and that a machine may resolve its own name to loopback.
     """
     with contextlib.suppress(OSError):
         for family, *_, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
@@ -451,7 +451,7 @@ def _lacking(greeting: bytes) -> int:
     """Return how many bytes of a first message are missing: of its length prefix, or of its content.
 
     Raises:
-        ValueError: A rank's first message does not have this length.
+        ValueError: The message is empty or longer than `LONGEST`, so the peer is not a rank.
     """
     if len(greeting) < LENGTH:
         return LENGTH - len(greeting)
@@ -465,7 +465,7 @@ def _connect(host: str, port: int) -> Connection:
     """Connect to rank 0.
 
     Raises:
-        PiperError: It cannot be reached.
+        PiperError: This process cannot reach rank 0.
     """
     try:
         return _line(socket.create_connection((host, port), PATIENCE))
@@ -489,7 +489,7 @@ def _send(line: Connection, message: Message) -> None:
 
 
 def _receive(line: Connection) -> Message | None:
-    """Receive a message; None if the connection is broken."""
+    """Receive a message; None if the connection is broken, or if the bytes are not a message."""
     try:
         message = json.loads(line.recv_bytes(16 * LONGEST))
     except (OSError, EOFError, ValueError):

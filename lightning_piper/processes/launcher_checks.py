@@ -1,4 +1,5 @@
-"""Checks of how Lightning's launcher starts the script again for each further device."""
+"""Checks before a run: whether Lightning's launcher can start the script again for each further device, and
+whether the processes can reach each other."""
 
 from __future__ import annotations
 

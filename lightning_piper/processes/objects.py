@@ -41,7 +41,8 @@ class _Outline(pickle.Pickler):
 
 
 class _Filled(pickle.Unpickler):
-    """An unpickler that makes uninitialized tensors for those that `_Outline` left out: number -> tensor."""
+    """An unpickler that makes an uninitialized tensor for each tensor that `_Outline` left out. `tensors` has
+    them: number of a tensor -> the tensor."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
