@@ -393,8 +393,8 @@ def _region_of(dag: TrainingDAG, total: Accumulate) -> int | None:
 
 
 def scatter(dag: TrainingDAG, total: Node, policy: ShardingPolicy, ref: Ref | None = None) -> ReduceScatter:
-    """Add a reduce-scatter over replicas of the flat tensor that `total` makes (or of `ref`, one of its
-    terms).
+    """Add a reduce-scatter over replicas of the flat tensor that `total` makes, or of `ref`, one of the terms
+    of `total`. Return the new node.
     """
     ref = ref or (total.id, 0)
     bucket = dag.value(ref).bucket

@@ -401,7 +401,7 @@ class _Rewrite:
                 refs = [(copy.id, ref[1]) for copy in self.copies[ref[0]]]
             elif isinstance(user, Chunk | Cut):
                 refs = [self._join(ref, user)]
-            elif isinstance(user, Update):  # the final value of buffers; `chain_state` connects it
+            elif isinstance(user, Update):  # for buffers, whose last value `chain_state` connects
                 refs = [(self.copies[ref[0]][-1].id, ref[1])]
             else:
                 by = "" if user.origin is None else f", made by directive {user.origin},"

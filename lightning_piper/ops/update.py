@@ -107,14 +107,14 @@ def check_accumulate(facts: Facts, node: Accumulate) -> Iterable[str]:
             yield f"{facts.at(node)} adds {facts.named(ref)} to {facts.named(node.inputs[0])}"
         for part, weight in facts.parts.get(ref, {}).items():
             total[part] = total.get(part, Fraction(0)) + weight
-    # The gradient of a parameter covers the whole local batch, or a part that is summed over replicas
-    # separately. The gradient of a value that a split part read whole covers the samples of this part.
+    # A sum of gradients of a parameter may leave out slices that another sum adds: on another device group,
+    # or before another reduce-scatter. The gradient of a value that a split part of the step reads whole
+    # covers all samples of this part.
     value = facts.dag.value(node.inputs[0])
     whole = Slice(0, facts.dag.local_batch_size)
     if value.kind == Kind.COTANGENT and total:
         whole = Slice(min(total).start, max(total).stop)
-    # Another device group of the region, or another sum over replicas, may add the missing samples.
-    # `check_update` checks that no sample is missing.
+    # `check_update` checks that the sums of a parameter's gradients together have all samples.
     if problem := facts.uncovered(facts.share, total, whole, some=value.kind == Kind.GRAD):
         yield f"gradient of {names_of(value.names)} ({facts.at(node)}): {problem}"
     complete = facts.uncovered(facts.share, total, whole) is None
@@ -131,8 +131,8 @@ def check_accumulate(facts: Facts, node: Accumulate) -> Iterable[str]:
 
 
 def check_update(facts: Facts, node: Update) -> Iterable[str]:
-    """The node must sum the gradients that all regions make of its parameters, with each sample once. For
-    buffers, it must read only the value after the last sample."""
+    """The node must sum the gradients that all regions make of the node's parameters, with each sample once.
+    For buffers, the node must read only the value after the last sample."""
     value = facts.dag.value(node.inputs[0])
     if value.kind == Kind.BUFFER:
         if len(node.inputs) != 1:

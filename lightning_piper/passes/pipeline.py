@@ -63,7 +63,7 @@ def run_pipeline(
 
     Raises:
         DirectiveError: A directive does not fit or contradicts an earlier directive. The message names its
-            index.
+            index, or the degrees for which Piper wrote the program.
         VerificationError: `after` raised it.
     """
     step = prepared(step, program)
@@ -104,7 +104,7 @@ def apply_program(dag: TrainingDAG, program: Program) -> TrainingDAG:
 
     Raises:
         DirectiveError: A directive does not fit or contradicts an earlier directive. The message names its
-            index.
+            index, or the degrees for which Piper wrote the program.
     """
     _describe(dag, program)
     return run_passes(dag, _directives(program))

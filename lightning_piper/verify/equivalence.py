@@ -145,7 +145,7 @@ class _Runner:
         couplings = self.couplings(dag)
         causes = [f"{c.operation} in region {c.region}" for c in couplings] + _by_microbatch(code, "random")
         causes = nonlinear + (causes or _by_microbatch(code, "state"))
-        if not causes and code.meet is not None:  # for example in the backward pass
+        if not causes and code.meet is not None:  # `couplings` has only forward operations
             causes = [code.meet]
         if not causes:
             found = self._compared(alone, outcome, moved)
@@ -208,7 +208,8 @@ class _Runner:
             return interpret(accumulating(self.step, slices), tensors, self.leaves, self.seed)
         found = run_eagerly(self.step, tensors, self.leaves, slices)
         if len(slices) > 1 and self.computed:
-            # Metrics of the whole batch's values do not follow from the metrics that a slice logs.
+            # A logged value that is computed on the whole batch does not follow from the values on the
+            # slices.
             captured = interpret(accumulating(self.step, slices), tensors, self.leaves, self.seed)
             found = replace(
                 found, metrics={**found.metrics, **{name: captured.metrics[name] for name in self.computed}}

@@ -48,8 +48,8 @@ class Difference:
     Attributes:
         result: The loss, a logged value, a buffer or a parameter's gradient.
         distance: The distance of the results, relative to the largest value.
-        where: The first operation whose results differ, and the user's line. Empty if it is in the backward
-            pass.
+        where: The first forward operation whose results differ, and the user's line. Empty if the results of
+            all forward operations agree, so that the cause is in the backward pass.
     """
 
     result: str
