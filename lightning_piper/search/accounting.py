@@ -13,10 +13,8 @@ ROUGHLY = 8
 
 
 def bytes_needed(compiled: Compiled, states: float) -> dict[int, int]:
-    """Return the bytes that each device needs, by device.
-
-    They are the parameters or their shards, optimizer states, and the peak of the step, which includes
-    gradients.
+    """Return device -> the bytes that it needs. These are the bytes of parameters or their shards, of optimizer
+    states, and of the peak of the step, which includes gradients.
 
     Args:
         states: Bytes of optimizer state for each byte of trained parameters.
@@ -44,8 +42,8 @@ def bytes_needed(compiled: Compiled, states: float) -> dict[int, int]:
 def needed_by_replicas(compiled: Compiled, states: float, processes: bool, room: int) -> int:
     """Return the bytes that each replica of an unpipelined step needs in the step, or in the update after it.
 
-    Returns a rough number if the rough number fits in `room`, and the exact number otherwise. The exact
-    number costs as much time as one step without data, because `bytes_needed` simulates the plan.
+    The function returns a rough number if this number fits in `room`, and the exact number otherwise. The exact
+    number takes more time, because `bytes_needed` simulates the plan.
 
     Args:
         states: Bytes of optimizer state for each byte of trained parameters.

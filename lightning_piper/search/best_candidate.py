@@ -58,7 +58,7 @@ def best_of(
             the best value so far.
 
     Raises:
-        SearchError: An argument is not valid, or nothing fits. In the second case the error names the least
+        SearchError: An argument is not valid, or no program fits. If none fits, the error names the least
             memory with which a program fits.
         NoProgram: No schedule exists for this workload on these devices, or no program fits in host memory.
     """

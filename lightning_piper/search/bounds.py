@@ -1,9 +1,9 @@
 """Lower bounds of time and memory. A search skips only the candidates that these bounds exclude.
 
-A rank cannot begin before its first pass has its inputs. It runs all of its passes one after the other, and
-after its last pass the earlier stages must still run theirs. The same holds from any of its passes to any
-later one. `Rows.between` has four pairs: from the first pass or the first backward pass, to the last pass or
-the last pass that makes gradients of inputs. Hence
+A rank cannot begin before its first pass has its inputs. It runs all of its passes one after the other. After its
+last pass, earlier stages must still run their backward passes. The same holds for the passes of a rank from any
+pass to any later pass. `Rows.between` has up to four such spans: from the first pass or the first backward pass,
+to the last pass or the last pass that makes gradients of inputs. Hence
 
     time >= head(first) + work of the passes between + tail(last)
 
@@ -14,9 +14,9 @@ the last pass that makes gradients of inputs. Hence
 - tail(B of s): the backward passes and messages of the stages before s; or the sum of the gradients of s over
   the replicas, and the optimizer's update.
 
-`bound_of` computes them for whole candidates. `Cutting` uses only the blocks of one stage. The other cuts do
-not matter: work before and after the stage is a sum over blocks, and each boundary costs at least the
-smallest message.
+`bound_of` computes these bounds for a whole candidate. `Cutting` computes a bound from the blocks of one stage. It
+holds for every cut of the other blocks, because the work before and after the stage is a sum over blocks, and each
+boundary costs at least the smallest message.
 
 The bound of stage s over the blocks i to j grows with j and falls with i, and so do the bytes of its rank. So
 the cuts below a limit follow from the end of the chain to its beginning. The last stage must begin at some
@@ -48,7 +48,9 @@ INFINITE = float("inf")
 
 
 def bound_of(model: CostModel, candidate: Candidate) -> Number:
-    """Return a lower bound of a candidate's seconds, in time linear in the stages. See the module."""
+    """Return a lower bound of a candidate's seconds, in time linear in the stages. See the module's docstring."""
+    # `forward` has the head of F of each stage, `backward` the head of its B, and the list after it the tail of
+    # its B without sums and updates.
     rows, costs, levels = rows_for(candidate), model.costs(candidate.layout), candidate.levels
     spans, passes = candidate.spans(costs.blocks), passes_of(costs, candidate)
     back = BI if SEARCHED[candidate.layout.schedule].split else B
@@ -75,9 +77,9 @@ def bound_of(model: CostModel, candidate: Candidate) -> Number:
 
 
 class Cutting:
-    """A set of all cuts of the blocks for one layout, given the options of each stage.
+    """All cuts of the blocks for one layout, with bounds, given the options of each stage.
 
-    If a stage has several options, its bound uses the best option with which it fits.
+    If a stage has several options, its bound is the smallest bound of an option with which it fits.
 
     Attributes:
         layout: The layout of the stages.
@@ -87,6 +89,8 @@ class Cutting:
     def __init__(
         self, model: CostModel, layout: Layout, options: Sequence[Sequence[Option]], by_memory: bool
     ) -> None:
+        """Prepare what the bounds of all cuts have in common. With `by_memory`, bounds are bytes of a device, and
+        otherwise seconds of a step."""
         self.layout, self._options = layout, options
         self.costs: Costs = model.costs(layout)
         self._rows = rows_of(layout.schedule, layout.per_rank, layout.ranks, layout.microbatches)
@@ -94,19 +98,22 @@ class Cutting:
         self._host = model.space.hardware.host_memory
         self._back = BI if SEARCHED[layout.schedule].split else B
         hops = [self.costs.least_hop(border) for border in range(layout.stages - 1)]
+        # For each stage, the least seconds of the messages across all boundaries before it.
         self._hops: list[Number] = [0]
         for hop in hops:
             self._hops.append(self._hops[-1] + hop)
+        # Arguments of `stage` -> its result.
         self._known: dict[tuple[int, int, int], tuple[Number, bool]] = {}
         gathered = all(level for level, _ in options[0])
-        # The first stage has at least the first block, and its gather takes at least as long as for this
+        # The first stage has at least the first block, so its gather takes at least as long as the gather of this
         # block.
         self._start = self.costs.ring((0, 1)) if gathered else 0
         self._pairs = [self._pairs_of(s) for s in range(layout.stages)]
         self._states = [self._states_of(s) for s in range(layout.stages)]
 
     def _pairs_of(self, stage: int) -> list[tuple[tuple[int, int], tuple[int, int], list[tuple[int, int]]]]:
-        """Return the entries of `between` for the rank of the stage, with the passes of this stage only."""
+        """Return the spans of the stage's rank (`Between`): first pass, last pass, and (kind, how often) of the
+        passes of this stage in the span."""
         found = []
         for first, last, passes in self._rows.between[self._rows.rank[stage]]:
             count = [0, 0, 0, 0]
@@ -124,15 +131,16 @@ class Cutting:
         return list(dict.fromkeys(own))
 
     def stage(self, s: int, i: int, j: int) -> tuple[Number, bool]:
-        """Return a bound of the objective if stage s has the blocks from i to j, and whether it can fit."""
+        """Return a lower bound of the objective if stage s has the blocks from i to j (exclusive), and whether the
+        stage can fit into the memory."""
         found = self._known.get((s, i, j))
         if found is None:
             found = self._known[s, i, j] = self._stage(s, i, j)
         return found
 
     def _stage(self, s: int, i: int, j: int) -> tuple[Number, bool]:
-        """Return the least time (or memory, if that is the objective) of stage s with blocks i to j over all
-        options, and whether an option fits into the memory. If none fits, all options count."""
+        """Do the work of `stage`: return the least bound over the options that fit into the memory, and True. If no
+        option fits, return the least bound over all options, and False."""
         least: Number = INFINITE
         fitting: Number = INFINITE
         for level, way in self._options[s]:
@@ -148,10 +156,10 @@ class Cutting:
 
         A bound belongs to a span of work of the stage's rank (`Between`). It is the sum of a head (the time
         before the span), the stage's passes in the span, and a tail (the time after the span). Each span has
-        two bounds, both of which grow with the stage. The result is the largest of all bounds. In one bound,
-        heads and tails depend on the stage's position, but passes count only with their work. In the other
-        bound, passes count with gathers and transfers to the host, but heads and tails are valid for any
-        position.
+        two bounds, and the result is the largest of all bounds. In one bound, heads and tails depend on the
+        stage's position, but passes count only with their work. In the other bound, passes count with gathers and
+        transfers to the host, but heads and tails are valid for any position. Each bound alone grows with the
+        blocks of the stage.
         """
         hops = self._hops
         plain = self.costs.passes((i, j), 0, way == AGAIN, False)
@@ -195,9 +203,9 @@ class Cutting:
     def reach(self, limit: Number) -> list[int] | None:
         """Return for each s the first block from which the stages s, s + 1, ... can cover all later blocks.
 
-        The bound of each stage must be below the limit. Returns None if the stages cannot cover all blocks,
-        or if the mean work of the ranks is not below the limit. Stages may be empty here. So if the stages
-        can begin at some block, they can also begin at any later block.
+        Each stage must fit, with a bound below the limit. Return None if the stages cannot cover all blocks, or if
+        the bound from the mean work of the ranks is not below the limit. Stages may be empty here. So if the
+        stages can begin at some block, they can also begin at any later block.
         """
         stages, blocks = self.layout.stages, self.costs.blocks
         low = [blocks] * (stages + 1)
@@ -264,6 +272,8 @@ class Cutting:
         low = self.reach(limit)
         if low is None:
             return
+        # This is a depth-first search. `ends` has the chosen ends of the stages before stage s. `bounds` has a
+        # bound for the first n stages, for each n up to s. `at` has the next end to try for each stage up to s.
         stages, blocks = self.layout.stages, self.costs.blocks
         ends: list[int] = []
         bounds: list[Number] = [0]
@@ -272,7 +282,7 @@ class Cutting:
             spend()
             s, j, i = len(at) - 1, at[-1], ends[-1] if ends else 0
             value, fits = self.stage(s, i, j) if j <= blocks - (stages - 1 - s) else (limit, False)
-            if not fits or value >= limit:  # the same holds for any larger j
+            if not fits or value >= limit:  # a larger j cannot fit or have a smaller bound
                 at.pop()
                 if ends:
                     ends.pop()
@@ -290,9 +300,14 @@ class Cutting:
             at.append(max(j + 1, low[s + 2]))
 
     def _together(self, s: int, j: int, ends: Sequence[int]) -> Number:
-        """Return a bound of the objective for the rank of stage s with its stages up to s.
+        """Return a lower bound of the objective from those stages of the rank of stage s that are not after s.
 
-        The bound is infinite if these stages do not fit, and 0 if there is only one.
+        The bound is infinite if these stages do not fit together, and 0 if s is the only one.
+
+        Args:
+            s: The stage.
+            j: The end of its blocks.
+            ends: The ends of the blocks of all stages before it.
         """
         rank = self._rows.rank[s]
         local = [t for t in self._rows.local[rank] if t <= s]

@@ -3,11 +3,10 @@
     layout  ->  levels of ZeRO, stages that recompute and offload  ->  cuts below a limit, which rises
 
 The search skips a branch if its bound is not below the best candidate so far, or if none of its cuts can fit;
-see `bounds`. The branch with the lowest bound is expanded first, so this bound holds for everything still
-open.
+see `bounds`. The search expands the branch with the lowest bound first, so this bound holds for all open branches.
 
-After the proof that a candidate is the best, the search considers the open branches again in the same way,
-until it also knows the next best choices.
+After the proof that a candidate is the best, the search expands open branches further, until it also knows the
+next best choices.
 """
 
 from __future__ import annotations
@@ -37,9 +36,10 @@ UNIT = 200  # a branch costs 1 + stages x (microbatches + overhead of a stage) /
 ROWS = 400  # making a schedule's rows costs 1 unit of the budget for each ROWS passes
 STEPS = 50  # enumerating cuts costs 1 unit of the budget for each STEPS stages considered
 BEGIN = 400  # number of layouts that `_begin` tries for each size of the tensor axis
-REFINED, NEIGHBOURS = 5, 150  # number of best candidates that are refined, and of neighbours tried of each
+REFINED, NEIGHBOURS = 5, 150  # `_refine` tries 150 neighbours of each of the 5 best candidates
 PASSES = 2500  # largest number of forward passes of a layout that `_begin` tries
 FIRST = 2000  # `_first` gives up after it has considered this many stages
+# Gets the number of estimated candidates, the lowest bound of open branches, and the best value so far.
 Progress = Callable[[int, float, float], None]
 _Branch = Layout | Choice | Cuts
 
@@ -49,16 +49,17 @@ class _Exhausted(Exception):
 
 
 class Search:
-    """A search of a space; see `best_of` for its arguments."""
+    """A search of a space; see `best_of` for its arguments. With `by_memory`, the objective is memory."""
 
     def __init__(
         self, space: Space, by_memory: bool, gap: Number, budget: int, progress: Progress | None
     ) -> None:
+        """Prepare the search. `run` runs it once."""
         self.space, self.by_memory, self.gap, self.progress = space, by_memory, gap, progress
         self.model = CostModel(space)
         self.coarse, self.together = Coarse(self.model), Together(self.model)
         self.best: Candidate | None = None
-        self.value: Number = INFINITE
+        self.value: Number = INFINITE  # objective of `best`
         self.evaluated = 0
         self.cut: Counter[str] = Counter()  # reason -> number of candidates that were skipped
         # Layout, levels, recomputed and offloaded stages -> the best candidate with them and its objective.
@@ -69,17 +70,17 @@ class Search:
         self._heap: list[tuple[Number, int, int, _Branch]] = []
         self._number = count()
         self._lowest: Number = INFINITE  # lowest bound of all skipped branches and candidates
-        self._size = 0
+        self._size = 0  # number of candidates of the space
         # (bound, candidate) of candidates with even cuts that fit
         self._even_ones: list[tuple[Number, Candidate]] = []
         self._looked_at: set[Layout | Choice] = set()  # branches whose bounds `joint_bounds` has raised
-        self._proved = False
+        self._proved = False  # whether the search only fills the table
 
     def run(self, table: bool = True) -> Found | None:
-        """Search, and return the result with its table of next best choices. None if nothing fits.
+        """Search, and return the result. Return None if nothing fits.
 
         Args:
-            table: Whether to search for the next best choices, too.
+            table: Whether to search also for the next best choices, which fill the result's table.
         """
         for layout in self.space.layouts():
             self._layout(layout)
@@ -156,10 +157,10 @@ class Search:
         self._even_ones.sort()
 
     def _refine(self) -> None:
-        """Try the neighbours of the best candidates, and move to each one that is better.
+        """Try the neighbours of the best candidates, and move to each neighbour that is better.
 
-        Neighbours have one boundary moved by a block, another level of all stages or of some, or one more or
-        less stage that recomputes or offloads.
+        A neighbour has one boundary moved by a block, a different level for some or all stages, one less stage
+        that recomputes or offloads, or one stage that offloads instead of recomputing or the reverse.
         """
         for _, candidate in heapq.nsmallest(REFINED, self.tried.values()):
             left = NEIGHBOURS
@@ -173,7 +174,8 @@ class Search:
                         candidate, beside = other, self._beside(other)
 
     def _value_of(self, candidate: Candidate) -> Number:
-        """Return the best value of all tried candidates that differ from this one only in their cuts."""
+        """Return the best value of this candidate and all tried candidates that differ from it only in their
+        cuts."""
         return self.tried[candidate[:4]][0]
 
     def _beside(self, candidate: Candidate) -> Iterator[Candidate]:
@@ -217,7 +219,8 @@ class Search:
         return tuple(len(self.space.workload.blocks) * s // layout.stages for s in range(1, layout.stages))
 
     def _raised(self, bound: Number, branch: Layout | Choice) -> Number:
-        """Return the bound, or the branch's bound from all ranks together if that is larger."""
+        """Return the larger one of the bound and the branch's bound from all ranks together (`joint_bounds`). If the
+        objective is memory, return the bound."""
         if self.by_memory:
             return bound
         if isinstance(branch, Layout):
@@ -225,7 +228,8 @@ class Search:
         return max(bound, self.together.time(branch.layout, branch.options(), float(self._limit(None))))
 
     def _is_excluded(self, bound: Number, branch: _Branch | None = None) -> bool:
-        """Return whether nothing with this bound can improve the result enough."""
+        """Return whether no candidate with this bound matters: after the proof for the table, before the proof
+        because it is not better than the best one by more than `gap`."""
         return bound >= self._limit(branch) if self._proved else bound * (1 + self.gap) >= self.value
 
     def _leave(self, why: str, branch: _Branch) -> None:
@@ -238,6 +242,7 @@ class Search:
             self.cut[why] += branch.left
 
     def _push(self, bound: Number, branch: _Branch) -> None:
+        """Put a branch into the heap. Of branches with one bound, the deepest comes first."""
         depth = (Layout, Choice, Cuts).index(type(branch))
         heapq.heappush(self._heap, (bound, -depth, next(self._number), branch))
 
@@ -251,8 +256,8 @@ class Search:
             self._push(coarse if self.by_memory else self.coarse.time(layout), layout)
 
     def _branch(self, bound: Number, branch: _Branch) -> None:
-        """Expand a branch. A branch that was not looked at before only gets a higher bound, and returns to
-        the heap."""
+        """Expand a branch. A layout or choice that comes here for the first time only gets a higher bound, if
+        `joint_bounds` has one, and returns to the heap."""
         if isinstance(branch, Cuts):
             self._enumerate(bound, branch)
         elif branch not in self._looked_at:
@@ -269,9 +274,8 @@ class Search:
             self._choose(bound, branch)
 
     def _choose(self, bound: Number, choice: Choice) -> None:
-        """Put a choice or its halves into the heap, or skip and count it if no cut fits.
-
-        Try the first cut whose bound is low enough at once.
+        """Put the smaller sets of a choice into the heap, or its cuts if it has no smaller sets. Skip and count the
+        choice if no cut fits. At once try candidates with the first cut whose bound is low enough.
         """
         self._left -= 1 + choice.layout.stages * (choice.layout.microbatches + 100) // UNIT
         cutting = Cutting(self.model, choice.layout, choice.options(), self.by_memory)
@@ -305,7 +309,8 @@ class Search:
             return None
 
     def _dive(self, choice: Choice, cuts: tuple[int, ...]) -> None:
-        """Try the candidates of a choice with these cuts, to find a good one early.
+        """Try candidates with these cuts and with the lowest and highest levels of a choice, to find a good
+        candidate early.
 
         The branch stays open, so the search may try these candidates again.
         """
@@ -320,10 +325,11 @@ class Search:
                 self._improve(candidate)
 
     def _fitting(self, layout: Layout, levels: tuple[int, ...], cuts: tuple[int, ...]) -> Iterator[Candidate]:
-        """Yield up to two candidates that fit.
+        """Yield up to two candidates with these levels and cuts that fit.
 
-        In the first, as few stages as possible recompute. In the second, even fewer recompute because all
-        later stages may offload; then as few as possible of them offload.
+        In the first candidate, as few stages as possible recompute, and none offload. In the second candidate, as
+        few stages as possible recompute although all later stages may offload, and then as few as possible offload.
+        It exists only if some stages recompute in the first candidate, or if the first does not exist.
         """
         stages = layout.stages
         plain = Candidate(layout, levels, 0, 0, cuts)
@@ -340,6 +346,7 @@ class Search:
             yield rest._replace(offloaded=first(lambda o: self._fits(rest._replace(offloaded=o)), stages - k))
 
     def _fits(self, candidate: Candidate) -> bool:
+        """Return whether the candidate fits into the memory of devices and hosts."""
         memory, host = memory_of(self.model, candidate)
         return max(memory) <= self.space.memory and max(host) <= self.space.hardware.host_memory
 
@@ -347,7 +354,8 @@ class Search:
         return max(memory_of(self.model, candidate)[0]) if self.by_memory else bound_of(self.model, candidate)
 
     def _improve(self, candidate: Candidate) -> None:
-        """Evaluate a candidate that fits, and keep it if it is better."""
+        """Evaluate a candidate that fits. Keep it in `tried` if it has the best cuts so far, and as the best
+        candidate if it is better than all others."""
         value = max(memory_of(self.model, candidate)[0]) if self.by_memory else time_of(self.model, candidate)
         key = candidate[:4]
         if value < self.tried.get(key, (INFINITE, None))[0]:
@@ -356,9 +364,11 @@ class Search:
             self.value, self.best = value, candidate
 
     def _enumerate(self, bound: Number, branch: Cuts) -> None:
-        """Try all cuts below a limit, then push the branch with this limit as its bound.
+        """Try all cuts whose bound is below a limit, then push the branch with this limit as its bound.
 
-        The limit rises towards the limit of the search (`_limit`).
+        The limit rises towards the limit of the search (`_limit`). If the search does not have a limit yet, the
+        function stops at the first candidate that fits. If the budget ends, it counts the remaining cuts as not
+        examined.
         """
         most = self._limit(branch)
         known = most < INFINITE
@@ -385,13 +395,15 @@ class Search:
             self._leave("memory", branch)
 
     def _spend(self, steps: Iterator[int]) -> None:
+        """Take one of the allowed steps. Raise `_Exhausted` if none is left."""
         if next(steps, None) is None:
             raise _Exhausted
 
     def _try(self, branch: Cuts, cuts: tuple[int, ...]) -> None:
-        """Evaluate one candidate if it fits and its bound does not exclude it.
+        """Evaluate one candidate if it fits and its bound does not exclude it, and count it. Do nothing if it was
+        tried before. Raise `_Exhausted` if the budget does not suffice.
 
-        The memory and the bound are cheaper than the evaluation.
+        The memory and the bound cost less time than the evaluation.
         """
         if cuts in branch.seen:
             return
@@ -414,6 +426,7 @@ class Search:
         self._improve(candidate)
 
     def _count(self, branch: Cuts, cuts: tuple[int, ...], why: str | None) -> None:
+        """Count cuts as tried: as skipped for the reason `why`, or as evaluated if it is None."""
         branch.seen.add(cuts)
         branch.left -= 1
         if why is None:
@@ -422,16 +435,16 @@ class Search:
             self.cut[why] += 1
 
     def _over(self, bound: Number, choice: Choice, candidate: Candidate | None = None) -> None:
-        """Remember a candidate that would be good but does not fit.
-
-        If no candidate of a choice fits, the candidate with even cuts represents the choice.
+        """Remember a candidate that does not fit, with its bound. Without `candidate`, no candidate of the choice
+        fits, and its candidate with even cuts represents it.
         """
         self.over.append((bound, candidate or choice.candidate(self._even(choice.layout))))
         if len(self.over) > 10 * TABLE:
             self.over = heapq.nsmallest(TABLE, self.over, key=lambda item: item[0])
 
     def _found(self, evaluated: int, cut: dict[str, int]) -> Found:
-        """Return the result. Its table has the best candidates that fit, and some better ones that do not."""
+        """Return the result. Its table has the best candidates that fit, and some better candidates that do not
+        fit."""
         assert self.best is not None
         best = estimate(self.model, self.best)
         fitting = heapq.nsmallest(TABLE, self.tried.values(), key=lambda item: item[0])

@@ -1,8 +1,9 @@
 """Branches of a search below a layout: ZeRO stages, recomputed and offloaded stages, and cuts.
 
-Along the chain, levels of ZeRO fall. Stages that recompute come first, then stages that offload, then stages
-that keep everything they save. So each of the two sequences is given by the ends of its parts, which rise.
-The last part ends with the chain.
+Along the chain of stages, levels of ZeRO fall. Stages that recompute come first, then stages that offload, then
+stages that keep everything they save. So the levels of the stages are a sequence of parts with one level each, and
+the ways of the stages are a sequence of three parts. The ends of the parts determine a sequence. They rise along
+the chain, and the end of the last part is always the end of the chain.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class Choice(NamedTuple):
         layout: The layout of the stages.
         levels: ZeRO levels in their order along the chain: the highest first.
         shared: For each level but the last, the range of its possible ends. An end is the first stage after
-            the level.
-        kept: The range of possible ends of the stages that recompute, and of the stages that offload.
+            the stages with this level.
+        kept: The range of possible ends of the stages that recompute, and then of the stages that offload.
     """
 
     layout: Layout
@@ -39,18 +40,18 @@ class Choice(NamedTuple):
 
     @property
     def kinds(self) -> int:
-        """The number of single choices in this set: those whose ends rise along the chain."""
+        """The number of choices in this set. The ends of a choice must rise along the chain."""
         return _rising(self.shared) * _rising(self.kept)
 
     def options(self) -> list[list[Option]]:
-        """Return the levels and ways that each stage may have."""
+        """Return, for each stage, the (level, way) that it may have."""
         return [
             [(self.levels[k], _WAYS[w]) for k in _open(self.shared, s) for w in _open(self.kept, s)]
             for s in range(self.layout.stages)
         ]
 
     def halves(self) -> list[Choice]:
-        """Return the choice divided into smaller ones, at most two; empty if it is a single choice."""
+        """Divide the set into one or two smaller sets. Return an empty list if it has only one choice."""
         if self.kinds == 1:
             return []
         ends = [*self.kept, *self.shared]
@@ -67,7 +68,8 @@ class Choice(NamedTuple):
         return self._replace(kept=_narrowed(ends[:own]), shared=_narrowed(ends[own:]))
 
     def candidate(self, cuts: tuple[int, ...]) -> Candidate:
-        """Return the candidate with the lowest levels and the fewest stages that recompute and offload."""
+        """Return the candidate with these cuts that has the lowest levels and the fewest stages that recompute or
+        offload."""
         again, away = (first for first, _ in self.kept)
         return Candidate(self.layout, self.least, again, away - again, cuts)
 
@@ -93,7 +95,8 @@ def everything(layout: Layout, levels: tuple[int, ...]) -> Choice:
 
 
 def _open(ends: Sequence[Range], stage: int) -> list[int]:
-    """Return the parts of the chain in which a stage may lie, given the ranges of the ends of the parts."""
+    """Return the indices of the parts in which a stage may lie. `ends` has the ranges of the ends of all parts but
+    the last."""
     return [
         k
         for k in range(len(ends) + 1)
@@ -120,15 +123,16 @@ def _narrowed(ends: Sequence[Range]) -> tuple[Range, ...]:
 
 @dataclass
 class Cuts:
-    """The cuts of a choice. The bound of a cut may be below the bound of the branch, which uses more facts.
+    """A branch of the search: all cuts of one choice. The bound of a cut may be below the bound of the branch,
+    because the latter uses more facts.
 
     Attributes:
-        choice: The choice.
+        choice: The set that contains only this choice.
         cutting: The bounds of its cuts.
         left: Number of cuts not tried yet.
         done: All cuts with a bound below this limit were tried.
         seen: Cuts that were tried.
-        above: Tried cuts that only their bound excluded, not the memory.
+        above: The tried cuts that fit and were not estimated, because their bound excluded them.
     """
 
     choice: Choice
@@ -139,5 +143,5 @@ class Cuts:
     above: set[tuple[int, ...]] = field(default_factory=set)
 
     def again(self) -> None:
-        """Allow the search to try again the cuts that only their bound excluded."""
+        """Allow the search to try the cuts in `above` again."""
         self.done, self.seen, self.above = 0, self.seen - self.above, set()

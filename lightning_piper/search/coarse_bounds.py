@@ -13,14 +13,13 @@ from lightning_piper.simulate.durations import Number
 
 
 class _Sums(NamedTuple):
-    """A sum over all blocks of their seconds on one microbatch.
+    """Lower bounds of seconds of all blocks on one microbatch. Earlier stages wait for the whole B, or for BI if
+    backward passes are split.
 
     Attributes:
-        work: Seconds of all passes.
-        path: Seconds of the forward passes, and of the part of the backward passes that earlier stages wait
-            for.
-        longest: Seconds of the part of a block's backward pass that earlier stages wait for, of the block
-            where it takes longest.
+        work: The sum of all passes.
+        path: The sum of the forward passes and of the backward passes for which earlier stages wait.
+        longest: The largest of these backward passes.
     """
 
     work: Number
@@ -43,7 +42,8 @@ class Coarse:
         return _Sums(sum(forward) + sum(inputs) + sum(weights), sum(forward) + sum(backward), max(backward))
 
     def _works_of(self, samples: int, tensor: int) -> list[tuple[Number, Number, Number]]:
-        """Return lower bounds of the seconds of F, BI and BW of each block on one microbatch."""
+        """Return, for each block, lower bounds of the seconds of F, BI and BW on one microbatch. They include the
+        sums along the tensor axis."""
         works = [
             work for block in self._space.workload.blocks if (work := block.at(samples, tensor)) is not None
         ]
@@ -87,7 +87,8 @@ class Coarse:
         return found
 
     def memory(self, layout: Layout) -> Number:
-        """Return a lower bound of the bytes of the fullest device: the mean at the highest ZeRO stage."""
+        """Return a lower bound of the bytes of the fullest device: the mean over the ranks of parameters, gradients
+        and optimizer states, at the highest ZeRO level that the space allows."""
         params = self._model.params(layout.tensor, layout.routed)
         every = ((0, len(self._space.workload.blocks)),)
         n, level, states = layout.replicas, max(self._space.levels_of(layout))[0], self._space.workload.states

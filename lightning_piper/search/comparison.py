@@ -32,7 +32,7 @@ from lightning_piper.simulate import Link, Network, Simulation, simulate
 from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.hardware import Hardware
 
-Stages = Sequence[Sequence[int]]  # the blocks of each stage
+Stages = Sequence[Sequence[int]]  # the indices of the blocks of each stage
 
 
 class ComparedTime(NamedTuple):
@@ -54,7 +54,7 @@ class PredictionComparison:
     Attributes:
         step: The whole step.
         passes: The passes of each stage, all microbatches together.
-        devices: The parts of each device's time.
+        devices: The busy, exposed and bubble time of each device.
         time: Predicted seconds of this program's step with the recorded costs.
         proposal: The result of a search with the recorded costs.
         same: Whether the search proposes this program.
@@ -72,6 +72,7 @@ class PredictionComparison:
         return f"<PredictionComparison: predicted {predicted} a step, recorded {recorded}>"
 
     def __str__(self) -> str:
+        """Return a table of the compared times, and what the search with the recorded costs proposes."""
         rows = [("", "predicted", "recorded", "difference")]
         for row in (self.step, *self.passes, *self.devices):
             sign = "-" if row.difference < 0 else "+"
@@ -115,12 +116,13 @@ def compare(
         folder: The log directory of a run with `PiperStrategy(profile=...)`.
         module: A LightningModule without the annotations of the program.
         batch: The batch of one step.
-        program, annotations: The recorded program. The search may use as many devices as it does.
+        program, annotations: The recorded program. The search may use as many devices as the program.
         hardware, memory, progress: As in `search`. Without hardware, costs are measured on this machine.
 
     Raises:
-        PiperError: The recording is of another program; or the program has a `Shard`, whose sharded work is
-            not known per block.
+        PiperError: There is no valid recording, or it is of a different program or batch size. Or the program has a
+            `Shard`, and the costs of sharded blocks are not known. Or a boundary between stages is inside of a
+            block.
     """
     if any(isinstance(directive, Shard) for directive in program):
         raise PiperError(
@@ -151,10 +153,11 @@ def compare(
 
 
 def _steps(folder: Path, compiled: Compiled) -> list[Mapping[str, Any]]:
-    """Return the figures of the recorded steps.
+    """Return the figures of the recorded steps, as JSON data.
 
     Raises:
-        PiperError: There are no recorded steps, or the steps are of another program or batch size.
+        PiperError: There are no recorded steps, a file is not a valid recording, or the steps are of a different
+            program or batch size.
     """
     found = []
     for path in steps_in(folder):
@@ -190,9 +193,10 @@ def _steps(folder: Path, compiled: Compiled) -> list[Mapping[str, Any]]:
 
 
 def stages_of(cut: BlockCut) -> list[list[int]]:
-    """Return the blocks of each stage of an annotated module.
+    """Return the indices of the blocks of each stage of an annotated module.
 
-    A block without a tag belongs to the stage of the block before it.
+    A block without a tag belongs to the stage of the block before it. Such blocks at the beginning belong to
+    stage 0.
 
     Raises:
         PiperError: A boundary between stages is inside of a block.
@@ -217,13 +221,14 @@ def _samples(chunk: Chunk) -> int:
 
 
 def _stage(chunk: Chunk, stages: Stages) -> int | None:
-    """Return the stage of a chunk; None if the chunk has no tag and there are several stages."""
+    """Return the stage of a chunk; None if its tag is not a stage, or if it has no tag and there are several
+    stages."""
     found = chunk.tags.get(TAG, None if len(stages) > 1 else 0)
     return found if isinstance(found, int) else None
 
 
 def _seconds(workload: Workload, blocks: Sequence[int], kind: str, samples: int) -> float:
-    """Return the seconds of one pass of a stage on one microbatch."""
+    """Return the seconds of one pass of a stage with these blocks, on a microbatch of this many samples."""
     works = [work for block in blocks if (work := workload.blocks[block].at(samples)) is not None]
     return float(sum(getattr(work, field) for work in works for field in FIELDS[kind]))
 
@@ -231,7 +236,8 @@ def _seconds(workload: Workload, blocks: Sequence[int], kind: str, samples: int)
 def _simulated(compiled: Compiled, workload: Workload, stages: Stages, hardware: Hardware) -> Simulation:
     """Simulate the program with the costs of a workload.
 
-    If a pass of a stage is cut into several nodes, each node takes an equal part of the pass's time.
+    If a pass of a stage is cut into several nodes, each node takes an equal part of the pass's time. Nodes outside
+    of all stages take no time.
     """
 
     def key(chunk: Chunk) -> tuple[Any, ...]:
@@ -269,7 +275,7 @@ def _network(plans: Mapping[int, Plan], hardware: Hardware) -> Network:
 
 def _passes(compiled: Compiled, before: Workload, after: Workload, stages: Stages) -> list[ComparedTime]:
     """Return the seconds of each pass of each stage, over all microbatches, under both workloads."""
-    times: dict[tuple[int, str], dict[Any, int]] = {}  # -> samples of each microbatch
+    times: dict[tuple[int, str], dict[Any, int]] = {}  # (stage, pass) -> slice -> number of samples
     for chunk in compiled.dag.of_type(Chunk):
         stage = _stage(chunk, stages)
         if stage is not None and chunk.tags.get("PASS", chunk.kind) == chunk.kind:
@@ -284,7 +290,8 @@ def _passes(compiled: Compiled, before: Workload, after: Workload, stages: Stage
 
 
 def _devices(predicted: Simulation, steps: Sequence[Mapping[str, Any]]) -> list[ComparedTime]:
-    """Return predicted and measured times of each device. The measured time is the median over the steps."""
+    """Return the busy, exposed and bubble time of each device, predicted and recorded. The recorded time is the
+    median over the steps."""
     return [
         ComparedTime(
             f"device {device}, {what}",

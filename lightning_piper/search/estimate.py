@@ -1,9 +1,9 @@
 """Estimates the time and memory of a candidate by running its schedule in virtual time, like the simulator but
 without a plan.
 
-Each rank runs its passes one after the other. A message leaves when its pass is done, and takes the time of
-its link while both sides go on computing. Before that it waits for the previous message on its channel, and
-for the receiver to start the receive (`plan.irecv`). The gradients of a stage are summed over the replicas
+Each rank runs its passes one after the other. A message starts when three things are done: the pass that makes it,
+the previous message on its channel, and the start of its receive (`plan.irecv`). It takes the time of its link,
+while both ranks go on computing. The gradients of a stage are summed over the replicas
 when its last pass is done (ZeRO levels 2 and 3: after each run of its backward passes). A rank sums one stage at a
 time. With levels 1 and 2, parameters are gathered at the beginning of the step. The estimate differs from the
 simulator in three points:
@@ -29,7 +29,7 @@ from lightning_piper.simulate.durations import Number
 
 Interval = tuple[Number, Number]  # start and end
 Way = int
-Option = tuple[int, Way]  # a stage's level of ZeRO, and what the stage does with saved values
+Option = tuple[int, Way]  # (ZeRO level of a stage, way of the stage to keep saved values)
 # The values that a stage keeps on the device: all that its forward pass saves (PLAIN), only its input (AGAIN,
 # recomputed), or saved values for a short time (AWAY, offloaded).
 PLAIN, AGAIN, AWAY = range(3)
@@ -41,11 +41,12 @@ class Estimate:
 
     Attributes:
         time: Seconds of a step.
-        memory: Bytes of a device of each rank, including the margin.
-        host: Bytes of host memory for a device of each rank.
-        busy: Seconds that each rank computes.
-        ideal: Seconds of the step if no message, gather or sum took any time.
-        transferred: Seconds of the step if only messages took time, not gathers and sums.
+        memory: For each rank, the bytes of one of its devices, including the margin.
+        host: For each rank, the bytes of host memory for one of its devices.
+        busy: For each rank, the seconds of its passes and of its update.
+        ideal: Seconds of the step if messages between stages, gathers before passes and sums of gradients took no
+            time.
+        transferred: Seconds of the step if only the gathers and sums took no time.
     """
 
     time: Number
@@ -57,12 +58,12 @@ class Estimate:
 
     @property
     def bubble(self) -> float:
-        """Share of the ranks' time in which they are idle because of the schedule, whatever the links."""
+        """The share of the ranks' time in which they would be idle if communication took no time."""
         return float(1 - sum(self.busy) / (len(self.busy) * self.ideal)) if self.ideal else 0.0
 
     @property
     def exposed(self) -> float:
-        """Share of the step in which devices wait for communication."""
+        """The share of the step's time that communication adds."""
         return float(1 - self.ideal / self.time) if self.time else 0.0
 
 
@@ -101,7 +102,7 @@ def options_of(candidate: Candidate) -> list[Option]:
 
 
 def passes_of(costs: Costs, candidate: Candidate) -> list[tuple[Number, Number, Number, Number]]:
-    """Return the seconds of F, B, BI and BW of each stage."""
+    """Return, for each stage, the seconds of F, B, BI and BW."""
     spans = candidate.spans(costs.blocks)
     return [
         costs.passes(span, level, way == AGAIN, way == AWAY)
@@ -133,10 +134,10 @@ def time_of(model: CostModel, candidate: Candidate) -> Number:
 
 
 def gathers_of(model: CostModel, candidate: Candidate, rows: Rows) -> list[Number]:
-    """Return the seconds of the gather that the first pass of each stage waits for.
+    """Return, for each stage, the seconds of the gather for which its first pass waits, or 0.
 
-    At level 3 only the first stage of a rank waits, because the gathers of later stages overlap the pass
-    before. If processes share cores, all stages wait.
+    At levels 1 and 2, all stages wait. At level 3, only the first stage that a rank runs waits, because the gathers
+    of later stages overlap the pass before. But if processes share cores, all stages at level 3 wait.
     """
     costs, shared = model.costs(candidate.layout), model.space.hardware.at_once is not None
     first = {pairs[0].first[0] for pairs in rows.between}
@@ -161,8 +162,9 @@ def _updated(
     events stays the same, so only time is stretched.
 
     Args:
-        ends: The times at which ranks have their gradients.
-        busy: The intervals until then in which single ranks compute.
+        ends: The time at which each rank has its gradients.
+        busy: Intervals in which one rank computes, before its update.
+        updates: The seconds of each rank's update.
     """
     end = max(end + update for end, update in zip(ends, updates, strict=True))
     layout, cores = candidate.layout, model.space.hardware.at_once
@@ -194,15 +196,17 @@ def virtual_time(
     gathers: Sequence[Number] = (),
     each: Sequence[bool] = (),
 ) -> tuple[list[Number], list[Number], list[Interval]]:
-    """Return when each rank is done, when each stage's gradients are done, and when ranks compute.
+    """Return when each rank has run its passes and sums, when the gradients of each stage are summed, and the
+    intervals in which ranks compute.
 
     Args:
         rows: The passes of each rank, in order.
-        passes: Seconds of F, B, BI and BW, of each stage.
-        hops: Seconds of a message across each boundary between stages.
-        sums: Seconds of the sum over replicas, of each stage.
-        gathers: Seconds of the gather before the first pass, of each stage.
-        each: Whether a sum follows every run of the stage's backward passes, not only the last one.
+        passes: For each stage, seconds of F, B, BI and BW.
+        hops: For each boundary between stages, seconds of a message across it.
+        sums: For each stage, seconds of the sum of its gradients over the replicas (default: 0).
+        gathers: For each stage, seconds of the gather before its first pass (default: 0).
+        each: For each stage, whether a sum follows every run of consecutive backward passes of the stage. If not, a
+            sum follows only the last backward pass (default).
     """
     run = _ClockSimulation(
         rows,
@@ -222,7 +226,13 @@ def virtual_time(
 
 
 class _ClockSimulation:
-    """A simulation of the clocks of all ranks. A message ends after it is sent and its receive is started."""
+    """A simulation of the clocks of all ranks. `virtual_time` explains its arguments.
+
+    Attributes:
+        time: For each rank, the time that it has reached.
+        done: For each stage, the end of the latest sum of its gradients.
+        busy: Intervals in which a rank computes.
+    """
 
     def __init__(
         self,
@@ -233,23 +243,26 @@ class _ClockSimulation:
         gathers: Sequence[Number],
         each: Sequence[bool],
     ) -> None:
+        """Set all clocks to 0."""
         self._wires, self._passes, self._hops, self._sums, self._each = rows.wires, passes, hops, sums, each
         n = len(self._wires.messages)
+        # For each message: when it was sent, when its receive was started, when it ends. None: not known yet.
         self._sent: list[Number | None] = [None] * n
         self._posted: list[Number | None] = [None] * n
         self._end: list[Number | None] = [None] * n
-        self._free: list[Number] = [0] * self._wires.channels
-        self._waiting: list[int | None] = [None] * n
+        self._free: list[Number] = [0] * self._wires.channels  # channel -> end of its latest message
+        self._waiting: list[int | None] = [None] * n  # message -> rank that waits for it
         for at_once in self._wires.at_once:
             for m in at_once:
                 self._posted[m] = 0
-        self._position = [0] * rows.ranks
+        self._position = [0] * rows.ranks  # rank -> index of its next pass
+        # Rank -> latest end of a message that it has received.
         self._received: list[Number] = [0] * rows.ranks
         self.time: list[Number] = [0] * rows.ranks
         self.done: list[Number] = [0] * rows.stages
         self.busy: list[Interval] = []
         self._lane: list[Number] = [0] * rows.ranks  # rank -> end of its latest sum
-        # rank -> end of the sum that its previous pass has started, if the stage sums several times
+        # Rank -> end of the sum that its previous pass has started, if the stage sums several times; otherwise 0.
         self._arriving: list[Number] = [0] * rows.ranks
         self._left = [0] * rows.stages  # stage -> remaining passes that make weight gradients
         # Stage -> when its parameters are gathered; None after its first pass.
@@ -264,11 +277,11 @@ class _ClockSimulation:
         self._summed_often = [often and left > 1 for often, left in zip(each, self._left, strict=True)]
 
     def advance(self, rank: int, ready: list[int]) -> None:
-        """Run a rank until it waits for a message without a known end.
+        """Run a rank until it waits for a message whose end is not known, or has run all passes.
 
         Args:
             rank: The rank to run.
-            ready: Receives the ranks that can go on because of this rank's messages.
+            ready: The function appends the ranks that waited for a message whose end is now known.
         """
         steps, passes = self._wires.steps[rank], self._passes
         time, received, position = self.time[rank], self._received[rank], self._position[rank]
@@ -311,15 +324,19 @@ class _ClockSimulation:
         )
 
     def _sum(self, rank: int, stage: int, made: Number) -> Number:
-        """Start a sum of gradients. Returns the time until which the pass after the next one must wait.
+        """Start a sum of the stage's gradients, which the rank has made at the time `made`.
 
-        A stage that sums several times reuses its bucket, so compute waits until the sum is over.
+        Returns:
+            The time until which the pass after the next one must wait, because a stage that sums several times
+            uses its bucket again. 0 if the stage sums once.
         """
         end = self._lane[rank] = max(made, self._lane[rank]) + self._sums[stage]
         self.done[stage] = end
         return end if self._summed_often[stage] else 0
 
     def _meet(self, m: int, ready: list[int]) -> None:
+        """Set the end of message m, which was sent and whose receive was started. Append the rank that waits for it
+        to `ready`."""
         channel, border, _, _ = self._wires.messages[m]
         sent, posted = self._sent[m], self._posted[m]
         assert sent is not None and posted is not None
@@ -330,8 +347,8 @@ class _ClockSimulation:
 
 
 def memory_of(model: CostModel, candidate: Candidate) -> tuple[tuple[Number, ...], tuple[Number, ...]]:
-    """Return two tuples with a number of bytes for each rank: of memory of one of its devices, including the
-    margin, and of host memory for that device."""
+    """Return two tuples with a number for each rank: the bytes of one of its devices, including the margin, and the
+    bytes of host memory for this device."""
     rows, costs = rows_for(candidate), model.costs(candidate.layout)
     spans = candidate.spans(costs.blocks)
     ways, keep = ways_of(candidate), 1 + model.space.margin
@@ -352,17 +369,19 @@ def saved_bytes(
     states: Sequence[tuple[int, Kept]],
     least: bool = False,
 ) -> tuple[Number, Number]:
-    """Return the most bytes that a rank saves for its backward passes at a time, on the device and the host.
+    """Return the largest number of bytes that a rank saves for its backward passes at one time: on the device, and
+    on the host.
 
-    Offloaded values are on the device for two microbatches: one on its way to the host, and one on its way
-    back.
+    Offloaded values are on the device for at most two microbatches: one whose values go to the host, and one whose
+    values come back.
 
     Args:
         stages: The number, blocks and way of each stage of the rank.
         states: The memory states of the rank; see `Rows.kept`.
         least: Compute a lower bound: the input of each stage is the smallest output of any block.
     """
-    # Bytes saved for BI, kept for BW, and used while a backward pass runs; whether the host keeps them.
+    # For each stage: bytes of a microbatch that are saved for BI, that are kept for BW, and that exist only while
+    # B or BI runs; whether the host keeps the saved bytes.
     device: list[tuple[Number, Number, Number, bool]] = []
     for _, (i, j), way in stages:
         saved, kept = costs.saved[j] - costs.saved[i], costs.kept[j] - costs.kept[i]
@@ -383,6 +402,6 @@ def saved_bytes(
 
 
 def _border(costs: Costs, spans: Sequence[Span]) -> Number:
-    """Return the bytes of the largest message that a rank sends or receives."""
+    """Return the bytes of the largest message between a rank with these stages and its neighbours."""
     ends = [block for i, j in spans for block in (i, j) if 0 < block < costs.blocks]
     return max((costs.output[block - 1] for block in ends), default=0)

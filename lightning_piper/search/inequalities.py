@@ -23,22 +23,24 @@ from lightning_piper.search.rows import BI, BW, B, F, Rows, rows_of
 GROUPS = 10  # number of groups of neighbouring ranks; a group has one weight
 STATES = 3  # number of the largest states of each rank that become inequalities
 Array = NDArray[np.float64]
-Key = tuple[str, int, int, int]  # schedule, stages on each rank, ranks, microbatches
+Key = tuple[str, int, int, int]  # (schedule, stages on each rank, ranks, microbatches)
 # Kinds of memory: of a device while passes run, of the host, and of a device while the optimizer updates.
 RUNS, HOST, UPDATES = range(3)
 
 
 class Table(NamedTuple):
-    """A table of inequalities of a schedule. A group of ranks has the mean of its ranks' inequalities.
+    """A table of inequalities of a schedule: how often each cost of a stage counts in each of them. A group of ranks
+    has the mean of its ranks' inequalities. Parentheses contain the dimensions of an array.
 
     Attributes:
         passes: How often F, BI and BW of each stage count (time inequalities, 3, stages).
         sums: How often the sum of a stage's gradients counts (time inequalities, stages).
         `borders`: How often a message across each boundary counts (time inequalities, stages - 1).
-        saved, kept: Number of microbatches whose bytes count, by stage and way (memory inequalities, stages,
-            3).
+        saved: For how many microbatches the bytes count that F saves, for each way of the stage (memory
+            inequalities, stages, ways).
+        kept: The same for the bytes that are kept for BW.
         static: Whether the parameters of a stage count (memory inequalities, stages).
-        of_what: `RUNS`, `HOST` or `UPDATES` (memory inequalities).
+        of_what: The kind of memory: `RUNS`, `HOST` or `UPDATES` (memory inequalities).
     """
 
     passes: Array
@@ -50,7 +52,8 @@ class Table(NamedTuple):
     of_what: NDArray[np.int64]
 
     def of(self, ways: Sequence[Way], updates: bool) -> Table:
-        """Return the table for these ways. It has inequalities of updates only if `updates` is set."""
+        """Return the table with one entry of the dimension `ways` for each of these ways. It has inequalities of
+        updates only if `updates` is set."""
         rows = np.flatnonzero((self.of_what != UPDATES) | updates)
         return self._replace(
             saved=self.saved[rows][:, :, ways],
@@ -121,14 +124,15 @@ def _mean(found: Sequence[tuple[Array, Array, Array]]) -> tuple[Array, Array, Ar
 
 
 def _largest(rows: Rows, rank: int) -> list[tuple[int, tuple[tuple[int, int], ...]]]:
-    """Return the states in which a rank keeps most."""
+    """Return the `STATES` entries of `Rows.kept` in which a rank keeps most."""
     return sorted(rows.kept[rank], key=lambda item: -sum(2 * a + w for a, w in item[1]))[:STATES]
 
 
 def _counted(
     rows: Rows, rank: int, own: int, state: tuple[tuple[int, int], ...]
 ) -> tuple[Array, Array, Array]:
-    """Return the microbatches whose bytes are on the device in a state, counted as in `saved_bytes`."""
+    """Return the entries of `saved`, `kept` and `static` for an entry of `Rows.kept`, counted as in
+    `saved_bytes`: bytes on the device."""
     saved, kept, static = np.zeros((rows.stages, 3)), np.zeros((rows.stages, 3)), np.zeros(rows.stages)
     for stage, (a, w) in zip(rows.local[rank], state, strict=True):
         saved[stage, [PLAIN, AGAIN, AWAY]] = a, own == stage, min(a, 2)
@@ -138,6 +142,7 @@ def _counted(
 
 
 def _on_host(rows: Rows, rank: int) -> tuple[Array, Array, Array]:
+    """Return the entries of `saved`, `kept` and `static` for the host: in the state with most saved values."""
     saved, none = np.zeros((rows.stages, 3)), np.zeros((rows.stages, 3))
     _, state = max(rows.kept[rank], key=lambda item: sum(a for a, _ in item[1]))
     for stage, (a, _) in zip(rows.local[rank], state, strict=True):
@@ -146,10 +151,11 @@ def _on_host(rows: Rows, rank: int) -> tuple[Array, Array, Array]:
 
 
 def _updates(rows: Rows, rank: int) -> tuple[Array, Array, Array]:
+    """Return the entries of `saved`, `kept` and `static` for the update, when no saved values are left."""
     none, static = np.zeros((rows.stages, 3)), np.zeros(rows.stages)
     static[list(rows.local[rank])] = 1
     return none, none, static
 
 
-# Kind of a pass -> the rows of F, BI and BW in `Table.passes` that it counts in.
+# Kind of a pass -> the indices of the dimension of F, BI and BW of `Table.passes` in which it counts.
 _PARTS = {F: slice(0, 1), B: slice(1, 3), BI: slice(1, 2), BW: slice(2, 3)}

@@ -1,19 +1,21 @@
 """A bound of whole layouts and choices, however blocks are cut, from the work and memory of all ranks.
 
-`bounds` says of each rank: head + work of the passes between + tail <= time. Heads, work and tails are sums
-over stages of how often a pass of the stage counts. The bytes that a rank keeps in a state of its schedule
-are such sums, too. So a weighted sum of these inequalities is another inequality. Its weights are p >= 0 of
-the time inequalities, with sum 1, and q >= 0 of the memory inequalities, in seconds for all of a device's
-memory. A block adds at least what it adds with the stage and option where it adds least:
+`bounds` says of each rank: head + work of the passes between + tail <= time. Heads, work and tails are sums over
+stages: the seconds of a pass of the stage, times how often it counts. The bytes that a rank keeps in a state of its
+schedule are sums over stages, too, and they are at most its memory. So a weighted sum of these inequalities is an
+inequality. Its weights are p >= 0 of the time inequalities, with sum 1, and q >= 0 of the memory inequalities, in
+seconds for all of a device's memory. A block adds to the sum at least what it adds with the stage and option with
+which it adds least:
 
     time >= sum over blocks of min over stages and options of (p counts passes + q counts bytes / memory)
             - sum of q
 
-No stage is empty. So a block can only lie where enough blocks are before and after it. In addition, the first
-block of a stage may add less, by some u >= 0 of this stage, if the sum of u is added to the bound.
+No stage is empty. So a block can only be in a stage if enough blocks are before and after it. In addition, each
+block of a stage may add u less, with some u >= 0 for each stage, if the sum of all u is added to the bound. Because
+each stage has at least one block, the bound stays valid.
 
 A rank has some bytes once for several blocks: a parameter that they share, or the largest update. These bytes
-count with one of the blocks: with a block that must be on this rank, if there is one.
+count with one of the blocks. If one of them must be on this rank, they count with this block.
 
 The bound holds for any weights. The best weights solve a linear program, the dual of a relaxation in which
 parts of a block may lie in several stages. A few steps of the simplex method come close, and the weights
@@ -36,15 +38,16 @@ from lightning_piper.search.space import Layout
 from lightning_piper.search.stage_costs import CostModel, Costs
 from lightning_piper.simulate.network import Link
 
-KINDS = 4  # largest number of kinds if `_alike` groups blocks by their work
-PLACES = 600  # up to so many combinations of kind, stage and option, each distinct block is a kind of its own
+KINDS = 4  # largest number of kinds of blocks if `_alike` groups blocks by their work
+# Largest number of combinations of kind, stage and option with which each different block is a kind of its own.
+PLACES = 600
 STEPS = 400  # largest number of steps of the simplex method
 DEAR = 20.0  # the most that all of the memory may cost, as a multiple of the step's time
 _ROUNDING = 1 - 1e-9  # lowers bounds by more than the rounding error of a sum of a few thousand doubles
 
 
 class _Blocks(NamedTuple):
-    """A table of the costs of each block, or of each kind of blocks.
+    """A table of the costs of each block, or of each kind of blocks. Parentheses contain the dimensions of an array.
 
     Attributes:
         passes: Seconds of F, BI and BW (blocks, options, 3).
@@ -54,7 +57,7 @@ class _Blocks(NamedTuple):
         saved, kept: Bytes that forward passes save, and that are kept for BW (blocks).
         static: Bytes of parameters, gradients and states (blocks, stages, options). If all stages have the
             same, stages has size 1.
-        updated: Bytes that an update makes, with the shape of `static`.
+        updated: Bytes of temporary tensors of the update, with the shape of `static`.
     """
 
     passes: Array
@@ -73,13 +76,13 @@ class Together:
         self._model, self.space = model, model.space
 
     def time(self, layout: Layout, options: Sequence[Sequence[Option]], enough: float) -> float:
-        """Return a lower bound of the seconds of a step.
+        """Return a lower bound of the seconds of a step. It is 0 if no weights with a bound are found.
 
         Args:
             layout: The layout of the stages.
-            options: The levels and ways that each stage may have.
-            enough: Seconds at which the search for better weights stops, because a larger bound would not
-                help.
+            options: For each stage, the (level, way) that it may have.
+            enough: The search for better weights stops when the bound has this many seconds, because a larger
+                bound would not help.
         """
         costs = self._model.costs(layout)
         table = table_of((layout.schedule, layout.per_rank, layout.ranks, layout.microbatches))
@@ -141,7 +144,9 @@ class _OptionPrices:
     """
 
     def __init__(self, costs: Costs) -> None:
+        """Compute the costs of each block that do not depend on the option, or depend only on its level."""
         layout, n = costs.layout, costs.blocks
+        # Seconds of F, BI and BW, bytes that F saves, and bytes kept for BW: an array (blocks) each.
         self._work = [np.diff(np.array(column, dtype=np.float64)) for column in _sums(costs)]
         owned, trained = (
             np.array(
@@ -152,15 +157,16 @@ class _OptionPrices:
         self._replicas, self._routed = layout.replicas, layout.replicas // layout.routed
         self._states = float(costs.states)
         none, gather = np.zeros(n), _collective(costs, owned, "gather", 1)
-        self._away = _moved(costs.host, self._work[3])
-        # By level.
+        self._away = _moved(costs.host, self._work[3])  # seconds to offload the saved values
+        # For each level: the gather during a pass, the gather at the start of the step, the sum of gradients.
         self._gathers = [none, none, none, gather]
         self._starts = [none, gather, gather, gather]
         self._sums = [_collective(costs, trained, "sum", 2), *[_collective(costs, trained, "scatter", 1)] * 3]
         rows = rows_of(layout.schedule, layout.per_rank, layout.ranks, layout.microbatches)
         self._kinds = _pass_kinds(rows)
         self._charged = _charged(costs, rows, owned, trained)
-        # Many stages have the same options. A cache of methods would keep the object alive in a cycle.
+        # Cache results, because many stages have the same options. `functools.cache` on methods would keep the
+        # object alive in a cycle.
         self._known_passes: dict[Option, Array] = {}
         self._known_slower: dict[tuple[int, int, Way], bool] = {}
 
@@ -174,7 +180,8 @@ class _OptionPrices:
         return self._known_passes[level, way]
 
     def is_slower(self, level: int, other: int, way: Way) -> bool:
-        """Return whether a level takes at least as much time as another level, in each part of the step."""
+        """Return whether `level` takes at least as much time as `other`, for each block in each part of the
+        step."""
         key = level, other, way
         if key not in self._known_slower:
             self._known_slower[key] = self._compare(*key)
@@ -189,7 +196,8 @@ class _OptionPrices:
         return all(bool((mine >= yours).all()) for mine, yours in pairs)
 
     def _held(self, nbytes: Array, shared: bool) -> Array:
-        """Return the bytes on one device. The replicas share them if `shared`."""
+        """Return the bytes on one device of parameters outside of experts (nbytes[..., 0]) and of experts
+        (nbytes[..., 1]). With `shared`, the replicas shard them."""
         found: Array = (
             nbytes[..., 0] / self._replicas + nbytes[..., 1] / self._routed if shared else nbytes.sum(axis=-1)
         )
@@ -221,12 +229,13 @@ class _OptionPrices:
 class _Charged(NamedTuple):
     """A table of the bytes that a block adds at least to the rank of one of its possible stages.
 
-    If all stages have the same, the dimension of stages has size 1. Bytes that a rank has once for several
-    blocks count with one of these.
+    If all stages have the same bytes, the dimension of stages has size 1. Bytes that a rank has once for several
+    blocks count with one of these blocks.
 
     Attributes:
-        owned, trained: Bytes of parameters, and of trained parameters (blocks, stages, whole and routed).
-        updated: Bytes that an update makes (levels, blocks, stages).
+        owned, trained: Bytes of parameters, and of trained parameters (blocks, stages, 2: outside of experts
+            and of experts).
+        updated: Bytes of temporary tensors of the update (levels, blocks, stages).
     """
 
     owned: Array
@@ -237,11 +246,12 @@ class _Charged(NamedTuple):
 def _charged(costs: Costs, rows: Rows, owned: Array, trained: Array) -> _Charged:
     """Return the bytes that each block adds to a rank.
 
-    A parameter that several blocks use, and the largest update, count with one block of each rank: with a
-    block that must be on this rank, if there is one.
+    A parameter that several blocks use, and the largest update, count with one block of each rank. If a block must
+    be on this rank, they count with this block.
 
     Args:
-        owned, trained: Bytes of parameters that only one block uses (blocks, whole and routed).
+        owned, trained: Bytes of parameters, and of trained parameters, that only one block uses (blocks, 2:
+            outside of experts and of experts).
     """
     blocks, stages = costs.blocks, rows.stages
     updates = np.array(
@@ -250,7 +260,8 @@ def _charged(costs: Costs, rows: Rows, owned: Array, trained: Array) -> _Charged
     if not costs.params.tied and not updates.any():
         return _Charged(owned[:, None], trained[:, None], np.zeros((4, blocks, 1)))
     rank = np.array(rows.rank)
-    there = (_inside(blocks, stages) @ np.eye(rows.ranks)[rank] > 0).astype(int)  # (blocks, ranks)
+    # (blocks, ranks): whether the block can be on the rank, and whether it can only be on this rank.
+    there = (_inside(blocks, stages) @ np.eye(rows.ranks)[rank] > 0).astype(int)
     certain = there * (there.sum(axis=1) == 1)[:, None]
     found = [np.repeat(nbytes[:, None], stages, axis=1) for nbytes in (owned, trained)]
     for tied in costs.params.tied:
@@ -266,7 +277,7 @@ def _charged(costs: Costs, rows: Rows, owned: Array, trained: Array) -> _Charged
 
 
 def _collective(costs: Costs, nbytes: Array, kind: str, rings: int) -> Array:
-    """Return the seconds of a collective, without its constant part."""
+    """Return the seconds of a collective of each block, without the part that does not depend on the bytes."""
     found: Array = nbytes @ np.array([float(slope) for slope in costs.slopes(kind, rings)])
     return found
 
@@ -279,7 +290,7 @@ def _sums(costs: Costs) -> tuple[Sequence[float], ...]:
 
 
 def _moved(link: Link, nbytes: Array) -> Array:
-    """Return the seconds of a message, without its constant part."""
+    """Return the seconds of a message of each block, without the latency."""
     return np.zeros_like(nbytes) if link.bandwidth is None else nbytes / float(link.bandwidth)
 
 
@@ -305,7 +316,8 @@ def _passes(
 
 
 def _longest(*columns: Array) -> Array:
-    """Return the column with the largest sum. A pass takes at least the time of each of the columns."""
+    """Return the column with the largest sum over the blocks. A stage's pass takes at least its sum of each
+    column, so any of them gives a valid bound."""
     return max(columns, key=lambda column: float(column.sum()))
 
 
@@ -344,7 +356,8 @@ def _alike(blocks: _Blocks, most: int) -> tuple[Array, _Blocks, Array]:
 
 
 def _columns(table: Table, kinds: _Blocks, inverse: Array) -> Array:
-    """Return what a block of each kind adds to each inequality, as (inequalities, kinds, stages, options)."""
+    """Return what a block of each kind adds to each inequality, as (inequalities, kinds, stages, options). Time
+    inequalities come first. `inverse` is 1 / limit of each memory inequality."""
     time = np.einsum("ics,kwc->iksw", table.passes, kinds.passes)
     time += np.einsum("is,kw->iksw", table.sums, kinds.sums)
     time[:, :, 0] += kinds.start
@@ -384,8 +397,15 @@ def _weights(
     """Return weights p, q and u that give a high bound, from a linear program (see the module's docstring).
 
     Its variables include a value v for each kind, at most the amount that a block adds in any stage with any
-    option. It maximizes the sum of v over all blocks. Time inequalities come first, and their weights sum to
-    1 at most.
+    option. It maximizes the bound: the sum of v over all blocks, plus the other terms of the bound. The weights p
+    sum to 1 at most.
+
+    Args:
+        columns: The result of `_columns`.
+        counts: The number of blocks of each kind.
+        places: Whether a block of the kind can be in the stage with the option (kinds, stages, options).
+        before: For each time inequality, seconds that do not depend on the blocks.
+        enough: Seconds of a bound at which the function stops.
     """
     rows, kinds, stages, _ = columns.shape
     times, constraints = len(before), int(places.sum())
@@ -406,7 +426,8 @@ def _weights(
 def _maximized(gains: Array, a: Array, limits: Array, enough: float) -> Array:
     """Return a vector y >= 0 with a y <= limits and a large `gains` y.
 
-    It takes steps of the simplex method (Dantzig 1951) from y = 0, and so needs limits >= 0.
+    It takes steps of the simplex method (Dantzig 1951) from y = 0, and so needs limits >= 0. It stops at the
+    maximum, when `gains` y reaches `enough`, or after `STEPS` steps.
     """
     rows, columns = a.shape
     table = np.concatenate([np.concatenate([a, limits[:, None]], axis=1), np.append(gains, 0.0)[None]])

@@ -23,7 +23,7 @@ LEVELS: tuple[Mapping[str, Any], ...] = (
     {"shard_grads": True},
     {"shard_params": True},
 )
-Params = Mapping[str, int | Sequence[int]]
+Params = Mapping[str, int | Sequence[int]]  # parameter -> dimension, or (dimension, runs), as in `Shard`
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ class Written:
     replicas: int
 
     def annotate(self, module: nn.Module) -> list[RemovableHandle]:
-        """Tag the modules of the stages. Returns the handles of `annotate_modules`."""
+        """Tag the modules of the stages. Return the handles of `annotate_modules`, or an empty list if there is one
+        stage."""
         return annotate_modules(module, TAG, self.stages) if self.stages else []
 
     def to_json(self) -> dict[str, Any]:
@@ -82,8 +83,8 @@ def write(
     Args:
         candidate: The candidate that a search has chosen.
         stages: Names of the modules of each stage.
-        params: Parameters that are sharded along the tensor axis, as in `Shard`.
-        unnamed: The stage of the work outside of all these modules; None if there is no such work.
+        params: Parameters that are sharded along the tensor axis, as in `Shard` (default: none).
+        unnamed: The stage of the work outside of all modules in `stages`; None if all work is in them.
     """
     layout = candidate.layout
     groups = [_devices(candidate, rank) for rank in range(layout.ranks)]
@@ -122,7 +123,8 @@ def write(
 
 
 def _untagged(built: Sequence[Directive]) -> list[Directive]:
-    """Return the directives of a schedule of one stage, without the tag, which one stage does not need."""
+    """Return the directives of a schedule of one stage without the tag of stages, which one stage does not
+    need."""
 
     def plain(condition: Any) -> dict[str, Any]:
         return {name: value for name, value in condition.items() if name != TAG}
@@ -142,7 +144,8 @@ def _of_stages(candidate: Candidate, start: int, stop: int) -> dict[str, Any]:
 
 
 def _at(candidate: Candidate, level: int, unnamed: int | None) -> list[dict[str, Any]]:
-    """Return filters for the stages at this ZeRO level, and for untagged work if one of them includes it."""
+    """Return filters that together select the stages at this ZeRO level, and untagged work if it belongs to one of
+    them. If all stages have this level, return one filter that selects everything."""
     if len(set(candidate.levels)) == 1:
         return [{}]
     stages = [stage for stage, own in enumerate(candidate.levels) if own == level]
@@ -150,7 +153,8 @@ def _at(candidate: Candidate, level: int, unnamed: int | None) -> list[dict[str,
 
 
 def _devices(candidate: Candidate, rank: int) -> list[int]:
-    """Return the devices of one rank of all pipelines, by replica, then along the tensor axis."""
+    """Return the devices of one rank of all pipelines. Replicas follow each other, and the devices of one replica
+    are in the order of the tensor axis."""
     layout = candidate.layout
     found = []
     for replica in range(layout.replicas):

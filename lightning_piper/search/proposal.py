@@ -38,12 +38,12 @@ from lightning_piper.simulate.hardware import Hardware
 # Share of the needed memory that the allocator keeps but cannot use. This is an assumption: torch's allocator
 # rounds blocks above 1 MiB up to a multiple of 2 MiB, and cannot join blocks that are not adjacent.
 FRAGMENTATION = 0.05
-ROUNDS = 5  # searches, each with less memory than the one before, until the plan of the result fits
+ROUNDS = 5  # largest number of searches, each with less memory than the one before
 LARGER = 4  # a new search begins after this many candidates of one search whose plans do not fit
 TRIED = 20  # largest number of candidates of one search whose programs are written and checked
 # The reason for a candidate that passes the checks, but whose plan does not fit.
 TOO_LARGE = "according to its plan it needs"
-CALLS = 3  # smallest number of measured steps for each size of a microbatch
+CALLS = 3  # smallest number of measured steps for each number of samples
 OPTIONS = ("schedules", "levels", "ranks", "margin", "gap", "budget")  # arguments that `best_of` takes
 Check = Literal["static", "run", "off"]
 
@@ -57,9 +57,10 @@ class Proposal:
         chosen: The proposed candidate: the best one whose program passes the check and fits.
         written: The program of the candidate.
         workload: The costs of the step.
-        needed: Bytes of the fullest device according to the program's plan; 0 if it was not checked.
-        refused: Better candidates that were rejected, each with the reason.
-        checked: How the program was checked.
+        needed: Bytes of the fullest device according to the program's plan, including the margin; 0 if the program
+            was not checked.
+        refused: (candidate, reason) of better candidates that were rejected.
+        checked: How the program was checked: "static", "run", or "off" (not).
         verdict: The verdict of `check="run"`, unless it is `verified`: `verified except`, and why.
     """
 
@@ -94,7 +95,8 @@ class Proposal:
         return next((row for row in self.found.table if row.candidate == self.chosen), self.found)
 
     def annotate(self, module: nn.Module) -> list[RemovableHandle]:
-        """Tag the module's stages as the program needs them. Returns the handles of `annotate_modules`."""
+        """Tag the module's stages as the program needs them. Return the handles of `annotate_modules`, or an empty
+        list if there is one stage."""
         return self.written.annotate(module)
 
     def save(self, path: str | Path) -> None:
@@ -102,6 +104,7 @@ class Proposal:
         Path(path).write_text(json.dumps(self.written.to_json(), indent=1) + "\n", encoding="utf-8")
 
     def __str__(self) -> str:
+        """Return the result of the search, the rejected candidates, and the program as Python code."""
         lines = [str(self.found), ""]
         lines += [f"refused: {described(candidate)}: {why}" for candidate, why in self.refused]
         how = (
@@ -135,7 +138,7 @@ def search(
     The search cuts stages at any boundary between blocks. It chooses the schedule, the number of microbatches
     and of replicas, the ZeRO stage of each pipeline stage, the size of a tensor axis, and which stages
     recompute or offload. It excludes candidates only by proved bounds (`bounds`). So no candidate of the
-    space is better than the result by more than the result's `gap`.
+    space has a better estimate than `found.best` by more than the share `found.gap`.
 
     Args:
         module: A LightningModule without annotations of its own. If `hardware` is given, its parameters may
@@ -155,8 +158,10 @@ def search(
         options: `schedules`, `levels`, `ranks`, `margin`, `gap` and `budget` of `best_of`.
 
     Raises:
-        SearchError: An argument is not valid, or nothing fits (then it names the least memory that would do).
-        NoProgram: No schedule exists for this workload on these devices, or the best programs fail the check.
+        SearchError: An argument is not valid, or no program fits. If none fits, the error names the least memory
+            with which a program fits.
+        NoProgram: No schedule exists for this workload on these devices, no program fits in host memory, or the
+            best programs fail the check.
         CaptureError: The step cannot be captured.
     """
     _check_arguments(devices, objective, check, memory, hardware, options)
@@ -203,7 +208,7 @@ def _check_arguments(
 
 
 def _hardware(given: Hardware | str | None) -> Hardware:
-    """Return the hardware of `search`'s argument. None means this machine, which is measured."""
+    """Return the hardware that the argument of `search` names. If it is None, measure this machine."""
     if given is None:
         return Hardware.measure()
     return Hardware.read(given) if isinstance(given, str) else given
@@ -253,12 +258,13 @@ class _Trials:
         """Return the best program that passes the check and whose plan fits into the limit.
 
         Args:
-            find: Returns the best candidates within this many bytes.
+            find: Takes a number of bytes, and returns the best candidates that fit into it by estimate.
 
         Raises:
-            NoProgram: The programs of the best candidates fail the check.
+            NoProgram: No program exists, or the programs of the best candidates fail the check.
             SearchError: No plan fits.
         """
+        # If plans need more than their estimates, search again with less memory, in the same proportion.
         within, kind = self._limit, SearchError
         for _ in range(ROUNDS):
             found, before = self._found(find, within), len(self._large)
@@ -279,8 +285,8 @@ class _Trials:
         """Return the best candidates within this many bytes.
 
         Raises:
-            SearchError: Nothing fits. After a search within the limit, the error names the least memory that a
-                plan of its candidates needs.
+            SearchError: Nothing fits. If an earlier search had more memory, the error names the least memory that
+                the plan of one of its candidates needs.
         """
         try:
             return find(within)
@@ -294,8 +300,9 @@ class _Trials:
             ) from error
 
     def _first_fitting(self, found: Found) -> Proposal | None:
-        """Try the candidates of one search, and return the first that passes and fits. None if there is none,
-        or if the plans of `LARGER` candidates are too large."""
+        """Try the candidates of one search, and return the first candidate whose program passes the check and whose
+        plan fits. None if there is no such candidate, or after `LARGER` plans that do not fit. Remember each
+        rejected candidate."""
         workload, keep, larger = found.space.workload, 1 + found.space.margin, 0
         estimated = {row.candidate: max(row.estimate.memory) for row in found.table} | {
             found.best: max(found.estimate.memory)
@@ -326,12 +333,13 @@ class _Trials:
 def work_of(
     module: nn.Module, batch: Any, on: Hardware | None, samples: Sequence[int], cut: BlockCut
 ) -> Workload:
-    """Return the costs of the step, with the optimizer that the module makes.
-
-    If `optimizer_of` does not find an optimizer, the costs are the costs of AdamW.
+    """Return the costs of the step, with the optimizer that the module makes, or AdamW if `optimizer_of` does not
+    find an optimizer.
 
     Args:
         on: The hardware for which costs are calculated. None: costs are measured on this machine.
+        samples: The numbers of samples for which costs are computed.
+        cut: The blocks of the module.
     """
     optimizer = optimizer_of(module)
     states = states_of(optimizer, module)
@@ -348,7 +356,7 @@ def sizes_of(batch: Any) -> list[int]:
 
 
 def _in_turn(found: Found, refused: Sequence[tuple[Candidate, str]]) -> list[Candidate]:
-    """Return the candidates that fit and were not rejected before, the best first."""
+    """Return up to `TRIED` candidates that fit by estimate and were not rejected before, the best first."""
     fitting = [row.candidate for row in found.table if max(row.estimate.memory) <= found.space.memory]
     before = {candidate for candidate, _ in refused}
     return [candidate for candidate in dict.fromkeys([found.best, *fitting]) if candidate not in before][
@@ -385,8 +393,8 @@ def write_stages(candidate: Candidate, cut: BlockCut, params: Params | None) -> 
 
 
 def _params(cut: BlockCut, degree: int) -> Params | None:
-    """Return the dimension, or (dimension, runs), along which each parameter is divided over `degree`
-    devices. None for one device."""
+    """Return the parameters that are divided over `degree` devices: name -> dimension, or (dimension, runs) if
+    each run is divided separately. None for one device."""
     if degree == 1:
         return None
     found: dict[str, Part] = find_params(cut.step.joint_graph, TENSOR, degree, {})
@@ -399,9 +407,9 @@ def _params(cut: BlockCut, degree: int) -> Params | None:
 
 
 def _checked(written: Written, module: nn.Module, batch: Any, check: Check, states: float) -> tuple[int, str]:
-    """Check a program. Returns the bytes that it needs on its fullest device, and the verdict.
+    """Check a program. Return the bytes that it needs on its fullest device, and the verdict.
 
-    The bytes are 0 if the program is not checked. The verdict is empty if it is `verified`.
+    The bytes are 0 if the program is not checked. The verdict is empty unless a run shows `verified except`.
 
     Raises:
         PiperError: A check fails: the program is not valid, or not equivalent to one device.

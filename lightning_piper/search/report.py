@@ -22,7 +22,8 @@ _TURNS = {"gpipe": "all forward passes first", "one_f_one_b": "alternating forwa
 
 @dataclass(frozen=True)
 class CandidateRow:
-    """A row of the table: a candidate, its estimate, and why it is not the best one."""
+    """A row of the table: a candidate, its estimate, and why it is not the best one. For the best candidate,
+    `reason` is empty."""
 
     candidate: Candidate
     estimate: Estimate
@@ -35,15 +36,16 @@ class Found:
 
     Attributes:
         best: The best candidate that was found.
-        estimate: Its time and memory.
-        gap: How much more it may need than the best of the space, as a share; 0 if it is the best.
-        table: Up to twenty of the best candidates that fit, and up to five better ones that do not.
-            Candidates that differ only in their cuts share a row. In a large space these are the best that
-            the budget reached.
+        estimate: The time and memory of `best`.
+        gap: How much more `best` may need than the best candidate of the space, as a share; 0 if it is proved to be
+            the best.
+        table: Up to twenty of the best candidates that fit, and up to five better candidates that do not fit.
+            Candidates that differ only in their cuts share a row. In a large space these are the best candidates
+            that the budget reached.
         size: Number of candidates of the space.
-        cut: Number of candidates that were not estimated, by reason.
-        evaluated: Number of candidates whose time was estimated before the best was known. With the
-            candidates in `cut` they are the whole space.
+        cut: Reason ("bound", "memory" or "left") -> number of candidates that were not estimated.
+        evaluated: Number of candidates whose time was estimated in the proof. `size` is the sum of this number and
+            the numbers in `cut`.
         space: The space that was searched.
     """
 
@@ -60,6 +62,7 @@ class Found:
         return f"<Found: {described(self.best)}; of {counted(self.size, 'candidate')}>"
 
     def __str__(self) -> str:
+        """Return the best candidate, the table, and how many candidates were estimated or excluded."""
         proved = (
             "no other candidate is better"
             if not self.gap
@@ -93,9 +96,10 @@ class Found:
 
 
 def described(candidate: Candidate, blocks: int | None = None) -> str:
-    """Return a candidate in words; with the number of blocks, also the blocks of each stage.
+    """Return a candidate as text. If `blocks` is the number of blocks, the text names also the number of blocks of
+    each stage.
 
-    If there is one stage, the text does not name a schedule.
+    If there is one stage, the text names neither a schedule nor the blocks.
     """
     layout = candidate.layout
     several, m = layout.stages > 1, layout.microbatches
@@ -138,7 +142,8 @@ def counted(n: int, what: str) -> str:
 
 
 def _levels(candidate: Candidate) -> str:
-    """Return the ZeRO stages in words: `1` for all stages, or `3+1 (2+6 stages)` for runs of stages."""
+    """Return the ZeRO levels as text: `1` if all stages have level 1, or `3+1 (2+6 stages)` if the first two stages
+    have level 3 and six stages have level 1."""
     runs = [(level, sum(1 for _ in run)) for level, run in groupby(candidate.levels)]
     levels, stages = ("+".join(map(str, column)) for column in zip(*runs, strict=True))
     return levels if len(runs) == 1 else f"{levels} ({stages} stages)"
@@ -162,9 +167,10 @@ def size(nbytes: Number) -> str:
 
 
 def reason(space: Space, estimate: Estimate, best: Estimate, by_memory: bool) -> str:
-    """Return why a candidate lost: it does not fit, or a part of its time exceeds the best one's most.
+    """Return why a candidate is not the best one: it does not fit, or one part of its time exceeds that part of the
+    best candidate's time more than other parts do. With `by_memory`, this is the difference in memory.
 
-    With `by_memory`, the second reason is the difference in memory.
+    If no part of its time is larger, return "equal to the best".
     """
     over = [(m - space.memory, rank) for rank, m in enumerate(estimate.memory)]
     if max(over)[0] > 0:
@@ -180,6 +186,7 @@ def reason(space: Space, estimate: Estimate, best: Estimate, by_memory: bool) ->
 
 
 def _parts(estimate: Estimate) -> dict[str, Number]:
+    """Return the parts whose sum is the time of a step."""
     work = sum(estimate.busy) / len(estimate.busy)
     return {
         "computation of a rank": work,

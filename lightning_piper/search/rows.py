@@ -15,7 +15,7 @@ from lightning_piper.common.limits import PASSES
 from lightning_piper.errors import DirectiveError
 from lightning_piper.schedules.searched_schedules import SEARCHED
 
-KINDS = ("F", "B", "BI", "BW")  # in this order wherever passes are numbered
+KINDS = ("F", "B", "BI", "BW")  # in the search, the number of a kind of pass is its index here
 F, B, BI, BW = range(4)
 
 
@@ -35,7 +35,7 @@ class RankPass(NamedTuple):
     Attributes:
         stage, kind: The pass; `kind` is an index into `KINDS`.
         needs: The message that the pass waits for, or -1.
-        posts: Messages whose receive the rank starts at this step, once `needs` has arrived.
+        posts: Messages whose receive the rank starts before this pass, when `needs` has arrived.
         sends: The message that carries the result, or -1.
         complete: Whether this is the last of consecutive passes that make weight gradients of one stage.
     """
@@ -53,7 +53,7 @@ class Between(NamedTuple):
 
     Attributes:
         first, last: (stage, kind) of the two passes.
-        passes: (stage, kind, how often) of all passes from `first` to `last`.
+        passes: (stage, kind, how often) of the passes from `first` to `last`.
     """
 
     first: tuple[int, int]
@@ -61,7 +61,8 @@ class Between(NamedTuple):
     passes: tuple[tuple[int, int, int], ...]
 
 
-Kept = tuple[tuple[int, int], ...]  # for each stage of a rank: microbatches that wait for B or BI, and for BW
+# For each stage of a rank: the number of microbatches whose next pass is B or BI, and whose next pass is BW.
+Kept = tuple[tuple[int, int], ...]
 _Action = tuple[int, int, int]  # stage, kind, microbatch
 
 
@@ -71,9 +72,9 @@ class Wires:
 
     Attributes:
         steps: The passes of each rank, in order.
-        at_once: The messages of each rank whose receive it starts before its first pass.
-        messages: Channel (an index), boundary (b for stages b and b + 1), receiver, and the receiver's step,
-            of each message.
+        at_once: For each rank, the messages whose receive it starts before its first pass.
+        messages: (index of the channel, boundary, receiving rank, index of the receiver's pass that reads it) of
+            each message. Boundary b is between the stages b and b + 1.
         channels: Number of channels.
     """
 
@@ -92,8 +93,8 @@ class Rows:
         rank: The rank of each stage.
         local: The stages of each rank.
         between: Spans of work of each rank; see `Between`.
-        kept: The largest states of each rank: the stage whose backward pass runs (or -1), and the `Kept` of
-            the rank.
+        kept: The largest memory states of each rank: the stage whose B or BI runs (-1: none of them), and the
+            `Kept` of the rank.
     """
 
     key: tuple[str, int, int, int]
@@ -106,7 +107,8 @@ class Rows:
 
     @property
     def wires(self) -> Wires:
-        """The passes and messages. They are large, so they are made only if a candidate needs them."""
+        """The passes and messages. They need much memory, so this property makes them, and `wires_of` keeps only
+        few of them."""
         return wires_of(*self.key)
 
 
@@ -153,8 +155,8 @@ def _actions(name: str, per_rank: int, ranks: int, microbatches: int) -> list[li
 
 
 def _wires(actions: Sequence[Sequence[_Action]], stages: int) -> Wires:
-    """Give each message between stages on different ranks a number, and return the passes with the messages
-    that they wait for, send, and start to receive."""
+    """Give each message between stages on different ranks a number. Return the passes, with the messages that they
+    wait for and send, and the messages whose receives start with them."""
     rank = {stage: r for r, row in enumerate(actions) for stage, _, _ in row}
     # Forward (0) or backward (1), stage, microbatch -> message, boundary.
     made: dict[tuple[int, int, int], tuple[int, int]] = {}
@@ -169,7 +171,7 @@ def _wires(actions: Sequence[Sequence[_Action]], stages: int) -> Wires:
                 index = messages[channel[0]][0] if channel else len(queues) - 1
                 messages.append((index, number[1], rank[to]))
                 channel.append(number[0])
-    at: list[int] = [0] * len(messages)
+    at: list[int] = [0] * len(messages)  # message -> index of the pass that reads it
     for row in actions:
         for position, (stage, kind, mb) in enumerate(row):
             if kind != BW and (int(kind != F), stage, mb) in made:
@@ -192,6 +194,16 @@ def _step(
     rank: dict[int, int],
     posts: tuple[int, ...],
 ) -> RankPass:
+    """Return pass p of a row, with its messages.
+
+    Args:
+        row: The passes of the rank.
+        p: The index of the pass.
+        stages: The number of stages.
+        made: (0 for forward or 1 for backward, reading stage, microbatch) -> (message, boundary).
+        rank: Stage -> rank.
+        posts: Messages whose receive starts before the pass.
+    """
     stage, kind, mb = row[p]
     needs = made.get((int(kind != F), stage, mb), (-1, 0))[0] if kind != BW else -1
     to = stage + 1 if kind == F else stage - 1
@@ -205,10 +217,15 @@ def _step(
 def _posts(
     at: Sequence[int], queues: dict[tuple[int, int], list[int]], messages: Sequence[tuple[int, int, int]]
 ) -> dict[int, tuple[dict[int, tuple[int, ...]], tuple[int, ...]]]:
-    """Return where each rank starts its receives: step -> messages, and messages before the first step.
+    """Return where each rank starts its receives: rank -> (pass -> messages, messages before the first pass).
 
     A receive starts one pass before the pass that reads the message, or earlier, so that the receives of a
     channel start in the order of its sends; see `plan.irecv`.
+
+    Args:
+        at: Message -> index of the pass that reads it.
+        queues: Channel (sending rank, receiving rank) -> its messages, in the order of their sends.
+        messages: (channel, boundary, receiving rank) of each message.
     """
     found: dict[int, tuple[dict[int, tuple[int, ...]], tuple[int, ...]]] = {}
     for queue in queues.values():
@@ -244,9 +261,10 @@ def _between(row: Sequence[_Action]) -> tuple[Between, ...]:
 
 
 def _kept(row: Sequence[_Action], local: Sequence[int]) -> tuple[tuple[int, Kept], ...]:
-    """Return the memory states of a rank while its passes run, without states that a larger state dominates.
+    """Return the memory states of a rank while its backward passes run (`Rows.kept`). Leave out each state in which
+    the rank never needs more memory than in a different state.
 
-    States before a forward pass are skipped: after it, the rank keeps more.
+    States during an F do not count, because the rank keeps more after the F.
     """
     place = {stage: k for k, stage in enumerate(local)}
     now = [0] * (2 * len(local))

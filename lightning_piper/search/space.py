@@ -19,7 +19,7 @@ from lightning_piper.search.rows import is_possible, rank_of
 from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.hardware import Hardware
 
-_UNITS = {
+_UNITS = {  # unit of a size -> bytes
     "": 1,
     "B": 1,
     **{
@@ -34,8 +34,9 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 class Layout(NamedTuple):
     """A division of the devices among stages, replicas and the tensor axis.
 
-    Device numbers count the tensor axis first. With `data_inside` the replicas come next and then the ranks,
-    otherwise the ranks come next. The inner of the two gets the faster links.
+    The devices of a tensor-parallel group have consecutive numbers. With `data_inside`, the groups of all replicas
+    of one rank follow each other. Otherwise, the groups of all ranks of one pipeline follow each other. Devices
+    with near numbers have the faster links.
 
     Attributes:
         schedule: Name of a builder in `lightning_piper.schedules`.
@@ -45,7 +46,7 @@ class Layout(NamedTuple):
         tensor: Devices along the tensor axis.
         routed: Number of replicas that divide the experts' parameters among them.
         microbatches: Microbatches of each replica.
-        data_inside: Whether replicas are numbered before ranks.
+        data_inside: Whether the replicas of one rank, and not the ranks of one pipeline, have near numbers.
     """
 
     schedule: str
@@ -76,7 +77,7 @@ class Candidate(NamedTuple):
             activations for their backward passes.
         recomputed: Number of stages, counted from the first, that save only their input and run their forward
             pass again.
-        offloaded: Number of stages after these that keep their saved activations in host memory.
+        offloaded: Number of stages after the recomputed ones that keep their saved activations in host memory.
         cuts: The first block of each stage but the first.
     """
 
@@ -87,13 +88,13 @@ class Candidate(NamedTuple):
     cuts: tuple[int, ...]
 
     def spans(self, blocks: int) -> list[tuple[int, int]]:
-        """Return the first and last block (exclusive) of each stage."""
+        """Return (first block, end (exclusive)) of each stage. `blocks` is the number of blocks."""
         return list(zip((0, *self.cuts), (*self.cuts, blocks), strict=True))
 
 
 @dataclass(frozen=True)
 class Space:
-    """A space of all candidates for a workload. They may leave devices idle unless `all_devices` is set.
+    """All candidates for a workload. A candidate may leave devices idle unless `all_devices` is set.
 
     Attributes:
         workload, hardware: The training step, and the machine that runs it.
@@ -120,6 +121,7 @@ class Space:
     ranks: int | None = None
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         if not isinstance(self.workload, Workload) or not self.workload.blocks:
             raise SearchError(
                 f"search: the workload has no blocks ({shown(self.workload)}). Give a Workload with at "
@@ -144,8 +146,8 @@ class Space:
     def layouts(self) -> Iterator[Layout]:
         """Yield each layout once.
 
-        A microbatch has a whole number of samples, at least the workload's least, for which the work of every
-        block is known. If the loss mixes samples, there is one microbatch.
+        A microbatch has a whole number of samples: at least the workload's smallest number, and a number for which
+        the work of every block is known. If the step mixes samples, there is one microbatch.
         """
         for tensor in self._degrees():
             least = max(self.workload.least, self.workload.least_divided.get(tensor, 1))
@@ -158,7 +160,7 @@ class Space:
                         yield from self._layouts(tensor, replicas, microbatches)
 
     def _layouts(self, tensor: int, replicas: int, microbatches: int) -> Iterator[Layout]:
-        """Yield the layouts with these degrees and this number of microbatches."""
+        """Yield the layouts with this many tensor-parallel devices, replicas and microbatches."""
         blocks = len(self.workload.blocks)
         degrees = _divisors(replicas) if any(block.routed for block in self.workload.blocks) else [1]
         most = min(blocks, self.devices // tensor // replicas, self.ranks or self.devices)
@@ -179,7 +181,8 @@ class Space:
                                 )
 
     def _different(self, microbatches: int) -> list[str]:
-        """Return the schedules without duplicates: with one microbatch, some schedules are equal."""
+        """Return the schedules to consider. With one microbatch, leave out each schedule that has the same passes
+        as a different schedule of the space (`alike`)."""
         if microbatches > 1:
             return list(self.schedules)
         return [name for name in self.schedules if SEARCHED[name].alike not in self.schedules]
@@ -189,11 +192,12 @@ class Space:
         return sorted(t for t in set.intersection(*known) if t <= self.devices)
 
     def levels_of(self, layout: Layout) -> list[tuple[int, ...]]:
-        """Return the sets of ZeRO stages that one candidate's pipeline stages may mix, each from the highest.
+        """Return sets of ZeRO levels. The stages of a candidate may have any levels of one set. A set lists the
+        highest level first.
 
-        One replica alone has level 0, whatever `levels` allows. There are several sets if stages share
-        parameters, because other mixtures are not valid programs: a shared parameter is sharded in all of its
-        stages or in none. All stages on one device keep it whole between its uses (level < 3), or none does.
+        With one replica, all stages have level 0, whatever `levels` allows. If stages share a parameter, there are
+        several sets, because other mixtures are not valid programs. The parameter is sharded in all of its stages
+        or in none. Of the stages on one device, all keep it whole between its uses (level < 3), or none does.
         """
         if layout.replicas == 1:
             return [(0,)]
@@ -205,7 +209,7 @@ class Space:
 
     @functools.cached_property
     def _tied(self) -> list[list[int]]:
-        """The blocks of each parameter that several blocks use and train."""
+        """For each parameter that several blocks use and train, these blocks."""
         users: dict[str, list[int]] = {}
         for k, block in enumerate(self.workload.blocks):
             for name in block.params.keys() - block.frozen:
@@ -213,8 +217,7 @@ class Space:
         return [blocks for blocks in users.values() if len(blocks) > 1]
 
     def _meet(self, layout: Layout) -> bool:
-        """Return whether the blocks can be cut in a way in which two stages of a device have a parameter in
-        common."""
+        """Return whether some cut of the blocks lets two stages of one device use the same trained parameter."""
         left, folded = len(self.workload.blocks) - layout.stages, SEARCHED[layout.schedule].folded
 
         def places(block: int) -> set[tuple[int, int]]:
@@ -235,6 +238,7 @@ class Space:
 
     def candidates(self, layout: Layout) -> int:
         """Return the number of candidates with this layout."""
+        # How many stages recompute and how many offload; then the levels, which never rise along the chain.
         kept = math.comb(layout.stages + 2, 2)
         shared = sum(
             math.comb(layout.stages + len(levels) - 1, layout.stages) for levels in self.levels_of(layout)
@@ -243,7 +247,7 @@ class Space:
 
     @property
     def size(self) -> int:
-        """Number of candidates."""
+        """The number of candidates."""
         return sum(map(self.candidates, self.layouts()))
 
     def __iter__(self) -> Iterator[Candidate]:
@@ -261,7 +265,7 @@ class Space:
 
 
 def check_choices(devices: int, schedules: Sequence[str], levels: Sequence[int], margin: Number) -> None:
-    """Check these arguments of a search space. Its workload, hardware and memory are checked elsewhere.
+    """Check these arguments of a search space. `Space` checks its other fields itself.
 
     Raises:
         SearchError: An argument is not valid.

@@ -22,7 +22,7 @@ Span = tuple[int, int]  # the blocks of a stage: the first, and the end (exclusi
 
 
 def message(link: Link, nbytes: Number, parts: int = 1) -> Number:
-    """Return the seconds of a message of `nbytes / parts` bytes. Unlike `Link.time`, allow fractions."""
+    """Return the seconds of a message of `nbytes / parts` bytes. Unlike `Link.time`, allow any number of bytes."""
     if isinstance(nbytes, int):
         return link.time(nbytes, parts)
     return link.latency if link.bandwidth is None else link.latency + nbytes / parts / link.bandwidth
@@ -31,16 +31,19 @@ def message(link: Link, nbytes: Number, parts: int = 1) -> Number:
 def ring(link: Link, nbytes: Number, members: int) -> Number:
     """Return the seconds of a reduce-scatter or all-gather of `nbytes` over a ring (Patarasuk and Yuan 2009).
 
-    Each of the n members sends n - 1 messages in turn, each with 1/n of the bytes.
+    Each of the n members sends n - 1 messages in turn, each with 1/n of the bytes. Without members or bytes to
+    communicate, it takes 0 seconds.
     """
     return (members - 1) * message(link, nbytes, members) if members > 1 and nbytes else 0
 
 
 class Links(NamedTuple):
-    """A layout's links. Each is the slowest one among all groups of its kind.
+    """A layout's links. Each link is the slowest one among all groups of its kind, or among all pipelines.
 
     Attributes:
-        tensor, data, routed: The link between all members of a group.
+        tensor: The link between all devices of a tensor-parallel group.
+        data: The link between all replicas of a rank.
+        routed: The link between all replicas that divide the experts' parameters among them.
         hops: The link across each boundary between stages. None if both stages are on one rank.
         ends: The link between the first and the last rank of a pipeline.
     """
@@ -95,7 +98,8 @@ def links_of(hardware: Hardware, layout: Layout) -> Links:
 
 
 def _held(block: Block, tensor: int, routed: int) -> tuple[Number, Number]:
-    """Return the share of a block's bytes that a device holds: in whole parameters, and in routed ones."""
+    """Return the share of a block's bytes that a device holds in parameters of experts (the second number), and in
+    all other parameters (the first number)."""
     found = [0, 0]
     for name, nbytes in block.params.items():
         is_routed = name in block.experts
@@ -111,7 +115,8 @@ def _part(seconds: Number, share: Number) -> Number:
 
 
 class Tied(NamedTuple):
-    """A parameter that several blocks use: its bytes, whether it is routed, and whether it gets gradients."""
+    """A parameter that several blocks use: its bytes on one device, whether it belongs to experts, whether it gets
+    gradients, and these blocks."""
 
     nbytes: int
     is_routed: bool
@@ -127,20 +132,23 @@ class Params:
         largest, largest_trained: Bytes of all parameters of each block, and of those that get gradients.
         largest_update: Bytes of the largest trained parameter of each block.
         packed: Seconds to copy the gradients of each block into a bucket.
-        packed_alone: The same for one microbatch, without gradients that the pass writes into the bucket
+        packed_alone: Like `packed` with one microbatch: without gradients that the pass writes into the bucket
             directly.
-        added: Seconds to add the gradients of each block to those from earlier microbatches.
-        updated: Prefix sums of the optimizer's seconds: one list of whole parameters, one of routed
-            parameters.
-        in_parts: The same if the optimizer updates shards: the seconds of all shards together.
+        added: Seconds to add the gradients of each block to the sum from earlier microbatches.
+        updated: Prefix sums of the optimizer's seconds: a list for parameters outside of experts, and a list for
+            parameters of experts.
+        in_parts: Like `updated`, if the optimizer updates shards: the seconds of all shards together.
     """
 
     def __init__(self, workload: Workload, tensor: int, routed: int) -> None:
-        users: dict[str, list[int]] = {}
+        """Make the table for `tensor` devices along the tensor axis, and `routed` replicas that divide the
+        experts' parameters."""
+        users: dict[str, list[int]] = {}  # parameter -> the blocks that use it
         for k, block in enumerate(workload.blocks):
             for name in block.params:
                 users.setdefault(name, []).append(k)
-        # Bytes of whole and of routed parameters, then bytes of those that are trained.
+        # For each block, the bytes of parameters that no other block uses: outside of experts, of experts; then
+        # only trained parameters, outside of experts, of experts.
         alone = [[0, 0, 0, 0] for _ in workload.blocks]
         self.largest, self.largest_trained, self.largest_update = (
             [0] * len(workload.blocks) for _ in range(3)
@@ -173,8 +181,7 @@ class Params:
         ]
 
     def of(self, spans: Sequence[Span], tied: bool = True, trained: bool = False) -> tuple[int, int]:
-        """Return the bytes of parameters on a rank with these stages: of those that are not routed, and of
-        routed ones.
+        """Return the bytes of parameters on a rank with these stages: outside of experts, and of experts.
 
         Args:
             tied: Whether to include parameters that several blocks use.
@@ -198,12 +205,20 @@ class Costs:
         links: The links between its devices.
         blocks: Number of blocks.
         params: Bytes of parameters on one device.
-        output: Bytes of the activations that each block passes on.
+        host: The link between a device and its host's memory.
+        states: Bytes of optimizer state for each byte of trained parameters.
+        output: Bytes of the activations that each block outputs.
+        least_output: The smallest number in `output`.
         forward, inputs, weights: Prefix sums over the blocks of the seconds of F, BI and BW.
         saved, kept: Prefix sums of the bytes that F saves, and that are kept for BW.
     """
 
     def __init__(self, space: Space, layout: Layout, params: Params, links: Links) -> None:
+        """Sum the costs of the blocks on one microbatch.
+
+        Raises:
+            SearchError: The workload has no costs for the layout's size of the tensor axis.
+        """
         workload = space.workload
         self.layout, self.params, self.links = layout, params, links
         self.host, self.states, self.blocks = space.hardware.host, workload.states, len(workload.blocks)
@@ -226,6 +241,7 @@ class Costs:
                 moved += 2 * message(
                     links.routed, block.routed * samples * (layout.routed - 1), layout.routed
                 )
+            # Buckets and sums are work of the whole step. Divide it over the BW of all microbatches.
             beside = (packed[k] if layout.replicas > 1 else 0) + params.added[k] * (layout.microbatches - 1)
             weights = work.backward_weights + (beside / layout.microbatches if beside else 0)
             own = (
@@ -247,7 +263,8 @@ class Costs:
     def passes(
         self, span: Span, level: int, recomputed: bool, offloaded: bool
     ) -> tuple[Number, Number, Number, Number]:
-        """Return the seconds of F, B, BI and BW, with the transfers that overlap them.
+        """Return the seconds of F, B, BI and BW of a stage, with the transfers that overlap them. `recomputed` and
+        `offloaded` are what the stage does with saved values.
 
         A pass takes as long as the longest of three: its work, the transfer of its saved values to or from
         the host, and (level 3) the gather of its parameters, block by block.
@@ -273,6 +290,13 @@ class Costs:
         return self._collective(span, "scatter", 1) if level else self._collective(span, "sum", 2)
 
     def _collective(self, span: Span, kind: str, rings: int) -> Number:
+        """Return the seconds of a collective over the replicas: of the parameters of a stage if `kind` is "gather",
+        otherwise of its gradients.
+
+        Args:
+            kind: The attribute of `Collectives` with measured times.
+            rings: The number of passes around a ring, if the times were not measured.
+        """
         found: Number = 0
         n = self.layout.replicas
         for nbytes, members in zip(
@@ -286,9 +310,10 @@ class Costs:
         return found
 
     def slopes(self, kind: str, rings: int) -> tuple[Number, Number]:
-        """Return the seconds per byte of a collective of whole and of routed parameters.
+        """Return the seconds per byte of a collective of parameters outside of experts, and of experts.
 
-        The constant part of the time is not included.
+        The part of the time that does not depend on the bytes is not included. `_collective` explains the
+        arguments.
         """
         n, found = self.layout.replicas, list[Number]()
         for members in (n, n // self.layout.routed):
@@ -302,7 +327,8 @@ class Costs:
         return found[0], found[1]
 
     def update(self, spans: Sequence[Span], levels: Sequence[int]) -> Number:
-        """Return the seconds of the optimizer on a rank with these stages, plus the overhead of a step."""
+        """Return the seconds of the optimizer on a rank with these stages, plus the hardware's overhead of a step
+        (`Hardware.step`)."""
         n = self.layout.replicas
         found: Number = self._step
         for k, members in enumerate((n, n // self.layout.routed)):
@@ -318,7 +344,7 @@ class Costs:
         return 0 if link is None else message(link, self.output[block - 1])
 
     def least_hop(self, border: int) -> Number:
-        """Return the seconds of the smallest message across this boundary, wherever the blocks are cut."""
+        """Return a lower bound of `hop` for any cut of the blocks."""
         link = self.links.hops[border]
         return 0 if link is None else message(link, self.least_output)
 
@@ -356,10 +382,11 @@ class Costs:
         return made + min(sum(self.params.of(summed, trained=True)), LENT)
 
     def updating(self, spans: Sequence[Span], levels: Sequence[int]) -> int:
-        """Return the bytes that processes of a machine need while they update these stages.
+        """Return the bytes that a rank with these stages needs for temporary tensors of the update. This is 0 if
+        devices are not processes of a machine.
 
-        Adam makes two tensors as large as a parameter, or as the shard of it on this device. It updates one
-        parameter at a time. By then, no saved activations are left.
+        Adam makes two tensors as large as a parameter, or as the parameter's shard on this device. It updates one
+        parameter at a time. No saved activations are left during the update.
         """
         if not self._processes:
             return 0
@@ -371,10 +398,11 @@ class Costs:
         return 2 * max(largest)
 
     def accumulating(self, spans: Sequence[Span], levels: Sequence[int]) -> int:
-        """Return the bytes of gradients that a pass has made and not yet added to the sums over microbatches.
+        """Return the most bytes of gradients that a pass has made and not yet added to the sums over microbatches.
+        This is 0 with one microbatch, and if all stages shard gradients.
 
-        They matter at a time when a rank keeps little else. If several stages of a rank use a parameter, each
-        stage first has its own sum, and a gradient to add to this sum.
+        These gradients matter at the end of the step, when a rank keeps little else. If several stages of a rank use
+        a parameter, each stage first has its own sum, and a gradient to add to this sum.
         """
         whole = [span for span, level in zip(spans, levels, strict=True) if level < 2]
         if self.layout.microbatches == 1 or not whole:
@@ -387,7 +415,8 @@ class Costs:
 
 
 class CostModel:
-    """A space with the costs of its layouts and the bytes of its parameters, all cached."""
+    """A space, with cached functions: `costs(layout)` returns its `Costs`, and `params(tensor, routed)` its
+    `Params`."""
 
     def __init__(self, space: Space) -> None:
         self.space = space
