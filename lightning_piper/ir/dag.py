@@ -237,7 +237,8 @@ class TrainingDAG:
         }
 
     def microbatches(self) -> tuple[Slice, ...] | None:
-        """Return the slices of the global batch that all passes work on; None if passes differ."""
+        """Return the slices of the global batch that all passes work on; None if passes have different
+        slices."""
         found = set(self.slices().values())
         return found.pop() if len(found) == 1 else None
 

@@ -39,7 +39,8 @@ class PassChange:
 
 
 class PassTrace:
-    """A hook of `run_passes` that counts the changes of each pass, and writes the DAG after it.
+    """A hook of `run_passes` that counts the changes of each pass. With a folder, it also writes the DAG
+    after each pass.
 
     Attributes:
         changes: The changes of each pass so far.

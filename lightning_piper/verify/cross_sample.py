@@ -1,8 +1,8 @@
 """Finds operations that mix the samples of a batch, so that microbatches cannot give the result of the whole
 batch.
 
-A loss that is a mean over independent samples is the same from microbatches. Batch normalization, an in-batch
-contrastive loss or a mean over unpadded tokens is not. To find the operation, the captured forward graphs run
+A loss that is a mean over independent samples is the same from microbatches. A loss after batch
+normalization, or an in-batch contrastive loss, is not. To find the operation, the captured forward graphs run
 operation by operation, once on the whole batch and once on each slice. The first operation on the way to the
 loss whose results disagree mixes samples.
 """

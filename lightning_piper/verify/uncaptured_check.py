@@ -102,8 +102,8 @@ class _ComparedPasses:
         self.rows: list[ReportRow] = []
 
     def backward(self) -> Sequence[torch.Tensor | None]:
-        """Return the gradients of the next replica: one for each trained parameter, or None if the replica
-        does not have it."""
+        """Return the gradients of the next replica, one for each trained parameter. An entry is None if the
+        replica does not have this gradient."""
         made = next(self._turn)
         return [None if made.get(name) is None else made[name].clone() for name in self._trained]
 
