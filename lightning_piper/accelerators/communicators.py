@@ -144,6 +144,7 @@ class Member:
             into: The tensors for this member's results.
         """
         simulated, queue = self._simulated, self._stream.queue
+        # The operation begins after the work that this member has issued to its current stream.
         queue.wait(simulated.host.current.queue.now)
         self._number[key] += 1
         meeting = self._communicator.meeting((key, self._number[key]), count)
@@ -155,6 +156,7 @@ class Member:
             simulated.note(f"{what} of {self._communicator.name}", queue, accesses_of(comes_to))
         )
 
+        # The first member whose queue reaches the complete operation runs it for all.
         def run() -> None:
             if not meeting.done:
                 meeting.done = True

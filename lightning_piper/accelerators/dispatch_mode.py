@@ -82,7 +82,7 @@ class Issuing:
         specs = self._specs(func, args, kwargs, kind) if None in kind.returns else []
         if specs is _VIEW:
             return func(*args, **kwargs)
-        touched: list[StorageBlock] = []
+        touched: list[StorageBlock] = []  # all blocks of memory that the work reads or writes
         given = _mapped(
             (args, kwargs),
             lambda x: self._simulated.of_work(x, touched) if isinstance(x, torch.Tensor) else x,

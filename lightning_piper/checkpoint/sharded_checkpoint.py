@@ -93,7 +93,7 @@ class Saving:
         self._doing = f"saving {self._path}"
         self._planner, self._writer = SaveRanges(tensor_ranges), Writer(temporary_of(self._path))
         self._common, self._metadata, self._plan = b"", Metadata({}), SavePlan([])
-
+        # the ranges of this process, by which the next `Saving` sees whether the plan still fits
         self._held = [(part.key, part.start, part.stop, part.spec) for part in tensor_ranges]
 
         def begin() -> bool:
@@ -115,6 +115,7 @@ class Saving:
                 before._planner.specs,
             )
             return
+        # Rank 0 makes the plans of all processes from the ranges that they hold.
         held = world.to_rank_zero(self._planner.create_local_plan())
 
         plans: list[SavePlan] = []

@@ -136,7 +136,8 @@ class Known:
         Raises:
             PiperError: The user has changed or replaced a tensor since `piper.from_pretrained`.
         """
-        stored: dict[int, StoredValue] = {}
+        stored: dict[int, StoredValue] = {}  # id of a tensor of the module -> its values
+        # First the tensors that `from_pretrained` has marked and that are still in the module.
         for name, tensor in named_tensors(module):
             mark: FileMark | None = tensor.__dict__.get(STORED)
             if mark is None or not tensor.is_meta:
@@ -144,6 +145,7 @@ class Known:
             if tensor._version != mark.version:
                 raise _changed(name, "was changed in place, which has no effect on the meta device")
             stored[id(tensor)] = _fitting(name, tensor, mark.value)
+        # Then the tensors that have replaced a marked tensor in its submodule.
         for path, part in module.named_modules():
             own = own_tensors(part)
             for attribute, original in vars(part)[STORED].tensors.items() if STORED in vars(part) else ():
@@ -348,6 +350,7 @@ def _initialize_one(
     )
     absent = {name: tensor_at(places[name]) for name in group}
     versions = {}
+    # Only this submodule's tensors have memory while `reset` runs.
     for name in group:
         fresh = empty_like(absent[name], "cpu")
         fresh.untyped_storage().fill_(UNWRITTEN)  # type: ignore[attr-defined]

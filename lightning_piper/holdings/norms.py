@@ -239,8 +239,10 @@ class GlobalNorms:
         asked = answers >= _ASKED
         if bool((asked == asked[0]).all()):
             return
+        # From here on, the processes requested different gradients. That is right only for whole groups of
+        # the optimizer, of which each process has different parameters.
         groups = [[self._keys[key] for key in group] for group in self._groups]
-        used = [group for group in groups if asked[:, group].any()]
+        used = [group for group in groups if asked[:, group].any()]  # groups of which gradients are requested
         if any(((answers[:, group] == _HERE).any(1) & asked[:, group].any(1)).any() for group in used):
             raise PiperError(f"{_SOME}. {_ADVICE} [PIPER-S008]")
         if any((answers[:, group] == _HERE).any() for group in used):

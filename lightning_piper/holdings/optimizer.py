@@ -422,13 +422,14 @@ class ShardedOptimizer:
                 return self.optimizer.state_dict() if self._world.is_rank_zero else {}
             return self.optimizer.state_dict()
         local = usual_state(self.optimizer)
-        own: dict[int, State] = {}
-        number, position = 0, 0
+        own: dict[int, State] = {}  # number in the canonical form -> state that counts on this process
+        number, position = 0, 0  # in the canonical form, and in the restricted optimizer's state
         for names, kept in zip(self.names, self._kept, strict=True):
             for name, keep in zip(names, kept, strict=True):
                 if keep and self._is_canonical(name) and position in local["state"]:
                     own[number] = local["state"][position]
                 number, position = number + 1, position + keep
+        # Rank 0 receives the states of the other processes: number -> rank -> state.
         found = {number: {self._world.rank: state} for number, state in own.items()}
         for source in range(1, self._world.size):
             sent = on_host(own) if self._world.rank == source else None

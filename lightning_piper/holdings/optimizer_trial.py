@@ -167,7 +167,7 @@ def run(
     groups = [_options(group) for group in optimizer.param_groups]
     for number, group in enumerate(groups):
         group["params"] = [p for i, p in params.items() if kinds[i].group == number]
-    seen = []
+    seen = []  # the gradients of each step
     with isolate_rng():
         torch.manual_seed(seed)
         made = remade(optimizer, groups)

@@ -158,6 +158,7 @@ class Ownership:
             if name in made or (whole and tensor.is_meta):
                 tensor = made[name] if name in made else empty_like(tensor, self._device)
                 self._set(name, tensor)
+            # Rank 0 sends its values to each process that holds the tensor or a shard of it.
             for group in () if name in absent else holder_groups:
                 for rank, (start, stop) in group.ranges.items():
                     if group.bucket is None:

@@ -94,14 +94,14 @@ class TensorMap:
             }
             return
         sharded, covered = _sharded(compiled)
-        used: dict[str, list[int]] = {}
+        used: dict[str, list[int]] = {}  # name -> the devices that use the tensor and hold it whole
         for device in sorted(compiled.plans):
             for name in compiled.params_on(device) | compiled.buffers_on(device):
                 if (device, name) not in covered:
                     used.setdefault(name, []).append(device)
         for name in self.specs:
             holder_groups = sharded.get(name, [])
-            if name not in used and not holder_groups:
+            if name not in used and not holder_groups:  # no device uses the tensor, so all hold it
                 used[name] = list(range(size))
                 self.unused.add(name)
             if name in used:

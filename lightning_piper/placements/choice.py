@@ -62,6 +62,7 @@ def choose(
     }
     rules = rules_for(node, degree, blocks | {sought[x] for x in inputs if x in sought})
     for index, rule in enumerate(rules):
+        # the nodes of `sought` that the rule divides, with the rule's number of runs
         parts = [
             (x, p.blocks)
             for x, p in zip(inputs, rule.inputs, strict=True)
@@ -71,6 +72,8 @@ def choose(
         if len(seeks) < len(parts):
             continue
         moves = node.target in ATTENTION and any(isinstance(held[x], Shard) for x in inputs)
+        # Rule 0 reads whole values. If `by_keys` is true, consider only the rule that divides sequences
+        # besides it, otherwise only the rules that divide heads or samples.
         if index and node.target in ATTENTION:
             queries = dict(zip(inputs, rule.inputs, strict=True))[attended(node)[0]]
             # `moves` allows a rule that no input asks for. It does not allow the rule that divides samples,
@@ -78,6 +81,8 @@ def choose(
             moves = moves and queries != Shard(0)
             if _is_sequence(queries) is not by_keys(node, held, degree, attention):
                 continue
+        # Any rule except rule 0 needs a reason: it divides a node of `sought`, or `moves` or an input asks
+        # for it.
         if index and not seeks and not moves and not _wanted(rule, inputs, held, along):
             continue
         cost = sum(

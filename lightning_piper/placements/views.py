@@ -23,6 +23,7 @@ def regrouped(before: Sequence[int], after: Sequence[int]) -> list[tuple[tuple[i
         while True:
             if a == b and mine and theirs:
                 break
+            # Extend the group with fewer elements by its next dimension.
             if (a <= b and i < len(before)) or j >= len(after):
                 if i >= len(before):
                     break
@@ -62,6 +63,7 @@ def regrouping(
                         math.prod(after[i] for i in theirs if side(i, e))
                         for side in (operator.lt, operator.gt)
                     )
+                    # Runs of `e` are the same elements as runs of `d`, and each can be divided evenly.
                     if (
                         runs % outer == 0
                         and after[e] * inner * outer == length * runs

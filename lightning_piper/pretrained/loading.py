@@ -80,6 +80,7 @@ def _built(model_class: Any, folder: Path, options: dict[str, Any]) -> Any:
             f"piper.from_pretrained: subfolder={options['subfolder']!r} is not supported. Give the path "
             f"{str(folder / str(options['subfolder']))!r} [PIPER-K009]"
         )
+    # `given` are arguments of the model's constructor. The other options change the configuration.
     given = {key: options.pop(key) for key in ("dtype", "attn_implementation") if key in options}
     if (dtype := _dtype(options.pop("torch_dtype", given.pop("dtype", None)))) is not None:
         given["dtype"] = dtype
@@ -188,7 +189,7 @@ def _renamed(model: Any, tensors: Mapping[str, StoredTensor]) -> tuple[dict[str,
     converted, twice = [], []
     for key in sorted(tensors):
         name, conversion = rename_source_key(key, renamings, converters, prefix, state)
-        if name not in state and key in state:
+        if name not in state and key in state:  # the model has this name already, so no renaming applies
             name, conversion = rename_source_key(key, [], [], prefix, state)
         if conversion is not None:
             converted.append(key)

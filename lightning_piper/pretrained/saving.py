@@ -89,6 +89,7 @@ def _model_of(module: nn.Module, model: Any) -> Any:
     from transformers import PreTrainedModel
 
     models = {path: part for path, part in module.named_modules() if isinstance(part, PreTrainedModel)}
+    # models that are not a part of another model, such as the base model of a classifier
     outer = [path for path in models if not any(path.startswith(f"{other}.") for other in models)]
     if model is None and len(outer) == 1:
         model = models[outer[0]]
@@ -208,6 +209,7 @@ def _keys(model: Any) -> dict[str, str]:
                 f"piper.save_pretrained: {name!r} of {type(model).__name__} has {found}, which Piper does not "
                 "write. Use a model whose state_dict() has parameters and buffers only [PIPER-K011]"
             )
+    # Tensors on the meta device, whose ids show what transformers renames and what it converts.
     state = {
         name: torch.empty(tensors[name].shape, dtype=tensors[name].dtype, device="meta") for name in names
     }

@@ -296,9 +296,9 @@ class _Judge:
             self._tell(message)
         elif "at" in message:
             self.places[rank] = message
-        elif not message["waited"]:
+        elif not message["waited"]:  # the process reports an error of its own
             self._judge(message["rank"], message["failed"])
-        else:
+        else:  # the process reports that a communication failed
             self.failed.setdefault(rank, message["failed"])
             if self._until is None:
                 self._until, self.places = time.monotonic() + SETTLE, {}
