@@ -74,9 +74,9 @@ class Directive:
         user built."""
         return vars(self).get(DEGREES)
 
-    @property
-    def sorted_as(self) -> str:
-        """The name of the directive in the table by which Piper sorts a program (`directives.sequence`)."""
+    def kind_in(self, program: Sequence[Directive]) -> str:
+        """Return the name of the directive in the table by which Piper sorts `program`
+        (`directives.sequence`)."""
         return self.op
 
     @abstractmethod

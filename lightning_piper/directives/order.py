@@ -72,8 +72,7 @@ class Order(Directive):
 
     filters: Sequence[Filter | Sequence[Filter]]
 
-    @property
-    def sorted_as(self) -> str:
+    def kind_in(self, program: Sequence[Directive]) -> str:
         named = [condition for group in self.filters for condition in _members(group)]
         if any(map(names_copies, named)):
             return f"{self.op} of copies"

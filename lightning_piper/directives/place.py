@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from lightning_piper.common.limits import is_name, shown
 from lightning_piper.directives.base import Contract, Directive, register
+from lightning_piper.directives.split import Split
 from lightning_piper.directives.transfers import place_around
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import AGAIN, Filter
@@ -47,6 +48,10 @@ class Place(Directive):
     _: dataclasses.KW_ONLY
     axes: Sequence[str] = ()
     stream: str = "compute"
+
+    def kind_in(self, program: Sequence[Directive]) -> str:
+        parts = {each.dim_name for each in program if isinstance(each, Split)}
+        return f"{self.op} of microbatches" if parts & self.filter.keys() else self.op
 
     def check_fields(self) -> None:
         self.check_filter("filter", self.filter)

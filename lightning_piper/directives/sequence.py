@@ -8,20 +8,22 @@ from collections.abc import Mapping, Sequence
 
 from lightning_piper.directives.base import Directive
 
-# Kind of a directive (`Directive.sorted_as`) -> the kinds that are applied before it.
+PLACES = ("place", "place of microbatches")
+# Kind of a directive (`Directive.kind_in`) -> the kinds that are applied before it.
 FOLLOWS: Mapping[str, frozenset[str]] = {
     kind: frozenset(earlier)
     for kind, earlier in {
         "place": (),
         "split": (),
-        "shard of tensors": ("place", "split"),
-        "shard of experts": ("place", "split", "shard of tensors"),
-        "replicate": ("place", "shard of tensors"),
-        "recompute": ("place", "split", "shard of experts"),
-        "offload": ("split", "shard of tensors", "shard of experts", "recompute"),
-        "order": ("place", "split"),
-        "order of R": ("place", "split", "recompute"),
-        "order of copies": ("place", "split", "recompute", "offload"),
+        "place of microbatches": ("split",),
+        "shard of tensors": (*PLACES, "split"),
+        "shard of experts": (*PLACES, "split", "shard of tensors"),
+        "replicate": (*PLACES, "shard of tensors"),
+        "recompute": (*PLACES, "split", "shard of experts"),
+        "offload": (*PLACES, "split", "shard of tensors", "shard of experts", "recompute"),
+        "order": (*PLACES, "split"),
+        "order of R": (*PLACES, "split", "recompute"),
+        "order of copies": (*PLACES, "split", "recompute", "offload"),
     }.items()
 }
 
@@ -33,7 +35,7 @@ def applied_order(program: Sequence[Directive]) -> list[int]:
     the program stays. A directive whose kind is not in `FOLLOWS` keeps its index, and no other directive
     moves from before this index to after it, or the other way.
     """
-    kinds, found = [directive.sorted_as for directive in program], list[int]()
+    kinds, found = [directive.kind_in(program) for directive in program], list[int]()
     for known, run in itertools.groupby(range(len(program)), lambda i: kinds[i] in FOLLOWS):
         indices = list(run)
         found += _sorted(kinds, indices) if known else indices

@@ -146,8 +146,7 @@ class Shard(Directive):
     def member_lines(self, program: Sequence[Directive]) -> Sequence[Sequence[int]]:
         return blocks_of(self, program) if self.divides_tensors else ()
 
-    @property
-    def sorted_as(self) -> str:
+    def kind_in(self, program: Sequence[Directive]) -> str:
         return f"{self.op} of {'tensors' if self.divides_tensors else 'experts'}"
 
     @property

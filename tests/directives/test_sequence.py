@@ -24,6 +24,7 @@ ORDER = piper.Order(filters=[{"PASS": "F"}, {"PASS": "B"}])
 OF_KIND: dict[str, Directive] = {
     "place": piper.Place([0]),
     "split": piper.Split(2),
+    "place of microbatches": piper.Place([0], filter={"MB": 0}),
     "shard of tensors": piper.Shard(axis="tp", params={}),
     "shard of experts": piper.Shard(axis="ep"),
     "replicate": piper.Replicate(),
@@ -36,14 +37,20 @@ OF_KIND: dict[str, Directive] = {
 
 
 def test_each_kind_has_its_row():
-    assert {kind: directive.sorted_as for kind, directive in OF_KIND.items()} == {
+    program = list(OF_KIND.values())
+    assert {kind: directive.kind_in(program) for kind, directive in OF_KIND.items()} == {
         kind: kind for kind in FOLLOWS
     }
-    assert Fixed().sorted_as not in FOLLOWS
+    assert Fixed().kind_in(program) not in FOLLOWS
+    assert (
+        OF_KIND["place of microbatches"].kind_in([]) == "place"
+    )  # without the split it is not a tag of parts
 
 
 @given(st.lists(st.sampled_from([*FOLLOWS, "fixed"]), max_size=12))
 def test_programs_are_sorted_as_the_table_says(kinds: list[str]) -> None:
+    if "split" not in kinds:
+        kinds = ["place" if kind == "place of microbatches" else kind for kind in kinds]
     found = applied_order([OF_KIND.get(kind) or Fixed() for kind in kinds])
     assert sorted(found) == list(range(len(kinds)))
     fixed = [i for i, kind in enumerate(kinds) if kind == "fixed"]
@@ -71,6 +78,11 @@ PROGRAMS: dict[str, list[Any]] = {
         {"op": "recompute", "filter": {"PP": 0}},
         order(f(0), {"PP": 0, "PASS": "R"}, b(0)),
     ],
+    "a place of microbatches before the split": [
+        split(2),
+        *({"op": "place", "filter": {"PP": i, "MB": [0, 1]}, "devices": [i]} for i in (0, 1)),
+    ],
+    "an offload before a place": [*place(0, 1), {"op": "offload", "filter": {"PP": 0}}],
     "a replicate before its place": [
         place(0)[0] | {"filter": {}, "devices": [0, 1]},
         piper.Replicate(devices=[0, 1]),
