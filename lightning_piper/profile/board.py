@@ -14,7 +14,8 @@ from lightning_piper.simulate import Simulation
 
 
 def scalars(step: Mapping[str, Any]) -> dict[str, float]:
-    """Return the figures of a step file by their names in the log."""
+    """Return name in the log -> figure. `step` is the content of a step file. Unknown figures are left
+    out."""
     figures = step["step"]
     found = {
         "piper/step_time": figures["step_time"],

@@ -74,7 +74,8 @@ def chrome_trace(plan: Mapping[str, Any], step: Mapping[str, Any]) -> str:
 
 def _arrows(plan: Mapping[str, Any], boxes: list[list[Any]]) -> list[dict[str, Any]]:
     """Return arrows from the start of each send to the end of its receive."""
-    ends: dict[tuple[int, int], tuple[int, float]] = {}  # (recv, device) -> row, end
+    # (node of a receive, device) -> (row, end in seconds)
+    ends: dict[tuple[int, int], tuple[int, float]] = {}
     for row, _, end, number, kind in boxes:
         if kind == "recv":
             ends[number, plan["rows"][row][0]] = (row, end)

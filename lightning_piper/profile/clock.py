@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from lightning_piper.profile.recorder import now
 
-ROUNDS = 16
+ROUNDS = 16  # how often rank 0 asks each rank for its time
 
 
 class Processes(Protocol):
@@ -57,6 +57,7 @@ def _ask(world: Processes, other: int, rounds: int) -> None:
 
 
 def _answer(world: Processes, rounds: int) -> int:
+    """Answer each question of rank 0 with the time, and return the offset that rank 0 then sends."""
     box = torch.zeros(1, dtype=torch.int64)
     for _ in range(rounds):
         dist.recv(box, 0, group=world.host_group)

@@ -53,7 +53,7 @@ LIMIT = 64 << 20  # maximum bytes of a file to read, as in the tab: about a mill
 
 WAITING, IDLE = "#e58a8a", "#f4f1ec"  # colours of time without computation
 
-Row = tuple[int, str]
+Row = tuple[int, str]  # (device, stream)
 
 
 def plan_json(compiled: Compiled, step: Mapping[str, Any], verification: str | None) -> dict[str, Any]:
@@ -80,11 +80,12 @@ def plan_json(compiled: Compiled, step: Mapping[str, Any], verification: str | N
     }
 
 
-# Operations that do not have boxes, or whose boxes have the colour of their node.
+# Operations of instructions (`Instruction.op`) that do not have boxes, or whose boxes have their node's colour.
 _WITHOUT_BOX = ("run", "send", "retire", "post", "wait")
 
 
 def _colours(dag: TrainingDAG) -> dict[str, str]:
+    """Return kind of a box or node -> "#rrggbb", in the order of a legend."""
     nodes = {node.kind if isinstance(node, Chunk) else node.label: node for node in dag.nodes.values()}
     found = {}
     for kind, node in sorted(nodes.items(), key=lambda item: rank(item[0])):
@@ -113,7 +114,7 @@ def _node(dag: TrainingDAG, node: Node) -> dict[str, Any]:
 
 
 def rows_of(plans: Mapping[int, Plan]) -> list[Row]:
-    """Return device and stream of each row of a timeline. The stream of the chunks comes first."""
+    """Return device and stream of each row of a timeline, by device. The stream `compute` comes first."""
     found = []
     for device, plan in sorted(plans.items()):
         found += [
@@ -123,7 +124,8 @@ def rows_of(plans: Mapping[int, Plan]) -> list[Row]:
 
 
 def step_of(plans: Mapping[int, Plan], figures: Simulation, trace: Trace) -> dict[str, Any]:
-    """Return figures and boxes of a step as JSON data."""
+    """Return `figures` as JSON data, with boxes in place of its timeline. The boxes of waits come from
+    `trace`, on streams that run chunks."""
     rows = {row: i for i, row in enumerate(rows_of(plans))}
     boxes: list[list[Any]] = []
     for span in figures.timeline:
@@ -172,7 +174,7 @@ def write_text(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)
-    # Exclusive, because opening an existing link would follow it.
+    # Mode x fails if the name exists. Mode w would follow an existing link.
     with temporary.open("x", encoding="utf-8") as file:
         file.write(text)
     os.replace(temporary, path)
@@ -213,6 +215,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def steps_in(folder: Path) -> list[Path]:
-    """Return the step files of a log directory (or of its folder `piper`), by number."""
+    """Return the step files of a log directory (or of its folder `piper`), sorted by number."""
     folder = folder if folder.name == FOLDER else folder / FOLDER
     return sorted(folder.glob("step_*.json"), key=lambda path: (len(path.name), path.name))

@@ -1,7 +1,7 @@
 """Converts recorded times to a trace like the simulator's, so that the same functions compute its figures.
 
-On a CPU, one thread issues and waits, so everything it does besides computing delays the device. A message
-lasts from its issue until its receiver's wait returns, because its actual arrival is unknown.
+On a CPU, one thread computes, starts messages and waits, so starting and waiting delay the device. A message
+lasts from its start until its receiver's wait returns, because its actual arrival is unknown.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightning_piper.profile.recorder import InstructionTimes
 from lightning_piper.simulate.engine import Interval, Lane, Span, StreamWait, Trace, lane_of
 
 SECOND = 1e-9  # factor from nanoseconds, the unit of recorded times, to seconds
-AT_ONCE = 50e-6  # in seconds; the message of a shorter wait had arrived before the wait
+AT_ONCE = 50e-6  # seconds; if a wait is shorter, its message had arrived before the wait began
 
 
 @dataclass
@@ -39,9 +39,9 @@ class _RecordedExchange:
 
     Attributes:
         parties: The number of its parties.
-        joined: (device, instruction, start, end) of each party that has joined.
+        joined: (device, instruction, start, end) of each party that has joined. All times are in seconds.
         since: From this time on, only communication delayed the last party that joined.
-        done: Maps each device to the end of its wait.
+        done: Device -> end of its wait for the exchange.
     """
 
     parties: int
@@ -58,8 +58,13 @@ class Measured:
         dag: The finished DAG.
         plans: The plans of all its devices.
         times: The recorded times by device, on one clock.
-        serial: Whether the instructions of a device run one after the other (CPU), not on streams of their
-            own (CUDA).
+        serial: Whether the instructions of a device run one after the other (CPU), not on several streams
+            (CUDA).
+
+    Attributes:
+        zero: The earliest recorded time, in nanoseconds. The trace counts from it.
+        trace: The measured trace, in seconds.
+        started: (device, node) -> the exchange that the device's instruction of this node has joined.
     """
 
     def __init__(
@@ -73,7 +78,9 @@ class Measured:
             device: next((i.stream for i in plan.instructions if isinstance(i, Run)), "compute")
             for device, plan in plans.items()
         }
+        # (device, stream; "" if serial) -> the time from which only communication has delayed the stream
         self._since: dict[tuple[int, str], float] = {}
+        # (device, event) -> (`_since` of the stream that recorded the event, node that recorded it)
         self._events: dict[tuple[int, int], tuple[float, int]] = {}
         self._matching = Matching()
         self._exchanges: dict[Meeting, _RecordedExchange] = {}
@@ -81,7 +88,8 @@ class Measured:
         self._follow()
 
     def _seconds(self, times: InstructionTimes) -> list[Interval]:
-        """Return start and end of each instruction in seconds after `zero`; equal if it did not run."""
+        """Return start and end of each instruction in seconds after `zero`. They are equal if the instruction
+        did not run."""
         found: list[Interval] = []
         before = 0.0
         for start, end in zip(times.start, times.end, strict=True):
@@ -91,7 +99,8 @@ class Measured:
         return found
 
     def _follow(self) -> None:
-        """Read all instructions. At a wait, first read the other devices until all parties have joined."""
+        """Read all instructions, and then add the spans of exchanges. At a wait, first read the other devices
+        until all parties have joined."""
         position = dict.fromkeys(self._plans, 0)
         ready = deque(self._plans)
         while ready:
@@ -120,7 +129,8 @@ class Measured:
         self._close()
 
     def _read(self, device: int, instruction: Instruction, start: float, end: float) -> None:
-        """Add one instruction to the trace."""
+        """Add one instruction to the trace: a span if it computes, the time that it waited otherwise. Exchanges
+        get their spans in `_close`."""
         clock = (device, "" if self._serial else instruction.stream)
         since = self._since.get(clock, 0.0)
         self.trace.end = max(self.trace.end, end)
@@ -151,7 +161,8 @@ class Measured:
     def _hold(
         self, device: int, instruction: Instruction, start: float, since: float, end: float, node: int
     ) -> None:
-        """Add a time in which a stream waited. From `since` on, only communication delayed the stream."""
+        """Add the time from `start` to `end`, in which a stream waited for `node`. From `since` on, only
+        communication delayed the stream."""
         clock = (device, "" if self._serial else instruction.stream)
         since = min(max(since, start), end)
         self._since[clock] = max(self._since.get(clock, 0.0), since if since > start else 0.0)
@@ -199,9 +210,9 @@ class Measured:
         """Return a table of durations for `simulate`: chunks and transfers by node, other work by operation,
         in seconds.
 
-        A transfer that no device waited for may have ended at any time before. Its duration is capped at the
-        median duration of awaited transfers on its channel or in its group. On a CPU, the time to start
-        communication counts as part of the chunk before it.
+        A transfer that had arrived before its wait may have ended at any time before. Its duration is capped
+        at the median duration of awaited transfers on its channel or in its group (0 without any). On a CPU,
+        the time to start communication counts as part of the chunk before it.
         """
         chunks: dict[int, list[float]] = {}
         others: dict[str, list[float]] = {}
@@ -225,7 +236,8 @@ class Measured:
     def _transfers(self) -> dict[int, float]:
         """Return the duration of each transfer by node; see `durations`."""
         held = {(wait.device, wait.node): wait for wait in self.trace.held}
-        waited: dict[Lane, list[float]] = {}
+        waited: dict[Lane, list[float]] = {}  # durations of transfers that a device really waited for
+        # (lane, node, duration, whether a device waited for the transfer, so the duration is known)
         found: list[tuple[Lane, int, float, bool]] = []
         for exchange in {id(e): e for e in self.started.values()}.values():
             first = next(i for _, i, *_ in exchange.joined if not isinstance(i, Irecv))

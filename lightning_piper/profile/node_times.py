@@ -13,7 +13,7 @@ from lightning_piper.profile.files import read_json, steps_in
 
 
 def when_it_ran(compiled: Compiled, node: int, folder: Path) -> list[str]:
-    """Return a line for each time that a node ran in the recorded steps.
+    """Return a line for each time that a node ran, in each recorded step and in the planned step.
 
     Args:
         compiled: The program of the node.
@@ -21,7 +21,7 @@ def when_it_ran(compiled: Compiled, node: int, folder: Path) -> list[str]:
         folder: A log directory with a recording of that program.
 
     Raises:
-        PiperError: The folder does not have a recording, or the recording is of another program.
+        PiperError: The folder does not have a recording, or the recording is invalid or of another program.
     """
     paths = steps_in(folder)
     if not paths:
@@ -47,6 +47,7 @@ def _times(compiled: Compiled, node: int, path: Path, step: Mapping[str, Any]) -
 
     Raises:
         PiperError: The step was recorded with another program or batch size.
+        ValueError: The step names a plan outside of its folder. Other exceptions show other invalid content.
     """
     if Path(step["plan"]).name != step["plan"]:
         raise ValueError(f"the plan is {step['plan']!r}, which is not a file in the same folder")

@@ -1,7 +1,7 @@
 """Records start and end of every instruction of one device in preallocated memory.
 
-On a CPU, instructions run one after the other in plan order, so a clock is read before and after each. On
-CUDA, the host only issues them, so events on the instruction's stream measure when it ran.
+On a CPU, instructions run one after the other in plan order, so the recorder reads a clock before and after
+each instruction. On CUDA, the host only issues them, so events on an instruction's stream measure when it ran.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class InstructionTimes:
     end: list[int]
 
 
-# Gets the index of an instruction and its bound parts, and returns the parts with clocks.
+# Gets the index of an instruction and its bound parts, and returns the parts with time measurement.
 _Binder = Callable[[int, list[Bound]], list[Bound]]
 
 
@@ -54,9 +54,10 @@ class StepRecorder:
         self._accelerator = device if device.type != "cpu" else None
         self._labels = labels
         self._room = InstructionTimes([0] * len(self._plan.instructions), [0] * len(self._plan.instructions))
-        self._nothing = tuple(self._room.start)
+        self._nothing = tuple(self._room.start)  # zeros, to clear `_room`
         # Id of the executor's code -> the code with clocks. On a CPU it is made once.
         self._bound: dict[int, list[Bound]] = {}
+        # Returns the times of the latest step; None if `take` has returned it.
         self._take: Callable[[], InstructionTimes] | None = None
 
     def attach(self) -> None:
@@ -68,9 +69,9 @@ class StepRecorder:
         self._executor.observer = None
 
     def take(self) -> Callable[[], InstructionTimes]:
-        """Return a function that returns the times of the latest step.
+        """Return a function that returns the times of the latest step. Call `take` once after each step.
 
-        On CUDA, the function waits for the device. Call it after the recorded steps.
+        On CUDA, the returned function waits for the device, so call it after all recorded steps.
         """
         assert self._take is not None
         found, self._take = self._take, None
@@ -80,7 +81,8 @@ class StepRecorder:
         return lambda: times
 
     def _observe(self, code: Sequence[Bound], source: Sequence[int]) -> list[Bound]:
-        """Return an executor's code with a clock before and after each instruction.
+        """Return the code that the executor runs in the next step: its own code, with each instruction timed.
+        On a CPU, also clear the times of the step before.
 
         Args:
             code: The code, in which an instruction may have several parts.
@@ -126,7 +128,8 @@ class StepRecorder:
 
 
 def _clocked(plan: Plan, room: InstructionTimes, i: int, parts: list[Bound]) -> list[Bound]:
-    """Return the bound parts of instruction i, with a clock read before and after."""
+    """Return the bound parts of instruction i. The first part sets its start in `room`, the last part its
+    end."""
     start, end, first, last = room.start, room.end, parts[0], parts[-1]
 
     def timed() -> object:
@@ -136,7 +139,7 @@ def _clocked(plan: Plan, room: InstructionTimes, i: int, parts: list[Bound]) -> 
         return result
 
     def tried() -> object:
-        # Keep the start of the first try. The part may run again after another device of this process.
+        # With several devices in one process, a wait may fail and run again later. Keep its first start.
         start[i] = start[i] or now()
         result = first()
         end[i] = now()
@@ -167,6 +170,7 @@ def _on_streams(plan: Plan, device: torch.device) -> tuple[_Binder, Callable[[],
     zero = now()
 
     def bind(i: int, parts: list[Bound]) -> list[Bound]:
+        """Return the parts of instruction i with an event before the first and an event after the last."""
         begin, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
         events[i] = (begin, end)
         first, last = parts[0], parts[-1]

@@ -59,8 +59,8 @@ class _Step:
 class Recording:
     """A recording of a fit's steps, which writes files to the trainer's log directory.
 
-    All processes make the same calls. Rank 0 writes. During the active steps of a cycle, processes send and
-    write nothing. The constructor is collective.
+    All processes make the same calls. Rank 0 writes. During the active steps of a cycle, the recording sends
+    and writes nothing. The constructor is collective.
 
     Args:
         schedule: The steps to record.
@@ -71,7 +71,7 @@ class Recording:
     Attributes:
         folder: The folder of the files.
         written: The step files, on rank 0.
-        last: The figures of the last recorded step, on rank 0.
+        last: The figures of the last recorded step, on rank 0; None before it is written.
     """
 
     def __init__(
@@ -86,18 +86,18 @@ class Recording:
         self.folder = Path(trainer.log_dir or trainer.default_root_dir) / FOLDER
         self.written: list[Path] = []
         self.last: Simulation | None = None
-        self._count = 0
-        self._begun = 0
-        self._recorders: dict[int, list[StepRecorder]] = {}
+        self._count = 0  # steps so far
+        self._begun = 0  # start of the current step, in nanoseconds
+        self._recorders: dict[int, list[StepRecorder]] = {}  # id of a program -> recorders of its executors
         self._prepared: list[ExecutableProgram] = []  # keeps the objects alive whose ids are keys above
-        self._steps: list[_Step] = []
-        self._plans: list[Compiled] = []
+        self._steps: list[_Step] = []  # the steps of this cycle, not yet written
+        self._plans: list[Compiled] = []  # the programs whose plan files are written
         self._board: Board | None = None
         self._kernels = Kernels() if schedule.kernels else None
 
     def before(self, prepared: ExecutableProgram) -> None:
-        """Call this before a training step. After a cycle has ended, it writes the cycle's steps, and is then
-        collective.
+        """Prepare to record the training step that follows, if the schedule says so. In the first step after
+        a cycle's active steps, write these steps, which is collective.
         """
         if self._steps and self._steps[-1].batch_time is None:
             self._steps[-1].batch_time = (now() - self._begun) * SECOND
@@ -112,7 +112,8 @@ class Recording:
         self._begun = now()
 
     def after(self, prepared: ExecutableProgram, number: int) -> None:
-        """Call this after a training step. `number` counts batches over the whole training."""
+        """Store what was recorded of the training step that has run. `number` counts batches over the whole
+        training."""
         phase = self._schedule.phase(self._count)
         self._count += 1
         if phase == OFF:
@@ -151,7 +152,8 @@ class Recording:
         return self._recorders[id(prepared)]
 
     def _flush(self) -> None:
-        """Gather the times of the recorded steps on rank 0, which writes their files. Collective."""
+        """Gather the times of the recorded steps on rank 0, which writes their files, or warns if it cannot
+        write. Collective."""
         if not self._steps:
             return
         steps, self._steps = self._steps, []
@@ -179,8 +181,13 @@ class Recording:
     def _write(
         self, step: _Step, times: Mapping[int, InstructionTimes], fixed: Mapping[str, Mapping[str, int]]
     ) -> None:
-        """Write the files of one step, and log its figures. The plan is written, too, if no earlier step had
-        it."""
+        """Write the files of one step, and log its figures. Also write the plan if it is the first step of
+        its program.
+
+        Args:
+            times: Device -> recorded times, all on the clock of rank 0.
+            fixed: Device -> kind -> bytes that stay between steps; see `_fixed`.
+        """
         dag, plans = step.compiled.dag, step.compiled.plans
         measured = Measured(dag, plans, times, serial=self._world.device.type == "cpu")
         real = self.last = figures(dag, plans, measured.trace)
@@ -219,13 +226,14 @@ class Recording:
 
 
 def _shifted(times: InstructionTimes, offset: int) -> InstructionTimes:
-    """Return times on the clock of rank 0, which is `offset` ahead. Times of 0 stay 0."""
+    """Return times on the clock of rank 0, which is `offset` nanoseconds ahead. Times of 0 stay 0, because
+    the instruction did not run."""
     return InstructionTimes([t and t + offset for t in times.start], [t and t + offset for t in times.end])
 
 
 def _tokens_of(compiled: Compiled) -> int | None:
-    """Return the number of tokens of one sample: the columns of the batch's first tensor. None if this tensor
-    is not a matrix of integers.
+    """Return the number of tokens of one sample: the columns of the batch's first tensor. None without such a
+    tensor, or if it is not a matrix of int32 or int64.
     """
     spec = next(iter(compiled.step.batch_spec.specs), None)
     if spec is None or len(spec.shape) != 2 or spec.dtype not in (torch.int64, torch.int32):
@@ -234,8 +242,8 @@ def _tokens_of(compiled: Compiled) -> int | None:
 
 
 def _fixed(trainer: pl.Trainer, compiled: Compiled, world: Processes) -> dict[int, dict[str, int]]:
-    """Return the bytes of parameters and optimizer states, which stay between steps, for each device of this
-    process.
+    """Return device of this process -> {"parameters": bytes, "optimizer": bytes}: the memory that stays
+    between steps.
     """
     devices = [world.rank] if world.size > 1 else list(compiled.plans)
     sizes = {name: x.spec.nbytes for name, x in compiled.step.params.items()}
@@ -247,8 +255,10 @@ def _fixed(trainer: pl.Trainer, compiled: Compiled, world: Processes) -> dict[in
     found = {}
     for device in devices:
         plan, used = compiled.plans[device], compiled.params_on(device)
+        # Parameters outside of buckets count whole. A bucket counts one shard, or all of it if it is kept.
         buckets = {name for bucket in plan.shards for name in bucket.names}
         shards = sum((b.numel if kept else b.shard) * b.dtype.itemsize for b, kept in plan.shards.items())
+        # With several processes, the optimizer has only this process's states.
         own = sum(
             n for key, n in state.items() if world.size > 1 or names.get(key) is None or names[key] in used
         )

@@ -16,9 +16,9 @@ class Schedule:
 
     Args:
         wait: The number of steps at the start of a cycle that are not recorded (default: 5).
-        warmup: The number of steps after them that are measured and discarded, to warm up the recorder
-            (default: 1).
-        active: The number of steps after them that are recorded (default: 3).
+        warmup: The number of steps after the `wait` steps that are measured and discarded, to warm up the
+            recorder (default: 1).
+        active: The number of steps after the `warmup` steps that are recorded (default: 3).
         repeat: The number of cycles (default: 1); 0 is unlimited.
         kernels: Whether active steps also run torch.profiler on every process, with operators and kernels
             labelled by node.
@@ -48,7 +48,7 @@ class Schedule:
             object.__setattr__(self, field.name, number)
 
     def phase(self, step: int) -> str:
-        """Return `OFF`, `WARMUP` or `ACTIVE` for a step, counted from 0."""
+        """Return `OFF`, `WARMUP` or `ACTIVE` for a step. Steps count from 0."""
         cycle, place = divmod(step, self.wait + self.warmup + self.active)
         if (self.repeat and cycle >= self.repeat) or place < self.wait:
             return OFF

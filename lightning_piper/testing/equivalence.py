@@ -35,8 +35,9 @@ def assert_same(expected: Outcome, found: Outcome, mode: Mode, terms: int = 1) -
         expected, found: Outcomes of the same step.
         mode: `bitwise` and `exact` require equal bits (except for the sign of zero). `float64` allows the
             effect of summing in another order: a sum of n terms moves by at most (n - 1) eps times the sum of
-            magnitudes. This sum is bounded by the tensor's largest value times `terms`. Error bounds of
-            operations (`Outcome.slack`) are added to this.
+            the terms' magnitudes. The sum of magnitudes is taken to be at most `terms` times the tensor's
+            largest value. Gradients may differ by the error bounds of operations (`Outcome.slack`) more,
+            except with `bitwise`.
         terms: An upper bound of the number of summed terms.
 
     Raises:
@@ -64,9 +65,10 @@ def assert_same(expected: Outcome, found: Outcome, mode: Mode, terms: int = 1) -
 
 @functools.lru_cache(maxsize=4096)
 def single_device(spec: Spec, size: int, slices: tuple[Slice, ...]) -> Outcome:
-    """Run the step on one device that accumulates over `slices`.
+    """Return the outcome of the step on one device that accumulates over `slices`.
 
-    The step runs eagerly. With random numbers or several weights, the captured step runs instead.
+    The step runs eagerly. If it draws random numbers, or has several slices and loss terms with different
+    weights, the reference interpreter runs the captured step instead.
     """
     one = case(spec, size)
     if not spec.random and (len(slices) == 1 or not spec.mixed):
@@ -75,12 +77,14 @@ def single_device(spec: Spec, size: int, slices: tuple[Slice, ...]) -> Outcome:
 
 
 def run_interpreter(case: Case, dag: TrainingDAG) -> Outcome:
-    """Run a case's batch in the reference interpreter: loss and logged values, gradients and buffers."""
+    """Run a case's batch in the reference interpreter. Return logged values with the loss, gradients and
+    changed buffers."""
     return interpret(dag, case.tensors, case.leaves)
 
 
 def run_plans(case: Case, dag: TrainingDAG) -> Outcome:
-    """Compile the DAG to plans, check them, and run them with all devices in this process."""
+    """Compile the DAG to plans, check the plans, and run them with all devices in this process. Return what
+    `run_interpreter` returns. Raise AssertionError if devices report different metrics."""
     plans = compile_plans(dag)
     check_plans(plans)
     buffers = {name: case.tensors[name].clone() for name in case.step.buffers}

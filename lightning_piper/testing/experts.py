@@ -19,7 +19,7 @@ class RoutedBlock(nn.Module):
 
     Args:
         kind: `experts` sends each token to two of four experts. `crowded` sends all tokens to expert 1.
-            `places` gives each expert one place for each sample and drops tokens that find none.
+            `places` gives each expert one place for each sample and drops tokens that do not get a place.
     """
 
     def __init__(self, kind: str) -> None:
@@ -55,7 +55,12 @@ class RoutedBlock(nn.Module):
         return x + mixed.view_as(x)
 
     def _sorted(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Route without dropping tokens: sort them by expert."""
+        """Route without dropping tokens. The rows that go to the experts are sorted by expert.
+
+        Args:
+            tokens: `[tokens, WIDTH]`.
+            chosen, weights: `[tokens, top]`: the experts of each token, and the weights of their results.
+        """
         flat = chosen.reshape(-1)
         order = flat.argsort(stable=True)
         counts = F.one_hot(flat, EXPERTS).sum(0)
@@ -68,7 +73,8 @@ class RoutedBlock(nn.Module):
         return torch.zeros_like(tokens).index_add(0, source, rows * weights.reshape(-1)[order].unsqueeze(1))
 
     def _placed(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Route with a capacity: each expert has one place for each sample."""
+        """Route with a capacity: each expert has one place for each sample. Shapes are as in `_sorted`, with
+        one expert for each token, but `x` is `[samples, positions, WIDTH]`."""
         samples, positions, _ = x.shape
         wanted = F.one_hot(chosen.view(samples, positions), EXPERTS)
         # [samples, positions, EXPERTS]; the first token that wants a place gets it

@@ -25,7 +25,7 @@ from lightning_piper.testing.experts import WIDTH, RoutedBlock
 LARGEST = 2**20  # maximum number of samples, or seed
 STEPS = 3  # positions: samples have shape [STEPS, WIDTH]
 
-# The kinds of blocks, and the reason for each.
+# Kind of block -> what a model with this block tests.
 BLOCKS = {
     "linear": "a weight, a bias and a ReLU",
     "residual": "the input is used twice",
@@ -53,7 +53,7 @@ EXACT_BLOCKS = ("linear", "residual", "branch", "tied", "frozen", "skip", "auxil
                 "bare", "experts", "crowded", "places")  # fmt: skip
 ROUTED_BLOCKS = ("experts", "crowded", "places")
 RANDOM_BLOCKS = ("dropout",)
-# The kinds of losses, and the weights of their terms.
+# Kind of loss -> how it weights its terms.
 LOSSES = {
     "samples": "a mean over samples",
     "tokens": "a mean over the positions that count, of which a microbatch may have none",
@@ -61,8 +61,10 @@ LOSSES = {
     "terms": "tokens, a mean over samples and a sum, each with its own weights",
 }
 EXACT_LOSSES = ("samples", "sum")
+# Blocks whose results for a microbatch depend on its other samples.
 COUPLING_BLOCKS = ("batchnorm",)
-# Most orders of microbatches contradict these blocks, so programs use them only on request.
+# Blocks that need all microbatches at once. Most orders of microbatches contradict this, so `specs` draws the
+# blocks only on request.
 WHOLE_BLOCKS = ("synced",)
 
 
@@ -72,8 +74,8 @@ class Spec:
 
     Attributes:
         blocks: Kinds of blocks, from `BLOCKS`, in order.
-        stages: For each block, the index of its tag `PP`. It may return to an earlier stage. The loss belongs
-            to the stage of the last block.
+        stages: For each block, the index of its tag `PP`. An index may be smaller than the index before it.
+            The loss belongs to the stage of the last block.
         exact: Whether weights and data are integers, and the float64 value and gradients of the loss are
             exact for up to 8 samples.
         loss: The kind of loss, from `LOSSES`.
@@ -149,6 +151,8 @@ class Model(L.LightningModule):
             parameter.data.copy_(drawn)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """Run each block in its stage. Return the loss, the sum of the spec's loss and of the terms that some
+        blocks add, and log it and these terms."""
         x, terms, scores = batch["x"], [], iter(self.scores)
         for i, (block, stage) in enumerate(zip(self.blocks, self.spec.stages, strict=True)):
             with annotate("PP", stage):
@@ -312,8 +316,8 @@ class _OverFeatures(nn.Module):
 def make_batch(spec: Spec, size: int, seed: int = 0) -> dict[str, Tensor]:
     """Return a batch of `size` samples.
 
-    In exact models, targets are multiples of 840, the least common multiple of 1 to 8. So a mean over up to 8
-    samples is exact.
+    In exact models, inputs and targets are multiples of 840, the least common multiple of 1 to 8. So a mean
+    over up to 8 samples is exact.
     """
     _check("make_batch", spec, size=size, seed=seed)
     generator = torch.Generator().manual_seed(seed)

@@ -40,7 +40,8 @@ def specs(
 
     Args:
         exact: True for exact models only, False for other models only, None for both (default).
-        blocks: Kinds of blocks to draw from (default: all that fit, except `WHOLE_BLOCKS`).
+        blocks: Kinds of blocks to draw from (default: `EXACT_BLOCKS` for an exact model, and all kinds except
+            `WHOLE_BLOCKS` for other models).
         max_blocks: The maximum number of blocks.
     """
     is_exact = draw(st.booleans()) if exact is None else exact
@@ -76,8 +77,8 @@ def cases(
     blocks: Sequence[str] | None = None,
     pool: Sequence[Spec] | None = None,
 ) -> Case:
-    """Draw a captured model with a batch. With a `pool`, its spec comes from the pool, so that examples share
-    captures.
+    """Draw a captured model with a batch. With a `pool`, the model's spec comes from the pool, so that examples
+    share captures.
     """
     spec = (
         draw(specs(exact, blocks))
@@ -89,11 +90,11 @@ def cases(
 
 @st.composite
 def programs(draw: Draw, case: Case) -> list[Directive]:
-    """Draw a valid program for a case: placements, splits and orders.
+    """Draw a valid program for a case: splits, places, replicas, shards of experts, and orders, or only some
+    of these directives.
 
-    Placements have any shape, including several device groups of a region. Splits may be nested or partial,
-    before or after placements. Programs are valid by construction, because orders follow a random linear
-    extension of the DAG that they apply to.
+    A region may have several device groups. Splits may be nested or of one stage, before or after the places.
+    Programs are valid by construction, because orders follow a random linear extension of the DAG.
     """
     stages = sorted(set(case.spec.stages))
     replicas = draw(st.sampled_from([1, 1, 2, 4])) if case.size % 4 == 0 and not case.spec.coupled else 1
@@ -117,7 +118,7 @@ def programs(draw: Draw, case: Case) -> list[Directive]:
 
 @st.composite
 def _sharding(draw: Draw, head: list[Directive], replicas: int) -> Shard:
-    """Draw a shard of the routed blocks, with the same groups of places for all stages."""
+    """Draw a shard of the routed blocks, which divides the group ranks of all stages in the same way."""
     places = draw(st.permutations(range(replicas)))
     degree = draw(st.sampled_from([n for n in (2, 4) if replicas % n == 0]))
     groups = [places[i : i + degree] for i in range(0, replicas, degree)]
@@ -129,7 +130,7 @@ def _sharding(draw: Draw, head: list[Directive], replicas: int) -> Shard:
 
 @st.composite
 def _places(draw: Draw, stages: list[int], replicas: int = 1) -> list[Directive]:
-    """Draw places for all stages, in any order, on groups of `replicas` devices."""
+    """Draw `place` directives for all stages, in any order, on groups of `replicas` devices."""
     devices = draw(st.lists(st.integers(0, 2), min_size=len(stages), max_size=len(stages)))
     used = sorted(set(devices))
     order = {stage: used.index(device) for stage, device in zip(stages, devices, strict=True)}
@@ -150,7 +151,7 @@ def _places(draw: Draw, stages: list[int], replicas: int = 1) -> list[Directive]
 
 @st.composite
 def _device_groups(draw: Draw, stages: list[int], microbatches: int, replicas: int) -> list[Directive]:
-    """Draw a device for each stage and microbatch."""
+    """Draw `place` directives that give each stage and microbatch a group of `replicas` devices."""
     keys = [(stage, mb) for stage in stages for mb in range(microbatches)]
     devices = draw(st.lists(st.integers(0, 2), min_size=len(keys), max_size=len(keys)))
     used = sorted(set(devices))
@@ -165,6 +166,7 @@ def _device_groups(draw: Draw, stages: list[int], microbatches: int, replicas: i
     return list(draw(st.permutations(places)))
 
 
+# Fields of `Replicate` for each ZeRO level, and for level 3 with a bucket for each parameter.
 ZERO_STAGES: list[dict[str, Any]] = [
     {},
     {"shard_optimizer": True},
@@ -178,11 +180,11 @@ ZERO_STAGES: list[dict[str, Any]] = [
 def _replicas(draw: Draw, case: Case, head: list[Directive]) -> list[Directive]:
     """Draw directives that replicate everything that is placed.
 
-    There is one directive, or one for each placement. Messages hold one tensor or all tensors, and any ZeRO
-    stage may apply. If placements share no parameters, each has a ZeRO stage of its own.
+    There is one directive, or one for each `place` directive of `head`. Buckets hold one tensor, a few or all.
+    Each directive has its own ZeRO level, if no parameter is shared between stages.
     """
     sizes, zero_stages = st.sampled_from([1e-6, 0.0003, 25.0]), st.sampled_from(ZERO_STAGES)
-    dtypes = st.sampled_from([{}, {}, {"reduce_dtype": "float64"}])  # the dtype of all models
+    dtypes = st.sampled_from([{}, {}, {"reduce_dtype": "float64"}])  # all models are in float64
     places = [p for p in head if isinstance(p, Place)]
     groups = [list(group) for group in dict.fromkeys(tuple(p.devices) for p in places)]
     options = draw(zero_stages) | draw(dtypes)
@@ -205,7 +207,8 @@ def _replicas(draw: Draw, case: Case, head: list[Directive]) -> list[Directive]:
 @st.composite
 def _splits(draw: Draw, case: Case, replicas: int = 1) -> list[Directive]:
     """Draw no split, one split of the whole step or of one stage, or two nested splits."""
-    # Replicas must divide the microbatches, so counts are powers of two, of a batch whose size is one.
+    # With replicas, the batch has 4 or 8 samples. Replicas must divide each microbatch, so the number of
+    # microbatches is a power of two.
     count = draw(st.sampled_from([1, 2, 4])) if replicas > 1 else draw(st.integers(1, min(4, case.size)))
     count = min(count, case.size // replicas)
     kind = draw(st.sampled_from(["none", "whole", "whole", "whole", "nested", "part"]))
@@ -230,7 +233,8 @@ def _splits(draw: Draw, case: Case, replicas: int = 1) -> list[Directive]:
 def _can_split_alone(case: Case, stage: int) -> bool:
     """Return whether a program may split only this stage.
 
-    Loss terms from another stage are scalars, without a batch dimension to join along.
+    A loss term of an `auxiliary` block is a scalar, so the parts of it cannot be joined. The stage must not
+    send such a term to another stage, which computes the loss.
     """
     others = [
         b for b, s in zip(case.spec.blocks, case.spec.stages, strict=True) if b == "auxiliary" and s == stage
@@ -240,13 +244,14 @@ def _can_split_alone(case: Case, stage: int) -> bool:
 
 @st.composite
 def _orders(draw: Draw, dag: TrainingDAG) -> list[Directive]:
-    """Draw orders of some devices along one random linear extension of the DAG.
+    """Draw orders of some devices along one random linear extension of the DAG. Some backward passes are
+    split.
 
-    Any subset of backward passes is split.
+    Returns an empty list if chunks with the same tags would have to run both before and after other chunks.
     """
     dag = draw(_with_split_backward(dag))
     coarse: nx.DiGraph[Any] = nx.DiGraph()
-    of = {chunk.id: _key(chunk) for chunk in dag.of_type(Chunk)}
+    of = {chunk.id: _key(chunk) for chunk in dag.of_type(Chunk)}  # an order names all chunks of one key
     coarse.add_nodes_from(of.values())
     for a, b in nx.transitive_closure_dag(dag.graph).edges:
         if a in of and b in of and of[a] != of[b]:
@@ -298,7 +303,7 @@ def _with_split_backward(draw: Draw, dag: TrainingDAG) -> TrainingDAG:
 
 
 def _key(chunk: Chunk) -> tuple[Any, ...]:
-    """Return the values by which filters without EP distinguish chunks."""
+    """Return the devices of a chunk and its tags except EP, as the orders here distinguish chunks."""
     return (chunk.devices, *((tag, value) for tag, value in chunk.tags.items() if tag != "EP"))
 
 
@@ -310,6 +315,7 @@ class Broken:
     program: Any
 
 
+# Names of the faults that `broken_programs` draws.
 FAULTS = (
     "unknown op", "missing op", "unknown field", "missing field", "no match", "bad filter", "bad pass",
     "duplicate place",
@@ -332,6 +338,7 @@ def broken_programs(draw: Draw, case: Case) -> Broken:
 
 
 def _break(fault: str, program: list[JSON], case: Case, draw: Draw) -> Any:
+    """Return a program with the fault. `program` has a `place` and a `split` entry, which may be changed."""
     place, split = program
     if orders := _broken_orders(fault, split["num_microbatches"], draw):
         return [place, split, *orders]

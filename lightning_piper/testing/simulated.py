@@ -31,7 +31,7 @@ from lightning_piper.runtime.simulated_transport import SimulatedTransport, samp
 from lightning_piper.runtime.transport import Transport
 
 Over = Literal["devices", "one device"]
-Values = Mapping[str, torch.Tensor]
+Values = Mapping[str, torch.Tensor]  # name of a parameter, buffer or result -> value
 CPU = torch.device("cpu")
 # The factor of parameter updates between steps, so that stale values of one step differ from the next step's.
 RATE = 1 / 64
@@ -56,7 +56,14 @@ class Batch:
 
 @dataclass
 class _Device:
-    """The values that one device holds, and its results."""
+    """The values that one device holds, and its results.
+
+    Attributes:
+        tensors: Parameters and buffers by name.
+        shards: This device's shards of buckets.
+        kept: Gradients that are accumulated over batches.
+        found: The result of each step.
+    """
 
     tensors: dict[str, torch.Tensor]
     shards: dict[Bucket, torch.Tensor] = field(default_factory=dict)
@@ -88,19 +95,19 @@ def run_steps(
 ) -> list[Values]:
     """Return each device's values after steps with these batches.
 
-    These are the gradients and metrics of each step, and the final parameters and buffers.
+    The values are the gradients and metrics of each step, and the final parameters and buffers.
 
     Args:
         batches: The batches. Batches with the same plans share executors. Accumulated gradients pass from one
-            to the next.
+            batch to the next.
         tensors: Parameters and buffers. Each device gets a copy.
-        order: The order in which the simulated accelerator works. None: run on the CPU.
+        order: Number of the random order in which the simulated accelerator works. None: run on the CPU.
         over: With `devices`, each device has streams and memory of its own and communicates as with NCCL.
             With `one device`, all plans run on one device and pass tensors directly.
         queues: The number of queues of a device.
 
     Raises:
-        ExecutionError: Queues wait for each other, or an operation used memory that was in use again.
+        ExecutionError: Queues wait for each other, or an operation used memory that was already reused.
     """
     devices = {d: _Device({n: x.clone() for n, x in tensors.items()}) for d in sorted(batches[0].plans)}
     if order is None:
@@ -138,6 +145,7 @@ def _on_many(simulated: Simulated, batches: Sequence[Batch], devices: Mapping[in
         transport.connect(batch.plans)
 
     def program(d: int) -> None:
+        """Run the steps of device `d`, in the device's own thread."""
         device = devices[d]
         device.shards = shards_of(batches[0].plans[d], device.tensors, CPU)
         executors: dict[int, Executor] = {}
@@ -152,7 +160,7 @@ def _on_many(simulated: Simulated, batches: Sequence[Batch], devices: Mapping[in
 
 
 def differences(expected: Sequence[Values], found: Sequence[Values]) -> list[str]:
-    """Return the values of each device whose bits differ."""
+    """Return a text with device and name for each value whose bits differ."""
     return [
         f"device {d}: {name}"
         for d, (a, b) in enumerate(zip(expected, found, strict=True))
@@ -171,7 +179,8 @@ def first_difference(
     queues: int = QUEUES,
     expected: Sequence[Values] | None = None,
 ) -> str | None:
-    """Return the problem of the first order with a problem, or None if all orders give the CPU's values.
+    """Return a text about the first order that raises a PiperError or gives other values than the CPU; None if
+    there is no such order.
 
     Args:
         batches, tensors, over, queues: See `run_steps`.

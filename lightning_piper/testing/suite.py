@@ -29,7 +29,8 @@ from lightning_piper.testing.models import Case, Spec
 from lightning_piper.testing.programs import cases, programs
 from lightning_piper.verify.static_check import check
 
-# These models have each kind of block. Some return to an earlier stage, and some are exact.
+# Models with each kind of block except `scored` and `synced`. Some are exact, and one returns to an earlier
+# stage.
 POOL = (
     Spec(("linear", "residual"), (0, 1), exact=True),
     Spec(("tied", "branch", "tied"), (0, 1, 2), exact=True),
@@ -48,9 +49,13 @@ POOL = (
 def check_program(case: Case, program: Sequence[Directive]) -> TrainingDAG:
     """Apply a program and check everything after each pass. Returns the DAG from which plans are compiled.
 
-    It runs the static check. It compares each DAG with the DAG before (by the pass's contract) and with one
-    device, and the compiled plans with the interpreter. The finished DAG is checked twice, before and after
-    the elimination of redundant communication.
+    The check runs the static check, and compares each DAG with the DAG before the pass, as the pass's contract
+    says. It compares the plans of a finished DAG with the interpreter, before and after the elimination of
+    redundant communication. It compares the last DAG with one device, if random numbers allow this.
+
+    Raises:
+        AssertionError: Two outcomes differ.
+        PiperError: The program is not valid, or a check found an error.
     """
     held = _EquivalenceHook(case)
     dag = run_pipeline(case.step, program, after=held)
@@ -60,10 +65,10 @@ def check_program(case: Case, program: Sequence[Directive]) -> TrainingDAG:
         whole = single_device(case.spec, case.size, (Slice(0, case.size),))
         assert_same(whole, held.last, mode_of(case, bitwise=False), _terms(dag))
     if parts is not None:
-        # Three things change the order of sums. Sums are taken region by region and replica by replica. Batch
-        # norm of a transposed float64 input returns other strides than torch's shape rules predict, so the
-        # captured step selects other kernels than the eager step. Terms of the whole batch are added to the
-        # loss last.
+        # Three things change the order of sums. A tied weight's gradients are summed region by region, and all
+        # gradients replica by replica. Batch norm of a transposed float64 input returns other strides than
+        # torch's shape rules predict, so the captured step selects other kernels than the eager step. Terms of
+        # the whole batch are added to the loss last.
         exempt = {"tied", "batchnorm", "synced", "gathered"} & set(case.spec.blocks)
         mode = mode_of(case, bitwise=not exempt and dag.replicas == 1 and not held.regrouped)
         assert_same(single_device(case.spec, case.size, parts), held.last, mode, _terms(dag))
@@ -75,7 +80,7 @@ class _EquivalenceHook:
     interpreter.
 
     Attributes:
-        last: The outcome of the DAG after the previous pass.
+        last: The outcome of the DAG after the last pass; None before the first pass.
         regrouped: Whether a pass reassociated sums although its class promises the same bits.
     """
 
@@ -86,6 +91,8 @@ class _EquivalenceHook:
         self.regrouped = False
 
     def __call__(self, dag: TrainingDAG, done: Done) -> None:
+        """Check the DAG after a pass. If batch statistics or random numbers matter, compare it with the DAG
+        before only if both run their passes on the same samples."""
         case = self._case
         check(dag, final=done.by.finished)
         now, slices = run_interpreter(case, dag), _work(dag)
@@ -99,15 +106,15 @@ class _EquivalenceHook:
 
 
 def _work(dag: TrainingDAG) -> tuple[int, set[tuple[int, str, Slice]]]:
-    """Return the samples that each pass works on at a time, which determine batch statistics and random
-    numbers.
+    """Return the number of replicas, and (region, F or B, samples) of each chunk. Batch statistics and random
+    numbers depend only on these values.
     """
     return dag.replicas, {(chunk.region, chunk.kind[0], chunk.slice) for chunk in dag.of_type(Chunk)}
 
 
 def _terms(dag: TrainingDAG) -> int:
-    """Return the number of terms of the longest sum: samples, positions and features of a weight's gradient,
-    from every chunk.
+    """Return an upper bound of the number of terms of a sum. The longest sum is the gradient of a weight, over
+    the samples and positions of all chunks.
     """
     return 8 * dag.size + len(list(dag.of_type(Chunk)))
 
@@ -119,8 +126,9 @@ def directive_suite(
 ) -> type:
     """Return a test class for a directive, for example `TestMine = directive_suite(Mine, draw_mine)`.
 
-    It tests static check, contract and compiled plans with the directive alone and after random programs. It
-    also tests that rewrites are deterministic, JSON makes a round trip and malformed JSON raises an error.
+    The class tests static check, contract and compiled plans with the directive alone and after random
+    programs. It also tests that rewrites are deterministic, that the directive's JSON reads back as an equal
+    directive, and that malformed JSON raises an error.
 
     Args:
         directive: The registered directive class.
@@ -128,7 +136,8 @@ def directive_suite(
         pool: Models to test with.
     """
 
-    # The first example of a model captures it, which takes long. The profile sets the number of examples.
+    # The first example of a model captures the model, which takes long. The user's hypothesis profile sets the
+    # number of examples.
     unhurried = settings(
         deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.differing_executors]
     )
@@ -179,8 +188,8 @@ def directive_suite(
 
 
 def _malformed(directive: type[Directive], entry: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a directive's JSON with an unknown field, without a required field, or with a value that no
-    field accepts.
+    """Return copies of a directive's JSON, each with one fault: an unknown field, a missing required field, or
+    a field with a value that no field accepts.
     """
     fields = {f.name: f for f in dataclasses.fields(directive)}
     needed = [

@@ -9,11 +9,13 @@ from lightning_piper.simulate import Simulation, Span
 
 Row = tuple[int, str]  # (device, stream)
 
+# The index of each tag in a chunk's label, such as 0 and 3 in `F[PP=0,MB=3]`.
 _INDEX = re.compile(r"=([^,\]]*)(?=[,\]])")
 
 
 def rows_of(simulation: Simulation) -> dict[Row, list[Span]]:
-    """Return the spans that take time, by device and stream. Compute streams come first."""
+    """Return row -> its spans that take time. Rows are sorted by device. Of each device, streams with chunks
+    come first."""
     rows: dict[Row, list[Span]] = {}
     for span in simulation.timeline:
         if span.end > span.start:
@@ -29,13 +31,13 @@ def is_chunk(span: Span) -> bool:
 
 
 def indices(span: Span) -> list[str]:
-    """Return the indices of a chunk's tags, in order: `F[PP=0,MB=3]` has 0 and 3."""
+    """Return the indices of a chunk's tags as texts, in order: "0" and "3" of `F[PP=0,MB=3]`."""
     return _INDEX.findall(span.label)
 
 
 def distinct_names(spans: Sequence[Span]) -> list[str]:
-    """Return pass and indices of each chunk, without indices that all of them share: `F3`, or `F0.3` among
-    several stages.
+    """Return the pass and the indices of each chunk, without indices that all chunks share: `F3`, or `F0.3`
+    among chunks of several stages.
     """
     found = [indices(span) for span in spans]
     depth = max((len(x) for x in found), default=0)

@@ -1,5 +1,5 @@
-"""One colour for each kind of work, light enough for black text. Operations define theirs
-(`Instruction.colour`).
+"""One colour for each kind of work, light enough for black text. An operation's colour is in the class of its
+instruction (`Instruction.colour`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,6 @@ def colour(kind: str) -> str:
 
 
 def rank(kind: str) -> tuple[int, str]:
-    """Return the sort key of a kind in a legend: known passes, other passes, operations."""
+    """Return the sort key of a kind in a legend: first F, B, BI and BW, then other passes, then operations."""
     known = list(_PASSES)
     return (known.index(kind) if kind in known else len(known) + (not kind.isupper()), kind)

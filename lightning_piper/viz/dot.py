@@ -18,7 +18,7 @@ def dot_graph(dag: TrainingDAG, device: int) -> str:
     Solid edges carry data. Dashed edges only order nodes, and name the directive that added them.
 
     Raises:
-        PiperError: The DAG does not have this device.
+        PiperError: `dag` is not a DAG, or it does not have this device.
     """
     if not isinstance(dag, TrainingDAG):
         raise PiperError(

@@ -14,7 +14,7 @@ from lightning_piper.viz.colours import colour, rank
 _ROW, _GAP, _DEVICE_GAP, _TOP, _BOTTOM, _RIGHT = 24, 4, 10, 40, 34, 20  # pixels
 _LETTER = 6.2  # width of a letter in pixels, in the font below
 _BOX = 26  # width of the shortest chunk in pixels, unless the chart would get too wide
-_WIDTHS = (800, 12_000)
+_WIDTHS = (800, 12_000)  # smallest and largest width of a row in pixels
 # Characters that XML does not allow.
 _FORBIDDEN = re.compile(r"[^\t\n\r\x20-\uD7FF\uE000-\uFFFD\U00010000-\U0010FFFF]")
 _STYLE = (
@@ -69,6 +69,7 @@ def _tops(rows: Iterable[Row]) -> list[int]:
 
 
 def _width(simulation: Simulation, rows: dict[Row, list[Span]]) -> int:
+    """Return the width of a row in pixels. Within `_WIDTHS`, the shortest chunk is `_BOX` wide."""
     shortest = min(
         (span.end - span.start for spans in rows.values() for span in spans if is_chunk(span)), default=0
     )
@@ -95,8 +96,8 @@ def _box(span: Span, left: float, y: float, height: float, scale: float) -> str:
 
 
 def _lanes(spans: Sequence[Span]) -> list[int]:
-    """Return the first free lane for each span, because messages of several channels may overlap on one
-    stream.
+    """Return the number of the first free lane for each span, from 0 on. A row needs several lanes if messages
+    of several channels overlap on one stream.
     """
     free: list[object] = []
     lanes = []

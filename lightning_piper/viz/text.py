@@ -11,14 +11,15 @@ from lightning_piper.errors import PiperError
 from lightning_piper.simulate import Number, Simulation
 from lightning_piper.viz.boxes import distinct_names, is_chunk, rows_of
 
-_IDLE, _REST = ".", "-"
+_IDLE, _REST = ".", "-"  # an idle column; the columns of a box after its name
 
 
 def text_chart(simulation: Simulation, width: int = 120) -> str:
     """Return a chart of the chunks by device, and by stream if a device has several compute streams.
 
     `F3` starts a forward pass of microbatch 3, `-` continues it, and `.` is idle. A box that is too narrow
-    shows the pass only. Names do not have tag indices that are the same in a whole row.
+    shows the pass only. Names do not have tag indices that are the same in a whole row. If no chunk takes any
+    time, the chart is a sentence that says so.
 
     Args:
         simulation: The simulation to show.

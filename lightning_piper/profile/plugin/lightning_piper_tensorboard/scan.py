@@ -40,11 +40,11 @@ class RecordedRun:
 
 
 def scan(roots: Mapping[str, Path]) -> dict[str, RecordedRun]:
-    """Return the runs by name. A run is a folder with a folder `piper`, and its name is its path in the log
-    directory.
+    """Return name -> run. A run is a folder with step files in its folder `piper`. Its name is a prefix and
+    its path in the log directory.
 
     Args:
-        roots: Maps a prefix of the runs' names to a log directory.
+        roots: Prefix of the runs' names -> log directory.
     """
     runs: dict[str, RecordedRun] = {}
     for prefix, root in roots.items():
@@ -93,7 +93,7 @@ def read(run: RecordedRun, name: str) -> bytes:
     """Return the content of a run's file.
 
     Raises:
-        Refused: The file was deleted, is not a regular file, or is larger than `LIMIT`.
+        Refused: The file was deleted, cannot be opened, is not a regular file, or is larger than `LIMIT`.
     """
     try:
         folder = _folder(run.root, run.parts)
@@ -121,8 +121,8 @@ def read(run: RecordedRun, name: str) -> bytes:
 
 
 def roots_of(logdir: str | None, spec: str | None) -> dict[str, Path]:
-    """Return directories by prefix, from TensorBoard's `--logdir` or `--logdir_spec`
-    (`name:path,name:path`).
+    """Return prefix -> log directory, from TensorBoard's `--logdir` or, without it, from `--logdir_spec`
+    (`name:path,name:path`). A path without a name has the prefix "".
     """
     if logdir:
         return {"": Path(logdir).expanduser()}

@@ -38,13 +38,15 @@ class PiperTab(TBPlugin):  # type: ignore[misc]  # TensorBoard has no annotation
         return FrontendMetadata(es_module_path="/index.js", tab_name="Piper")
 
     def is_active(self) -> bool:
-        """Return whether there is a recording. TensorBoard asks often, so a thread scans the disk."""
+        """Return whether the last scan found a recording. If not, start a thread that scans the disk again,
+        because TensorBoard calls this often and must not wait."""
         if not self._runs and time.monotonic() - self._scanned > RESCAN:
             self._scanned = time.monotonic()
             threading.Thread(target=self._scan, daemon=True).start()
         return bool(self._runs)
 
     def get_plugin_apps(self) -> dict[str, Callable[..., Any]]:
+        """Return route -> application that answers its requests, and start the first scan."""
         apps: dict[str, Callable[..., Any]] = {
             "/runs": Request.application(self._serve_runs),
             "/file": Request.application(self._serve_file),
