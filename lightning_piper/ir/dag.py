@@ -38,8 +38,8 @@ class TrainingDAG:
         program: The application of a program to this graph, up to the current directive.
         overlaps: One entry for each group of an `order` whose chunks may interleave. The entry has, for each
             filter of the group, the ids of the nodes that the filter selects.
-        meshes: Region -> the mesh along whose axes (all but `DATA`) its parameters are divided. Regions
-            without divided parameters are absent.
+        meshes: Region -> the mesh along whose axes its experts are divided (all axes but `DATA` and
+            `member_axes`). Regions without divided experts are absent.
         divided: Parameter -> the axes along which it is divided. Whole parameters are absent.
         member_axes: The axes along which chunks compute on parts of tensors (`Step.divisions`). If empty,
             chunks compute on whole tensors.

@@ -124,7 +124,7 @@ class Routed:
     """A region between `dispatch` and `combine`, which sends each row to one of E experts.
 
     Attributes:
-        sites: Numbers of the step's calls of `dispatch` that lead to the region.
+        sites: Indices, among the step's calls of `dispatch`, of the calls that lead to the region.
         count: E.
         params: The region's parameters whose first dimension is E.
         even: Whether every expert gets the same number of rows (its capacity). Otherwise counts give the

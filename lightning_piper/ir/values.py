@@ -174,7 +174,7 @@ def is_shift(before: Placement, after: Placement) -> bool:
 
 @dataclass(frozen=True, order=True)
 class Slice:
-    """A range [start, stop) of samples of the global batch of one step."""
+    """A range [start, stop) of samples of the global batch of a step, or of a replica's local batch."""
 
     start: int
     stop: int

@@ -154,7 +154,8 @@ class Planning(Protocol):
     def read(self, ref: Ref, reader: Node) -> Read:
         """Return the read of a value by `reader`, with the slot that holds the value.
 
-        At the first read on the device, emit the instructions that bring the value into the slot.
+        At the first read on the device, emit the instructions that bring the value into the slot. Raise an
+        error if the device does not have the value.
         """
         ...
 
@@ -193,8 +194,8 @@ class Planning(Protocol):
         ...
 
     def wait_for_earlier(self, node: Node) -> None:
-        """Wait for earlier sums of the kind of `node`, except for the latest few, because each sum in flight
-        holds a whole bucket."""
+        """Note that the sum of `node` is in flight. If too many sums are in flight, wait for the earliest,
+        because each of them holds a whole bucket."""
         ...
 
     def add_up(self, node: Node) -> int:

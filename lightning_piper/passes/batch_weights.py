@@ -10,7 +10,7 @@ from lightning_piper.ir.values import Replicate, Slice
 from lightning_piper.ops.weights import Counts, CountsSum, Weights, counted, share_of, wanted_by, weighed
 
 STREAM = "counts"
-# (devices, the slices of the local batch for which they need weights)
+# (devices, the slices into which a pass of a region divides the local batch)
 Group = tuple[tuple[int, ...], tuple[Slice, ...]]
 
 
@@ -19,7 +19,8 @@ def weigh(dag: TrainingDAG) -> None:
 
     A device that works on the whole batch needs no such nodes, unless a denominator is guarded.
 
-    Each group of devices gets nodes of its own. The slices of a region are the same on all of its groups.
+    Each group of devices gets nodes of its own. They make weights for all slices of a region, also for the
+    slices that run on another group.
     """
     slices = _slices(dag)
     groups: dict[Group, dict[int, None]] = {}

@@ -51,7 +51,7 @@ class ReportRow:
 
     Attributes:
         before: The comparison with the DAG before the rewrite.
-        single: The comparison with one device that accumulates eagerly over the same microbatches.
+        single: The comparison with one device that accumulates over the same microbatches.
     """
 
     index: int | None

@@ -3,8 +3,8 @@ device computes.
 
 The capture defines, for each input of a pass, which output of which pass it is. A DAG is correct under three
 conditions. Every chunk gets exactly these values, of exactly its own samples, through nodes that only move,
-cut, join or sum them. Every region runs once for every sample. Every gradient, metric and buffer is assembled
-from all slices, each once, with weights n_i/N.
+cut, join or sum them. Every region runs once for every sample. Every gradient and metric is assembled from
+all slices, each once and with its share n_i/N of the batch. Every buffer gets its value after the last slice.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 A batch may be cut into microbatches under four conditions. Samples are independent, the backward pass is
 linear in the loss's gradient, buffers move by sums and means over samples, and Python code does not depend on
 the number of samples. The trial runs the user's code uncaptured, forward and backward, on some samples at
-once and on parts of them. It joins the parts with the weights of the program. If the results differ, it finds
-the first operation whose results differ.
+once and on parts of them. If terms of the loss need different weights, it runs the captured code instead. It
+joins the parts with the weights of the program. If the results differ, it finds the first operation whose
+results differ.
 """
 
 from __future__ import annotations
