@@ -61,6 +61,7 @@ def backward_cuts(
                     stack.append(x)
         return made
 
+    # the forward nodes of the gradients before and after each change
     for node in backward:
         if node.target is CHANGE:
             for later in differentiated(node.all_input_nodes, onward=False):

@@ -282,13 +282,15 @@ def _places(
             begins = latest[1] != (node in joined)
             places[node] = (latest[0], True, 0) if begins else latest, begins
         elif node in parts:
-            if (tags_of(node), parts[node]) != current:
+            if (tags_of(node), parts[node]) != current:  # the node begins a run
                 run, current = run + 1, (tags_of(node), parts[node])
             here = (run, node in joined)
             # input -> the number of boundaries before it, if the input is in the same run and part
             depth = {
                 x: places[x][0][2] for x in node.all_input_nodes if x in places and places[x][0][:2] == here
             }
+            # the numbers of boundaries that must be before the node: after its inputs, so that the backward
+            # pass can be cut (`after`), and as `AFTER` says
             behind = [before + (x.target in BORDERS) for x, before in depth.items()]
             for x in after.get(node, ()):
                 if x not in places and tags_of(x) == tags_of(node):
@@ -398,10 +400,11 @@ def _assign_backward(
             )
         if region is None:
             floating.append(node)
-        elif node.target is operator.getitem:
+        elif node.target is operator.getitem:  # in the region of the operation with several results
             of[node] = bound
         else:
             of[node] = min(region, bound)
+    # A node that reads no gradient belongs to the region of its first reader in the backward pass.
     for node in reversed(floating):
         of[node] = max((of[u] for u in node.users if u in of), default=last[False])
 

@@ -55,8 +55,8 @@ def refuse_sharing(pairs: Sequence[Pair], changing: Collection[str], params: Col
 
 
 def _problem(one: str, two: str, changing: Collection[str], params: Collection[str]) -> str:
-    """Return the text of an error for two tensors that share memory, by their names. `changing` has the names
-    whose tensors change, and `params` has the names of the parameters."""
+    """Return the text of an error for two tensors with these names, which share memory. `changing` has the
+    names whose tensors change, and `params` has the names of the parameters."""
     if one in params and two in params:
         return (
             f"the parameters {one!r} and {two!r} are two tensors that share memory. On one device training "

@@ -388,7 +388,7 @@ class CapturedStep:
             traced, specs, step = self._trace(hint, {}, (), symbols.fakes)
             made = SymbolicStep(traced, symbols, step.rebuild)
             text = made.text(first._specs(samples) + specs[len(self.batch_spec.specs) :])
-            if text is None:
+            if text is None:  # the trace does not serve the first batch: compare with a new trace
                 text, said = made.text(specs), text_of(self._trace(hint, {}, ())[0])
             if text is not None and (text.lines, text.specs) == (said.lines, said.specs):
                 made.cut(self.canonical, specs, hint, partial(self._beside, hint), self.recomputed)

@@ -52,7 +52,7 @@ class PlacementWriter:
 
     def changed(self, x: Node, wanted: Placement, reader: Node) -> Node:
         """Return the value of `x` with another placement. Readers with the same `_key` share one change."""
-        if x.target is CHANGE and x.args[1] == self.axis:
+        if x.target is CHANGE and x.args[1] == self.axis:  # one change replaces two
             x = x.all_input_nodes[0]
             if self.held[x] == wanted:
                 return x
@@ -65,6 +65,7 @@ class PlacementWriter:
             along = len({p.dim for p in parts}) < len(parts)
             by_whole = len(runs) == 2 or (along and runs[0] % self.degree)
             return (self._changed_by_whole if by_whole else self._changed_in_runs)(x, wanted, reader)
+        # A change in the region of `x` gets the metadata of `x`, any other change that of the reader.
         here, key = has_own_region(x), self._key(x, wanted, reader)
         if key not in self._made:
             at = self._before(x, reader) if not here and _torch.is_backward(reader) else reader
@@ -134,7 +135,7 @@ class PlacementWriter:
         return self._made[key]
 
     def _changed_by_whole(self, x: Node, wanted: Placement, reader: Node) -> Node:
-        """Change a value from shards of some runs to shards of other runs: replicate it first."""
+        """Change the placement of a value in two steps: replicate the value first."""
         whole = self.changed(x, Replicate(), reader)
         with self.graph.inserting_before(reader):
             at = reader if reader.op == "call_function" else x

@@ -200,6 +200,7 @@ class Propagation:
             if inputs[0] in self.sought:
                 self.sought[node] = self.sought[inputs[0]]
             return
+        # A change before a view serves all products that read the view.
         if node.target in _VIEWED and self._is_for_columns(node):
             node.replace_input_with(inputs[0], self.changes.changed(inputs[0], R, node))
         elif node.target in _VIEWED and (part := self._is_for_rows(node)) is not None:
@@ -221,6 +222,7 @@ class Propagation:
         if rule is None:
             raise self._refusal(node)
         inputs = tensors_of(node)
+        # Give each input the placement of the rule: choose it for a free parameter, change it for a value.
         for x, wanted in dict(zip(inputs, rule.inputs, strict=True)).items():
             if x in self.free:
                 self._settle(x, wanted)
