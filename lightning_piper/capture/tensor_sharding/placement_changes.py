@@ -65,7 +65,7 @@ class PlacementWriter:
             along = len({p.dim for p in parts}) < len(parts)
             by_whole = len(runs) == 2 or (along and runs[0] % self.degree)
             return (self._changed_by_whole if by_whole else self._changed_in_runs)(x, wanted, reader)
-        # A change in the region of `x` gets the metadata of `x`, any other change that of the reader.
+        # A change in the region of `x` gets the metadata of `x`. Any other change gets the reader's metadata.
         here, key = has_own_region(x), self._key(x, wanted, reader)
         if key not in self._made:
             at = self._before(x, reader) if not here and _torch.is_backward(reader) else reader
