@@ -88,7 +88,8 @@ def run_together(
             turns.end(own)
 
     def others(stand: Callable[[], BaseException]) -> None:
-        """Let the other programs continue. If no program can, raise the error that `stand` makes."""
+        """Let the other programs continue, until it is this program's turn again. If no program can continue,
+        raise the error that `stand` makes."""
         own = hosts.index(simulated.host)
         turns.stuck.add(own)
         if turns.all_stuck:

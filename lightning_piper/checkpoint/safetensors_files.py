@@ -145,7 +145,8 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 class _Entry:
-    """An entry of a header: a tensor's dtype, shape, and first and last byte."""
+    """An entry of a header: a tensor's dtype and shape, and the range of its bytes after the header, without
+    the byte `last`."""
 
     def __init__(self, key: str, found: dict[str, Any]) -> None:
         self.key, self.dtype = key, str(found["dtype"])

@@ -92,6 +92,7 @@ class Saving:
         self._path = Path(os.path.abspath(world.broadcast(os.fspath(path))))
         self._doing = f"saving {self._path}"
         self._planner, self._writer = SaveRanges(tensor_ranges), Writer(temporary_of(self._path))
+        # On rank 0: the content of `meta.pt`, and the table of all ranges. On each process: its own plan.
         self._common, self._metadata, self._plan = b"", Metadata({}), SavePlan([])
         # the ranges of this process, by which the next `Saving` sees whether the plan still fits
         self._held = [(part.key, part.start, part.stop, part.spec) for part in tensor_ranges]

@@ -117,6 +117,7 @@ def tensor_ranges_of(
         running: Whether a fit is running, so that the module is distributed as `ownership` says.
     """
     tensor_map = ownership.tensor_map
+    # (key, canonical name, start, stop, values) of ranges that `ranges_of` does not return
     found: list[tuple[str, str, int, int, torch.Tensor]] = []
     in_parts = running or not ownership.whole
     if not in_parts:  # The fit is over: every process has the whole module, and may have changed it.
@@ -183,6 +184,7 @@ class Loading:
         self._world = world
         self._opened = open_checkpoint(path, world, weights_only)
         self.content = self._opened.common
+        # the module whose ranges are still to be read, and name of a tensor -> its key
         self._waiting: tuple[nn.Module, dict[str, str]] | None = None
 
     def read(self, content: dict[str, Any], entries: Iterable[str]) -> None:

@@ -42,7 +42,7 @@ class GradientInjection:
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         # Steps whose gradients the plan accumulates locally, one for each batch so far.
         self._kept: list[_PendingGradients] = []
-        self._last: _PendingGradients | None = None
+        self._last: _PendingGradients | None = None  # the gradients of the last loss
         # parameters whose `grad` is a placeholder for a gradient on other processes
         self._marked: dict[str, torch.nn.Parameter] = {}
         self._begins = False  # whether the next `backward` is the first one of an accumulation

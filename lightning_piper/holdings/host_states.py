@@ -45,6 +45,7 @@ class HostStates:
         self._part: list[Tensor] = []  # hosted parameters of the part that is being updated
         self._rest = ExitStack()  # closing it restores the full groups
         own = optimizer.optimizer
+        # whether parameters are updated in several parts
         self._apart = len(list(self._parts())) > 1 and goes_in_parts(own, optimizer.of_groups(), device)
         own.register_step_pre_hook(self._before)
         # `_after` runs before all other hooks, so the other hooks see all parameters in the groups.

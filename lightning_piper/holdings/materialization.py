@@ -223,7 +223,7 @@ def _attributes(tensor: torch.Tensor) -> dict[str, object]:
 
 
 def like(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """Return `data` as a parameter or buffer like `tensor`."""
+    """Return `data` as a parameter or buffer like `tensor`, with the attributes that were set on `tensor`."""
     if not isinstance(tensor, nn.Parameter):
         data.__dict__.update(_attributes(tensor))  # such as the mark of `nn.Buffer`
         return data

@@ -81,7 +81,7 @@ class GlobalNorms:
         keys = dict.fromkeys([*ownership.params, *(key for group in self._groups for key in sorted(group))])
         self._keys = {key: i for i, key in enumerate(keys)}  # key -> its index, the same on every process
         kinds = {key: x.dtype.to_real() for key, x in (*self._held.items(), *ownership.params.items())}
-        self._dtypes = [kinds[key] for key in self._keys]
+        self._dtypes = [kinds[key] for key in self._keys]  # by index of the key: dtype of the gradient's norm
         self._named = {id(x): key for key, x in self._held.items()}
         tensor_map = ownership.tensor_map
         order = [n for names in optimizer.names for n in names if n is not None and n in trained]
@@ -89,11 +89,13 @@ class GlobalNorms:
         # In a loop over single norms, a process with fewer parameters would finish while another process
         # still waits for it.
         self._ends_early = any(len(x) < len(y) and x == y[: len(x)] for x in lists for y in lists)
+        # names of the parameters of which this process holds a shard
         self._in_pieces = {
             n
             for n in ownership.params
             if tensor_map.held(n, world.rank) and not tensor_map.holds_whole(n, world.rank)
         }
+        # whether every process holds every parameter whole, so that torch's own norm is right
         self._whole = all(
             tensor_map.holds_whole(n, rank) for n in ownership.params for rank in range(world.size)
         )
@@ -105,7 +107,7 @@ class GlobalNorms:
         """Scale gradients down to a norm of at most `clip_val`, over all processes. Collective.
 
         Args:
-            params: This process's parameters with gradients that count.
+            params: The parameters and shards of this process whose gradients are clipped together.
             clip_val: The largest norm.
         """
         grads = {self._named[id(p)]: p.grad for p in params if p.grad is not None}
@@ -243,13 +245,16 @@ class GlobalNorms:
         # the optimizer, of which each process has different parameters.
         groups = [[self._keys[key] for key in group] for group in self._groups]
         used = [group for group in groups if asked[:, group].any()]  # groups of which gradients are requested
+        # A process requested some of its gradients of a group, but not all.
         if any(((answers[:, group] == _HERE).any(1) & asked[:, group].any(1)).any() for group in used):
             raise PiperError(f"{_SOME}. {_ADVICE} [PIPER-S008]")
+        # A process requested none of its gradients of a group, and another process requested its own.
         if any((answers[:, group] == _HERE).any() for group in used):
             raise PiperError(
                 "PiperStrategy: the processes called clip_grad_norm_ or get_total_norm with gradients of "
                 f"different parameter groups. {_ADVICE} [PIPER-S008]"
             )
+        # The processes requested parameters that are in no group, or named gradients of other processes.
         grouped = {i for group in used for i in group}
         outside = any(bool(asked[:, i].any()) for i in range(asked.shape[1]) if i not in grouped)
         if outside or bool((answers == _ASKED_ELSEWHERE).any()):

@@ -123,6 +123,7 @@ def reduced(shape: Sequence[int]) -> tuple[int, ...]:
         (d if d <= FEW else 24 if d < SIDE else SIDE) if i in largest else min(d, FEW)
         for i, d in enumerate(shape)
     ]
+    # A parameter with many elements keeps many, so its sides grow again.
     least = min(math.prod(shape), LEAST)
     while math.prod(sides) < least:
         i = max(range(len(shape)), key=lambda i: shape[i] / sides[i])

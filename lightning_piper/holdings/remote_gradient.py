@@ -57,6 +57,8 @@ class RemoteGradient(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function that needs no values, or apply an elementwise change to the local gradients.
 
+        `detach` and `.data` return the placeholder itself.
+
         Raises:
             PiperError: The function needs values.
         """
@@ -111,7 +113,8 @@ def _here(grad: torch.Tensor) -> torch.Tensor | None:
 
 
 def _is_number(x: Any) -> bool:
-    """Return whether an operand is one value for all elements: no list, and no tensor with dimensions."""
+    """Return whether an operand is one value for all elements. A list, and a tensor with dimensions or
+    without values, are not."""
     return not isinstance(x, list | tuple) and not (
         isinstance(x, torch.Tensor) and (x.dim() > 0 or x.is_meta)
     )

@@ -60,11 +60,11 @@ def _localize(node: Node, held: Mapping[Node, Any], degree: int) -> None:
     if node.op != "call_function":
         return
     target: Any = node.target
-    if node.target is CHANGE:
+    if node.target is CHANGE:  # its output has the shape of a part, whatever the part of its input
         shape = part_shape(tuple(value.shape), placement, degree)
         node.meta["val"] = torch.empty(shape, dtype=value.dtype, device=value.device)
         return
-    if (index := SHAPED.get(target)) is not None:
+    if (index := SHAPED.get(target)) is not None:  # the argument becomes the shape of a member's output
         shape = part_shape(tuple(value.shape), placement, degree)
         node.args = (*node.args[:index], list(shape), *node.args[index + 1 :])
     along = _tuple(placement)[0]
@@ -73,6 +73,7 @@ def _localize(node: Node, held: Mapping[Node, Any], degree: int) -> None:
         node.args = (*node.args[:at], 1, node.args[at + 1], 0)
     if target in SPLIT and held.get(node.all_input_nodes[0]) == Shard(_split_along(node), len(_tuple(value))):
         node.args = (node.args[0], _fewer(node.args[1], degree), *node.args[2:])
+    # Compute the value on the member's inputs, and check its shape.
     if any(p is not None and not _same(p) for p in _tuple(placement)) or _reads_parts(node, held):
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
         # A view of a shard with gaps in memory fails. `reshape` copies such a shard.

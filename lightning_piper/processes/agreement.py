@@ -121,8 +121,8 @@ class BatchCheck:
     def __init__(self, world: World, whole: Callable[[], bool] = lambda: False) -> None:
         self._world, self._whole = world, whole
         self._drift = False  # whether the replicas' optimizer options have differed
-        self._steps = 0
-        self._batch_spec: BatchSpec | None = None
+        self._steps = 0  # number of steps of this fit that were compared, or are being compared
+        self._batch_spec: BatchSpec | None = None  # this process's batch spec in the last comparison
         # Checksums of the spec's shapes, of the part of the shapes that all replicas must share, and of
         # everything else in the spec; then the number of samples.
         self._sums = (0, 0, 0, 0)

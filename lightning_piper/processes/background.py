@@ -24,10 +24,10 @@ class BackgroundThread:
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()
-        self._works: deque[Callable[[], object]] = deque()
+        self._works: deque[Callable[[], object]] = deque()  # tasks that have not begun
         self._thread: threading.Thread | None = None
-        self._busy = False
-        self._error: BaseException | None = None
+        self._busy = False  # whether the thread runs a task, or will run one
+        self._error: BaseException | None = None  # the error that `wait` must raise
 
     def start(self, work: Callable[[], object]) -> None:
         """Wait for the previous task, then start this one.

@@ -91,9 +91,10 @@ class FailureWatch:
     ) -> None:
         self._world, self._progress = world, progress
         self._children = dict(enumerate(children, world.rank + 1))
-        self._fitting = threading.get_ident()
+        self._fitting = threading.get_ident()  # the thread whose place this process reports
+        # set when the fit has ended on this process, and when there is a verdict
         self._over, self._judged = threading.Event(), threading.Event()
-        self._first: tuple[int, str] | None = None
+        self._first: tuple[int, str] | None = None  # the verdict: the first process to fail, and why
         self.signalled: Callable[[int], object] = lambda rank: None
         server = _listen(host) if world.is_rank_zero else None
         port, token = world.broadcast(
@@ -319,7 +320,8 @@ class _Judge:
         """Send a verdict if processes that wait for each other can no longer meet. Otherwise ask for their
         places again.
 
-        Processes have parted if all of them wait, and are at the same places as at the previous request.
+        Processes can no longer meet if one of them has left the training loop (`parted`), and all of them
+        wait at the same places as at the previous request.
         """
         places, self._asks = self.places, time.monotonic() + EVERY
         waiting = all(

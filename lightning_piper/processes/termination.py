@@ -39,9 +39,9 @@ class Termination:
     def __init__(self, rank: int, watch: FailureWatch, error: Callable[[str], BaseException]) -> None:
         self._rank, self._watch, self._error = rank, watch, error
         self._by: int | None = None  # the rank that received the signal first, as far as this process knows
-        self._trains = False
-        self._over = threading.Event()
-        self._restore = contextlib.ExitStack()
+        self._trains = False  # whether the first step has begun
+        self._over = threading.Event()  # set when the run is over
+        self._restore = contextlib.ExitStack()  # closing it restores the previous signal state
 
     def __reduce__(self) -> Any:
         return object, ()  # A signal concerns one process, so a pickled copy is an empty object.
