@@ -1,6 +1,6 @@
 """A workload by calculation: the cost of each block's operations on given hardware.
 
-Nothing is run, and tensors need no data.
+The code of passes runs on fake tensors, so parameters and batch need no data.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ def analytic(
         batch: The batch of one step.
         hardware: The hardware that the step is to run on.
         samples: Sizes of microbatches for which work is calculated.
-        tensor: Sizes of a tensor axis, which shards the parameters that `tensor_parallel` proposes. Work is
-            counted per device. A size does not count if it cannot shard all parameters that the smallest
-            size can shard. A number of samples does not count if the sharded step cannot be traced for it.
+        tensor: Sizes of a tensor axis, which shards the parameters that `tensor_parallel` proposes. The costs
+            are the costs of one device. A size is left out unless it shards the same parameters as the smallest possible
+            size. For each size, a number of samples is left out if the sharded step cannot be traced for it or
+            for a larger number.
         states: Bytes of optimizer state for each byte of parameters; 2 for Adam.
         cut: The blocks of the same module and batch, if they are known.
 
@@ -82,7 +83,8 @@ def analytic(
 
 
 def _proposed(cut: BlockCut, degree: int) -> dict[str, Shard]:
-    """Return the parameters that `tensor_parallel` would shard; empty if it cannot shard any."""
+    """Return the parameters that `tensor_parallel` would shard over `degree` devices, as name -> its shards; empty
+    if it cannot shard any."""
     try:
         return find_params(cut.step.joint_graph, AXIS, degree, {})
     except CaptureError:
@@ -92,7 +94,8 @@ def _proposed(cut: BlockCut, degree: int) -> dict[str, Shard]:
 def _works(
     cut: BlockCut, step: CapturedStep, samples: int, hardware: Hardware, degree: int = 1
 ) -> list[Work]:
-    """Return the work of each block."""
+    """Return the work of each block on a microbatch, on one of `degree` devices along the tensor axis. `step` is the
+    step of one such device."""
     code = step.at(samples)
     passes: dict[int, dict[str, float]] = {}
     for (region, kind), costs in costs_of(step, samples, degree).items():
@@ -112,7 +115,7 @@ def _works(
 def _regions_by_tag(cut: BlockCut, code: StepCode) -> tuple[tuple[int, ...], ...]:
     """Return the regions of each block, in code that has more regions than `cut.step`.
 
-    The regions of a block are those whose tag is one of the block's tags.
+    A region belongs to the block that has its tag in `cut.step`.
     """
     whole = cut.step.at(code.size).regions
     owner: dict[int | None, tuple[int, ...]] = {}
@@ -125,7 +128,8 @@ def _regions_by_tag(cut: BlockCut, code: StepCode) -> tuple[tuple[int, ...], ...
 
 
 def costs_of(step: CapturedStep, samples: int, degree: int = 1) -> dict[PassKey, list[Cost]]:
-    """Return the costs of the operations of each pass of a step with this number of samples.
+    """Return the costs of the operations of each pass of a step with this number of samples. The passes include B,
+    and BI and BW.
 
     Args:
         degree: Size of the tensor axis. The costs are per device.
@@ -146,6 +150,7 @@ def costs_of(step: CapturedStep, samples: int, degree: int = 1) -> dict[PassKey,
         return made
 
     def arrive(output: Output, bundle: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Return an output with the shapes that it has after the exchanges along the tensor axis."""
         if not output.changes:
             return bundle
         return tuple(x.new_empty(_changed(tuple(x.shape), output.changes, degree)) for x in bundle)
@@ -165,7 +170,7 @@ def _changed(shape: tuple[int, ...], changes: Sequence[Change], degree: int) -> 
     """Return the shape of a device's shard after changes of the tensor's placement along the tensor axis.
 
     Args:
-        shape: the shape of the shard before the changes.
+        shape: The shape of the shard before the changes.
     """
     sizes = list(shape)
     for change in changes:
@@ -177,9 +182,9 @@ def _changed(shape: tuple[int, ...], changes: Sequence[Change], degree: int) -> 
 
 
 def _exchanged(code: StepCode, region: int, degree: int) -> Number:
-    """Return the bytes of the sums within the forward pass of a region.
+    """Return the bytes of the exchanges along the tensor axis after the forward pass of a region.
 
-    A gather counts half as much as a sum, and so does a sum whose result is sharded.
+    A sum counts with its bytes. A gather, or a sum whose result is sharded, counts with half of the bytes.
     """
     found: Number = 0
     for output, specs in zip(

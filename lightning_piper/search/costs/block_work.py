@@ -32,9 +32,10 @@ class Seconds(NamedTuple):
 
 
 def seconds_of(passes: Mapping[str, Number]) -> Seconds:
-    """Return the seconds of a region, from the times of its passes by name.
+    """Return the seconds of a region, from the times of its passes: `F`, `B`, `BI`, `BW` -> seconds.
 
-    The time by which BI and BW together exceed B is work that both do, and that B does once.
+    If BI and BW together take more time than B, the difference is work that both passes do, and that B does once.
+    Without times of BI and BW, the time of B is the time of BI.
     """
     forward, whole, first, second = (passes.get(kind, 0) for kind in ("F", "B", "BI", "BW"))
     if not first + second:
@@ -45,7 +46,8 @@ def seconds_of(passes: Mapping[str, Number]) -> Seconds:
 
 
 def alone(code: StepCode, region: int, passes: Mapping[str, float]) -> dict[str, float]:
-    """Return the only part (BI or BW) of a region's backward pass with its seconds; empty if it has both."""
+    """Return {BI or BW: seconds of B} if a region's backward pass has only this one part. Otherwise return an empty
+    dict."""
     parts = code.backward_passes_of(region)
     return {parts[0]: passes["B"]} if len(parts) == 1 else {}
 
@@ -56,7 +58,7 @@ def total(found: Iterable[Seconds]) -> Seconds:
 
 
 def written_in_place_of(code: StepCode) -> frozenset[str]:
-    """Return the parameters whose gradients a backward pass writes directly into their buckets."""
+    """Return the parameters whose gradient only one backward pass makes, and writes directly into its bucket."""
     found: dict[str, list[bool]] = {}
     for (region, kind), interface in code.interfaces.items():
         of_pass, first = code.code[region, kind], 0
@@ -103,17 +105,17 @@ def workload(
     """Assemble a workload from the work of its blocks.
 
     Args:
-        works: The work of each block, by (samples, size of the tensor axis).
+        works: (samples, size of the tensor axis) -> the work of each block.
         states: Bytes of optimizer state for each byte of parameters.
-        of_param: The seconds that a parameter takes besides passes.
+        of_param: Takes the name of a parameter, and returns the seconds that it takes besides passes.
         divided: Parameters that are sharded along the tensor axis.
         meet: Whether the step mixes samples. None: `meets` decides from the step's operations.
-        least: Smallest number of samples of a microbatch by size of the tensor axis, if it is larger than for
-            one device.
+        least: Size of the tensor axis -> smallest number of samples of a microbatch. A size is absent if this
+            number is not larger than for one device.
     """
     sent = cut.sent(cut.step.size)
     fewest = 1 if cut.refuses(1) is None else min(samples for samples, _ in works)
-    # The optimizer updates a tied parameter once.
+    # Parameter -> the first block that uses it. The optimizer updates a tied parameter once.
     first = {name: i for i, params in reversed([*enumerate(cut.params)]) for name in params}
     packed = [sum(of_param(name).packed for name in params) for params in cut.params]
     in_place = cut.all_named(written_in_place_of(cut.step.at(cut.step.size)))

@@ -43,14 +43,14 @@ class BlockCut:
 
     Attributes:
         names: Names of the blocks, in the order in which the forward pass runs them.
-        groups: Names of the modules of each block. No module is inside of another. A block without modules is
-            work of the step itself.
-        regions: The regions of each block in `step`. Equal blocks share regions.
-        params: Bytes of each parameter that a block uses, by name.
-        routed: The parameters between `dispatch` and `combine` of each block, which devices may shard.
-        trains: Names of parameters that get gradients.
-        untagged: Blocks with work on parameters outside of all named modules. This work is in regions without
-            the tag.
+        groups: For each block, the names of its modules. No module is inside of another module. A block without
+            modules is work of the step itself.
+        regions: For each block, the indices of its regions in `step`. Equal blocks share regions.
+        params: For each block, name of a parameter that it uses -> bytes.
+        routed: For each block, the parameters between `dispatch` and `combine`, which devices may shard.
+        trains: Names of the parameters that get gradients.
+        untagged: Indices of the blocks with work on parameters outside of all modules in `groups`. This work is in
+            regions without the tag.
         renamed: Parameter of `step` -> names of the parameters that it represents.
         step: The captured step, cut into blocks by the tag `TAG`. It may have fewer layers than the module.
         module: The module from which `step` was captured: a copy that shares the module's tensors.
@@ -68,7 +68,7 @@ class BlockCut:
     module: nn.Module
 
     def stages(self, borders: Sequence[int]) -> list[list[str]]:
-        """Return the groups for `annotate_modules`. Stages begin with block 0 and with each of these blocks.
+        """Return the groups for `annotate_modules`. Stages begin with block 0 and with each block in `borders`.
 
         Raises:
             CaptureError: The numbers do not rise, or are out of range.
@@ -86,7 +86,7 @@ class BlockCut:
         return refusal(self.step, samples)
 
     def bytes(self, samples: int) -> tuple[Bytes, ...]:
-        """Return the bytes that each block saves and passes on, with a microbatch of this many samples."""
+        """Return the bytes that each block saves and outputs with a microbatch of this many samples."""
         return bytes_of(self.step.at(samples), self.regions)
 
     def all_named(self, params: Iterable[str]) -> frozenset[str]:
@@ -94,7 +94,7 @@ class BlockCut:
         return frozenset(name for param in params for name in self.renamed.get(param, ()))
 
     def sent(self, samples: int) -> tuple[int, ...]:
-        """Return the bytes of the rows that each block dispatches and combines in a forward pass."""
+        """Return, for each block, the bytes of the rows that a forward pass sends to experts and gets back."""
         code = self.step.at(samples)
         return tuple(sum(_sent(code, region) for region in regions) for regions in self.regions)
 
@@ -102,7 +102,7 @@ class BlockCut:
 def refusal(step: CapturedStep, samples: int) -> Exception | None:
     """Return the error of a trace with this number of samples; None if the trace succeeds.
 
-    Any error is possible, because user code raises it: a batch norm needs at least two samples.
+    User code may raise any error. For example, a batch norm rejects a batch of one sample.
     """
     try:
         with torch.random.fork_rng(devices=[]):
@@ -135,7 +135,8 @@ def blocks_of(module: nn.Module, batch: Any, short: bool = True) -> BlockCut:
 
 
 def _cut(made: Shortened, batch: Any) -> BlockCut:
-    """Cut the step into blocks. Links of the chain whose regions cannot be separated become one block."""
+    """Cut the step into blocks. Several modules of the chain become one block if their regions cannot be
+    separated."""
     groups: Groups = tuple((name,) for name in links(made.module))
     while True:
         annotated = copy_of(made.module)
@@ -161,8 +162,8 @@ class _RegionRun:
     """A run of consecutive regions that must be in one block.
 
     Attributes:
-        tags: Numbers of the groups of modules to which the regions belong.
-        regions: Numbers of the regions.
+        tags: Indices of the groups of modules to which the regions belong.
+        regions: Indices of the regions.
         untagged: Whether some regions belong to no group.
     """
 
@@ -220,7 +221,8 @@ class _ChainBlock:
 
 
 def _with_left_out(made: Shortened, blocks: Sequence[_ChainBlock], code: StepCode) -> list[_ChainBlock]:
-    """Return the chain including the layers that the copy lacks.
+    """Return the chain with all layers of the original module. A layer that the copy lacks gets the regions of an
+    equal layer.
 
     Raises:
         CaptureError: A layer is not a block of its own, or layers that should be equal differ.
@@ -249,7 +251,7 @@ def _with_left_out(made: Shortened, blocks: Sequence[_ChainBlock], code: StepCod
 
 
 def text_of(code: StepCode, region: int) -> str:
-    """Return the operations of a region's passes as text. Equal layers have equal texts."""
+    """Return the operations of a region's F and B as text. Layers with equal computations have equal texts."""
     lines: list[str] = []
     for kind in ("F", "B"):
         if (region, kind) not in code.interfaces:
@@ -310,10 +312,10 @@ def _params(code: StepCode, key: tuple[int, str]) -> tuple[str, ...]:
 
 
 def bytes_of(code: StepCode, blocks: Sequence[tuple[int, ...]]) -> tuple[Bytes, ...]:
-    """Return the bytes that blocks save and pass on.
+    """Return the bytes that each block saves and outputs.
 
-    A value that is in several bundles counts in each of them, as in `simulate.memory`. A block passes on
-    everything that later blocks read from it or from blocks before it.
+    A value that is in several bundles counts in each bundle. The output of a block contains everything that later
+    blocks read from this block or from blocks before it.
 
     Args:
         blocks: The regions of each block.
@@ -331,6 +333,7 @@ def bytes_of(code: StepCode, blocks: Sequence[tuple[int, ...]]) -> tuple[Bytes, 
 
 
 def _outputs(code: StepCode, key: tuple[int, str]) -> Iterator[tuple[Any, int]]:
+    """Yield (output, bytes) of a pass; nothing if the region does not have the pass."""
     if key not in code.interfaces and key not in code.split_passes:
         return
     made = zip(code.interface_of(key).outputs, code.code_of(key).outputs, strict=True)
@@ -338,9 +341,8 @@ def _outputs(code: StepCode, key: tuple[int, str]) -> Iterator[tuple[Any, int]]:
 
 
 def _crossing(code: StepCode) -> list[int]:
-    """Return for each region the bytes of forward outputs that cross its end.
-
-    A forward pass of this region or an earlier one makes the output, and a later forward pass reads it.
+    """Return, for each region, the bytes of the outputs that a forward pass of this region or an earlier region
+    makes, and that the forward pass of a later region reads.
     """
     last: dict[tuple[int, int], int] = {}  # (region, output) -> the last region that reads it
     for (region, kind), interface in code.interfaces.items():
@@ -355,7 +357,8 @@ def _crossing(code: StepCode) -> list[int]:
 
 
 def _sent(code: StepCode, region: int) -> int:
-    """Return the bytes of the rows that a region receives from exchanges and outputs to exchanges."""
+    """Return the bytes of the rows that the forward pass of a region exchanges with experts; 0 if the region does
+    not exchange rows."""
     if region not in code.routed:
         return 0
     interface, made = code.interfaces[region, "F"], code.code[region, "F"].outputs

@@ -19,7 +19,8 @@ from lightning_piper.annotate import repeated_blocks
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.values import TensorSpec
 
-# Number of layers of a kind that a shortened model keeps. The first may do more; the last two must be equal.
+# Number of layers of a kind that a shortened model keeps. The first layer may do additional work. The last two
+# layers must be equal.
 OF_EACH_KIND = 3
 
 _PLAIN = (int, float, str, bool, tuple, type(None))
@@ -31,8 +32,8 @@ class LeftOut:
     """A layer that the copy lacks. Names are names in the copy.
 
     Attributes:
-        after: The last layer before it that the copy still has.
-        like: Two layers of its kind, which must compute the same.
+        after: The last layer of the copy that is before this layer in the module.
+        like: Two layers of the copy that have the kind of this layer. Their computations must be equal.
     """
 
     after: str
@@ -83,6 +84,7 @@ def links(module: nn.Module) -> list[str]:
         return most and sum(p.numel() for p in part.parameters(recurse=False)) == 0
 
     def found(part: nn.Module, name: str) -> Iterator[str]:
+        """Yield the names of the links inside of `part`, whose name is `name`."""
         for key, child in part.named_children():
             inner = f"{name}.{key}" if name else key
             if not _has_parameters(child):
@@ -138,7 +140,7 @@ def shortened(module: nn.Module) -> Shortened:
             len({*parent._modules.values()}) < len(parent._modules)
             or prefix + next(iter(parent._modules)) not in blocks
         ):
-            continue  # a layer occurs in the model under several names
+            continue  # a layer has several names in the model, so keep all layers of this list
         counts = _counts(dict(parent.named_children()))
         kinds: dict[str, list[str]] = {}  # kind -> names of its layers in the copy
         keep: list[tuple[str, nn.Module]] = []
@@ -155,9 +157,10 @@ def shortened(module: nn.Module) -> Shortened:
 
 
 def _kind(module: nn.Module, counts: Collection[tuple[str, str]]) -> str:
-    """Return a key that is equal for layers that compute the same: classes, tensors and plain attributes.
+    """Return a key of a layer: the classes, tensors and plain attributes of its modules. Layers with equal keys are
+    of one kind, and are expected to have equal computations.
 
-    Attributes that number the layers do not count.
+    The key does not contain the attributes in `counts`, which number the layers.
     """
     return "\n".join(
         f"{name} {type(part).__qualname__} {part.training} {part.extra_repr()} {_tensors(part)} "

@@ -1,9 +1,9 @@
 """A workload by measurement: every pass of every block runs on this machine, with the inputs of a real step.
 
-The step runs a few times, pass by pass, on the real batch, and each pass is timed in its place. So it has its
-own inputs, and memory and caches as the passes before have left them. The same pass in a loop on the same
-inputs would take less time. The measurement keeps only the values that the step keeps. Layers that compute
-the same share one result: the median over all of them.
+The step runs a few times, pass by pass, on the real batch, and the module measures each pass in this run. So a pass
+has the inputs of a real step, and memory and caches are as earlier passes have left them. The same pass in a loop on
+the same inputs would take less time. The measurement keeps only the values that the step keeps. Layers with equal
+computations have one result: the median over all of these layers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def measured(
         module: A LightningModule with real parameters, on the device to be measured.
         batch: The batch of one step, with data.
         samples: Sizes of microbatches to measure. A microbatch has the first samples of the batch.
-        calls: Smallest number of runs of the step, after one to warm up. The median of each pass counts.
+        calls: Smallest number of runs of the step, after one warmup run. The median of each pass counts.
         states: Bytes of optimizer state for each byte of parameters; 2 for Adam.
         cut: The blocks of the same module and batch, if they are known.
         optimizer: Makes the optimizer of parameters.
@@ -58,7 +58,8 @@ def measured(
             `time.process_time`, which counts only the work of this process.
 
     Raises:
-        CaptureError: The step cannot be captured, tensors have no data, or the batch has fewer samples.
+        CaptureError: The step cannot be captured, tensors have no data, the batch has fewer samples, or `samples`
+            or `calls` is not valid.
     """
     if integer(calls) is None or calls < 1:
         raise CaptureError(f"measured(calls={shown(calls)}): give an integer >= 1 [PIPER-P005]")
@@ -85,14 +86,10 @@ def measured(
 def seconds_of_passes(
     cut: BlockCut, leaves: Sequence[torch.Tensor], samples: int, calls: int, clock: Callable[[], float]
 ) -> tuple[dict[int, dict[str, float]], dict[str, float]]:
-    """Measure all passes of a step.
+    """Measure all passes of a step. `leaves` are the tensors of the batch. `measured` explains the other arguments.
 
     Returns:
-        The seconds of each pass of each region, and the share of zeros in the gradient of each parameter of
-        `cut.step`.
-
-    Args:
-        leaves: The tensors of the batch.
+        Region -> pass -> seconds; and parameter of `cut.step` -> share of zeros in its gradient.
     """
     code = cut.step.at(samples)
     cuts = [code.samples(i, Slice(0, samples)) for i in range(len(leaves))]
@@ -103,11 +100,12 @@ def seconds_of_passes(
         for n, x in [*cut.module.named_parameters(), *cut.module.named_buffers()]
     }
     texts = {region.index: text_of(code, region.index) for region in code.regions}
-    times: dict[tuple[str, str], list[float]] = {}
+    times: dict[tuple[str, str], list[float]] = {}  # (text of the region, pass) -> seconds of each run
     runs: list[float] = []  # seconds of all passes of each run
     zeros: dict[str, float] = {}
 
     def run(key: PassKey, of_pass: Code, args: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Run and time a pass. At the first B of each region, count the zeros in its gradients."""
         wait(device)
         start = clock()
         made = of_pass.run(args)
@@ -119,8 +117,8 @@ def seconds_of_passes(
             zeros.update(_zeros(code.interface_of(key), of_pass, made))
         return made
 
-    # The update of the previous step has just used parameters, gradients and states. So these fill the caches
-    # at the start of a step, and `touched` does the same.
+    # In training, parameters, gradients and states fill the caches at the start of a step, because the update of the
+    # previous step has just used them. Here `touched` fills the caches.
     size = min(CACHES, 4 * sum(x.nbytes for x in cut.module.parameters()))
     touched = torch.zeros(size, dtype=torch.uint8, device=device)
     with torch.no_grad(), seeded(0, device):
@@ -137,8 +135,8 @@ def seconds_of_passes(
                 calls = max(calls, min(MOST, int(ENOUGH / max(clock() - start, 1e-9))))
             if i == calls:
                 break
-    # Some passes take longer now and then, but never shorter. So the median of whole runs is more than the
-    # sum of the passes' medians. The ratio scales the medians.
+    # A pass sometimes takes much more time than usual, but never much less. So the median of whole runs is more
+    # than the sum of the passes' medians. The ratio of these two numbers scales the medians.
     each = {key: median(took) for key, took in times.items()}
     whole = sum(each[key] * len(took) for key, took in times.items()) / len(runs)
     more = median(runs) / whole if whole else 1.0
@@ -150,7 +148,7 @@ def seconds_of_passes(
 
 
 def _zeros(interface: Interface, of_pass: Code, made: Sequence[torch.Tensor]) -> Iterator[tuple[str, float]]:
-    """Yield the parameter of each gradient that a pass has made, and the share of its zeros."""
+    """Yield (parameter, share of zeros in its gradient) for each gradient that a pass has made."""
     values = iter(made)
     for output, specs in zip(interface.outputs, of_pass.outputs, strict=True):
         bundle = [next(values) for _ in specs]

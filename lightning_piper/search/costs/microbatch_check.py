@@ -12,7 +12,7 @@ from lightning_piper.verify.trial import tried
 
 
 def meets(cut: BlockCut, leaves: Sequence[torch.Tensor] = ()) -> bool:
-    """Return whether the step may compute a different result in microbatches. It may
+    """Return whether the step may compute a different result in microbatches. The result is True
 
     - if an operation on the way to the loss mixes the samples of the batch: a batch norm, in-batch negatives;
     - if the step updates buffers from its samples;
@@ -20,8 +20,8 @@ def meets(cut: BlockCut, leaves: Sequence[torch.Tensor] = ()) -> bool:
     - if Piper cannot tell how the microbatches' values of the loss or of a logged value combine.
 
     Args:
-        leaves: The tensors of the batch. With them Piper also runs the step, as before the first batch of a
-            fit: on some samples at once, and on parts of them.
+        leaves: The tensors of the batch. If they are given, Piper also runs the step on half of the samples and on
+            parts of this half, and compares the results, as before the first batch of a fit.
     """
     size = cut.step.size
     code = cut.step.at(size)

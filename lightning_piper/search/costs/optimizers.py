@@ -20,9 +20,8 @@ SIDE = 64  # longest side of the tensors of a trial step; the state of larger te
 
 
 def optimizer_of(module: nn.Module) -> Optimizer | None:
-    """Return the optimizer that a module makes; None if it makes none or several, or needs a Trainer for it.
-
-    The function works on a copy of the module.
+    """Return the optimizer that `configure_optimizers` makes on a copy of the module. Return None if it makes no
+    optimizer or several optimizers, or if it raises an error, for example because it needs a Trainer.
     """
     made = copy_of(module)
     try:
@@ -48,9 +47,9 @@ def _optimizers(found: Any) -> Iterable[Optimizer]:
 def states_of(optimizer: Optimizer | None, module: nn.Module) -> float:
     """Return the bytes of optimizer state for each byte of a module's trained parameters.
 
-    The function tries them out: an optimizer of the same class and options takes a step on small tensors.
-    Scalars such as the number of steps do not count, because they do not grow with the parameters. If there
-    is no optimizer or no trained parameter, or the trial fails, the result is `ADAM`.
+    To find them, an optimizer of the same class and options takes a step on small tensors. Scalars such as
+    the number of steps do not count, because they do not grow with the parameters. If there is no optimizer
+    or no trained parameter, or the trial fails, the result is `ADAM`.
     """
     total = sum(p.nbytes for p in module.parameters() if p.requires_grad)
     if optimizer is None or not total:
@@ -63,7 +62,8 @@ def states_of(optimizer: Optimizer | None, module: nn.Module) -> float:
 
 
 def _kept(optimizer: Optimizer, group: Mapping[str, Any]) -> float:
-    """Return the bytes of state for all parameters of a group."""
+    """Return the bytes of state for all trained parameters of a group, from a step on small tensors of the same
+    dtypes."""
     trained = [p for p in group["params"] if p.requires_grad and p.numel()]
     kinds: dict[tuple[Any, ...], int] = {}
     for p in trained:

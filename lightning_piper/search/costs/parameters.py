@@ -1,4 +1,5 @@
-"""The time that parameters take besides passes: adding gradients of microbatches, and optimizer updates."""
+"""The time that parameters take besides passes: to add gradients of microbatches, to copy gradients into buckets, and
+to update parameters."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from lightning_piper.search.costs.blocks import BlockCut
 from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.hardware import Hardware
 
-# A measurement uses so many tensors that it touches about MOVED bytes, several times the size of caches. It
-# uses at most MOST tensors.
+# A measurement uses at most MOST tensors, and reads and writes at most about MOVED bytes, which is several times the
+# size of caches.
 MOVED = 1 << 27
 MOST = 32
 PIECES = 2  # number of shards with which the update of shards is measured
@@ -54,9 +55,9 @@ OfParam = Callable[[str], ParameterTimes]  # takes the name of the parameter
 
 
 def like(optimizer: torch.optim.Optimizer) -> Optimizer:
-    """Return a function that makes optimizers of the same class and options.
+    """Return a function that makes optimizers of the class of `optimizer`, with its options.
 
-    If the class cannot be constructed from parameters and options alone, the function makes AdamW.
+    If the class cannot be constructed from parameters and options alone, the returned function makes AdamW.
     """
     options = options_of(optimizer)
 
@@ -76,9 +77,10 @@ def options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def calculated(cut: BlockCut, hardware: Hardware, states: float) -> OfParam:
-    """Return a function that calculates a parameter's times from the bytes that are read and written.
+    """Return a function that calculates a parameter's times from the bytes that are read and written. The times of
+    parameters without gradients are 0.
 
-    An update reads the gradient, and changes the parameter and its states.
+    An update reads the gradient, and reads and writes the parameter and its states.
     """
     bandwidth = hardware.bandwidth * hardware.efficiency
     nbytes = {name: n for params in cut.params for name, n in params.items() if name in cut.trains}
@@ -97,17 +99,20 @@ def timed(
     calls: int = 3,
     clock: Callable[[], float] = time.perf_counter,
 ) -> OfParam:
-    """Return a function that measures a parameter's times with tensors of the same size.
+    """Return a function that measures a parameter's times with tensors of the same size. The times of parameters
+    without gradients are 0.
 
-    An update includes dropping the gradients. The tensors are not allocated as zeros, because then the first
-    access would pay for their pages.
+    The time of an update includes `zero_grad`. The tensors are not allocated as zeros, because then the first
+    access would also allocate their pages.
 
     Args:
+        cut: The blocks of the module.
         optimizer: Makes an optimizer of parameters.
         zeros: Parameter of `cut.step` -> share of its gradient that is zero, such as rows of a table that the
             batch does not use. Adam takes the root of its second moment of a gradient, and on some CPUs the
             root of zero takes five times as long as other roots.
-        calls: Smallest number of calls of each measurement, after one to warm up. The median counts.
+        calls: Smallest number of calls of each measurement, after one warmup call. The median counts.
+        clock: Returns seconds.
     """
     device = next(cut.module.parameters()).device
     specs = {
@@ -121,6 +126,7 @@ def timed(
 
     @functools.cache
     def of(numel: int, dtype: torch.dtype, share: float) -> tuple[float, float]:
+        """Return the seconds to add a gradient of this size, and the seconds to update its parameter."""
         count = min(numel, LARGEST // dtype.itemsize)
 
         def like() -> torch.Tensor:
@@ -136,7 +142,8 @@ def timed(
         if name not in specs:
             return ParameterTimes(0, 0, 0, 0)
         spec, share = specs[name], shares[name]
-        pieces = PIECES if spec.nbytes > PART else 1  # small parameters take a constant time each
+        # The time of a small parameter hardly depends on its size.
+        pieces = PIECES if spec.nbytes > PART else 1
         in_parts = pieces * of(spec.numel // pieces, spec.dtype, share)[1]
         return ParameterTimes(spec.nbytes * packed, *of(spec.numel, spec.dtype, share), in_parts)
 
@@ -144,9 +151,10 @@ def timed(
 
 
 def _packed(device: torch.device, clock: Callable[[], float]) -> float:
-    """Return the seconds per byte to copy existing tensors into existing memory.
+    """Return the seconds per byte to copy gradients into a bucket.
 
-    The constant cost of each tensor is part of the time of a step without work.
+    The copied tensors are large, so the result does not include the constant time of each tensor. This time is part
+    of the overhead of a step (`Hardware.step`).
     """
     parts, bucket = (torch.full((CACHES,), 1, dtype=torch.uint8, device=device).split(PART) for _ in range(2))
 
@@ -160,10 +168,10 @@ def _packed(device: torch.device, clock: Callable[[], float]) -> float:
 def _timed(
     like: Callable[[], torch.Tensor], optimizer: Optimizer, calls: int, clock: Callable[[], float]
 ) -> tuple[float, float]:
-    """Return the seconds to add one gradient to another gradient, and seconds to update a parameter.
+    """Return the seconds to add one gradient to a different gradient, and the seconds to update a parameter.
 
     Args:
-        like: Makes a tensor that resembles the parameter.
+        like: Makes a tensor with the size of the parameter, and with the zeros of its gradient.
     """
     first = torch.nn.Parameter(like())
     count = max(1, min(MOST, MOVED // max(1, 4 * first.nbytes)))

@@ -29,7 +29,7 @@ _Recorded = dict[tuple[int, str], float]  # (stage, pass) -> seconds of one micr
 def from_recording(
     folder: str | Path, workload: Workload, stages: Sequence[Sequence[int]], tag: str = "PP"
 ) -> Workload:
-    """Return a workload in which the blocks of a stage take the recorded time, for each pass.
+    """Return a workload in which the blocks of a stage together take the recorded time of each pass.
 
     Args:
         folder: The log directory of a run with `PiperStrategy(profile=...)`.
@@ -40,7 +40,9 @@ def from_recording(
         tag: The tag of the program's stages.
 
     Raises:
-        PiperError: There is no recording, or it does not have these stages.
+        PiperError: There is no recording, a file is not a valid recording, or it does not have these stages. Or
+            microbatches of different sizes were recorded, `stages` does not name each block once, or a recorded pass
+            takes no time in `workload`.
     """
     if sorted(block for stage in stages for block in stage) != list(range(len(workload.blocks))):
         raise PiperError(
@@ -91,19 +93,28 @@ def _read(
     found: dict[tuple[int, str], list[float]],
     untagged: int | None,
 ) -> int:
-    """Add the seconds of each microbatch to `found`. Returns the number of samples of a microbatch.
+    """Add the seconds of each microbatch of a recorded step to `found`. Return the number of samples of a microbatch.
 
     Args:
-        untagged: The stage of work without the tag. None: such work does not count.
+        path: The file of the step.
+        step: Its content.
+        tag: The tag of stages.
+        found: (stage, pass) -> seconds of each microbatch.
+        untagged: The stage of work without the tag. None: work without the tag does not count.
+
+    Raises:
+        PiperError: The microbatches have different sizes.
+        Exception: The content or its plan is not a valid recording. The caller explains this error.
     """
     if Path(step["plan"]).name != step["plan"]:
         raise ValueError(f"the plan is {step['plan']!r}, which is not a file in the same folder")
     plan = read_json(path.parent / step["plan"])
-    seconds: dict[tuple[int, str, int], float] = {}  # also by microbatch: a stage may have several regions
+    # (stage, pass, microbatch) -> sum of the seconds of all regions of the stage.
+    seconds: dict[tuple[int, str, int], float] = {}
     sizes: set[int] = set()
     for number, node in plan["nodes"].items():
         duration, stage = step["durations"].get(f"%{number}"), node["tags"].get(tag, untagged)
-        # Whether this is a recomputed forward pass. The search adds recomputed passes itself.
+        # `again`: whether this is a recomputed forward pass. The search adds recomputed passes itself.
         again = node["tags"].get("PASS", node["kind"]) != node["kind"]
         if node["kind"] in FIELDS and stage is not None and duration is not None and not again:
             if not is_number(duration):
@@ -123,7 +134,12 @@ def _read(
 
 
 def _scaled(blocks: Sequence[Block], stage: int, recorded: _Recorded, samples: int) -> list[Block]:
-    """Return the blocks of a stage, scaled so that their times sum to the recorded times."""
+    """Return the blocks of a stage, scaled so that their times sum to the recorded times. Passes that were not
+    recorded keep their times.
+
+    Raises:
+        PiperError: A recorded pass takes no time in these blocks.
+    """
     factors: dict[str, Number] = {}
     for kind, fields in FIELDS.items():
         if (stage, kind) not in recorded:

@@ -9,10 +9,12 @@ import torch
 
 from lightning_piper.ir.regions import Code, Interface, Output, PassKey, StepCode
 
+# Takes (region, pass), its code and its arguments. Returns the outputs as a flat tuple.
 Run = Callable[[PassKey, Code, list[torch.Tensor]], tuple[torch.Tensor, ...]]
-_Ref = tuple[int, str, int]
+_Ref = tuple[int, str, int]  # (region, pass, index of the output bundle)
 
 
+# Takes an output and its tensors. Returns the tensors that later passes receive.
 Arrive = Callable[[Output, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
 
 
@@ -24,17 +26,17 @@ def walk(
     arrive: Arrive = lambda output, bundle: bundle,
     split: bool = False,
 ) -> None:
-    """Run all passes: F of each region, then B of each, from the last region to the first.
+    """Run all passes: F of each region, then B of each region, from the last region to the first.
 
-    A value is freed after its last reader.
+    A value is freed after the last pass that reads it.
 
     Args:
         step: The code of the passes.
-        tensors: Parameters and buffers by canonical name.
+        tensors: Canonical name -> parameter or buffer.
         leaves: The tensors of the batch, and the step's numbers.
-        run: Receives a pass and its arguments, and returns the results of its code.
-        arrive: Receives an output, and returns it as its readers receive it.
-        split: Run BI and BW instead of B.
+        run: Runs one pass.
+        arrive: Changes the tensors of an output before later passes read them (default: no change).
+        split: Run BI and BW instead of B, if a region's backward pass has both.
     """
     order = list(_order(step, split))
     readers = Counter(step.whole(*ref) for key in order for ref in step.interface_of(key).inputs)
@@ -55,6 +57,7 @@ def walk(
 
 
 def _order(step: StepCode, split: bool) -> Iterator[PassKey]:
+    """Yield the passes of the step in the order of `walk`."""
     regions = range(len(step.regions))
     yield from ((region, "F") for region in regions if (region, "F") in step.interfaces)
     for region in reversed(regions):
@@ -66,7 +69,7 @@ def _order(step: StepCode, split: bool) -> Iterator[PassKey]:
 def _own(
     step: StepCode, interface: Interface, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Return the arguments of a pass that no other pass outputs: the seeds are ones."""
+    """Return the arguments of a pass that no other pass outputs. The gradients of the loss's terms are 1."""
     found = [tensors[name] for name in (*interface.params, *interface.buffers, *interface.state)]
     found += [leaves[leaf] for leaf in interface.batch]
     device = (found or list(leaves))[0].device

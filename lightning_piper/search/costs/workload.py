@@ -1,4 +1,4 @@
-"""The input of a search: a chain of blocks, and the cost of each."""
+"""The input of a search: a chain of blocks, and the costs of each block."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ class Work(NamedTuple):
         saved: Bytes that F saves until BI (or B) is done.
         saved_for_weights: Bytes that are kept until BW is done: parts of `saved`, and values that BI makes.
         output: Bytes of the activations passed to the next block, which are also the bytes of their gradient.
-        exchanged: Bytes of the sums along the tensor axis within a forward pass, and also within a backward
-            pass.
-        apart: Additional seconds of BW as a pass of its own: work that B shares between its two parts.
+        exchanged: Bytes of the sums along the tensor axis in a forward pass. A backward pass sums as many bytes.
+        apart: Additional seconds of BW if BI and BW are separate passes: work that both do, and that B does once.
     """
 
     forward: Number
@@ -40,20 +39,21 @@ class Block:
 
     Attributes:
         name: Name of its module.
-        work: The block's work, by (samples of the microbatch, devices along the tensor axis).
-        params: Bytes of each parameter, by name. A name that two blocks have is one parameter, tied.
+        work: (samples of the microbatch, devices along the tensor axis) -> the block's work.
+        params: Name of a parameter -> bytes. A name that several blocks have is one tied parameter.
         divided: Parameters that are sharded along the tensor axis.
         experts: Parameters that are sharded along an expert axis.
-        routed: Bytes that one sample sends to experts, and gets back from them, within a forward pass.
-        packed: Seconds to copy the gradients of all parameters into buckets, to sum them over replicas.
-        added: Seconds to add the gradients of all parameters to those from earlier microbatches, on one
+        routed: Bytes of the rows of one sample that a forward pass sends to experts, plus the bytes that it gets
+            back.
+        packed: Seconds to copy the gradients of all parameters into buckets, in which replicas sum them.
+        added: Seconds to add the gradients of all parameters to the sums from earlier microbatches, on one
             device.
         updated: Seconds of the optimizer for all parameters on one device. A parameter that several blocks
             use counts with the first block.
         updated_in_parts: Like `updated`, if replicas shard the optimizer's state: the seconds of all shards
             together.
         frozen: Parameters that get no gradients, and so need neither sums nor optimizer states.
-        packed_alone: Like `packed`, with one microbatch: only gradients that the pass does not write into the
+        packed_alone: Like `packed` with one microbatch: only gradients that the pass does not write into the
             bucket directly.
     """
 
@@ -73,9 +73,10 @@ class Block:
     def at(self, samples: int, tensor: int = 1) -> Work | None:
         """Return the work on `samples` samples, or None if no work is known for this size of the tensor axis.
 
-        The work for another number of samples lies on the line through the two nearest known numbers. If only
-        one number is known, work is proportional to the samples. Below both, work is at least proportional to
-        the samples, because small microbatches are not faster per sample than large ones.
+        If the work on this number of samples is not known, it lies on the line through the two nearest known
+        numbers. If only one number is known, the work is proportional to the samples. Below the smallest of the two
+        numbers, the work is at least proportional to the samples, because a small microbatch does not take less time
+        per sample than a large one.
         """
         if (samples, tensor) in self.work:
             return self.work[samples, tensor]
@@ -103,9 +104,9 @@ class Workload:
         states: Bytes of optimizer state for each byte of trained parameters; 2 for Adam.
         least: Smallest number of samples of a microbatch. With fewer samples the step cannot be traced, or
             computes something else.
-        least_divided: Larger values of `least`, by number of devices along the tensor axis.
-        meets: Whether the step mixes samples, so that microbatches would change its result. Replicas behave
-            as in DDP.
+        least_divided: Number of devices along the tensor axis -> a value that is larger than `least` and replaces it.
+        meets: Whether microbatches may change the result of the step, for example because it mixes samples. Replicas
+            are possible all the same, because DDP changes the result in this way, too.
     """
 
     blocks: tuple[Block, ...]
