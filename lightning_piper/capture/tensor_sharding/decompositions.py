@@ -169,6 +169,7 @@ def _softmax(writer: Decomposer, node: Node) -> Node | None:
     x, along, raised = node.args
     if raised or (dim := _along(writer, x, along)) is None:
         return None
+    # As in torch's kernel, subtract the maximum over all shards.
     parts = writer(aten.amax.default, writer.apart(x, dim), [dim + 1])  # type: ignore[arg-type]
     low = writer(aten.sub.Tensor, x, writer(aten.amax.default, parts, [dim], True))
     high = writer(aten.exp.default, low)

@@ -210,6 +210,7 @@ class Propagation:
             if self.held[x] == P and (total := self.changes.made(x, R, node)) is not None:
                 node.replace_input_with(x, total)
         inputs = tensors_of(node)
+        # Shard a vocabulary along its rows, because the lookup has a decomposition for this.
         if node.target is aten.embedding.default and self._is_vocabulary(node):
             self._settle(inputs[0], Shard(0))
         if self.decomposer.write(node):

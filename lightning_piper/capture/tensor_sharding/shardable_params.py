@@ -20,8 +20,8 @@ from lightning_piper.placements.views import regrouped
 def find_params(
     make: Callable[[], tuple[Graph, PlaceholderNames]], axis: str, degree: int, values: Mapping[str, Shard]
 ) -> dict[str, Shard]:
-    """Return the weights that can be sharded over an axis: along columns in the first product, along rows in
-    the next product.
+    """Return name -> shard for the weights that can be sharded over an axis: along columns in the first
+    product, along rows in the next product.
 
     A weight is not sharded if another operation needs its result, or the weight itself, replicated before
     another product reads it. If the reason is that the weight consists of several weights next to each other
@@ -42,13 +42,15 @@ def find_params(
         propagation = Propagation(graph, Division(axis, degree, {}, values), names, seek)
         try:
             propagate(graph, [propagation])
-        except CaptureError:
+        except CaptureError:  # try again without sharding the refused weights
             if not (more := _followed(propagation, propagation.refused) & seek.keys()):
                 raise
             runs |= dict.fromkeys(more, 0)
             continue
         found = propagation.params
         parts = found.keys() & seek.keys()
+        # Each sharded weight whose result, or the weight itself, is gathered -> the number of equal blocks
+        # into which the reader splits it. 0 if there are no equal blocks.
         needed = {
             name: _beside(propagation, x, reader)
             for x, reader in propagation.gathered

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def as_captured(module: nn.Module, step: TracedStep) -> Iterator[None]:
-    """During the capture, replace the class of the module by a subclass that records `log` and `log_dict` and
-    watches `trainer`. Also record the calls of metric objects.
+    """Within this context, a subclass replaces the class of the module. It records `log` and `log_dict`, and
+    watches `trainer`. Calls of metric objects are also recorded.
 
     Raises:
         CaptureError: the step has set a class attribute.

@@ -24,6 +24,7 @@ def recording_refusals() -> Iterator[Callable[[], Iterator[Exception]]]:
     found: list[Exception] = []
     before: list[tuple[type[Exception], Any]] = [(kind, kind.__dict__.get("__init__")) for kind in REFUSALS]
 
+    # Record each error of these classes when it is made. Its traceback shows later which code caught it.
     def noting(kind: type[Exception]) -> Callable[..., None]:
         original: Any = kind.__init__
 
