@@ -192,7 +192,9 @@ def _replicas(draw: Draw, case: Case, head: list[Directive]) -> list[Directive]:
     if any("MB" in p.filter for p in places) or draw(st.booleans()):
         return [Replicate(filter={}, devices=groups, bucket_size=draw(sizes), **options)]
     backward = [p for p in places if p.filter.get("PASS", "B") == "B"]
-    alone = case.spec.blocks.count("tied") < 2
+    alone = not any(
+        case.spec.blocks.count(kind) > 1 for kind in ("tied", "gathered")
+    )  # they share a parameter
     return [
         Replicate(
             filter=p.filter,
