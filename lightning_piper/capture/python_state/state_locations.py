@@ -241,6 +241,7 @@ def changed_numbers(guard: Guard) -> Iterator[Path]:
         """Yield the path of each number that differs between two forms, and None for any other difference."""
         if before == after:
             return
+        # The form of a container or number is (class, content).
         same = (
             isinstance(before, tuple)
             and isinstance(after, tuple)

@@ -404,7 +404,7 @@ class CapturedStep:
         return None
 
     def _traced(self, size: int, degrees: tuple[int, ...]) -> StepCode:
-        """Return the code from a new trace for this size.
+        """Return the code from a new trace for this size. See `ir.regions.Step` for `degrees`.
 
         Raises:
             CaptureError: the step cannot be captured.

@@ -59,7 +59,7 @@ class PlacementWriter:
         if (source := self._seen_through(x, wanted)) is not None:
             return self._changed_before(x, source, wanted, reader)
         parts = [p for p in (self.held[x], wanted) if isinstance(p, Shard)]
-        runs = [p.blocks for p in parts if p.blocks > 1]
+        runs = [p.blocks for p in parts if p.blocks > 1]  # of how many runs (blocks) each shard consists
         if runs and not is_shift(self.held[x], wanted):
             # If the degree divides the number of runs, each part of the dimension consists of whole runs.
             along = len({p.dim for p in parts}) < len(parts)

@@ -347,6 +347,7 @@ class Propagation:
         if node.target is not aten.addmm.default or node.kwargs:
             return False
         bias, x, y = node.args
+        # whether `y` is sharded along its rows, or will be because `x` is sharded along its columns
         rows = self._along(y) == 0 or (y in self.sought and self._along(x) == 1)
         if not rows:
             return False
