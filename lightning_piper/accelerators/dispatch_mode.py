@@ -58,7 +58,7 @@ class _Kind(NamedTuple):
 
 
 class Issuing:
-    """An interpreter that issues the operations of one simulated accelerator."""
+    """The object that issues a program's operations to one simulated accelerator."""
 
     def __init__(self, simulated: Simulated) -> None:
         self._simulated = simulated

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-LAST = 33  # queues of a device: 32, and the caller's
+LAST = 33  # number of queues of a device: 32, and the queue of the caller's stream
 
 
 @dataclass(slots=True)

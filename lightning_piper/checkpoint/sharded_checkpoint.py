@@ -218,7 +218,8 @@ def _loaded(world: World, doing: str, reader: Reader, planner: LoadRanges) -> No
     """
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # true, and intended
+            # With one process, dcp warns that it works without process groups. That is intended.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             group = world.host_group if world.size > 1 else None
             dcp.load({}, storage_reader=reader, planner=planner, process_group=group, no_dist=world.size == 1)
     except dcp.CheckpointException as error:

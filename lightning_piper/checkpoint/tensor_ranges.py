@@ -48,7 +48,7 @@ from lightning_piper.errors import PiperError
 # Largest number of elements of a chunk. A chunk is read whole, so a process reads up to this many unneeded
 # elements at either end of its range. A chunk also costs about a kilobyte of metadata.
 CHUNK = 1 << 22
-DATA = re.compile(r"__[0-9]+_[0-9]+\.distcp")  # files of tensors
+DATA = re.compile(r"__[0-9]+_[0-9]+\.distcp")  # names of files with tensors
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,7 @@ class ShardedOptimizer:
         owned = ownership.owned_params
         # for each name in `names`: whether this process keeps the parameter
         self._kept = [[name is None or name in owned for name in group] for group in self.names]
-        self._sizes = [sum(kept) for kept in self._kept]  # number of parameters of each group after this
+        self._sizes = [sum(kept) for kept in self._kept]  # number of parameters that each group keeps
         lacking: set[Tensor] = set()  # new tensors to which the whole parameter's state does not fit
         for group, labels, kept in zip(optimizer.param_groups, self.names, self._kept, strict=True):
             for p, name in zip(group["params"], labels, strict=True):
@@ -572,8 +572,8 @@ def _refusal(optimizer: str, why: str, name: str, compiled: Compiled) -> str:
     chunk = next(c for c in compiled.dag.of_type(Chunk) if name in compiled.dag.interface(c).params)
     region = compiled.dag.regions[chunk.region]
     directive = "a directive" if index is None else f"directive {index} ({compiled.program[index].op})"
-    # Between runs of a closure, such an optimizer moves parameters by a measure over all of them. Sharding
-    # whole parameters does not help it.
+    # `AGAIN`: between the runs of its closure, the optimizer moves parameters by a measure over all
+    # parameters. So sharding by whole parameters would not help.
     whole = "Drop" if AGAIN in why else 'Shard whole parameters there (shard_by="parameter"), or remove'
     return (
         f"PiperStrategy: {optimizer} does not update each element of a parameter independently: {why}. But "

@@ -110,7 +110,7 @@ class ShardedPlaceholder(ParameterPlaceholder):
 
     @property
     def data(self) -> torch.Tensor:
-        # Unlike `.data` of other tensors, this tensor shares the version counter, which counts writes.
+        # `detach` shares the placeholder's version counter, which counts writes. `.data` would not share it.
         return self.detach()
 
     @data.setter

@@ -189,7 +189,7 @@ def _sizes(node: Node, rule: Rule, degree: int) -> dict[tuple[Node, int], int]:
         else 1
     )
     target: Any = node.target
-    if target in PARTS:  # these operations themselves cut sequences into parts
+    if target in PARTS:  # operations that cut sequences into parts themselves
         runs *= math.prod(node.args[PARTS[target] : PARTS[target] + 2])  # type: ignore[arg-type]
     small = {size: degree * runs * (2 + i) for i, size in enumerate(distinct)}
     small |= {size: size for size in _fixed_sizes(node)}

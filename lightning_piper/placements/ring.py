@@ -239,7 +239,8 @@ def _attend_part_backward(
     positions are `queries` and `keys`."""
     dtype = _precise(q)
     dq, dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v))
-    lse = lse.masked_fill(lse == -math.inf, 0)  # all weights of a query that sees no key must be 0
+    # With minus infinity, the weights of a query that sees no key would be NaN. With 0, the weights are 0.
+    lse = lse.masked_fill(lse == -math.inf, 0)
     for start, stop, seen, some in _runs(queries.tolist(), keys.tolist(), causal):
         hidden = _hidden(mask, queries[start:stop], keys[:seen], slice(start, stop), some, q.dtype)
         rows, about = slice(start, stop), {"attn_mask": hidden, "scale": scale}

@@ -56,7 +56,7 @@ def regrouping(
         for d in mine:
             for count in (n for n in {1, *blocks} if before[d] % (n * degree) == 0):
                 runs = math.prod(before[i] for i in mine if i < d) * count
-                length = math.prod(before[i] for i in mine) // runs  # elements of a run
+                length = math.prod(before[i] for i in mine) // runs  # number of elements of a run
                 for e in theirs:
                     # the number of elements in the dimensions before `e`, and in the dimensions after it
                     outer, inner = (

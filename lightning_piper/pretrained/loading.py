@@ -24,7 +24,7 @@ from lightning_piper.checkpoint.safetensors_files import StoredTensor, stored_te
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.materialization import PRETRAINED, Pretrained, mark_stored, named_tensors
 
-MOST = 20  # names in a message
+MOST = 20  # number of names that a message lists at most
 
 
 def from_pretrained(model_class: Any, path: str | os.PathLike[str], **options: Any) -> Any:

@@ -175,7 +175,7 @@ def _outputs(model: Any, parts: Ownership | None) -> list[SavedTensor]:
     """
     keys, tensors = _keys(model), dict(named_tensors(model))
     canonical = {} if parts is None else _canonical_names(model, parts)
-    written: dict[int, int] = {}  # rank -> bytes
+    written: dict[int, int] = {}  # rank -> number of bytes that it is to write so far
     found = []
     for name in sorted(keys, key=lambda name: (-tensors[name].dtype.itemsize, name)):
         holders: Sequence[int] = [RANK_ZERO]

@@ -185,7 +185,7 @@ class BatchCheck:
     ) -> Agreed:
         """Finish the comparison of the previous step, then start comparing this step's batch.
 
-        If a process waits for the result in this step, the method finishes the new comparison also.
+        If this process waits for the result in this step, the method finishes the new comparison also.
 
         Args:
             leaves: The tensors of the batch.

@@ -50,11 +50,11 @@ from lightning_piper.processes.progress import Progress, parted
 from lightning_piper.processes.world import RANK_ZERO, World
 from lightning_piper.runtime.same_machine.forks import in_forks
 
-GRACE = 5.0  # seconds for a process to fail by itself, with a better message
+GRACE = 5.0  # seconds after the verdict in which a process may end by itself, before the watch ends it
 SETTLE = 2.0  # seconds from the first report of a failed communication to the verdict
-PATIENCE = 5.0  # seconds for rank 0 to answer
+PATIENCE = 5.0  # seconds that a process waits for rank 0's answer
 EVERY = 5.0  # seconds between two requests for the places of all processes
-HERE = "127.0.0.1"  # works also on machines where no host name resolves
+HERE = "127.0.0.1"  # rank 0's address if all processes are on one machine; no host name must resolve
 LENGTH = 4  # bytes of the length prefix that `Connection.send_bytes` puts before a short message
 LONGEST = 2000  # characters of an error that are sent; a message is then one write, whichever thread sends it
 

@@ -16,8 +16,8 @@ import resource
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # names of <malloc.h>
 LARGE = 1 << 30  # bytes; larger blocks are mapped one by one and returned to the system when freed
-USUAL = 32 << 20  # bytes; the largest size from which the library itself decides to map blocks one by one
-FOREVER = -1
+USUAL = 32 << 20  # bytes; by itself, the library chooses a size up to this one instead of `LARGE`
+FOREVER = -1  # number of free bytes at the top of the heap that the library keeps: all
 
 
 def keep_freed_memory() -> bool:
