@@ -24,14 +24,16 @@ from torch.utils.hooks import RemovableHandle
 from lightning_piper.common.limits import INDEX, integer, is_name, shown
 from lightning_piper.errors import CaptureError
 
+# Keys of a graph node's metadata. `META_KEY`: tag -> index. `SOURCE_KEY`: the line or module that opened the
+# innermost region. `LAYER_KEY`: (number, name) of the repeated block that made the node.
 META_KEY = "piper"
 LAYER = "LAYER"  # the tag of repeated blocks, in a step without annotations
 SOURCE_KEY = "piper_source"
 LAYER_KEY = "piper_layer"
-RESERVED = ("PASS",)
+RESERVED = ("PASS",)  # tags that only Piper gives
 
-# Next number of each tag in the current capture (None outside of a capture), and the open regions that hooks
-# of modules opened in it.
+# `_counters`: tag -> next number in the current traced run; None outside of a traced run. `_entered`: the open
+# regions that hooks of modules opened, the outermost first.
 _counters: Counter[str] | None = None
 _entered: list[tuple[_EnterRegion, AbstractContextManager[None]]] = []
 
@@ -41,7 +43,7 @@ class AnnotationRecord:
     """A record of the annotations of a traced run of a step so far.
 
     Attributes:
-        tags: Number of times that a region was opened.
+        tags: Number of times that a region was opened, also again with the same tag.
         marks: Number of calls of repeated blocks (`marking`).
         last: The annotation opened last, as in the metadata of graph nodes.
     """
@@ -77,7 +79,7 @@ def numbering() -> Iterator[None]:
 
 
 def _leave(depth: int) -> None:
-    """Close the regions opened by hooks until this many are open."""
+    """Close the innermost regions that hooks opened, until `depth` of these regions are open."""
     while len(_entered) > depth:
         _entered.pop()[1].__exit__(None, None, None)
 
@@ -159,13 +161,14 @@ def annotate_modules(model: nn.Module, tag: str, groups: Sequence[Sequence[str]]
         model: The model. Its submodules are found by their qualified names.
         tag: The name of the tag.
         groups: `groups[i]` is a list of glob patterns, as in `fnmatch`: `layers.[0-1]`, `layers.*`. Every
-            module whose qualified name matches one of them runs under `tag=i`.
+            module whose qualified name matches a pattern of `groups[i]` runs under `tag=i`.
 
     Returns:
         Handles of the hooks. `handle.remove()` of each handle removes the tags.
 
     Raises:
-        CaptureError: A pattern matches no module, or two groups match the same module.
+        CaptureError: A pattern matches no module, two groups match the same module, or an argument has the
+            wrong type.
     """
     annotate(tag)  # validates the tag
     if not isinstance(model, nn.Module):
@@ -205,8 +208,8 @@ def annotate_modules(model: nn.Module, tag: str, groups: Sequence[Sequence[str]]
     handles: list[RemovableHandle] = []
     for name, index in chosen.items():
         enter = _EnterRegion(tag, index, name)
-        # The first hook to enter and the last to leave, so that the region also covers the module's other
-        # hooks.
+        # `enter` runs before the module's other hooks and `_ExitRegion` after the hooks that exist by now, so
+        # the region covers these hooks.
         handles.append(names[name].register_forward_pre_hook(enter, prepend=True))
         handles.append(names[name].register_forward_hook(_ExitRegion(enter), always_call=True))
     return handles
@@ -218,8 +221,8 @@ def annotate_modules(model: nn.Module, tag: str, groups: Sequence[Sequence[str]]
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return the repeated blocks of a model by name: the children of a list of equal modules.
 
-    The list is an `nn.ModuleList` or `nn.Sequential` with several children. All are of one class, and have
-    parameters and modules of their own. In nested lists, the outer list counts.
+    The list is an `nn.ModuleList` or `nn.Sequential` with several children. All children are of one class, and
+    each child has parameters and submodules. In nested lists, the outer list counts.
     """
     found: dict[str, nn.Module] = {}
     within: set[int] = set()  # blocks found so far, and all their submodules

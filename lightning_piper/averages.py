@@ -17,6 +17,7 @@ def _(number: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(number)
 
 
+# The operation that marks a declared denominator in a captured graph.
 COUNT = torch.ops.lightning_piper.count.default
 
 

@@ -27,7 +27,7 @@ def whole_batch_norms(every: bool) -> Iterator[None]:
     It works on any device and needs no process group.
 
     Args:
-        every: Whether all other batch norms also use them.
+        every: Whether all other batch norms also use the statistics of the whole batch.
     """
     with _forward_of_synchronised(_over_whole), _WholeBatch() if every else contextlib.nullcontext():
         yield
@@ -35,9 +35,8 @@ def whole_batch_norms(every: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain_batch_norms() -> Iterator[None]:
-    """Return a context in which `nn.SyncBatchNorm` is a plain batch norm.
-
-    The caller's samples are the whole batch.
+    """Return a context in which `nn.SyncBatchNorm` is a plain batch norm. It is right if the samples of this
+    process are the whole batch.
     """
     with _forward_of_synchronised(nn.BatchNorm1d.forward):
         yield
@@ -60,6 +59,8 @@ def _over_whole(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 class _WholeBatch(TorchFunctionMode):
+    """A mode in which `F.batch_norm`, in training, uses the statistics of the whole batch."""
+
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         return (_batch_norm if func is F.batch_norm else func)(*args, **(kwargs or {}))
 
@@ -74,7 +75,8 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    """`F.batch_norm`, in training with the statistics of the whole batch."""
+    """Like `F.batch_norm`, but in training with the statistics of the whole batch. In half precision, compute
+    in float32. Also update the running statistics."""
     if not training:
         return F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
     given, x = x.dtype, x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
@@ -94,9 +96,8 @@ def _batch_norm(
 
 
 def _statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Number of values per channel in the whole batch, and mean and biased variance per channel.
-
-    All three are float64.
+    """Return statistics of the whole batch: the number of values per channel (shape `[1]`), and the mean and
+    the biased variance of each channel (`[channels]`). All three tensors are float64.
     """
     var, mean = (found.double() for found in torch.var_mean(x, [0, *range(2, x.dim())], correction=0))
     here = torch.full((1,), x.numel() // x.shape[1], dtype=torch.float64, device=x.device)

@@ -22,9 +22,9 @@ except ImportError:  # Windows, where processes do not wait for each other
     fcntl = None  # type: ignore[assignment]
 
 CACHE = "XDG_CACHE_HOME"  # names the folder that contains this package's folder (default: ~/.cache)
-MANY = 256  # files of a folder, at most
+MANY = 256  # the largest number of files in a folder
 LARGE = 1 << 26  # largest file in bytes; larger content is not kept
-DAY = 86400.0  # seconds; more than any two clocks differ
+DAY = 86400.0  # seconds; the clocks of two machines differ by less
 PATIENCE = 120 * 10**9  # nanoseconds to wait for another process that makes a file
 _SUM = hashlib.sha256
 # Without O_NONBLOCK, opening a pipe would block.
@@ -50,7 +50,8 @@ def read(path: Path) -> bytes | None:
 def read_plain(path: Path) -> bytes | None:
     """Return the content that `write_plain` put there, or None if it cannot be trusted.
 
-    The result is None if there is no file, if another user may have written it, or if it is too large.
+    The result is None if there is no regular file that can be read, if another user may have written the file,
+    or if it is larger than `LARGE`.
     """
     try:
         with open(os.open(path, _READING), "rb") as file:
@@ -66,7 +67,8 @@ def read_plain(path: Path) -> bytes | None:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write or replace a file, with a checksum that shows damage. Does nothing if it cannot be written."""
+    """Write or replace a file, with a checksum that shows damage. Do nothing if the content is larger than
+    `LARGE`, or if the file cannot be written. Remove the oldest files of a full folder."""
     write_plain(path, _sum(path, content) + content)
 
 
@@ -95,7 +97,8 @@ def write_plain(path: Path, content: bytes) -> None:
 def alone(path: Path) -> Iterator[None]:
     """Return a context that one process of this user at a time can enter for a path.
 
-    Other processes wait at most `PATIENCE`, because the process inside may be waiting for them.
+    Another process enters after `PATIENCE` anyway, because the process inside may be waiting for it. On
+    Windows, and if the folder cannot be locked, no process waits.
     """
     if fcntl is None:
         yield
@@ -106,7 +109,7 @@ def alone(path: Path) -> Iterator[None]:
             if not _is_own(os.stat(path.parent)):
                 raise PermissionError  # nothing is read from there, so there is nothing to wait for
             file = stack.enter_context(open(os.open(path.parent / "lock", _LOCKING, 0o600), "ab"))
-            # One lock file has a byte for each path. The system releases the byte when the process ends.
+            # One lock file has a byte for each path. The system unlocks the byte when the process ends.
             place = int.from_bytes(_SUM(path.name.encode()).digest()[:4], "big")
             until = time.monotonic_ns() + PATIENCE
             while time.monotonic_ns() < until:

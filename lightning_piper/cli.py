@@ -60,6 +60,10 @@ def _given(args: argparse.Namespace) -> tuple[nn.Module, Any, tuple[Directive, .
 
 
 def _check(args: argparse.Namespace) -> str:
+    """Return the directives, a summary of the program, and with `--passes` a line for each pass.
+
+    If the check fails, print the lines of the passes so far before the error.
+    """
     module, batch, program = _given(args)
     passes = _passes(args)
     hook = StaticCheck() if passes is None else passes

@@ -21,7 +21,7 @@ OFTEN = 0.1  # seconds between two updates of the progress line
 def run_search(args: argparse.Namespace) -> str:
     """Return the text for `search`: the table, why other candidates lost, and the program as Python.
 
-    Writes the program as JSON to the file of `-o`.
+    Writes the program as JSON to the file of `-o`. If that fails, prints the text and raises UsageError.
     """
     module, batch = module_of(args.module), made(args.batch)
     if args.output is not None:
@@ -90,7 +90,7 @@ def run_compare(args: argparse.Namespace) -> str:
 def progress() -> Callable[[str], None]:
     """Return a function that shows a line of text on stderr, if stderr is a terminal.
 
-    A new text replaces the line, and an empty text clears it.
+    A new text replaces the line, unless it follows sooner than `OFTEN`. An empty text clears the line.
     """
     last = 0.0
 

@@ -51,9 +51,9 @@ class Compiled:
         dag: The finished training DAG. `print(dag)` shows it.
         plans: The instructions of each logical device, made on demand.
         training: The first finished DAG of the training step, if it determined where this step's parameters
-            are.
-        device: The logical device of this process, if it is one. If several columns of devices have equal
-            plans, the column of this device is checked.
+            are; otherwise None.
+        device: The logical device that this process is; None if all devices are in one process. If several
+            columns of devices have equal plans, the column of this device is checked.
         checked: Seconds that the static checks took; None if there were none.
     """
 
@@ -132,7 +132,8 @@ class Compiled:
 
     @cached_property
     def _used(self) -> tuple[dict[int, frozenset[str]], ...]:
-        """Parameters, buffers, and changed buffers, by device. Computed once for each group of devices."""
+        """(parameters, buffers, changed buffers): three dicts from a device to canonical names. All devices of
+        a group share one set of names."""
         dag = self.dag
         passes = {(chunk.devices, chunk.key): dag.interface(chunk) for chunk in dag.of_type(Chunk)}
         params = [(devices, interface.params) for (devices, _), interface in passes.items()]
@@ -170,9 +171,10 @@ class Compiled:
         return "\n".join(lines)
 
     def _matched(self, node: Node, index: int) -> list[str]:
-        """Return a line with a directive's filter, and the tags that it matched.
+        """Return a line with the filter of directive `index`, and the tags that the filter matched.
 
-        The tags belong to the node, or to a node at an end of its edge.
+        The tags belong to the node, or to a node at an end of its edge. Return an empty list if the directive
+        has no filter, or if the filter matches none of these nodes.
         """
         condition = getattr(self.program[index], "filter", None)
         if not condition:  # {} matches everything
@@ -186,7 +188,8 @@ class Compiled:
         return [f"    its filter {describe(condition)} matches {tags}{what}"]
 
     def _served(self, node: Node) -> list[str]:
-        """Return a line about the edge that a message or collective serves: value, source and readers."""
+        """Return a line about the edge that a message or collective serves: value, source and readers. Return
+        an empty list for any other node."""
         if not node.communicates or not node.inputs:
             return []
         source, readers = self._ends(node)
@@ -207,7 +210,7 @@ class Compiled:
 
 
 def _by_device(named: Iterable[tuple[tuple[int, ...], tuple[str, ...]]]) -> dict[int, frozenset[str]]:
-    """Return the names by device. `named` has pairs of a device group and its names."""
+    """Return device -> names. `named` has pairs of a device group and the names that all its devices get."""
     groups: dict[tuple[int, ...], set[str]] = {}
     for devices, names in named:
         groups.setdefault(devices, set()).update(names)
@@ -243,7 +246,7 @@ def compile(
         verify: Run the static check after the capture, after each directive and on the plans.
         device: The device type for which the step is captured.
         context: Entered around the step while it is captured, for example autocast.
-        step: The method that is captured. Any method but `training_step` is forward-only: see
+        step: The method that is captured. Every method except `training_step` is forward-only: see
             `passes.forward`.
         history: Facts from earlier captures of the step.
 
@@ -330,7 +333,7 @@ def compile_step(
     Args:
         size: Number of samples (default: as captured).
         training: The first finished DAG of the training step, if it determines where parameters are.
-        device: The logical device of this process, if it is one.
+        device: The logical device that this process is; None if all devices are in one process.
     """
     check = StaticCheck() if verify else None
     with uncollected():
@@ -358,7 +361,8 @@ def verify(module: nn.Module, batch: Any, directives: Any, *, seed: int = 0) -> 
     the report names the operations that mix samples.
 
     If a step cannot be captured, and the program only replicates, `verify` runs it uncaptured. The report
-    then says `executed`, and why.
+    then says `executed`, and why. If the program divides such a step, `verify` captures only the calls of
+    annotated modules.
 
     Args:
         module: A LightningModule with real parameters. It is not changed.

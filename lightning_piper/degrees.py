@@ -31,10 +31,12 @@ from lightning_piper.search.space import Candidate, Layout
 from lightning_piper.simulate.hardware import Hardware
 from lightning_piper.tensor_parallel import tensor_parallel
 
+# Short name of a schedule -> name of its builder.
 SHORT = {"1f1b": "one_f_one_b", "interleaved": "interleaved_one_f_one_b"}
 # Name of a program -> ZeRO stage of data parallelism over all processes.
 NAMES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
-# Hardware whose figures give the cost of blocks; cuts need only the ratios between blocks.
+# Names of hardware files. Their figures give the costs by which blocks are divided into stages. Only ratios of
+# costs matter, so the files need not describe the user's hardware.
 ACCELERATOR, CPU = "h100-sxm", "cpu"
 
 
@@ -89,7 +91,7 @@ class Degrees:
 
     @property
     def builder(self) -> str:
-        """Name of the schedule builder. One rank always uses 1F1B, because it has no other order."""
+        """Name of the schedule builder. Without a pipeline (`pp=1`), it is always 1F1B."""
         return SHORT.get(self.schedule, self.schedule) if self.pp > 1 else "one_f_one_b"
 
     @property
@@ -127,7 +129,8 @@ class Degrees:
         return dataclasses.replace(self, dp=dp)
 
     def program(self, module: nn.Module | None = None, batch: Any = None) -> Written:
-        """Return the program of these degrees, like `directives`. Its errors name the degrees, not directives."""
+        """Return the program of these degrees, like `directives`. Later errors of the returned directives name
+        the degrees."""
         written = self.directives(module, batch)
         for directive in written.directives:
             set_degrees(directive, str(self))
@@ -140,6 +143,7 @@ class Degrees:
 
         Raises:
             CaptureError: The step cannot be captured.
+            DirectiveError: `ep` does not divide `dp`, or the module annotates other stages.
             PiperError: The module cannot be divided by these degrees.
         """
         cut: BlockCut | None = None
@@ -158,7 +162,7 @@ class Degrees:
         """Return whether the module annotates its stages itself.
 
         Raises:
-            DirectiveError: It annotates other stages than these degrees need.
+            DirectiveError: The module annotates other stages than these degrees need.
         """
         step, stages = capture(module, batch, _device_of(module)), self._candidate(()).layout.stages
         found = {region.tags[TAG] for region in step.at(step.size).regions if TAG in region.tags}
@@ -181,7 +185,8 @@ class Degrees:
 
     def _with_lines(self, directives: Sequence[Directive]) -> tuple[Directive, ...]:
         """Return the directives with a `shard` of sequences or experts after every `place` and `split`, if
-        the degrees ask for it."""
+        `cp` or `ep` is above 1. Otherwise return the directives. Raise an error if `ep` does not divide
+        `dp`."""
         size = self.cp if self.cp > 1 else self.ep
         if size == 1:
             return tuple(directives)
@@ -201,8 +206,8 @@ class Degrees:
         return tuple(program[i] for i in applied_order(program))
 
     def _cuts(self, cut: BlockCut, module: nn.Module | None, batch: Any) -> tuple[int, ...]:
-        """Return the first block of each stage except the first stage, so that the longest stage is as short
-        as possible."""
+        """Return the index of the first block of each stage except the first stage, so that the longest stage
+        is as short as possible. Raise an error if there are fewer blocks than stages."""
         assert module is not None
         stages = self._candidate(()).layout.stages
         if len(cut.names) < stages:
@@ -222,7 +227,8 @@ def given(directives: Any, **fields: Any) -> Degrees | None:
     Returns None if there are neither.
 
     Raises:
-        DirectiveError: There are both fields and directives, or a field has an invalid value.
+        DirectiveError: There are both fields and directives, a field has an invalid value, or a text is
+            neither a name nor a path.
     """
     named = {name: value for name, value in fields.items() if value is not None}
     if isinstance(directives, str):
@@ -323,7 +329,8 @@ def parallel(
 
 
 def even_cuts(costs: Sequence[float], stages: int) -> tuple[int, ...]:
-    """Return where to cut a chain so that the cost of its most expensive part is as low as possible."""
+    """Return where to cut a chain into stages so that the most expensive stage costs as little as possible:
+    the index of the first element of each stage except the first stage."""
     # best[k]: the lowest cost of the most expensive stage, and the cuts of the first k blocks. It begins with
     # one stage, and each turn of the loop adds a stage.
     total = [0.0]

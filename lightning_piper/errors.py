@@ -20,7 +20,7 @@ class PiperError(Exception):
     def code(self) -> str | None:
         """The code of this kind of mistake, such as "PIPER-D004". docs/codes.md explains each code.
 
-        The message contains it. None for an error of your own, such as one of a directive that you wrote.
+        The message contains the code. None if the message has no code, as in a directive that you wrote.
         """
         shown = re.findall(r"\[(PIPER-[A-Z]\d{3})\]", str(self))
         return shown[-1] if shown else None

@@ -88,7 +88,7 @@ def _ends(counts: torch.Tensor) -> torch.Tensor:
 
 
 def _ranges(counts: torch.Tensor, rows: int) -> list[tuple[int, int]]:
-    """Return the range of rows of each expert."""
+    """Return (first row, row after the last) of each expert. Raise CountsError if the counts do not fit."""
     sizes = counts.tolist()
     if sum(sizes) != rows or min(sizes, default=0) < 0:
         raise CountsError(
@@ -114,7 +114,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 
 def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-    """Return the gradients of `x` and `weight`, each None if it is not needed."""
+    """Return the gradients of `x` and `weight`, each None if it is not needed, and None for the counts."""
     x, weight, counts = ctx.saved_tensors
     gradient = gradient.contiguous()
     into = _grouped_mm(gradient, weight.transpose(1, 2), counts) if ctx.needs_input_grad[0] else None

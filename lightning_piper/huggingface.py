@@ -35,8 +35,8 @@ def use_piper_experts(model: Any) -> None:
         model: A `transformers` model, already built.
 
     Raises:
-        CaptureError: The model has no experts with a choice of implementation; or they have a norm after
-            them; or `transformers` has divided them itself.
+        CaptureError: The model has no experts with a choice of implementation; or a norm follows the experts;
+            or `transformers` has divided the experts itself.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 

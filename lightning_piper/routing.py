@@ -29,15 +29,15 @@ ROWS = 1_000_003
 
 # The kinds of exchanges: counts, rows to their experts, and rows back to their source.
 COUNTS, DISPATCH, COMBINE = "counts", "dispatch", "combine"
-_BACK = {DISPATCH: COMBINE, COMBINE: DISPATCH}
+_BACK = {DISPATCH: COMBINE, COMBINE: DISPATCH}  # kind of an exchange -> kind of the exchange of its gradients
 
 
 class _Sites:
     """A record of the calls of `dispatch` in one run of the step.
 
     Attributes:
-        degrees: For each call, the number of devices that divide its experts. The experts of later calls are
-            not divided.
+        degrees: For each of the first calls, the number of devices that divide its experts. The experts of
+            further calls are not divided.
         calls: For each call, the shape of its tokens, and whether every expert has as many places (capacity).
     """
 
@@ -85,7 +85,8 @@ def dispatch(tokens: torch.Tensor, counts: torch.Tensor | None = None) -> Any:
             `[experts here, places, ...]`. On one device the arguments themselves.
 
     Raises:
-        CaptureError: The shapes do not fit.
+        CaptureError: An argument is not a tensor, its shape or dtype does not fit, or the experts cannot be
+            divided evenly over the devices.
     """
     if not isinstance(tokens, torch.Tensor) or not isinstance(counts, torch.Tensor | None):
         raise CaptureError(
@@ -163,8 +164,10 @@ def _route(
     """Return a placeholder for an exchange in a captured graph. Run alone, it is an identity.
 
     Args:
+        counts: The number of rows for each expert; None if the exchange sends equal parts, or returns rows.
         shape: The shape of the received tensor.
-        counts: The counts by which rows are sent to their experts.
+        direction: The kind of the exchange.
+        site: The number of the `dispatch` call in the step.
     """
     return x.clone(memory_format=torch.contiguous_format)
 

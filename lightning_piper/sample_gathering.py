@@ -19,10 +19,13 @@ import torch
 from lightning_piper.common.limits import shown
 from lightning_piper.errors import CaptureError
 
+# This process's rows -> the rows of all replicas.
 Gather = Callable[[torch.Tensor], torch.Tensor]
+# Gradients of all rows, number of this process's rows -> gradients of this process's rows.
 Scatter = Callable[[torch.Tensor, int], torch.Tensor]
 
-_exchange: tuple[Gather, Scatter] | None = None  # over the replicas, in a step that runs uncaptured
+# How a step that runs uncaptured exchanges rows with the other replicas; None for other steps.
+_exchange: tuple[Gather, Scatter] | None = None
 _captured = False  # whether the running code is being traced
 
 
@@ -73,7 +76,7 @@ def exchanging_rows(gather: Gather, scatter: Scatter) -> Iterator[None]:
     """Return a context in which `gather_samples` joins rows immediately, with `gather`. No step is captured
     meanwhile.
 
-    Its backward pass calls `scatter` with the gradients of all rows and the number of its own rows.
+    The backward pass calls `scatter` with the gradients of all rows and the number of this process's rows.
     """
     global _exchange
     before, _exchange = _exchange, (gather, scatter)
@@ -99,8 +102,8 @@ class _Exchanged(torch.autograd.Function):
 
 @torch.library.custom_op("lightning_piper::gather_samples", mutates_args=())
 def _gather(x: torch.Tensor) -> torch.Tensor:
-    """Return a placeholder before computation from the whole batch in a captured graph. Run alone, an
-    identity."""
+    """Return a copy of `x`. In a captured graph, this operation shows where computation from the whole batch
+    begins."""
     return x.clone(memory_format=torch.contiguous_format)
 
 

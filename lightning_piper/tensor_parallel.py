@@ -47,7 +47,7 @@ def tensor_parallel(module: nn.Module, batch: Any, degree: int, *, sequence: boo
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     step = capture(module, batch, device.type if device.type != "meta" else "cpu")
     values = {"*": 1} if sequence else {}
-    step.at(step.size)  # makes known what the step reads
+    step.at(step.size)  # generates the code, which says which parameters the step reads
     params = find_params(step.joint_graph, AXIS, number, {name: Part(dim) for name, dim in values.items()})
     if not params:
         raise PiperError(
@@ -72,7 +72,13 @@ def tensor_parallel(module: nn.Module, batch: Any, degree: int, *, sequence: boo
 
 
 def _patterns(parts: Mapping[str, Part], names: Mapping[str, Any]) -> dict[str, int | tuple[int, int]]:
-    """Return the names with `*` instead of their layer's number, if all layers are sharded equally."""
+    """Return name -> dimension, or (dimension, number of blocks), to shard. If all layers are sharded equally,
+    one entry with `*` instead of the layer's number stands for all layers.
+
+    Args:
+        parts: Name of a parameter to shard -> its shards.
+        names: All parameters, by name.
+    """
     found = {name: part.dim if part.blocks == 1 else (part.dim, part.blocks) for name, part in parts.items()}
     alike: dict[str, list[str]] = {}
     for name in names:

@@ -18,11 +18,13 @@ import torch
 
 Sum = Callable[[torch.Tensor], torch.Tensor]
 
-_sum: Sum | None = None  # the function that sums over the replicas, in a step that runs uncaptured
+# Sums over the replicas in a step that runs uncaptured; None for other steps.
+_sum: Sum | None = None
 
 
 def total(x: torch.Tensor) -> torch.Tensor:
-    """Return the sum of `x` over all parts of the batch."""
+    """Return the sum of `x` over all parts of the batch. Outside of a step that Piper runs, return a copy of
+    `x`."""
     made: torch.Tensor = _total(x) if _sum is None else _Summed.apply(x)  # type: ignore[no-untyped-call]
     return made
 
@@ -54,7 +56,7 @@ class _Summed(torch.autograd.Function):
 
 @torch.library.custom_op("lightning_piper::total", mutates_args=())
 def _total(x: torch.Tensor) -> torch.Tensor:
-    """Return a placeholder for the sum in a captured graph. Run alone, it is an identity."""
+    """Return a copy of `x`. In a captured graph, this operation stands for the sum."""
     return x.clone(memory_format=torch.contiguous_format)
 
 

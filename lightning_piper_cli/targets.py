@@ -125,6 +125,8 @@ def _no_module(name: str) -> UsageError:
 
 
 def _found(target: str) -> Any:
+    """Import the file or module of a target, and return the object with the target's name in it. Raise
+    UsageError if there is none."""
     check_target(target)
     place, name = _divided(target)
     found = _from_file(Path(place)) if place.endswith(".py") else _from_package(place)
@@ -147,6 +149,7 @@ def _from_package(name: str) -> Any:
 
 
 def _from_file(path: Path) -> Any:
+    """Return the Python module of a file. Run the file only once, also if several targets name it."""
     # The path is also the name in `sys.modules`, so that the module and the batch may come from the same
     # file.
     name = str(path.resolve())

@@ -28,7 +28,7 @@ def problem_of(function: Callable[..., Any], given: Iterable[str]) -> str | None
     """Return the text of an error for the first keyword argument in `given` that a function or class does not
     have.
 
-    Return None if the function or class has all of them.
+    Return None if the function or class has all of these arguments, or accepts any keyword argument.
     """
     parameters = inspect.signature(function).parameters
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):

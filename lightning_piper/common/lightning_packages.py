@@ -10,6 +10,7 @@ from typing import TypeGuard, TypeVar
 
 T = TypeVar("T")
 
+# Name of a package -> a name that is the same for both publications.
 PACKAGES = {
     "lightning.pytorch": "pytorch",
     "pytorch_lightning": "pytorch",

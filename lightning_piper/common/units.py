@@ -13,7 +13,7 @@ class Stopwatch:
     """A context manager that adds up the time spent inside of it.
 
     Attributes:
-        seconds: The time until now.
+        seconds: The sum of the seconds between each `__enter__` and its `__exit__`.
     """
 
     def __init__(self) -> None:

@@ -50,7 +50,8 @@ def parse_json(text: str) -> Any:
     """Return the value of a JSON text; see `read_json`.
 
     Raises:
-        ValueError: It is not such JSON.
+        ValueError: The text is not JSON, is nested too deeply, has NaN or infinity, or repeats a key in an
+            object.
     """
     try:
         return json.loads(
