@@ -22,8 +22,8 @@ from lightning_piper.holdings.materialization import Known, like
 from lightning_piper.holdings.ownership import Ownership
 
 SHAPES = {"a": (6, 5), "b": (7,)}  # name -> shape of the tensors on which `averages_each_element` tries
-# Repetitions, because a function that selects by a norm sometimes selects the same for a tensor and its
-# shards.
+# Number of trials. One trial is not enough: a function that selects elements by a norm may select the same
+# elements of a tensor and of its shards.
 DRAWS = 10
 
 Refer = Callable[[str], Any]  # parameter or buffer name -> its replacement in a state dict

@@ -61,7 +61,7 @@ class HostStates:
     def _parts(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
         """Yield the parameters of each part, and among them the parameters with states on the host.
 
-        The latter have at most `PART` bytes, unless there is only one.
+        In a part, the parameters with states on the host have at most `PART` bytes, unless there is only one.
         """
         params: list[Tensor] = []
         hosted: list[Tensor] = []

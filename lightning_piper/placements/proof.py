@@ -66,14 +66,14 @@ def difference(graph: Graph, inputs: Sequence[Node], rule: Rule, degree: int) ->
     `graph` calls one operation on `inputs`. It becomes the graph of one member.
     """
     generator = torch.Generator().manual_seed(0)
-    # on the whole values
+    # First run the operation on whole values.
     values = [_given(x, generator) for x in inputs]
     _attend(next(n for n in graph.nodes if n.op == "call_function"), inputs, values)
     module = torch.nn.Module()
     whole = _tuple(
         Interpreter(torch.fx.GraphModule(module, graph), garbage_collect_values=False).run(*values)
     )
-    # on the parts of each member
+    # Then run it for each member on the member's parts.
     call = next(n for n in graph.nodes if n.op == "call_function")
     held: dict[Node, Any] = dict(zip(inputs, rule.inputs, strict=True))
     held[call] = rule.outputs if isinstance(call.meta["val"], list | tuple) else rule.outputs[0]
@@ -99,8 +99,8 @@ def difference(graph: Graph, inputs: Sequence[Node], rule: Rule, degree: int) ->
 def _alone(node: Node, rule: Rule, degree: int) -> tuple[Graph, list[Node], Rule]:
     """Return a graph of only this operation on small shapes, its inputs, and the rule for these shapes.
 
-    Arguments that are dtypes or shapes follow the small inputs, which are in float64. A view becomes a
-    `reshape`.
+    Floating-point inputs are in float64. Arguments that are dtypes or shapes change accordingly. A view
+    becomes a `reshape`.
     """
     sizes = _sizes(node, rule, degree)
     if sizes and node.target not in VIEWS:
