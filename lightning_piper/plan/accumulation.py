@@ -17,22 +17,23 @@ from lightning_piper.ops.update import Accumulate, Add
 
 
 class Accumulation:
-    """A sum of a node's inputs on one device. `total` is the slot of the sum so far.
+    """A sum of a node's inputs on one device.
 
-    If the sum has several terms and all of them are packs, the plan does not run the packs. It adds the
-    tensors that they would pack to the flat sum.
+    If the sum has several terms and all terms are outputs of `Pack` nodes, the plan does not run these nodes.
+    It adds the tensors that the nodes would pack to the flat sum.
 
     Attributes:
         terms: The values that are added up.
+        total: The slot of the sum so far; -1 before the first term.
     """
 
     def __init__(self, plan: Planning, node: Node) -> None:
         self._plan, self._node = plan, node
-        self._there: set[int] = set()
-        self._added = 0
+        self._there: set[int] = set()  # indices of the available terms
+        self._added = 0  # number of the terms that are added, the first ones
         self.total = -1
         self.terms = node.inputs
-        self._flat: dict[str, Any] = {}
+        self._flat: dict[str, Any] = {}  # fields of each `Add` if the sum takes over the work of packs
         makers = [plan.dag.nodes[ref[0]] for ref in node.inputs]
         packs = [maker for maker in makers if isinstance(maker, Pack)]
         if isinstance(node, Accumulate) and len(packs) == len(makers) > 1:
@@ -40,7 +41,8 @@ class Accumulation:
             self._flat = {"bucket": bucket_of(packs[0]), "take": taken(plan, packs[0])}
 
     def offer(self, index: int) -> None:
-        """Note that a term is available. A term may be offered more than once."""
+        """Note that the term of this index is available, and add all terms whose turn it is. A term may be
+        offered more than once."""
         self._there.add(index)
         while self._added < len(self.terms) and self._added in self._there:
             self._add(self._plan.read(self.terms[self._added], self._node))

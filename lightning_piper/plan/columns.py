@@ -23,7 +23,7 @@ from lightning_piper.ir.nodes import Chunk, Node
 from lightning_piper.ops.base import nothing, operation_of
 from lightning_piper.ops.results import Result
 
-Column = tuple[int, ...]
+Column = tuple[int, ...]  # devices, one of each row in which the column has a device
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Columns:
     Attributes:
         columns: The columns. Every device is in one of them. If a device has several ranks, there is one
             column of all devices.
-        alike: Whether renaming devices turns any column into any other column: their i-th devices do the same
-            work.
+        alike: Whether renaming devices turns any column into any other column: the i-th devices of all columns
+            do the same work. True if there is one column.
         place: The rank of each device in its groups.
     """
 
@@ -56,7 +56,10 @@ class Columns:
 
 
 def columns_of(dag: TrainingDAG) -> Columns:
-    """Return the columns of a finished DAG, in time linear in its nodes and in the sizes of its groups."""
+    """Return the columns of a finished DAG, in time linear in its nodes and in the sizes of its groups.
+
+    There is one column of all devices if groups have different sizes, or if a device has several ranks.
+    """
     everybody = dag.devices()
     place: dict[int, int] = {}
     # A device without chunks of a forward-only step still receives the return values, if there are any.

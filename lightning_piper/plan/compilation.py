@@ -77,7 +77,8 @@ class Plans(Mapping[int, Plan]):
         return self._columns.place[device]
 
     def image(self, device: int) -> int:
-        """Return the device whose plan represents the plan of `device`."""
+        """Return the device whose plan represents the plan of `device`: `device` itself if its plan is a
+        representative, otherwise the device at the same position of the represented column."""
         if device in self.representatives:
             return device
         return tuple(self.representatives)[self._columns.index[device][1]]

@@ -59,15 +59,15 @@ class DevicePlan:
         self.instructions: list[Instruction] = []
         self.irecvs: dict[int, Irecv] = {}
         self.slots = 0
-        self._slot: dict[Ref, int] = {}
+        self._slot: dict[Ref, int] = {}  # value -> its slot
         self._source: dict[int, str] = {}  # slot -> `Deliver.source`
         # send node -> (node, channel, stream that made the value)
         self._sent: dict[int, tuple[Node, Channel, str]] = {}
-        self._stream: dict[int, str] = {}
+        self._stream: dict[int, str] = {}  # slot -> the stream that made its value
         self.shards = {bucket_of(p): p.kept for p in dag.of_type(Parameters) if device in p.devices}
-        self._pending: dict[int, int] = {}  # collective -> its slot
-        self._in_flight: deque[Node] = deque()  # sums of whole buckets
-        self._read: set[Ref] = set()
+        self._pending: dict[int, int] = {}  # collective without a wait so far -> its slot
+        self._in_flight: deque[Node] = deque()  # the latest sums of whole buckets, at most `IN_FLIGHT`
+        self._read: set[Ref] = set()  # values that a node of this device reads
         self._accumulations: dict[int, Accumulation] = {}  # node -> its sum
         self._terms: dict[Ref, list[tuple[Accumulation, int]]] = {}  # value -> the sums of which it is a term
         self._made: list[Ref] = []  # outputs of the previous chunk, and terms that arrived before it ran
@@ -109,6 +109,8 @@ class DevicePlan:
         return self._stream[slot]
 
     def read(self, ref: Ref, reader: Node) -> Read:
+        """Return a read of a value. If the value does not have a slot yet, first emit the instruction that
+        makes it: the wait for its collective, or what its operation emits on demand."""
         if ref not in self._slot:
             maker = self.dag.nodes[ref[0]]
             if not self.has(ref):
@@ -162,6 +164,8 @@ class DevicePlan:
         stream: str | None = None,
         **fields: Any,
     ) -> None:
+        """Emit a collective of a node. The first read of the node's output, or `wait_for_earlier`, emits the
+        wait."""
         if kind.sums and node.outputs[0].bucket is not None and fields.get("bucket") is None:
             raise VerificationError(
                 f"%{node.id} {node.label} is lowered to {kind.op}, which sums a bucket. In your operation, "
@@ -193,7 +197,7 @@ class DevicePlan:
         self._wait_sends(self.send_completion.receive(irecv.channel, irecv.message))
 
     def finish(self) -> None:
-        """Wait for the sends whose arrival the device cannot infer."""
+        """Emit waits for the sends whose arrival the device cannot infer from received messages."""
         self._wait_sends(self.send_completion.unknown(self.device))
 
     def _wait_sends(self, messages: list[int]) -> None:

@@ -1,9 +1,9 @@
 """When to issue gathers of sharded parameters and fetches from the host, whose inputs exist early.
 
-Such work could start as soon as its inputs are there, but the result would then stay in memory unused. It is
-issued a few chunks before its reader instead, and arrives while these chunks run. At most two gathered
-buckets are in flight: the bucket in use and the next bucket. `ops.gather` issues gathers on the stream that
-reads them, so this also holds on a device that is slower than its host.
+Such work could start as soon as its inputs are there, but the result would then stay in memory unused. So a
+plan issues the work a few chunks before its reader, and the result arrives while these chunks run. At most two
+gathered buckets are in memory: the bucket in use and the next bucket. `ops.gather` issues gathers on the
+stream that reads them, so the limit also holds on a device that is slower than its host.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, IssuePriority, Node
 
-Group = tuple[int, ...]
+Group = tuple[int, ...]  # devices of a node
 
 
 def with_gathers(dag: TrainingDAG, order: Sequence[Node]) -> list[Node]:

@@ -1,4 +1,5 @@
-"""All instructions of a plan by name: those that operations define, and those that only plans have."""
+"""All instructions of a plan by name. Operations define most of them. `Record`, `Keep` and `WaitEvent` are
+defined here, because no operation has them."""
 
 from __future__ import annotations
 

@@ -13,13 +13,14 @@ def place_irecvs(
     """Insert the `Irecv`s into the instructions.
 
     An irecv is placed before the chunk that precedes its wait. The transfer can take as long as this chunk,
-    and its buffer is not held for longer. The messages of a channel must be received in order, because NCCL matches
-    them by order. An irecv therefore moves up if a later message of its channel is received before it.
+    and its buffer is not held for longer. The irecvs of a channel must be in the order of its messages, because
+    NCCL matches messages by order. An irecv therefore moves up if the plan waits for a later message of its
+    channel earlier.
 
     Args:
         instructions: The instructions of one device.
         irecvs: Id of the receiving node -> its irecv.
-        rank: Message -> its position among the sends of its channel.
+        rank: Id of a node -> its position in the global order.
     """
     at: dict[int, int] = {}  # node -> index of the instruction before which its irecv stands
     last_run = 0

@@ -13,7 +13,7 @@ def mark_last_reads(device: int, instructions: Sequence[Instruction]) -> list[In
     """Mark the last read of each slot, which empties the slot.
 
     Raises:
-        VerificationError: An instruction writes a slot that no instruction reads.
+        VerificationError: An instruction writes a slot that no later instruction reads.
     """
     read: set[int] = set()
     result: list[Instruction] = []

@@ -10,15 +10,15 @@ from collections import Counter
 
 from lightning_piper.plan.instructions import Channel, Collective, Irecv, SendInstruction
 
-# A message is named by its channel and number there. A collective is named by its node and members, because
-# several groups may meet at one node.
+# Name of an exchange. Of a message: (channel, number of the message in the channel, from 1 on). Of a
+# collective: (node, members), because several groups may run the collective of one node.
 Meeting = tuple[Channel | int, int | tuple[int, ...]]
 
 
 class Matching:
     """A counter that names the exchange which an instruction joins.
 
-    Call it for each device's instructions in the order of the plan.
+    Call `of` for each device's instructions in the order of the plan, because it counts messages.
     """
 
     def __init__(self) -> None:

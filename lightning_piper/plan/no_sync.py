@@ -18,10 +18,11 @@ def sync_only(dag: TrainingDAG) -> frozenset[int]:
     their terms to the gradient accumulation buffer instead.
 
     Sharded gradients are summed in every batch, because keeping whole gradients would need the memory that
-    sharding saves. If gradients of a parameter from several regions are added up, either all of their sums
-    wait for the last batch, or none of them.
+    sharding saves. If gradients of a parameter from several regions are added up, either the sums of all these
+    gradients wait for the last batch, or none of the sums waits.
     """
     totals = [node for node in dag.nodes.values() if node.sums]
+    # sum that waits -> all nodes that read its result
     waiting = {node.id: _followers(dag, node) for node in totals if _may_wait(dag, node)}
     sums: dict[int, set[int]] = {}  # update -> the waiting sums that it reads
     for source, followers in waiting.items():
@@ -42,7 +43,8 @@ def sync_only(dag: TrainingDAG) -> frozenset[int]:
 
 
 def _may_wait(dag: TrainingDAG, node: Node) -> bool:
-    """Return whether a node sums whole gradients, each made once in the step."""
+    """Return whether the result of a sum over replicas is a bucket of gradients that no `Accumulate` node adds
+    to other gradients."""
     value = node.outputs[0]
     return (
         value.kind == Kind.GRAD
@@ -64,7 +66,7 @@ def _followers(dag: TrainingDAG, node: Node) -> list[Node]:
 
 
 def _comes_from(dag: TrainingDAG, node: int, sources: dict[int, list[Node]]) -> bool:
-    """Return whether nodes with one input lead from one of the waiting sums to this node's output."""
+    """Return whether nodes with one input each lead from a sum in `sources` to this node's output."""
     while not dag.nodes[node].sums:
         if len(dag.nodes[node].inputs) != 1:
             return False

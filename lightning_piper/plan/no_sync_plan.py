@@ -12,13 +12,14 @@ from lightning_piper.ir.buckets import Bucket
 from lightning_piper.plan.instructions import Collective, Instruction, Keep, Record, WaitEvent
 from lightning_piper.plan.plan import Plan
 
-# Bucket, members of the group that sums it, and index among such sums of a step: the same for every batch
-# size.
+# (bucket, members of the group that sums it, index among the step's sums of this bucket over these members).
+# The key is the same for every batch size.
 BufferKey = tuple[Bucket, tuple[int, ...], int]
 
 
 def keys_of(plan: Plan) -> dict[int, BufferKey]:
-    """Map the sums over replicas that wait for the last batch to the buffers that keep their terms.
+    """Return node of a sum over replicas that waits for the last batch -> key of the buffer that keeps the
+    sum's terms.
 
     If one sum reads another, such as a sum between machines after a sum within machines, only the first sum
     keeps its terms. The second sum does not have terms before the last batch.
@@ -40,7 +41,7 @@ def keys_of(plan: Plan) -> dict[int, BufferKey]:
 def no_sync_instructions(plan: Plan) -> Iterator[tuple[int, Instruction]]:
     """Yield the instructions of a batch before the last one, each with its index in the plan.
 
-    Events stay, because they also order work that runs in every batch.
+    A sum over replicas becomes a `Keep`. Events stay, because they also order work that runs in every batch.
     """
     keys, late = keys_of(plan), _made_by_last(plan)
     for i, instruction in enumerate(plan.instructions):

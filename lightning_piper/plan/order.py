@@ -18,8 +18,8 @@ from lightning_piper.ir.nodes import Chunk, IssuePriority, Node
 from lightning_piper.plan.gathers import with_gathers
 from lightning_piper.plan.overlap import Turns, heights
 
-Priority = tuple[int, int, int, int]
-_RANK = {"F": 0, "B": 1, "BI": 1, "BW": 2}
+Priority = tuple[int, int, int, int]  # the smallest comes first; the last entry is the node's id
+_RANK = {"F": 0, "B": 1, "BI": 1, "BW": 2}  # kind of a pass -> its rank among chunks; the lowest comes first
 
 
 def priority(dag: TrainingDAG, node: Node, height: int) -> Priority:
@@ -63,9 +63,9 @@ class _Ready:
     def __init__(self, dag: TrainingDAG) -> None:
         self._dag, self._height = dag, heights(dag)
         self._turns = Turns(dag, self._height)
-        self._heap: list[Priority] = []
-        self._back: list[Priority] = []
-        self._standing: set[int] = set()
+        self._heap: list[Priority] = []  # the nodes that may come next
+        self._back: list[Priority] = []  # chunks that were added when it was another chunk's turn
+        self._standing: set[int] = set()  # the chunks of `_back` that still wait for their turn
 
     def add(self, node_id: int) -> None:
         entry = priority(self._dag, self._dag.nodes[node_id], self._height.get(node_id, 0))
@@ -76,7 +76,8 @@ class _Ready:
             heapq.heappush(self._heap, entry)
 
     def pop(self) -> Node | None:
-        """Return the next node to run, and remove it; None if no node is ready."""
+        """Return the next node to run, and remove it; None if no node is ready. If only chunks that wait for
+        their turn are ready, return the first of them."""
         while not self._heap and self._standing:
             node_id = heapq.heappop(self._back)[-1]
             if node_id in self._standing:
@@ -90,6 +91,7 @@ class _Ready:
         return self._dag.nodes[node_id]
 
     def _step_forward(self, node_id: int) -> None:
+        """Let a chunk wait for its turn no longer."""
         self._standing.discard(node_id)
         heapq.heappush(
             self._heap, priority(self._dag, self._dag.nodes[node_id], self._height.get(node_id, 0))
@@ -122,6 +124,7 @@ def global_order(dag: TrainingDAG) -> list[Node]:
         return 0
 
     def done(node_id: int) -> int:
+        """Handle the nodes that can come after this node. Return the number of nodes left to `with_gathers`."""
         apart = 0
         for successor in dag.graph.successors(node_id):
             missing[successor] -= 1

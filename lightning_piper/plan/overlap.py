@@ -62,12 +62,13 @@ class Turns:
                     self._queue |= dict.fromkeys(queue, queue)
 
     def waits(self, node: int) -> bool:
-        """Return whether it is the turn of another chunk."""
+        """Return whether it is another chunk's turn; False for a node outside of the overlap groups."""
         queue = self._queue.get(node)
         return queue is not None and queue[0] != node
 
     def done(self, node: int) -> int | None:
-        """Note that a chunk has been issued. Returns the chunk whose turn it is now, or None."""
+        """Note that a node has been issued. Returns the chunk of its group whose turn it is now. None if the
+        group has no more chunks, or if the node is not in a group."""
         queue = self._queue.get(node)
         if queue is None:
             return None
@@ -78,7 +79,7 @@ class Turns:
 
 
 def _interleaved(lanes: list[list[Chunk]], height: Mapping[int, int]) -> list[int]:
-    """Return the chunks of all lanes, round by round."""
+    """Return the chunks of all lanes, round by round. Round i has the i-th chunk of each lane."""
 
     def first(chunk: Chunk) -> tuple[int, int, int, int]:
         return (-height.get(chunk.id, 0), chunk.kind != "F", chunk.slice.start, chunk.id)

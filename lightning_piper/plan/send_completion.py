@@ -22,11 +22,11 @@ class LeavesColumnError(Exception):
 class SendCompletion:
     """A record of the sends that are complete, as far as each sender can know.
 
-    Call it for the sends and receives of all devices that messages can reach from one another, in causal
-    order.
+    Call `send` and `receive` for all messages of the devices, each receive after its send.
 
-    `clock[a][b]` is the number of b's receives that device a knows to be done. A message is named by its
-    channel and the id of its send node, because replicas send the same node on channels of their own.
+    `_clock[a][b]` is the number of receives of the b-th device that the a-th device knows to be done. A message
+    is named by its channel and the id of its send node, because each replica sends the same node on another
+    channel.
     """
 
     def __init__(self, devices: Sequence[int]) -> None:
@@ -36,6 +36,7 @@ class SendCompletion:
         self._known_by: dict[tuple[Channel, int], list[int]] = {}  # message -> the sender's clock at the send
         # message -> the receiver's clock entry at the receive
         self._received: dict[tuple[Channel, int], int] = {}
+        # channel -> its messages whose arrival the sender does not know, in the order of the sends
         self._pending: dict[Channel, deque[int]] = {}
 
     def send(self, channel: Channel, message: int) -> None:
@@ -67,5 +68,5 @@ class SendCompletion:
         return arrived
 
     def unknown(self, device: int) -> list[int]:
-        """Return the messages of a device whose arrival it never learns, in the order of the sends."""
+        """Return the messages whose arrival the device, their sender, never learns, sorted by id."""
         return sorted(m for (sender, _), queue in self._pending.items() if sender == device for m in queue)

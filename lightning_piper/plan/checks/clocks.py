@@ -57,7 +57,8 @@ class StreamClocks:
         self._passing: set[int] = set()  # slots of gathered buckets that are freed after use
 
     def problems(self, i: int, instruction: Instruction) -> Iterator[str]:
-        """Issue instruction i on its stream, and yield its problems."""
+        """Issue instruction i on its stream, and yield a text for each problem with streams or memory. Nothing
+        is recorded until the caller iterates."""
         stream = instruction.stream
         clock = self._clocks.setdefault(stream, {})
         match instruction:

@@ -25,8 +25,11 @@ class _IssueState:
     collective needs all members. In general, a wait needs all parties to have joined the exchange that its
     node has begun. No other instruction blocks.
 
-    If some devices represent all (`image`), columns run in lockstep: a member has joined when its
-    representative has.
+    If some devices represent all devices (`image`), columns run in lockstep: a member joins when its
+    representative joins.
+
+    Attributes:
+        met: The exchanges that all parties have joined.
     """
 
     def __init__(self, image: Callable[[int], int]) -> None:
@@ -38,7 +41,8 @@ class _IssueState:
         self.met: set[Meeting] = set()
 
     def need(self, device: int, instruction: Instruction) -> Meeting | None:
-        """Return the exchange that all parties must join before the instruction; None for other work."""
+        """Return the exchange that all parties must join before the instruction; None if the instruction is
+        not a wait, or waits for work that did not begin."""
         return (
             self._begun.get((device, instruction.node))
             if isinstance(instruction, WaitWork | WaitSend)
@@ -74,7 +78,7 @@ def run_symbolically(plans: Mapping[int, Plan], image: Callable[[int], int] = la
     """
     world = _IssueState(image)
     position = dict.fromkeys(plans, 0)
-    waiting: dict[Meeting, list[int]] = {}
+    waiting: dict[Meeting, list[int]] = {}  # exchange -> devices that wait for it
     ready = deque(plans)
     while ready:
         device = ready.popleft()

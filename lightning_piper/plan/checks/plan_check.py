@@ -30,10 +30,11 @@ from lightning_piper.plan.no_sync_plan import no_sync_instructions
 from lightning_piper.plan.plan import Plan
 
 ADVICE = ". If you added an operation, check its lowering; otherwise report this"
+# States of a slot: its message or collective has started; its value is there.
 _PENDING, _READY = "pending", "ready"
 
 
-Image = Callable[[int], int]
+Image = Callable[[int], int]  # device -> the device whose plan represents it (`Plans.image`)
 
 
 def check_plans(plans: Mapping[int, Plan], image: Image = lambda device: device) -> None:
@@ -49,8 +50,8 @@ def check_plans(plans: Mapping[int, Plan], image: Image = lambda device: device)
     - Every send is waited for, and every device reports once.
     - No device waits forever, and no stream of the hardware does.
 
-    If batches before the last one of a gradient accumulation run fewer instructions, these are checked in the
-    same way.
+    If batches before the last one of a gradient accumulation run fewer instructions, the plans with only these
+    instructions are checked in the same way.
 
     Args:
         image: Device -> the device whose plan represents it (`Plans.image`).
@@ -95,10 +96,10 @@ def _refuse(device: int, index: int, instruction: Instruction, problem: str) -> 
 def _check_slots(plan: Plan) -> None:
     """Check that each slot of a plan is written before it is read, and only once apart from sums in place,
     and that all slots are empty at the end. A wait must be for the work that fills the slot."""
-    state: dict[int, str] = {}
+    state: dict[int, str] = {}  # slot that is not empty -> `_PENDING` or `_READY`
     owner: dict[int, int] = {}  # pending slot -> node that completes it
     sums: dict[int, int] = {}  # slot -> node that adds it up
-    dropped: dict[int, Instruction] = {}
+    dropped: dict[int, Instruction] = {}  # slot -> instruction with the last read of the slot
     for i, instruction in enumerate(plan.instructions):
         for read in instruction.reads:
             if state.get(read.slot) != _READY:

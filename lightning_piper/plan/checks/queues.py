@@ -51,9 +51,10 @@ class _Graph:
     """A graph of the order of instructions and exchanges. An exchange is one node for all of its parties."""
 
     def __init__(self) -> None:
-        self._behind: dict[Hashable, list[Hashable]] = {}
+        self._behind: dict[Hashable, list[Hashable]] = {}  # node -> the nodes directly after it
+        # node that has not run -> number of nodes directly before it that have not run
         self._missing: dict[Hashable, int] = {}
-        self.shown: dict[Hashable, str] = {}
+        self.shown: dict[Hashable, str] = {}  # exchange -> text for a message
 
     def order(self, first: Hashable, second: Hashable) -> None:
         self._behind.setdefault(first, []).append(second)
@@ -61,7 +62,8 @@ class _Graph:
         self._missing.setdefault(first, 0)
 
     def circle(self) -> str:
-        """Return the instructions that can never run, as text; empty if all instructions can run."""
+        """Return a text about up to four exchanges that can never finish; empty if everything can run. Call
+        this once, because it uses up the counts."""
         ready = [node for node, count in self._missing.items() if not count]
         while ready:
             node = ready.pop()
