@@ -110,7 +110,7 @@ def _crossing(
         first: The first microbatch of each stream.
         microbatches: The number of microbatches in each stream.
     """
-    done: Counter[tuple[int, str]] = Counter()
+    done: Counter[tuple[int, str]] = Counter()  # (stream, "F" or "B") -> number of passes so far
     pending: deque[tuple[int, int]] = deque()  # stream and microbatch of deferred BW passes
     row: Row = []
 

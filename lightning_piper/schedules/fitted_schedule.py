@@ -39,10 +39,10 @@ def fitted(
 ) -> list[Directive]:
     """Return the best schedule found for these costs.
 
-    No other builder's schedule for the same stages and ranks that fits into the memory is shorter. The
-    candidates are the rows of all builders, list scheduling under several rules, and a beam search. Which
-    backward passes are split is part of the choice. The function stops when no schedule can be shorter. Its
-    work is bounded for all costs, and the same arguments always give the same schedule.
+    The candidates are the schedules of the builders without overlaps for the same stages and ranks, list
+    scheduling under several rules, and a beam search. So no such builder's schedule that fits into the memory
+    is shorter. Which backward passes are split is part of the choice. The function stops when no schedule can
+    be shorter. Its work is bounded for all costs, and the same arguments always give the same schedule.
 
     Args:
         costs: The costs of each stage.
@@ -116,7 +116,8 @@ class _Best:
         self.end: Number = timed(self.rows, chain.costs, chain.times).end
 
     def offer(self, rows: list[Row]) -> bool:
-        """Keep these rows if they are shorter and fit. Return whether they were kept."""
+        """Keep these rows if they fit into the memory and are shorter than the rows kept so far. Return whether
+        they were kept."""
         kept = peaks(rows, self._chain.costs)
         if any(limit is not None and most > limit for most, limit in zip(kept, self._limits, strict=True)):
             return False
@@ -193,7 +194,7 @@ def _check_room(chain: Chain, limits: Sequence[int | None]) -> None:
 
 
 def _builders(chain: Chain) -> Iterator[list[Row]]:
-    """Yield the rows of all builders that place these stages on these ranks."""
+    """Yield the rows of the builders without overlaps that place these stages on these ranks."""
     stages, ranks, m = len(chain.ranks), len(chain.local), chain.microbatches
     if list(chain.ranks) == list(range(stages)):
         for rows in (gpipe_rows, one_f_one_b_rows, zero_bubble_rows, zb_h2_rows):
@@ -219,7 +220,7 @@ def _rules(chain: Chain) -> Iterator[PassPreference]:
 
 def _list(chain: Chain, found: _Best) -> None:
     """Try list scheduling with one rule for all ranks. Then start from the best rule, and change the rule of
-    one rank at a time.
+    one rank at a time. `found` gets the rows of each trial.
     """
     ends: dict[PassPreference, Number] = {}
 
@@ -240,7 +241,8 @@ def _list(chain: Chain, found: _Best) -> None:
 
 
 def _search(chain: Chain, found: _Best) -> None:
-    """Run the beam search with the largest width that the bound on work allows."""
+    """Run the beam search with the largest width that `WIDEST` and `SEARCHED` allow, and offer its rows to `found`.
+    Do nothing if this width is below 2."""
     width = min(WIDEST, SEARCHED // (chain.actions * len(chain.local)))
     steps = searched(chain, width, found.end * chain.times.unit) if width > 1 else None
     if steps is not None:

@@ -240,7 +240,7 @@ class PassPreference(NamedTuple):
 
 
 def listed(chain: Chain, rules: Sequence[PassPreference]) -> list[Step]:
-    """Return all steps in a feasible order.
+    """Return the steps in a feasible order, in which each rank follows its rule.
 
     Args:
         chain: The stages and ranks.
@@ -283,11 +283,11 @@ def _choice(
     Among the options that start soon enough, the rule's favourite kind wins, and then the latest stage for an
     F, or the earliest stage for other passes.
     """
-    # (start, index of the kind in `rule.prefer`, stage, or minus the stage for an F, kind)
+    # (start, index of the kind in `rule.prefer`, s, kind): s is the stage, or -stage if the kind is F.
     options: list[tuple[Number, int, int, str]] = []
     own = chain.local[rank]
     flying = sum(world.forward[s] - world.weights[s] for s in own)
-    # The k-th stage from the last leaves k of the allowed passes in flight to the stages after it.
+    # An F of a stage may use the limit `kept` only up to one place for each later stage of the rank.
     for later, stage in enumerate(reversed(own)):
         if (rule.kept is None or flying + later < max(rule.kept, len(own))) and world.fits(stage):
             start = world.start(stage, "F")

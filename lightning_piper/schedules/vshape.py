@@ -116,7 +116,7 @@ def _v_min(ranks: int) -> _FirstMicrobatch:
     """Return the block of V-Min, in which every step is 1 or -1.
 
     The starts of `down_forward` and `up_backward` have the parity of the rank, and the starts of `up_forward` and
-    `down_backward` have the other parity. So a pass of the first two never collides with one of the last two.
+    `down_backward` have the other parity. So a pass of the first two kinds never collides with a pass of the last two.
     """
     turn = 2 * ranks + (0 if ranks % 3 else 2)  # not a multiple of PERIOD, or up_backward collides with F
     return _FirstMicrobatch(

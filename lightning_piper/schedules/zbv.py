@@ -47,7 +47,7 @@ def _row(ranks: int, rank: int, microbatches: int) -> Row:
     # builds the row for 2R - 1 and drops the passes of the microbatches that do not exist.
     total = max(2 * ranks - 1, microbatches)
     down, up = rank, 2 * ranks - 1 - rank
-    done: Counter[tuple[int, str]] = Counter()
+    done: Counter[tuple[int, str]] = Counter()  # (stage, kind) -> number of passes so far
     row: list[Action] = []
 
     def run(stage: int, *kinds: str) -> None:

@@ -8,7 +8,7 @@ from lightning_piper.runtime.process import MOST as LENT
 from lightning_piper.simulate import simulate
 
 # `needed_by_replicas` estimates the peak of a step as this multiple of the bytes of all passes' outputs
-# (saved activations, gradients). Temporaries hardly ever need more.
+# (saved activations, gradients). The exact peak is hardly ever larger.
 ROUGHLY = 8
 
 

@@ -42,18 +42,18 @@ def best_of(
     Args:
         workload, hardware: The training step, and the machine that runs it.
         devices: Number of devices.
-        memory: Memory of each device, in bytes or as text such as "80GiB" (default: the hardware's).
+        memory: Memory of each device, in bytes or as text such as "80GiB" (default: `hardware.memory`).
         objective: "time", or "memory" for the memory of the fullest device.
         schedules: Names of the builders to consider (default: all of `schedules.searched`).
-        levels: ZeRO stages to consider.
+        levels: ZeRO levels to consider.
         margin: Memory to keep free, as a share of the estimated memory.
         all_devices: Consider only programs that use every device.
         ranks: Largest number of ranks of one pipeline; with 1, each device has the whole model. None: as many
             as there are devices.
         gap: How much worse than the best program the result may be: 0.01 for one percent.
-        budget: Largest amount of work. Each estimated candidate costs one. Each branch costs one or more,
-            growing with its stages and microbatches. When the budget is spent, the result says what is proved
-            by then.
+        budget: Largest amount of work. Each estimated candidate costs one. Each branch costs one or more: the
+            cost grows with its stages and microbatches. When the budget is spent, the search ends, and the
+            result's `gap` says what is proved.
         progress: Called with the number of candidates estimated, the lowest bound of the open branches, and
             the best value so far.
 
@@ -123,7 +123,7 @@ def check_asked(
     budget: int = 1,
     ranks: int | None = None,
 ) -> None:
-    """Check arguments of `best_of`.
+    """Check those arguments of `best_of` that are not checked in `Space` alone.
 
     Raises:
         SearchError: An argument is not valid.

@@ -49,8 +49,8 @@ INFINITE = float("inf")
 
 def bound_of(model: CostModel, candidate: Candidate) -> Number:
     """Return a lower bound of a candidate's seconds, in time linear in the stages. See the module's docstring."""
-    # `forward` has the head of F of each stage, `backward` the head of its B, and the list after it the tail of
-    # its B without sums and updates.
+    # For each stage, `forward` has the head of F, `backward` the head of B, and `behind` the tail of B without
+    # sums and updates.
     rows, costs, levels = rows_for(candidate), model.costs(candidate.layout), candidate.levels
     spans, passes = candidate.spans(costs.blocks), passes_of(costs, candidate)
     back = BI if SEARCHED[candidate.layout.schedule].split else B
@@ -201,7 +201,8 @@ class Cutting:
         return (self.costs.static((span,), (level,)) + most) * self._margin, host
 
     def reach(self, limit: Number) -> list[int] | None:
-        """Return for each s the first block from which the stages s, s + 1, ... can cover all later blocks.
+        """Return for each s the first block from which the stages s, s + 1, ... can cover all later blocks, and
+        then the number of blocks.
 
         Each stage must fit, with a bound below the limit. Return None if the stages cannot cover all blocks, or if
         the bound from the mean work of the ranks is not below the limit. Stages may be empty here. So if the
@@ -226,7 +227,7 @@ class Cutting:
         return fits and value < limit
 
     def _average(self) -> Number:
-        """Return a bound of time from the mean work of the ranks. The busiest rank has at least the mean.
+        """Return a lower bound of time: the mean work of the ranks. The busiest rank has at least the mean.
 
         If all stages have level 3, passes together take at least as long as the gather of all parameters. For
         the memory objective the bound is 0.

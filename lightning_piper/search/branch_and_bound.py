@@ -32,7 +32,7 @@ from lightning_piper.simulate.durations import Number
 TABLE = 20  # rows of the result's table with candidates that fit
 OVER = 5  # further rows of the table: candidates that would be better but do not fit
 ALTERNATIVES = 1000  # the most that may be spent on the rows of the result's table, in units of the budget
-UNIT = 200  # a branch costs 1 + stages x (microbatches + overhead of a stage) / UNIT of the budget
+UNIT = 200  # to expand a choice costs 1 + stages x (microbatches + 100) / UNIT of the budget
 ROWS = 400  # making a schedule's rows costs 1 unit of the budget for each ROWS passes
 STEPS = 50  # enumerating cuts costs 1 unit of the budget for each STEPS stages considered
 BEGIN = 400  # number of layouts that `_begin` tries for each size of the tensor axis
@@ -73,7 +73,7 @@ class Search:
         self._size = 0  # number of candidates of the space
         # (bound, candidate) of candidates with even cuts that fit
         self._even_ones: list[tuple[Number, Candidate]] = []
-        self._looked_at: set[Layout | Choice] = set()  # branches whose bounds `joint_bounds` has raised
+        self._looked_at: set[Layout | Choice] = set()  # branches that came to `_branch` before
         self._proved = False  # whether the search only fills the table
 
     def run(self, table: bool = True) -> Found | None:
@@ -102,7 +102,7 @@ class Search:
         return self._found(evaluated, cut)
 
     def _go_on(self) -> None:
-        """Find the next best choices for the table. The best candidate is proved already."""
+        """Find the next best choices for the table, after the search for the best candidate."""
         self._proved, self._left = True, min(self._budget, ALTERNATIVES)
         for _, _, _, branch in self._heap:
             if isinstance(branch, Cuts):
@@ -134,10 +134,10 @@ class Search:
         return limit
 
     def _begin(self) -> None:
-        """Find first candidates, so that bounds have something to exclude.
+        """Find first candidates. With their values, the search can exclude branches.
 
-        For each size of the tensor axis it tries the layouts with the lowest bounds, with even cuts and as
-        many stages recomputed as necessary.
+        For each size of the tensor axis, the function tries the layouts with the lowest bounds, with even cuts
+        and as many recomputed or offloaded stages as necessary.
         """
         degrees: dict[int, list[tuple[Number, Layout]]] = {}
         for bound, _, _, branch in self._heap:
@@ -228,8 +228,9 @@ class Search:
         return max(bound, self.together.time(branch.layout, branch.options(), float(self._limit(None))))
 
     def _is_excluded(self, bound: Number, branch: _Branch | None = None) -> bool:
-        """Return whether no candidate with this bound matters: after the proof for the table, before the proof
-        because it is not better than the best one by more than `gap`."""
+        """Return whether the search can skip candidates with this bound. Before the proof, it can if they are not
+        better than the best candidate by more than `gap`. After the proof, it can if they do not get a row of the
+        table."""
         return bound >= self._limit(branch) if self._proved else bound * (1 + self.gap) >= self.value
 
     def _leave(self, why: str, branch: _Branch) -> None:

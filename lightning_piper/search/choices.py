@@ -1,4 +1,4 @@
-"""Branches of a search below a layout: ZeRO stages, recomputed and offloaded stages, and cuts.
+"""Branches of a search below a layout: ZeRO levels, recomputed and offloaded stages, and cuts.
 
 Along the chain of stages, levels of ZeRO fall. Stages that recompute come first, then stages that offload, then
 stages that keep everything they save. So the levels of the stages are a sequence of parts with one level each, and

@@ -1,4 +1,5 @@
-"""Cheap bounds of layouts from sums over the model. They hold for every cut of the blocks."""
+"""Bounds of the time and memory of layouts that need only sums over the blocks of the model. The bounds hold for every
+cut of the blocks."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ class Coarse:
     def _busiest_of(self, samples: int, tensor: int, ranks: int) -> Number:
         """Return a lower bound of the seconds of the busiest rank on one microbatch.
 
-        Blocks are whole, so some rank of n has k + 1 of the k n + 1 longest blocks.
+        A block is on one rank as a whole. So of the k n + 1 longest blocks, one of n ranks has at least k + 1.
         """
         works = sorted((sum(work) for work in self._works(samples, tensor)), reverse=True)
         return max(sum(works[n - 1 - (n - 1) // ranks : n]) for n in range(1, len(works) + 1, ranks))

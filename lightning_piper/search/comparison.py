@@ -274,7 +274,8 @@ def _network(plans: Mapping[int, Plan], hardware: Hardware) -> Network:
 
 
 def _passes(compiled: Compiled, before: Workload, after: Workload, stages: Stages) -> list[ComparedTime]:
-    """Return the seconds of each pass of each stage, over all microbatches, under both workloads."""
+    """Return the seconds of each pass of each stage, over all microbatches: predicted with the costs `before`, and
+    recorded in the costs `after`."""
     times: dict[tuple[int, str], dict[Any, int]] = {}  # (stage, pass) -> slice -> number of samples
     for chunk in compiled.dag.of_type(Chunk):
         stage = _stage(chunk, stages)

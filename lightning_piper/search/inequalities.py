@@ -29,8 +29,8 @@ RUNS, HOST, UPDATES = range(3)
 
 
 class Table(NamedTuple):
-    """A table of inequalities of a schedule: how often each cost of a stage counts in each of them. A group of ranks
-    has the mean of its ranks' inequalities. Parentheses contain the dimensions of an array.
+    """A table of inequalities of a schedule: how often each cost of a stage counts in each inequality. A group of
+    ranks has the mean of the inequalities of its ranks. Parentheses contain the dimensions of an array.
 
     Attributes:
         passes: How often F, BI and BW of each stage count (time inequalities, 3, stages).
@@ -79,7 +79,8 @@ def table_of(key: Key) -> Table:
     over the replicas.
 
     Each rank gives memory inequalities: of the states in which it keeps most, of its host, and of the update
-    of its parameters. The same inequality of neighbouring ranks is replaced by its mean (`GROUPS`).
+    of its parameters. The ranks are divided into `GROUPS` groups of neighbours. Of each inequality, the table has the
+    mean over the ranks of a group.
     """
     rows = rows_of(*key)
     group = [rank * GROUPS // max(rows.ranks, GROUPS) for rank in range(rows.ranks)]
@@ -131,8 +132,8 @@ def _largest(rows: Rows, rank: int) -> list[tuple[int, tuple[tuple[int, int], ..
 def _counted(
     rows: Rows, rank: int, own: int, state: tuple[tuple[int, int], ...]
 ) -> tuple[Array, Array, Array]:
-    """Return the entries of `saved`, `kept` and `static` for an entry of `Rows.kept`, counted as in
-    `saved_bytes`: bytes on the device."""
+    """Return the rows of `Table.saved`, `Table.kept` and `Table.static` for the device in a state of `Rows.kept`.
+    They count bytes in the same way as `saved_bytes`. `own` is the stage whose B or BI runs, or -1."""
     saved, kept, static = np.zeros((rows.stages, 3)), np.zeros((rows.stages, 3)), np.zeros(rows.stages)
     for stage, (a, w) in zip(rows.local[rank], state, strict=True):
         saved[stage, [PLAIN, AGAIN, AWAY]] = a, own == stage, min(a, 2)
@@ -142,7 +143,8 @@ def _counted(
 
 
 def _on_host(rows: Rows, rank: int) -> tuple[Array, Array, Array]:
-    """Return the entries of `saved`, `kept` and `static` for the host: in the state with most saved values."""
+    """Return the rows of `Table.saved`, `Table.kept` and `Table.static` for the host, in the state of the rank with
+    most saved values."""
     saved, none = np.zeros((rows.stages, 3)), np.zeros((rows.stages, 3))
     _, state = max(rows.kept[rank], key=lambda item: sum(a for a, _ in item[1]))
     for stage, (a, _) in zip(rows.local[rank], state, strict=True):
@@ -151,7 +153,8 @@ def _on_host(rows: Rows, rank: int) -> tuple[Array, Array, Array]:
 
 
 def _updates(rows: Rows, rank: int) -> tuple[Array, Array, Array]:
-    """Return the entries of `saved`, `kept` and `static` for the update, when no saved values are left."""
+    """Return the rows of `Table.saved`, `Table.kept` and `Table.static` for the update, when no saved values are
+    left."""
     none, static = np.zeros((rows.stages, 3)), np.zeros(rows.stages)
     static[list(rows.local[rank])] = 1
     return none, none, static

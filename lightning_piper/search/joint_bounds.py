@@ -39,10 +39,10 @@ from lightning_piper.search.stage_costs import CostModel, Costs
 from lightning_piper.simulate.network import Link
 
 KINDS = 4  # largest number of kinds of blocks if `_alike` groups blocks by their work
-# Largest number of combinations of kind, stage and option with which each different block is a kind of its own.
+# If there are at most this many combinations of kind, stage and option, each different block is a kind of its own.
 PLACES = 600
 STEPS = 400  # largest number of steps of the simplex method
-DEAR = 20.0  # the most that all of the memory may cost, as a multiple of the step's time
+DEAR = 20.0  # largest sum of the weights q in the linear program, as a multiple of a rough time of the step
 _ROUNDING = 1 - 1e-9  # lowers bounds by more than the rounding error of a sum of a few thousand doubles
 
 
@@ -70,7 +70,7 @@ class _Blocks(NamedTuple):
 
 
 class Together:
-    """A source of lower bounds of time for the layouts of a model's space."""
+    """Computes lower bounds of the time of a model's layouts from all ranks together."""
 
     def __init__(self, model: CostModel) -> None:
         self._model, self.space = model, model.space
@@ -116,11 +116,11 @@ class Together:
     ) -> tuple[list[Option], NDArray[np.bool_], _Blocks]:
         """Return the options that matter, which stages have them (stages, options), and the costs of blocks.
 
-        The passes of a stage take at least the longest of three: its work, its transfer to the host, and the
-        gather of its parameters. One of the three is chosen for the whole model.
+        A pass of a stage takes at least the longest of three times: of its work, of its transfer to the host, and
+        of the gather of its parameters. `_passes` chooses one of the three for the whole model.
 
-        A level does not matter if the stage may also have a higher level that takes no more time, because the
-        lower level needs more memory.
+        A level does not matter if the stage may also have a higher level that takes at most as much time, because
+        the lower level needs more memory.
         """
         prices = _OptionPrices(costs)
         matter = [
@@ -171,7 +171,7 @@ class _OptionPrices:
         self._known_slower: dict[tuple[int, int, Way], bool] = {}
 
     def _passes(self, level: int, way: Way) -> Array:
-        """Return the seconds of F, BI and BW of each block."""
+        """Return the seconds of F, BI and BW of each block with this option. The result is cached."""
         if (level, way) not in self._known_passes:
             f, bi, bw, _, _ = self._work
             self._known_passes[level, way] = _passes(

@@ -1,4 +1,4 @@
-"""Write the program of a candidate."""
+"""Writes the program of a candidate: annotations and directives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_piper.schedules.searched_schedules import SEARCHED
 from lightning_piper.search.space import Candidate
 
 TAG, MICROBATCH, TENSOR = "PP", "MB", "tp"
-# ZeRO stage -> the arguments of `Replicate`.
+# For each ZeRO level, the arguments of `Replicate`.
 LEVELS: tuple[Mapping[str, Any], ...] = (
     {},
     {"shard_optimizer": True},

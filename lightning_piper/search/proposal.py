@@ -41,7 +41,7 @@ FRAGMENTATION = 0.05
 ROUNDS = 5  # largest number of searches, each with less memory than the one before
 LARGER = 4  # a new search begins after this many candidates of one search whose plans do not fit
 TRIED = 20  # largest number of candidates of one search whose programs are written and checked
-# The reason for a candidate that passes the checks, but whose plan does not fit.
+# Beginning of the reason in `Proposal.refused`, if a program passes the check but its plan does not fit.
 TOO_LARGE = "according to its plan it needs"
 CALLS = 3  # smallest number of measured steps for each number of samples
 OPTIONS = ("schedules", "levels", "ranks", "margin", "gap", "budget")  # arguments that `best_of` takes
@@ -53,7 +53,7 @@ class Proposal:
     """A program that a search proposes. `print` shows it.
 
     Attributes:
-        found: The result of the search: the table of the best candidates, and why each one lost.
+        found: The result of the search: the table of the best candidates, with reasons.
         chosen: The proposed candidate: the best one whose program passes the check and fits.
         written: The program of the candidate.
         workload: The costs of the step.
@@ -136,7 +136,7 @@ def search(
     """Find the program of a module's training step that takes the least time and fits, and write it.
 
     The search cuts stages at any boundary between blocks. It chooses the schedule, the number of microbatches
-    and of replicas, the ZeRO stage of each pipeline stage, the size of a tensor axis, and which stages
+    and of replicas, the ZeRO level of each pipeline stage, the size of a tensor axis, and which stages
     recompute or offload. It excludes candidates only by proved bounds (`bounds`). So no candidate of the
     space has a better estimate than `found.best` by more than the share `found.gap`.
 
@@ -145,13 +145,13 @@ def search(
             be on the meta device.
         batch: The batch of one step, with all samples of all devices.
         devices: Number of devices.
-        memory: Memory of each device, in bytes or as text such as "24GiB" (default: the hardware's).
+        memory: Memory of each device, in bytes or as text such as "24GiB" (default: the memory of the hardware).
         hardware: A Hardware, the name of one of the package's files, or a path; costs are calculated from its
             figures. None: costs are measured on this machine.
         objective: "time", or "memory" for the memory of the fullest device.
         workload: The costs of the step, if they are known already, for example from a recording.
-        check: How to check the winner's program: without a run ("static"), also by a run and a comparison
-            with one device ("run"), or not ("off"). If the check fails, the next best candidate is tried.
+        check: How to check the program of a candidate: without a run ("static"), also by a run and a comparison
+            with one device ("run"), or not ("off"). If the check fails, Piper tries the next best candidate.
         all_devices: Consider only programs that use every device.
         progress: Called with a line of text about the progress.
         cut: The blocks of the module and the batch, if they are known.

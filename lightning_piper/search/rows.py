@@ -37,7 +37,7 @@ class RankPass(NamedTuple):
         needs: The message that the pass waits for, or -1.
         posts: Messages whose receive the rank starts before this pass, when `needs` has arrived.
         sends: The message that carries the result, or -1.
-        complete: Whether this is the last of consecutive passes that make weight gradients of one stage.
+        complete: Whether this is the last one of consecutive B or BW passes of one stage.
     """
 
     stage: int
@@ -107,8 +107,7 @@ class Rows:
 
     @property
     def wires(self) -> Wires:
-        """The passes and messages. They need much memory, so this property makes them, and `wires_of` keeps only
-        few of them."""
+        """The passes and messages. `Rows` does not keep them, because they need much memory."""
         return wires_of(*self.key)
 
 
@@ -158,7 +157,7 @@ def _wires(actions: Sequence[Sequence[_Action]], stages: int) -> Wires:
     """Give each message between stages on different ranks a number. Return the passes, with the messages that they
     wait for and send, and the messages whose receives start with them."""
     rank = {stage: r for r, row in enumerate(actions) for stage, _, _ in row}
-    # Forward (0) or backward (1), stage, microbatch -> message, boundary.
+    # (0 for forward or 1 for backward, reading stage, microbatch) -> (message, boundary).
     made: dict[tuple[int, int, int], tuple[int, int]] = {}
     queues: dict[tuple[int, int], list[int]] = {}  # channel -> its messages, in the order of their sends
     messages: list[tuple[int, int, int]] = []  # channel, boundary, receiver
@@ -243,7 +242,7 @@ def _posts(
 
 
 def _between(row: Sequence[_Action]) -> tuple[Between, ...]:
-    """Return the spans of a rank from which bounds are made.
+    """Return the spans of a rank for which `bounds` computes bounds.
 
     The spans run from the first pass, or the first backward pass, to the last pass, or the last pass that
     makes gradients of inputs.

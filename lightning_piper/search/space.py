@@ -72,8 +72,8 @@ class Candidate(NamedTuple):
 
     Attributes:
         layout: How the devices are divided.
-        levels: ZeRO stage, 0 to 3, of each pipeline stage: how much of parameters, gradients and optimizer
-            states the replicas shard. It never rises along the chain, because the first stages keep most
+        levels: ZeRO level, 0 to 3, of each pipeline stage: how much of parameters, gradients and optimizer
+            states the replicas shard. The level never rises along the chain, because the first stages keep most
             activations for their backward passes.
         recomputed: Number of stages, counted from the first, that save only their input and run their forward
             pass again.
@@ -101,7 +101,7 @@ class Space:
         devices: Number of devices.
         memory: Bytes of each device that a candidate may use.
         schedules: Names of the schedules to consider.
-        levels: ZeRO stages to consider.
+        levels: ZeRO levels to consider.
         margin: Memory to keep free, as a share of the estimated memory.
         all_devices: Whether only candidates that use every device count.
         ranks: Largest number of ranks of one pipeline. None: as many as there are devices.
@@ -209,7 +209,7 @@ class Space:
 
     @functools.cached_property
     def _tied(self) -> list[list[int]]:
-        """For each parameter that several blocks use and train, these blocks."""
+        """For each trained parameter that several blocks use, the indices of these blocks."""
         users: dict[str, list[int]] = {}
         for k, block in enumerate(self.workload.blocks):
             for name in block.params.keys() - block.frozen:
@@ -251,7 +251,7 @@ class Space:
         return sum(map(self.candidates, self.layouts()))
 
     def __iter__(self) -> Iterator[Candidate]:
-        """Yield all candidates. Only for small spaces."""
+        """Yield all candidates, one by one."""
         for layout in self.layouts():
             for levels in (
                 own

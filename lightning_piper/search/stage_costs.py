@@ -129,8 +129,8 @@ class Params:
 
     Attributes:
         tied: Parameters that several blocks use.
-        largest, largest_trained: Bytes of all parameters of each block, and of those that get gradients.
-        largest_update: Bytes of the largest trained parameter of each block.
+        largest, largest_trained: For each block, bytes of all of its parameters, and of its trained parameters.
+        largest_update: For each block, bytes of its largest trained parameter.
         packed: Seconds to copy the gradients of each block into a bucket.
         packed_alone: Like `packed` with one microbatch: without gradients that the pass writes into the bucket
             directly.
@@ -263,8 +263,8 @@ class Costs:
     def passes(
         self, span: Span, level: int, recomputed: bool, offloaded: bool
     ) -> tuple[Number, Number, Number, Number]:
-        """Return the seconds of F, B, BI and BW of a stage, with the transfers that overlap them. `recomputed` and
-        `offloaded` are what the stage does with saved values.
+        """Return the seconds of F, B, BI and BW of a stage. `recomputed` and `offloaded` say what the stage does with
+        saved values.
 
         A pass takes as long as the longest of three: its work, the transfer of its saved values to or from
         the host, and (level 3) the gather of its parameters, block by block.
@@ -425,8 +425,8 @@ class CostModel:
         self.costs = functools.lru_cache(maxsize=4096)(self._costs)
 
     def _costs(self, layout: Layout) -> Costs:
-        # Links depend on neither the schedule's name nor the microbatches, so layouts that differ only there
-        # share a cache entry.
+        # Links depend neither on the schedule's name nor on the number of microbatches, so layouts that differ only
+        # in these share a cache entry.
         name = "zbv" if SEARCHED[layout.schedule].folded else "one_f_one_b"
         links = self._links(layout._replace(schedule=name, microbatches=1))
         return Costs(self.space, layout, self.params(layout.tensor, layout.routed), links)

@@ -148,11 +148,10 @@ class _PendingExchange:
     Attributes:
         lane: The channel or group, which carries one exchange at a time.
         parties: The number of devices that must join.
-        joined: (device, instruction) of each device that has issued its instruction for this exchange.
-        arrived: The number of devices whose streams have begun this instruction.
-        ready: The time at which the last stream so far began it.
-        since: The largest `since` of these streams' clocks. From this time on, only communication delayed the
-            exchange.
+        joined: (device, instruction) of each device that has issued its instruction for the exchange.
+        arrived: The number of devices whose streams have reached their instruction for the exchange.
+        ready: The latest time so far at which a stream reached its instruction.
+        since: The latest time so far at which something other than communication delayed one of these streams.
         end: The end; None if it is not known yet.
         waiting: Devices that cannot issue their next instruction before all parties have joined.
         held: Streams that wait until `end` is known.
@@ -271,7 +270,7 @@ class _SimulatedDevices:
         begin then.
 
         Returns:
-            False if `Traffic` has no exchange left.
+            Whether there was such an event. If not, the simulation is over.
         """
         if self._traffic is None or (moment := self._traffic.advance()) is None:
             return False

@@ -143,7 +143,7 @@ class Simulation:
         }
 
     def __str__(self) -> str:
-        """Return a table with one row for each device."""
+        """Return the figures of the step, and a table with one row for each device."""
         head = (
             f"step time {shown(self.step_time)}, bubble {float(self.bubble_fraction):.1%}, "
             f"exposed communication {float(self.exposed_fraction):.1%}"

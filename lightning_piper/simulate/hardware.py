@@ -20,7 +20,7 @@ from lightning_piper.plan.plan import Plan
 from lightning_piper.simulate.durations import Number, checked
 from lightning_piper.simulate.network import HierarchicalRing, Link, Network, SharedLink
 
-LARGEST = 10**18  # numbers of a specification must be smaller
+LARGEST = 10**18  # flops, bytes and bandwidths of a specification must be smaller
 
 
 class Collectives(NamedTuple):
@@ -62,7 +62,7 @@ class Hardware:
         flops: Floating point operations per second by dtype name, such as `bfloat16`.
         bandwidth: The bandwidth of a device's memory in bytes per second.
         links: (n, link), the nearest first. The link joins n consecutive devices, starting at a multiple of
-            n. The last link also joins all other pairs. Latency is in seconds. Bandwidth is in bytes per
+            n. The last link also joins all pairs that no link joins in this way. Latency is in seconds. Bandwidth is in bytes per
             second and direction, while all devices send.
         host: The link between a device and its host's memory.
         host_memory: The bytes of host memory for each device.
@@ -206,7 +206,7 @@ class Hardware:
         for level, shared in enumerate(self.shared):
             if shared is None:
                 continue
-            # Devices with equal device // far are joined by this link, with equal device // near by a nearer one.
+            # This link joins devices with equal device // far. A nearer link joins devices with equal device // near.
             near = self.links[level - 1][0] if level else 1
             far = max(devices, default=0) + 1 if level == len(self.links) - 1 else self.links[level][0]
             for block in sorted({device // shared.devices for device in devices}):

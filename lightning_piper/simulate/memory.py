@@ -60,7 +60,8 @@ class _Storage:
     """One storage.
 
     Attributes:
-        nbytes: Its size. Storages of parameters, the module's buffers and the batch have 0 bytes.
+        nbytes: The number of bytes. The storage of a tensor that exists before the step, such as the device's own
+            parameter, counts 0 bytes.
         kind: One of `KINDS`.
         values: The number of live values on the storage.
         until: The latest end so far of an instruction that used a value on it.
@@ -316,7 +317,7 @@ class _Work:
 
 
 def _most_of_sum(total: Sequence[int], freed: int) -> int:
-    """Return by how many bytes the peak of adding two bundles stays below the terms plus the whole sum.
+    """Return how many bytes the peak of adding two bundles has less than both bundles and the whole sum together.
 
     The tensors are added one after another. After each addition of two tensors, a tensor of a bundle that
     nothing else holds is freed.
@@ -375,7 +376,7 @@ def _in_flight_over_time(kept: Iterable[tuple[_Moment, int, Slice]]) -> Curve:
 
 
 def _point(points: list[tuple[_Moment, int]], moment: _Moment, level: int) -> None:
-    """Append a point. It replaces the last point if that has the same moment."""
+    """Append a point, or replace the last point if its moment is the same."""
     if points and points[-1][0] == moment:
         points.pop()
     points.append((moment, level))

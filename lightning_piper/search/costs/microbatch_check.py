@@ -1,4 +1,5 @@
-"""Decide whether a step computes the same in microbatches. A search uses microbatches only if it does."""
+"""Decides whether a step has the same result in microbatches. If it may have a different result, a search uses one
+microbatch."""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ class ParameterTimes(NamedTuple):
     """The seconds that a parameter takes besides passes.
 
     Attributes:
-        packed: To copy its gradient into a new bucket.
-        added: To add its gradient to another gradient.
+        packed: To copy its gradient into a bucket.
+        added: To add its gradient to the sum of earlier gradients.
         updated: To update the parameter.
         in_parts: To update all of its shards, one after the other. This may take less time than to update a
             large parameter at once, because an optimizer's temporaries are new memory.
