@@ -55,6 +55,7 @@ class _Bound:
         for rank, own in enumerate(chain.local):
             clock = work = max(world.clock[rank], now)
             for s in own:
+                # f, b and w are the numbers of F, B or BI, and BW of the stage that have not run.
                 f, b, w = m - world.forward[s], m - world.backward[s], world.backward[s] - world.weights[s]
                 work += f * self.forward[s] + b * self.both[s] + w * chain.times.passes[s]["BW"]
                 if b:

@@ -265,6 +265,7 @@ class _RankClocks:
         """
         if stage == 0 and kind == "BI":  # the first stage has no BI
             return True
+        # The rank must have run F before a backward pass, and BI (in the first stage F) before BW.
         before = "F" if kind in ("B", "BI") or stage == 0 else "BI"
         if kind != "F" and (stage, before, mb) not in self._done:
             return False

@@ -94,6 +94,7 @@ def _refuse(space: Space, budget: int) -> NoReturn:
             f"search: no schedule of {', '.join(space.schedules)} exists for this workload on {devices} "
             "devices. Allow more schedules (schedules=...), or give another number of devices [PIPER-P003]"
         )
+    # Search for the candidate that needs the least memory, without a limit.
     everything = replace(space, memory=INFINITE)
     least = Search(everything, True, 0, budget, None).run(table=False)
     if least is None:

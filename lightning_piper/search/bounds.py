@@ -319,6 +319,7 @@ class Cutting:
         saved: Number = 0
         host: Number = 0
         options = [self._options[t] for t in local]
+        # Saved values count only if the way of each stage is known. Otherwise 0 is a valid bound.
         if all(len({way for _, way in own}) == 1 for own in options):
             places = [self._rows.local[rank].index(t) for t in local]
             states = [

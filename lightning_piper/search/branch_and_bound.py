@@ -91,6 +91,7 @@ class Search:
             self._branch(bound, branch)
             if self.progress:
                 self.progress(self.evaluated, float(bound), float(self.value))
+        # The bounds of these branches exclude them, or the budget did not suffice for them.
         for bound, _, _, branch in self._heap:
             self._lowest = min(self._lowest, bound)
             self._leave("bound" if self._is_excluded(bound) else "left", branch)
@@ -372,7 +373,7 @@ class Search:
         examined.
         """
         most = self._limit(branch)
-        known = most < INFINITE
+        known = most < INFINITE  # whether a candidate that fits is known
         limit = min(most, bound + max(bound / 64, (most - bound) / 4)) if known else INFINITE
         most_steps = STEPS * max(self._left, 1)
         steps = iter(range(most_steps))

@@ -170,6 +170,7 @@ def _updated(
     layout, cores = candidate.layout, model.space.hardware.at_once
     if cores is None or layout.devices <= cores:
         return end
+    # While more devices compute than there are cores, time passes more slowly by the ratio of the two numbers.
     found = [*busy, *((end, end + update) for end, update in zip(ends, updates, strict=True))]
     changes = sorted([(start, 1) for start, _ in found] + [(stop, -1) for _, stop in found])
     at_work, before = 0, changes[0][0]
@@ -307,6 +308,7 @@ class _ClockSimulation:
                 self._sent[sends] = time
                 if self._posted[sends] is not None:
                     self._meet(sends, ready)
+            # The pass overlaps the sum that the pass before it has started. The next pass begins after this sum.
             made = time
             if arriving > time:
                 time = arriving

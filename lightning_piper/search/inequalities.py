@@ -92,6 +92,8 @@ def table_of(key: Key) -> Table:
             found = np.zeros((3, rows.stages))
             sums = np.zeros(rows.stages)
             borders = np.zeros(max(rows.stages - 1, 0))
+            # Before the span: F of the stages before its first stage, or all F and the backward passes of the stages
+            # after its first stage.
             if kind == F:
                 found[0, :first] += 1
                 borders[:first] += 1
@@ -105,6 +107,7 @@ def table_of(key: Key) -> Table:
             if ends != BI and rows.stages:
                 sums[last] += 1
                 times.setdefault((group[rank], place, "sum"), []).append((found.copy(), sums, borders.copy()))
+            # After the span: the backward passes of the stages before its last stage.
             if ends != BW:
                 found[back, :last] += 1
                 borders[:last] += 1

@@ -429,6 +429,8 @@ def _maximized(gains: Array, a: Array, limits: Array, enough: float) -> Array:
     It takes steps of the simplex method (Dantzig 1951) from y = 0, and so needs limits >= 0. It stops at the
     maximum, when `gains` y reaches `enough`, or after `STEPS` steps.
     """
+    # `table` is the simplex tableau, with the limits in the last column and the gains in the last row. `inside` has
+    # the variable of each row, and `outside` the variable of each column, which is 0.
     rows, columns = a.shape
     table = np.concatenate([np.concatenate([a, limits[:, None]], axis=1), np.append(gains, 0.0)[None]])
     inside, outside = np.arange(columns, columns + rows), np.arange(columns)
@@ -437,6 +439,7 @@ def _maximized(gains: Array, a: Array, limits: Array, enough: float) -> Array:
         if table[-1, j] <= 1e-12 or -table[-1, -1] >= enough:
             break
         column = table[:-1, j]
+        # Increase variable j until variable r becomes 0. Then the two change places.
         ratios = np.divide(table[:-1, -1], column, out=np.full(rows, np.inf), where=column > 1e-11)
         r = int(ratios.argmin())
         if not np.isfinite(ratios[r]):

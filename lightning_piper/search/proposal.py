@@ -87,7 +87,8 @@ class Proposal:
 
     @property
     def memory(self) -> int:
-        """Predicted bytes of the fullest device."""
+        """Predicted bytes of the fullest device: according to the plan, or if the program was not checked, according
+        to the estimate."""
         return self.needed or int(max(self._row.estimate.memory))
 
     @property

@@ -22,7 +22,8 @@ Span = tuple[int, int]  # the blocks of a stage: the first, and the end (exclusi
 
 
 def message(link: Link, nbytes: Number, parts: int = 1) -> Number:
-    """Return the seconds of a message of `nbytes / parts` bytes. Unlike `Link.time`, allow any number of bytes."""
+    """Return the seconds of a message of `nbytes / parts` bytes. Unlike `Link.time`, accept an `nbytes` that is not
+    an integer."""
     if isinstance(nbytes, int):
         return link.time(nbytes, parts)
     return link.latency if link.bandwidth is None else link.latency + nbytes / parts / link.bandwidth
@@ -65,9 +66,10 @@ def links_of(hardware: Hardware, layout: Layout) -> Links:
     def device(replica: int, rank: int) -> int:
         return t * (replica + n * rank if layout.data_inside else rank + ranks * replica)
 
-    order = [link for _, link in hardware.links]
+    order = [link for _, link in hardware.links]  # the nearest link first
 
     def farthest(pairs: Iterable[tuple[int, int]]) -> Link:
+        """Return the slowest of the links between the tensor-parallel groups that begin with these devices."""
         most = 0
         for a, b in pairs:
             most = max(most, order.index(hardware.link(min(a, b), max(a, b) + t - 1)))

@@ -172,6 +172,7 @@ class Traffic:
         If a communicator is occupied, the transfer waits in its queue. If the last part ends, `ended` gets the
         transfer, and transfers that waited for its communicators continue at once.
         """
+        # `start` is None before the transfer has its communicators; `moving` is False during a latency.
         if transfer.start is None:
             busy = next((name for name in transfer.names if name in self._taken), None)
             if busy is not None:

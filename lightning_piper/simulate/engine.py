@@ -451,6 +451,7 @@ def run_in_virtual_time(
         VerificationError: Devices wait for each other. Or an instruction waits for an exchange or an event that
             no earlier instruction started.
     """
+    # Issue each device's instructions until a device must wait for other parties of an exchange.
     world = _SimulatedDevices(dag, plans, work, network, issue)
     position = dict.fromkeys(plans, 0)
     ready = deque(plans)

@@ -1,4 +1,5 @@
-"""Turns measured seconds of regions' passes into the work of blocks, which a search distributes over stages."""
+"""Turns measured or calculated seconds of regions' passes into the work of blocks, which a search distributes over
+stages."""
 
 from __future__ import annotations
 

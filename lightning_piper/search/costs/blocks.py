@@ -182,7 +182,7 @@ def _runs(code: StepCode) -> list[_RegionRun]:
     tags = [region.tags.get(TAG) for region in code.regions]
     last = {tag: i for i, tag in enumerate(tags)}
     runs: list[_RegionRun] = []
-    start, until = 0, -1
+    start, until = 0, -1  # the first region of the current run, and a region that this run must contain
     for i, tag in enumerate(tags):
         named = any(x is not None for x in tags[start:i])
         if i > until and tag is not None and named:
