@@ -1,5 +1,5 @@
-"""Executes plans. The package needs a plan's instructions, the captured code and a transport. It knows
-nothing about directives.
+"""Executes plans. The package needs a plan's instructions, the captured code and a transport. It does not use
+directives.
 
 With several processes, each process runs one logical device (`ranks[i]` is the rank of logical device `i`)::
 

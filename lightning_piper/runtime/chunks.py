@@ -38,7 +38,7 @@ class ChunkBinder:
         seed: The seed of the current step.
         scale: The factor on the gradient of the current step's loss.
         loss_dtype: The dtype of the loss.
-        inplace: Maps the node of a pack or sum to the tensors of its bucket or bundle that chunks write
+        inplace: Node of a pack or sum -> indices of the tensors in its bucket or bundle that chunks write
             directly into its slot.
     """
 
@@ -64,12 +64,13 @@ class ChunkBinder:
         self._params, self._buffers = params, buffers
         self._whole = step.at(plan.size)
         self._destinations = destinations_of(plan, sums=compiler is not None)
-        self._inplace_codes: dict[int, InplaceCode | None] = {}  # by the slot of the destination
+        # slot of a destination -> the code that writes there; None if no code can
+        self._inplace_codes: dict[int, InplaceCode | None] = {}
         self.inplace: dict[int, frozenset[int]] = {}
         # (leaf, samples, or None for all samples) -> slot
         self._leaves: dict[tuple[int, Slice | None], int] = {}
         self._gradients: dict[float, int] = {}  # weight -> slot of the loss gradient
-        self._batch: list[torch.Tensor] = []
+        self._batch: list[torch.Tensor] = []  # the tensors of the current step's batch
         self._scale: float | None = None
         self.loss_dtype = self._whole.loss_dtype
         self.scale = 1.0
@@ -147,7 +148,7 @@ class ChunkBinder:
         own = (None,) * len(interface.buffers)
         params = zip(interface.params, run.params or (None,) * len(interface.params), strict=True)
         buffers = zip(interface.buffers + interface.state, own + run.state, strict=True)
-        constant: list[torch.Tensor] = []
+        constant: list[torch.Tensor] = []  # consecutive tensors that no step replaces; they share a slot
         for kind, tensors, places in (
             ("parameter", self._params, params),
             ("buffer", self._buffers, buffers),
@@ -175,11 +176,12 @@ class ChunkBinder:
         return parts
 
     def denominators(self, terms: Sequence[int]) -> list[Denominator]:
-        """Return the denominators of those `terms` that are ratios."""
+        """Return the denominator of each loss term in `terms` that is a ratio."""
         return _denominators(self._whole, terms)
 
     def bind_counts(self, terms: Sequence[int], slices: Sequence[Slice]) -> Callable[[], list[torch.Tensor]]:
-        """Return a function that counts, for each slice, the elements in the denominators of `terms`."""
+        """Return a function that returns, for each slice of the current batch, the counts of the denominators
+        of `terms`."""
         codes = [(part, _denominators(self._step.at(len(part)), terms)) for part in slices]
         buffers = {
             name: self._buffers[name].detach() for _, found in codes for d in found for name in d.buffers
@@ -219,6 +221,7 @@ class ChunkBinder:
         generators.
         """
         chunk = Chunk(region=run.key[0], kind=run.key[1], slice=run.slice)
+        # Position in the global batch from which the chunk's slice counts. A joined chunk has all samples.
         first = self._plan.replica * self._plan.local_batch_size if run.whole is None else 0
         device = self._device
         generators_of(device)  # raises here, not in a step, if the generator cannot be seeded

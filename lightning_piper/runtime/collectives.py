@@ -1,8 +1,8 @@
 """Collectives between processes: functions that start a collective, and functions that finish it when its
 works are done.
 
-gloo does not have a reduce-scatter of its own (torch builds it from an all-reduce, with twice the bytes), and
-its all-gather copies. Therefore with gloo each member sends its parts directly to the members that need them.
+gloo does not have a reduce-scatter (torch builds it from an all-reduce, with twice the bytes), and its
+all-gather copies. Therefore with gloo each member sends its parts directly to the members that need them.
 The receiver joins the parts in the order of the members, so the bits do not depend on which part came first.
 
 NCCL has an operation for each kind of collective, and Piper uses it. Of gloo's operations, Piper uses only
@@ -23,6 +23,8 @@ from lightning_piper.ops.base import Bound, Bundle, Exchange, Slots, parts_of
 from lightning_piper.runtime.messages import Messages, PendingWork
 from lightning_piper.runtime.same_machine.shared_memory import DIRECT, SharedMessages, SharedSum
 
+# Returns the value of a collective. The argument is the second entry of the pair that the start of the
+# collective left in the slot.
 Finish = Callable[[Any], Bundle]
 # Maximum bytes of a tensor that each member sends to all members, which then add. For more bytes, gloo's own
 # all-reduce is faster.
@@ -96,6 +98,7 @@ class Members:
 
     @property
     def in_order(self) -> bool:
+        """Whether the members are in the order of their ranks, as torch's flat collectives need."""
         return self.ranks == sorted(self.ranks)
 
 
@@ -162,6 +165,10 @@ def bind_alone(exchange: Exchange, into: int, slots: Slots) -> Bound:
     return start
 
 
+# Each of these functions returns the function that starts a collective, as `bind_collective` describes it. The
+# last three use the operations of a native backend.
+
+
 def _all_reduce(exchange: Exchange, into: int, slots: Slots, members: Members) -> Bound:
     def start() -> None:
         sums = [members.add_up(x) for x in exchange.bring()]
@@ -171,6 +178,8 @@ def _all_reduce(exchange: Exchange, into: int, slots: Slots, members: Members) -
 
 
 def _reduce_scatter(exchange: Exchange, into: int, slots: Slots, members: Members) -> Bound:
+    """Start a reduce-scatter. The slot also keeps the input, which another stream reads until the end."""
+
     def start() -> None:
         state = exchange.bring()
         flat, parts = state[0], parts_of(exchange, state, len(members.ranks))
@@ -185,6 +194,8 @@ def _reduce_scatter(exchange: Exchange, into: int, slots: Slots, members: Member
 
 
 def _all_gather(exchange: Exchange, into: int, slots: Slots, members: Members) -> Bound:
+    """Start an all-gather. If the members are in order, the received parts lie in one flat tensor."""
+
     def start() -> None:
         state = exchange.bring()
         parts = parts_of(exchange, state, len(members.ranks))
@@ -202,6 +213,8 @@ def _all_gather(exchange: Exchange, into: int, slots: Slots, members: Members) -
 
 
 def _all_to_all(exchange: Exchange, into: int, slots: Slots, members: Members) -> Bound:
+    """Start an all-to-all. The slot also keeps the sent parts."""
+
     def start() -> None:
         state = exchange.bring()
         parts = parts_of(exchange, state, len(members.ranks))

@@ -65,7 +65,7 @@ class Executor:
         shards: For each bucket in `Plan.shards`, the flat tensor that this device keeps of it between steps.
             It is either the whole bucket, in which only this device's shard is up to date, or this shard
             alone. Bound once, like `params`.
-        gradient_buffer: The gradients that all steps of an accumulation but the last keep for the sum
+        gradient_buffer: The gradients that all steps of an accumulation except the last keep for the sum
             over replicas. The executors of one device for different batch sizes share one buffer.
         compiler: Returns the function that runs instead of a chunk's code (default: None, the code runs
             uncompiled).
@@ -73,7 +73,7 @@ class Executor:
     Attributes:
         accumulates: Whether the plan has gradients that are kept until the last batch of an accumulation.
         observer: Called at the beginning of each step; returns the functions to call in place of the
-            bound instructions. None to call those.
+            bound instructions. None: the step calls the bound instructions.
 
     Raises:
         ExecutionError: A parameter or buffer is missing.
@@ -115,6 +115,7 @@ class Executor:
         self._buffer_keys = keys_of(plan)
         self.accumulates = bool(self._buffer_keys)
         bound = [self._bind(instruction) for instruction in plan.instructions]
+        # whether the step is the last one of an accumulation -> bound instructions, plan index of each
         self._variants = {True: self._assembled(bound, last=True)}
         self._variants[False] = self._assembled(bound, last=False) if plan.sync_only else self._variants[True]
         self._code, self._source = self._variants[True]
@@ -156,7 +157,7 @@ class Executor:
         """Return the function that runs an instruction; None if there is nothing to do.
 
         Raises:
-            ExecutionError: The instruction is unknown, or its operation returns something else.
+            ExecutionError: The instruction is unknown, or its binding returns neither a function nor None.
         """
         match instruction:
             case ins.Record():
@@ -241,8 +242,11 @@ class Executor:
         last: bool = True,
         digest: int = 1,
     ) -> None:
-        """Start a step, which `advance` then runs. Anything that a failed step left in slots, endpoint and
-        gradient buffer is cleared.
+        """Start a step, which `advance` then runs. If the step before failed, first clear slots, endpoint and
+        gradient buffer.
+
+        Raises:
+            ExecutionError: The batch or the kept gradients do not fit the plan.
         """
         if self._running:
             self._slots[: self.plan.slots] = [None] * self.plan.slots
@@ -265,7 +269,8 @@ class Executor:
         far.
 
         Raises:
-            ExecutionError: It cannot run.
+            ExecutionError: The number, shapes or dtypes of the tensors differ, or the plan does not sum a
+                bucket of which gradients are kept.
         """
         if len(leaves) != len(self._specs):
             raise ExecutionError(
@@ -327,7 +332,7 @@ class Executor:
 
     @property
     def waiting_for(self) -> str:
-        """The next instruction, in words for an error."""
+        """The text in an error about the next instruction, or about the end of the step."""
         if self.position == len(self._code):
             return f"device {self.plan.device} is done"
         return (

@@ -37,7 +37,8 @@ def bind_keep(instruction: Keep, key: BufferKey, slots: Slots, buffer: GradientB
 def bind_add_accumulated(
     instruction: Collective, key: BufferKey, slots: Slots, buffer: GradientBuffer
 ) -> Bound:
-    """Return the function that adds the kept gradient to this device's term, before the sum over replicas."""
+    """Return the function that adds the kept gradient, if there is one, to this device's term, before the sum
+    over replicas. It removes the kept gradient from the buffer."""
     slot = instruction.reads[0].slot
 
     def merge() -> None:

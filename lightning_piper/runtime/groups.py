@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from lightning_piper.accelerators._torch_groups import new_group_of_members
 
-# How often each group was made since the default group was made.
+# The default group, and name of a group -> how often the group was made under this default group.
 _made: tuple[dist.ProcessGroup, Counter[str]] | None = None
 
 

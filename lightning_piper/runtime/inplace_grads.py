@@ -31,12 +31,14 @@ from lightning_piper.plan.instructions import Add, PackInstruction, Run
 from lightning_piper.plan.plan import Plan
 
 aten = torch.ops.aten
+# Matrix product -> the same operation with an argument `out` for its result.
 _INTO: dict[Any, Callable[..., torch.Tensor]] = {aten.mm.default: aten.mm.out, aten.bmm.default: aten.bmm.out}
+# Matrix product -> the operation that adds the product to its first argument in place.
 _ADDED: dict[Any, Callable[..., torch.Tensor]] = {
     aten.mm.default: aten.addmm_.default,
     aten.bmm.default: aten.baddbmm_.default,
 }
-# Views of their first argument.
+# Operations that return a view of their first argument.
 _SAME_MEMORY = {aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default}
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides, storage offset
@@ -65,7 +67,8 @@ def destinations_of(plan: Plan, sums: bool) -> dict[int, GradDestination]:
     """Return the final memory of the gradients that chunks can write directly, by the slot of the gradient.
 
     A chunk can do so if only one instruction reads the gradient, on the stream of the chunk, and if this
-    instruction is a pack. If `sums` is set, it may also be an addition.
+    instruction is a pack. If `sums` is set, the instruction may also be an addition. Then all terms of the sum
+    must fulfil the condition, and the chunk of the first term must run first.
     """
     makers = {
         slot: (i, each)
@@ -100,8 +103,8 @@ class InplaceCode:
 
     Attributes:
         code: The code. The tensors to write to are its last arguments.
-        places: The indices of these tensors in the bucket or bundle.
-        layouts: The layout of each of them in the bucket or in its tensor of the bundle.
+        places: The indices, in the bucket or bundle, of the tensors to write to.
+        layouts: The layout of each tensor to write to, in the bucket or in its tensor of the bundle.
         specs: For a bundle, the spec of each tensor, or None if the code does not write it. Empty for a
             bucket.
         adds: Whether the code adds to the memory instead of overwriting it.
@@ -131,7 +134,7 @@ class InplaceCode:
         return (flat,)
 
     def views(self, made: Sequence[Any]) -> list[torch.Tensor]:
-        """Return the tensors to write to."""
+        """Return the tensors to write to, as views of the memory that `new` returned."""
         if self.specs:
             return [
                 made[place].as_strided(*layout)
@@ -153,7 +156,7 @@ def inplace_code(
         own: The specs of the bundle.
         adds: Whether the code adds to the memory instead of overwriting it.
     """
-    # None: the sizes of the code are symbolic, or it runs the user's code
+    # Code with symbolic sizes, and code that runs the user's code, is not the method of a graph module.
     module = getattr(code.run, "__self__", None)
     if not isinstance(module, GraphModule):
         return None

@@ -26,7 +26,12 @@ Box = list[tuple[Bundle, Arrival] | None]
 
 @dataclass
 class _Collective:
-    """A running collective: the parts of each member, and the number of members that have taken their result."""
+    """A running collective.
+
+    Attributes:
+        brought: Member that has started -> its parts, and the point from which others may read the parts.
+        taken: The number of members that have taken their result.
+    """
 
     brought: dict[int, tuple[Sequence[Any], Arrival]] = field(default_factory=dict)
     taken: int = 0
@@ -77,7 +82,7 @@ class LocalEndpoint:
         self._transport, self._plan, self._device = transport, plan, device
         self._matching = Matching()
         self._irecv: dict[int, Meeting] = {}  # node of the receive -> its message
-        # Collective -> its meeting, instruction and exchange.
+        # node of a collective -> its meeting, instruction and exchange
         self._meet: dict[int, tuple[Meeting, Collective, Exchange]] = {}
         # collective -> state of the exchange, from the start of the collective to the wait for it
         self._state: dict[int, Any] = {}
@@ -89,6 +94,7 @@ class LocalEndpoint:
             self._transport.collectives[meeting].clear()
 
     def send(self, instruction: SendInstruction, slots: Slots) -> Bound:
+        """Return the function that puts the sent bundle itself, without a copy, into the message's box."""
         box = self._transport.box(self._matching.of(instruction))
         source, last = instruction.reads[0].slot, instruction.reads[0].last
         mark = arrival(self._device)
@@ -108,6 +114,7 @@ class LocalEndpoint:
         self._irecv[instruction.node] = self._matching.of(instruction)
 
     def collective(self, instruction: Collective, exchange: Exchange, slots: Slots) -> Bound:
+        """Return the function that offers this member's parts to the other members."""
         meeting, member = self._matching.of(instruction), self._plan.device
         brought = self._transport.collectives[meeting].brought
         self._meet[instruction.node] = (meeting, instruction, exchange)
@@ -123,6 +130,12 @@ class LocalEndpoint:
         return start
 
     def wait(self, instruction: WaitWork, slots: Slots) -> Bound:
+        """Return the function that takes a message, or the result of a collective. It returns `BLOCKED` if
+        another device must run first.
+
+        Raises:
+            ExecutionError: Neither `irecv` nor `collective` was called for the node.
+        """
         if instruction.node in self._meet:
             return self._wait_for_all(instruction, slots)
         if instruction.node not in self._irecv:

@@ -48,8 +48,9 @@ class Piggyback:
 
     Args:
         sums: All sums of the plan over processes, in order.
-        metrics_sum, gradients_sum: Two of these sums.
-        replicas, replica: The number of processes, and the index of this one.
+        metrics_sum, gradients_sum: The sum of the metrics, and the sum of gradients that carries it. Both are
+            in `sums`.
+        replicas, replica: The number of processes, and the index of this process.
     """
 
     def __init__(
@@ -68,11 +69,12 @@ class Piggyback:
             gradients_sum.bucket.dtype,
             metrics_sum.tensors[0].numel,
         )
+        # The bits of the metrics, and then a digest for each replica.
         self._message = torch.zeros(self._reported + replicas, dtype=torch.int64)
         self._digest = self._message[self._reported + replica]
         self._bytes = self._message.view(torch.uint8)
-        self._received: Bundle = ()
-        self._on = False
+        self._received: Bundle = ()  # the summed metrics of this step
+        self._on = False  # whether this step sums gradients, so that their message carries the metrics
         self.agreed = True
 
     def begin(self, digest: int, on: bool) -> None:
@@ -101,6 +103,7 @@ class Piggyback:
         return start
 
     def finish_metrics(self, values: Bundle) -> Bundle:
+        """Return the summed metrics: from the message of gradients, or `values` of a separate sum."""
         return self._received if self._on else values
 
     def bind_gradients(self, exchange: Exchange, into: int, slots: Slots, members: Members) -> Start:
@@ -113,6 +116,7 @@ class Piggyback:
         return start
 
     def finish_gradients(self, values: Bundle) -> Bundle:
+        """Return the summed gradients of the message. Store its metrics, and set `agreed`."""
         (message,) = values
         found = message[self._numel :].to(torch.uint8).view(torch.int64)
         digests = found[self._reported :].tolist()

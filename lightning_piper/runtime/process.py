@@ -86,14 +86,13 @@ class ProcessTransport:
             )
         self._own = {rank: device for device, rank in self._ranks.items()}.get(dist.get_rank())
         self._device, self._timeout = device, timeout
-        # Channels are pairs, so groups of two have a dict of their own.
-        self._groups: dict[Group, Messages] = {}
-        self._channels: dict[Channel, Messages] = {}
+        self._groups: dict[Group, Messages] = {}  # (members, stream) -> messages between the members
+        self._channels: dict[Channel, Messages] = {}  # (sender, receiver) -> messages from one to the other
         self.connect(plans)
 
     def connect(self, plans: Mapping[int, Plan]) -> None:
-        """Create the communicators that this process's plan needs and that earlier plans did not need.
-        Collective.
+        """Create the communicators that this process's plan needs and that earlier plans did not need. Do
+        nothing if the plans do not have this process's device. Collective.
 
         Each new communicator carries one message now, because NCCL connects at first use. In the middle of a
         step, connecting could wait for a device that waits for this device.
@@ -179,11 +178,11 @@ class ProcessEndpoint:
         self, transport: Communicators, device: torch.device, piggyback: Piggyback | None = None
     ) -> None:
         self._transport, self._device, self.piggyback = transport, device, piggyback
-        # Send -> works and the tensors that they read.
+        # node of a send -> (works, packed message, sent value) for each tensor
         self._sent: dict[int, list[tuple[list[PendingWork], torch.Tensor, torch.Tensor]]] = {}
-        # Collective -> function that makes its value when its works are done.
+        # node of a collective -> function that makes its value when its works are done
         self._finish: dict[int, Finish] = {}
-        self._members: dict[int, Members] = {}  # of each collective
+        self._members: dict[int, Members] = {}  # node of a collective -> its members
         self._summed = 0  # bytes of a step's sums that go through shared memory
         # Buckets of gradients that other processes read where they are packed.
         self._read_in_place: set[Bucket] = set()
@@ -198,6 +197,7 @@ class ProcessEndpoint:
             sent.clear()
 
     def send(self, instruction: SendInstruction, slots: Slots) -> Bound:
+        """Return the function that starts to send each tensor of the bundle that is not empty."""
         messages, peer = self._transport.channel(instruction.channel, 1)
         (read,) = instruction.reads
         source, last = read.slot, read.last
@@ -213,13 +213,14 @@ class ProcessEndpoint:
             for x, pack, full in zip(bundle, packers, filled, strict=True):
                 if full:
                     message = pack(x)
-                    # Keep the value itself, too, because on a device another stream reads it to make the
-                    # packed copy.
+                    # Keep the value until `wait_send`, because on an accelerator the copy may not have read it
+                    # yet.
                     sent.append((messages.send(message, to), message, x))
 
         return send
 
     def wait_send(self, instruction: WaitSend) -> Bound:
+        """Return the function that waits for the send, and then frees the sent tensors."""
         sent = self._sent[instruction.node]
 
         def wait_send() -> None:
@@ -231,6 +232,7 @@ class ProcessEndpoint:
         return wait_send
 
     def irecv(self, instruction: Irecv, slots: Slots) -> Bound:
+        """Return the function that allocates the received tensors and starts to receive them."""
         messages, peer = self._transport.channel(instruction.channel, 0)
         into = instruction.into
         rooms = [(unpacker(spec, self._device), spec.numel > 0) for spec in instruction.tensors]
@@ -247,6 +249,8 @@ class ProcessEndpoint:
         return irecv
 
     def collective(self, instruction: Collective, exchange: Exchange, slots: Slots) -> Bound:
+        """Return the function that starts a collective, and store the function that `wait` calls at its
+        end."""
         if len(instruction.members) == 1:  # nothing to exchange
             return bind_alone(exchange, instruction.into, slots)
         members, piggyback = self._members_of(instruction, exchange), self.piggyback
@@ -288,6 +292,7 @@ class ProcessEndpoint:
         self.piggyback.vote_abort(lambda each: self._members[each.node])
 
     def wait(self, instruction: WaitWork, slots: Slots) -> Bound:
+        """Return the function that waits for the works in a slot, and puts the value into the slot."""
         into, finish = instruction.into, self._finish.get(instruction.node)
 
         def wait() -> None:

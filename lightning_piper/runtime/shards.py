@@ -42,7 +42,7 @@ def joined(plans: Sequence[Plan], results: Sequence[StepResult]) -> dict[str, to
 
     Args:
         plans: The plans of all devices.
-        results: Their results, in the same order.
+        results: The results of all devices, in the order of `plans`.
     """
     grads: dict[str, torch.Tensor] = {}
     in_shards: dict[str, tuple[torch.Tensor, TensorSpec]] = {}

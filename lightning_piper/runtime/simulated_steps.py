@@ -34,7 +34,7 @@ class OnSimulated:
 
         Raises:
             ExecutionError: An operation does not wait for an operation that it depends on, or uses memory
-                that is in use again. The message names the instructions of the plans and their streams.
+                that was already reused. The message names the instructions of the plans and their streams.
         """
         order = next(self._orders)
         for executor in executors:

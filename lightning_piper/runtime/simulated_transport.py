@@ -21,8 +21,8 @@ from lightning_piper.runtime.process import ProcessEndpoint
 
 
 class SimulatedTransport:
-    """A transport that connects the plans of all devices in one process. Its endpoints are those that
-    `ProcessTransport` has, on simulated communicators.
+    """A transport that connects the plans of all devices in one process. It has the same class of endpoints as
+    `ProcessTransport`, but simulated communicators.
 
     Attributes:
         hosts: The host of each logical device.
@@ -33,6 +33,7 @@ class SimulatedTransport:
         self.hosts = {
             device: Host(simulated, f"device {device}, ", simulated.queues) for device in sorted(plans)
         }
+        # (channel or group, device) -> the device's side of the communicator
         self._members: dict[tuple[Channel | Group, int], Member] = {}
         self._shared: dict[Channel | Group, Communicator] = {}
         self.connect(plans)
@@ -72,7 +73,11 @@ class SimulatedTransport:
             self._simulated.host = before
 
     def run(self, programs: Mapping[int, Callable[[], Any]]) -> list[Any]:
-        """Run a program on each device. Returns their results, in the order of the devices."""
+        """Run a program on each device. Returns the results of the programs, in the order of the devices.
+
+        Args:
+            programs: Device -> the function that runs on it.
+        """
         devices = sorted(programs)
         return run_together(self._simulated, [self.hosts[d] for d in devices], [programs[d] for d in devices])
 

@@ -36,8 +36,9 @@ class StepOutputs:
         self.grads: dict[str, torch.Tensor] = {}
         self.results: dict[str, torch.Tensor] = {}
         self.metrics: torch.Tensor | None = None
-        self._changed: dict[str, torch.Tensor] = {}
-        # Storages that the step must not return; computed when first needed.
+        self._changed: dict[str, torch.Tensor] = {}  # name of a buffer -> its new value
+        # Addresses of storages that a later output must not share: of what chunks read, and of outputs so far.
+        # None until the first output that needs the check.
         self._foreign: set[int] | None = None
         self._kept: set[int] = set()  # storages of tensors that metric objects keep and only read
 
@@ -120,6 +121,7 @@ class StepOutputs:
         return x
 
     def _own(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x`, or a copy if `x` is expanded or shares memory with an input or an earlier output."""
         if self._foreign is None:
             self._foreign = memory_of_all(self._given())
         if memory_of(x) in self._foreign or 0 in x.stride():

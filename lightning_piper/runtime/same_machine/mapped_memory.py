@@ -38,7 +38,7 @@ class Mapped:
     """A range of a file, mapped while `room`, a buffer of its bytes, or a tensor made from `room` is alive.
 
     Raises:
-        OSError: The system has no address space for it.
+        OSError: The system cannot map the range.
     """
 
     def __init__(self, file: int, begin: int, size: int) -> None:

@@ -35,7 +35,7 @@ def _bytes_of(x: torch.Tensor) -> memoryview:
 
 
 class _End:
-    """One end of a pipe. It is closed when nothing refers to it any more, or before.
+    """One end of a pipe. `close` closes it, or the garbage collection of this object.
 
     Args:
         file: The file descriptor of the pipe.
@@ -137,7 +137,8 @@ class Outbox(_End):
 
 
 class Expected:
-    """A message that has not arrived yet."""
+    """A message that has not arrived yet. `room` is the memory for its missing bytes; empty when it has
+    arrived."""
 
     def __init__(self, inbox: Inbox, room: memoryview) -> None:
         self._inbox, self.room = inbox, room
@@ -154,7 +155,8 @@ class Inbox(_End):
         self._expected: deque[Expected] = deque()
 
     def receive(self, into: torch.Tensor) -> Expected:
-        """Receive the next message into a contiguous tensor of the same size, at most `MOST` bytes."""
+        """Expect the next message in a contiguous tensor of the same size, at most `MOST` bytes. `wait` of the
+        result fills the tensor."""
         expected = Expected(self, _bytes_of(into))
         if expected.room:
             self._expected.append(expected)

@@ -25,7 +25,8 @@ from lightning_piper.runtime.same_machine.mapped_memory import Mapped
 
 READERS = 8  # maximum processes of a communicator
 HEAD = 64  # bytes of a block before the message: READERS numbers
-NOTE = 3  # numbers of a note: offset of the block, number of the message in it, offset of the data
+# Length of a note: offset of the block in the file, number of the message in the block, offset of the data.
+NOTE = 3
 NAME = "lightning_piper"
 
 
@@ -35,9 +36,10 @@ class _SharedBlock:
     def __init__(self, file: int, begin: int, size: int) -> None:
         self._memory = Mapped(file, begin, size)
         self._bytes = torch.frombuffer(self._memory.room, dtype=torch.uint8, offset=HEAD)
+        # For each rank, the number of the last message that this reader has read.
         self._read = memoryview(self._memory.room).cast("B")[:HEAD].cast("q")
         self._begin, self._number, self._readers = begin, 0, set[int]()
-        self._lent: StorageWeakRef | None = None
+        self._lent: StorageWeakRef | None = None  # the storage of the tensor that lies in the block
 
     @property
     def address(self) -> int:
@@ -46,19 +48,23 @@ class _SharedBlock:
 
     @property
     def lent(self) -> bool:
+        """Whether a tensor lies in the block."""
         return self._lent is not None and not self._lent.expired()
 
     @property
     def free(self) -> bool:
+        """Whether no tensor lies in the block, and all readers have read its message."""
         return not self.lent and all(self._read[reader] == self._number for reader in self._readers)
 
     def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialized flat tensor in this block, which is not free as long as the tensor lives."""
         self._next()
         made = torch.frombuffer(self._memory.room, dtype=dtype, count=numel, offset=HEAD)
         self._lent = StorageWeakRef(made.untyped_storage())
         return made
 
     def lay(self, x: torch.Tensor, readers: Collection[int]) -> torch.Tensor:
+        """Copy a contiguous tensor into this block as a message, and return the message's note."""
         self._next()
         self._bytes[: x.nbytes].view(x.dtype).copy_(x.view(-1))
         return self.note(0, readers)
@@ -69,6 +75,8 @@ class _SharedBlock:
         return self._readers.isdisjoint(readers)
 
     def note(self, at: int, readers: Collection[int]) -> torch.Tensor:
+        """Return the note of a message that begins `at` bytes after the head. The block then waits for these
+        readers."""
         self._readers.update(readers)
         return torch.tensor([self._begin, self._number, self._begin + HEAD + at])
 
@@ -93,6 +101,10 @@ class SharedBlocks:
 
     Blocks are reused, so the memory grows with the messages that are under way at once, even if messages get
     longer over time. Pages that were never written take no memory.
+
+    Attributes:
+        file: The descriptor of the anonymous file that has the blocks.
+        token: A random number at the file's beginning, by which other processes recognize the file.
     """
 
     def __init__(self) -> None:
@@ -100,8 +112,8 @@ class SharedBlocks:
         self.token = int.from_bytes(os.urandom(7), "little")
         os.pwrite(self.file, self.token.to_bytes(8, "little"), 0)
         self._end = mmap.PAGESIZE
-        self._blocks: dict[int, list[_SharedBlock]] = {}  # by size
-        self._at: dict[int, _SharedBlock] = {}  # by address
+        self._blocks: dict[int, list[_SharedBlock]] = {}  # size in bytes -> the blocks of this size
+        self._at: dict[int, _SharedBlock] = {}  # address of the data -> block
         in_forks(self, SharedBlocks._part)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -119,7 +131,8 @@ class SharedBlocks:
     def lay(self, x: torch.Tensor, readers: Collection[int]) -> torch.Tensor:
         """Copy a contiguous tensor into a block for these ranks to read, and return its note.
 
-        A tensor that already lies in a block is not copied, so do not change it any more.
+        A tensor that lies in a block is not copied, so do not change it any more. It is copied only if one of
+        the readers still has to read another message in its block.
 
         Raises:
             torch.OutOfMemoryError: The system has no memory for it.
