@@ -54,8 +54,9 @@ def v_min(
     """V-Min: rank r of R has the stages r and 2R - 1 - r, and holds about a third of the activations of 1F1B.
 
     If F, BI and BW take equally long, a rank holds the activations of at most 2 floor((R + 4) / 3)
-    microbatches of one stage. 1F1B holds 2R with stages of this size. The bubble is 4R - 5 passes, up to two
-    more if 3 divides R. 1F1B has 6(R - 1). Unequal times may make longer gaps, because the blocks are tight.
+    microbatches of one stage. With stages of this size, 1F1B holds the activations of 2R microbatches. The bubble
+    is 4R - 5 passes, or up to two passes more if 3 divides R. The bubble of 1F1B is 6(R - 1) passes. If times are
+    unequal, gaps may be longer, because passes of a block follow each other closely.
 
     Args:
         stages: The number of indices of `tag`, even.
@@ -84,9 +85,9 @@ def v_half(
     """V-Half: rank r of R has the stages r and 2R - 1 - r, and holds about half of the activations of 1F1B.
 
     If F, BI and BW take equally long, a rank holds the activations of at most 2 floor((R + 2) / 2)
-    microbatches of one stage. 1F1B holds 2R with stages of this size. The bubble is at most 3R passes on up
-    to 17 ranks, and grows somewhat faster on more ranks. 1F1B has 6(R - 1). See `v_min` for arguments and
-    errors.
+    microbatches of one stage. With stages of this size, 1F1B holds the activations of 2R microbatches. The bubble
+    is at most 3R passes on up to 17 ranks, and grows somewhat faster on more ranks. The bubble of 1F1B is 6(R - 1)
+    passes. See `v_min` for arguments and errors.
 
     Source: Qi et al., Pipeline Parallelism with Controllable Memory, 2024 (arXiv 2405.15362). The memory is
     the paper's; the steps of the block are this package's own.

@@ -290,7 +290,7 @@ def _sums(costs: Costs) -> tuple[Sequence[float], ...]:
 
 
 def _moved(link: Link, nbytes: Array) -> Array:
-    """Return the seconds of a message of each block, without the latency."""
+    """Return, for each block, the seconds of a message with its bytes, without the latency."""
     return np.zeros_like(nbytes) if link.bandwidth is None else nbytes / float(link.bandwidth)
 
 

@@ -69,7 +69,7 @@ def links_of(hardware: Hardware, layout: Layout) -> Links:
     order = [link for _, link in hardware.links]  # the nearest link first
 
     def farthest(pairs: Iterable[tuple[int, int]]) -> Link:
-        """Return the slowest of the links between the tensor-parallel groups that begin with these devices."""
+        """Return the slowest link between two tensor-parallel groups. A pair has the first devices of two groups."""
         most = 0
         for a, b in pairs:
             most = max(most, order.index(hardware.link(min(a, b), max(a, b) + t - 1)))

@@ -239,5 +239,5 @@ class Traffic:
 
 
 def exact(number: Number) -> Number:
-    """Return a float unchanged, and an integer or a fraction as a fraction, whose quotients are exact."""
+    """Return a float unchanged. Convert other numbers to fractions, whose quotients are exact."""
     return number if isinstance(number, float) else Fraction(number)

@@ -102,8 +102,8 @@ class Workload:
         blocks: The blocks in the order in which the forward pass runs them.
         samples: Samples of one step, on all devices.
         states: Bytes of optimizer state for each byte of trained parameters; 2 for Adam.
-        least: Smallest number of samples of a microbatch. With fewer samples the step cannot be traced, or
-            computes something else.
+        least: Smallest number of samples of a microbatch. With fewer samples the step cannot be traced, or has
+            different operations.
         least_divided: Number of devices along the tensor axis -> a value that is larger than `least` and replaces it.
         meets: Whether microbatches may change the result of the step, for example because it mixes samples. Replicas
             are possible all the same, because DDP changes the result in this way, too.
