@@ -38,11 +38,10 @@ def _zero(dag: TrainingDAG, program: Program) -> str:
 
 def _trades(dag: TrainingDAG, program: Program) -> Iterator[str]:
     """Yield the summary's phrases on what trades time for memory: microbatches, `recompute`, `offload`."""
-    slices = dag.microbatches()
-    if slices is None:
-        yield "regions with different microbatches"
-    elif (count := len(slices) // dag.replicas) > 1:
-        yield f"{count} microbatches" + " in each replica" * (dag.replicas > 1)
+    counts = sorted({len(slices) // dag.replicas for slices in dag.slices().values()})
+    if counts[-1] > 1:
+        by_region = ", by region" if len(counts) > 1 else ""
+        yield f"{' or '.join(map(str, counts))} microbatches{' in each replica' * (dag.replicas > 1)}{by_region}"
     yield from (op for op in ("recompute", "offload") if any(each.op == op for each in program))
 
 

@@ -65,7 +65,7 @@ def by_stage(zero: Any) -> list[Any]:
             "4 devices: 2 stages x 2 replicas, ZeRO-0 and ZeRO-1, 2 microbatches in each replica",
             "44 (by stage: 30 / 14)",
         ),
-        ("mlp", [Split(2, filter={"PP": 1})], "1 device: regions with different microbatches", "44"),
+        ("mlp", [Split(2, filter={"PP": 1})], "1 device: 1 or 2 microbatches, by region", "44"),
     ],
 )
 def test_the_summary_says_how_devices_share_the_work(name: str, program: Any, head: str, params: str) -> None:

@@ -217,6 +217,7 @@ def marked(page: str) -> Any:
     return pytest.param(page, marks=pytest.mark.long) if page in LONG else page
 
 
+@pytest.mark.filterwarnings("ignore:.*recorded no step")  # the pages' fits have only two steps
 @pytest.mark.parametrize("page", [marked(page) for page in PAGES if page not in ELSEWHERE and blocks(page)])
 def test_the_blocks_run(page: str, names: dict[str, Any]) -> None:
     follow(page, names)

@@ -19,9 +19,14 @@ SIMILAR = 0.5  # Similarity of two names from which one is suggested for the oth
 def unknown(name: object, accepted: Iterable[str]) -> str:
     """Return what an error says about an unknown name: the accepted names and the nearest one."""
     names = list(dict.fromkeys(accepted))
-    near = difflib.get_close_matches(str(name), names, 1, SIMILAR)
-    question = f". Did you mean {near[0]!r}?" if near else ""
-    return f"unknown; accepted are {', '.join(names)}{question}"
+    return f"unknown; accepted are {', '.join(names)}{did_you_mean(str(name), names)}"
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return a question with the nearest of some names, in any case of letters. Empty if none is similar."""
+    known = {each.casefold(): each for each in names}
+    near = difflib.get_close_matches(name.casefold(), known, 1, SIMILAR)
+    return f". Did you mean {known[near[0]]!r}?" if near else ""
 
 
 def problem_of(function: Callable[..., Any], given: Iterable[str]) -> str | None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar, get_args
 
-from lightning_piper.common.argument_names import problem_of
+from lightning_piper.common.argument_names import did_you_mean, problem_of
 from lightning_piper.common.limits import DEVICES, integer, is_name, shown
 from lightning_piper.common.user_lines import user_frame
 from lightning_piper.errors import DirectiveError
@@ -212,7 +212,8 @@ class Directive:
             known = {tag for chunk in dag.of_type(Chunk) for tag in chunk.tags}
             missing = sorted(tag for tag, wanted in anyhow.items() if tag not in known and wanted != "-")
             source = (
-                f". Tag {missing[0]!r} needs piper.annotate in the module, or a split before this directive"
+                did_you_mean(missing[0], known)
+                or f". Tag {missing[0]!r} needs piper.annotate in the module, or a split before this directive"
                 if missing
                 else ""
             )

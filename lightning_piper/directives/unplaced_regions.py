@@ -37,7 +37,8 @@ def without_device(dag: TrainingDAG) -> tuple[str, str] | None:
     found = f"the program places some regions but leaves {len(unplaced)} without a device: "
     found += "; ".join(f"{dag.regions[chunk.region].label} ({_shown(dag, chunk)})" for chunk in chunks)
     if first.tags or neighbour is None or not neighbour.tags:
-        condition = json.dumps(dict(first.tags) or {"TAG": "-"})
+        tag = next((tag for region in dag.regions for tag in region.tags), "PP")
+        condition = json.dumps(dict(first.tags) or {tag: "-"})
         return found, f"add a place whose filter selects it ({condition}) [PIPER-D009]"
     tag, number = next(iter(neighbour.tags.items()))
     stage = "a stage next to it" if reads is None else f"the stage that has {reads}"
