@@ -1,7 +1,7 @@
 """The search of `PiperStrategy("auto")` at the first batch of a fit. Rank 0 searches for a program, and all
 processes use that program.
 
-It runs if replicas do not fit into memory, or if the user allows a program that divides the module.
+The search runs if replicas do not fit into memory, or if the user allows a program that divides the module.
 
 Programs that leave the whole module on each process come first, because hooks, callbacks and data loaders
 read the module. The optimizer is tried before the search, because some optimizers work neither with shards of
@@ -53,6 +53,7 @@ class Part:
 
 
 WHOLE = Part((0,), 1)  # each process has the whole module
+# Line of the log if the chosen program divides the module.
 LOST = (
     "  each process now holds only its part of the module: hooks and callbacks cannot read, change or run "
     "the whole module (model.weight, p.grad, copy.deepcopy). Checkpoints, gradient clipping and Lightning's "
@@ -69,7 +70,7 @@ def choose(
     optimizer: torch.optim.Optimizer,
     whole: bool,
 ) -> ChosenProgram | None:
-    """Choose the program for a fit. Collective.
+    """Return the program that a search, or the file of an earlier search, gives for a fit. Collective.
 
     If only data parallelism is possible, report why and return None. The reasons are:
 
@@ -183,7 +184,8 @@ def _searched(
     hardware: Hardware,
 ) -> tuple[ChosenProgram | None, str]:
     """Return the choice from the first part of the space in which a program fits, and an empty text. If no
-    program is better than DDP, return None and the reason."""
+    program fits, or if an uncaptured step as under DDP is faster than the choice, return None and the
+    reason."""
     problem = ""
     for part in parts:
         try:

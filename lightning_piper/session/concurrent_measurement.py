@@ -140,7 +140,8 @@ def _step_of(world: World, params: int) -> float:
 
 
 def _cores(world: World, neighbours: int) -> int:
-    """Return how many of this machine's processes can compute at once. On a CPU they share its cores."""
+    """Return how many of this machine's processes can compute at once: all processes with an accelerator, or
+    as many as the cores allow. `neighbours` is the number of processes on this machine."""
     if world.device.type != "cpu":
         return neighbours
     return max(1, min(neighbours, len(os.sched_getaffinity(0)) // torch.get_num_threads()))

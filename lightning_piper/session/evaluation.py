@@ -65,11 +65,11 @@ class Evaluation:
         self._seeds = itertools.count(seed ^ SEEDS)
         self._programs = Programs(module, runtime, settings, world, training)
         self.follow: Callable[[], None] = lambda: None
-        self._steps = 0
-        self._warned: set[Step] = set()
+        self._steps = 0  # number of runs so far
+        self._warned: set[Step] = set()  # steps whose visible differences from one device were checked
         # for each process, the number of batches in each of its loaders
         self._batches: list[list[float]] = []
-        self._seen: Counter[int] = Counter()
+        self._seen: Counter[int] = Counter()  # index of a loader -> batches of this process so far
 
     def check_held(self) -> None:
         """Check that each process still holds the tensors that the compiled programs work on."""
@@ -106,7 +106,7 @@ class Evaluation:
             name: Name of the module's method.
             batch: The batch, on this process's device.
             batch_idx: Index of the batch.
-            dataloader_idx: Index of its loader; None if there is one loader.
+            dataloader_idx: Index of the batch's loader; None if there is one loader.
 
         Raises:
             CaptureError: The step cannot be captured.

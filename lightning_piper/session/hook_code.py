@@ -16,7 +16,9 @@ from torch import nn
 from lightning_piper.capture import has_gradient_hooks
 from lightning_piper.common.user_lines import is_installed
 
+# Functions that read all gradients.
 _CLIPS = {"clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm", "clip_gradients"}
+# Hooks that run with each batch of an accumulation.
 _EACH_BATCH = {
     "on_train_batch_start",
     "on_train_batch_end",
@@ -25,6 +27,7 @@ _EACH_BATCH = {
     "on_after_backward",
     "on_before_zero_grad",
 }
+# Top-level packages whose code is not the user's.
 _LIBRARIES = {
     *sys.stdlib_module_names,
     "torch",
@@ -35,6 +38,7 @@ _LIBRARIES = {
 }
 # Modules of libraries that read gradients.
 _LOOKS = {"lightning.pytorch.utilities.grads", "pytorch_lightning.utilities.grads"}
+# Bytecode operations whose argument is the name of an attribute.
 _OF_ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "LOAD_SUPER_ATTR"}
 
 

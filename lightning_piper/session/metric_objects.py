@@ -158,10 +158,10 @@ class MetricObjects:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._claims: dict[int, _Claim] = {}
+        self._claims: dict[int, _Claim] = {}  # id of an object -> its registration
         # id of an object -> its owners and the ids of its submodules
         self._seen: dict[int, tuple[Ranks, list[int]]] = {}
-        self._inside = False
+        self._inside = False  # whether objects now return the values of this process alone
 
     def claim(self, module: nn.Module, owners: Mapping[str, Ranks]) -> None:
         """Register objects, by name, so that from now on their owners update them and `compute` covers all
@@ -258,12 +258,13 @@ class MetricObjects:
         given: Callable[[Any], Any],
         wanted: bool,
     ) -> Any:
-        """Repeat a metric call of the step. Collective.
+        """Repeat a metric call of the step, and return its result. The result may be None on a process that
+        does not update the object, if not `wanted`. Collective.
 
         Args:
             module: The module that has the object.
             event: The recorded call.
-            tensors: The tensors among its arguments; None on processes that are not owners.
+            tensors: The tensors among the call's arguments; None on processes that are not owners.
             given: Returns the value for a placeholder in the arguments: a list of the batch, or the result of
                 another call.
             wanted: Whether all processes need the call's result.
@@ -308,6 +309,7 @@ class MetricObjects:
             self._count(module.get_submodule(name), owners)
 
     def _count(self, metric: nn.Module, owners: Ranks) -> None:
+        """On a process that is not an owner, count the update, which the owners' objects count themselves."""
         parts: Iterable[Any] = metric.modules() if self._world.rank not in owners else ()
         for part in parts:
             if hasattr(part, "_update_count"):
@@ -315,7 +317,7 @@ class MetricObjects:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Return a context in which an object returns the value of this process alone."""
+        """Return a context in which `compute` of each object returns the value of this process alone."""
         before, self._inside = self._inside, True
         try:
             yield
@@ -389,8 +391,8 @@ class MetricObjects:
 
 
 def _caches(metric: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Iterate over the values that Lightning logs on each step, of an object and the objects inside it. Each
-    comes with the name of the object that has it."""
+    """Yield (name, value that Lightning logs on each step) for a metric object and the objects inside it. The
+    name is relative to `metric`."""
     for name, part in metric.named_modules():
         if hasattr(part, "_forward_cache"):
             yield name, part._forward_cache

@@ -130,10 +130,11 @@ class ProcessRuntime:
     def __init__(self, settings: Settings, world: World) -> None:
         self._settings, self._world = settings, world
         self.metric_objects = MetricObjects(world)
-        self._first: Compiled | None = None
+        self._first: Compiled | None = None  # the program that `bind` received
         self._tensor_map: TensorMap | None = None
         self._params: Mapping[str, torch.Tensor] = {}
         self._buffers: Mapping[str, torch.Tensor] = {}
+        # logical device -> its shards of buckets; its gradients that are accumulated over batches
         self._shards: Mapping[int, Mapping[Bucket, torch.Tensor]] = {}
         self._gradient_buffers: dict[int, GradientBuffer] = {}
         self._transport: ProcessTransport | None = None
@@ -154,6 +155,7 @@ class ProcessRuntime:
             PiperError: Compiling failed on a process, or the processes compiled different programs.
         """
         failure: Exception | None = None
+        # (checksum of the plans, number of samples, checksum of the step, checksum of the module's tensors)
         own: tuple[int, ...] = (0, 0, 0, 0)
         try:
             compiled = work()
@@ -202,7 +204,7 @@ class ProcessRuntime:
         """Compile in this process only. Other replicas already have a program for their batch, and run it
         meanwhile.
 
-        The plans must equal the plans that ran last, because the other replicas run those.
+        The plans must equal the plans that ran last, because the other replicas run plans equal to these.
 
         Raises:
             PiperError: The plans are different.
@@ -383,8 +385,8 @@ class ProcessRuntime:
 
         Args:
             compiled: A program other than the first.
-            alone: Whether it was compiled without knowing which parameters the first program shards. With
-                that knowledge, it would gather them.
+            alone: Whether the program was compiled before it was known which parameters the first program
+                shards. Parameters of the first program then count as held, because they can be gathered.
 
         Raises:
             PiperError: A process does not hold a tensor.
@@ -468,7 +470,8 @@ def check_placed(program: Sequence[Directive], processes: int) -> None:
         PiperError: There are more or fewer processes.
     """
     if processes == 1 or not all(type(each).__module__.startswith(f"{PACKAGE}.") for each in program):
-        return  # a step that runs uncaptured on one device needs no others; other directives may place chunks
+        # On one device, the step may run uncaptured. Directives of other packages may place chunks unseen.
+        return
     placed = {device for each in program if isinstance(each, Place) for device in each.group}
     if placed and placed == set(range(len(placed))):
         _check_number(len(placed), processes)

@@ -1,7 +1,7 @@
 """The source of a strategy's directives.
 
-It is the first of these that exists: the strategy's argument, the environment variable, the module. Without a
-source, Piper uses data parallelism.
+The strategy's argument takes precedence over the environment variable, and the variable over the module's own
+directives. If none of the three gives directives, Piper uses data parallelism.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ SHOWN = 300  # largest number of characters of a program in an error
 
 
 def given_or_from_environment(directives: Any | None) -> list[Directive] | None:
-    """Return the directives passed to the strategy. If none were passed, return those in the file that the
-    environment variable names; None if it is not set.
+    """Return the directives passed to the strategy. If none were passed, return the directives in the file
+    that the environment variable names. None if the variable is not set either, or is "auto".
 
     Raises:
         DirectiveError: The directives are malformed.
@@ -46,7 +46,8 @@ def annotations_given(directives: Any | None) -> Annotations:
 
 
 def is_searched(directives: Any | None, module: nn.Module) -> bool:
-    """Return whether a search must find the directives, because no other source gives any."""
+    """Return whether a search must find the directives: a source says "auto", and no source gives
+    directives."""
     if given_or_from_environment(directives) is not None:
         return False
     own = _own(module)
@@ -67,8 +68,7 @@ def for_fit(
     """Return the directives of a fit: the given directives, or the module's own directives, or data
     parallelism, in this order of precedence.
 
-    A module's own directives are a default that a configuration can override. If it does, the user gets one
-    message about it.
+    If the given directives override the module's own directives, the user gets a message.
 
     Args:
         given: The result of `given_or_from_environment`.

@@ -16,7 +16,7 @@ from lightning_piper.processes.world import World, described
 from lightning_piper.session.process_runtime import Prepared, ProcessRuntime, Settings
 from lightning_piper.session.variants import Variants
 
-MANY_SPECS = 16
+MANY_SPECS = 16  # how many batch specs are traced without a warning
 MANY_PROGRAMS = 256  # how many programs stay prepared
 Step = tuple[str, int | None]  # a method of the module, and the index of its loader if there are several
 TRAINING: Step = ("training_step", None)
@@ -111,7 +111,7 @@ class Programs:
         alone: bool = False,
         changed: CaptureError | None = None,
     ) -> Compiled:
-        """Return the program for a batch of this spec, which is compiled if it is not prepared yet.
+        """Return the program for a batch of this spec. Compile it if it is not prepared yet. Set `traced`.
         Collective, unless `alone`.
 
         Args:
@@ -126,6 +126,7 @@ class Programs:
         known = None if captured is None else self.prepared(step, batch_spec)
 
         def sized() -> Compiled:
+            """Return the prepared program, or compile one, with a new capture if `captured` is None."""
             if changed is not None:
                 raise changed
             if known is not None:
@@ -191,9 +192,9 @@ class Programs:
     def clear(self) -> None:
         """Drop the executors.
 
-        They hold communicators, whose threads are joined when the last reference is gone. The garbage
-        collector must not do that, because it may run in a process that was forked since (a loader's worker)
-        and does not have these threads.
+        Executors hold communicators, whose threads are joined when the last reference disappears. If the
+        garbage collector dropped this reference, it could do so in a process that was forked meanwhile (a
+        loader's worker) and does not have these threads.
         """
         self._prepared.clear()
 

@@ -46,7 +46,11 @@ class Given:
         self._lists = batch_spec.contents(leaves)
 
     def __call__(self, what: Any) -> Any:
-        """Return the value in place of a placeholder: a list of the batch, or the result of a metric object."""
+        """Return the value in place of a placeholder: a list of the batch, or the result of a metric object.
+
+        Raises:
+            PiperError: The metric object's result does not have the part that the step uses.
+        """
         if not isinstance(what, Later):
             return self._lists[what.index]
         try:
@@ -108,6 +112,7 @@ class Replay:
             owners_of(compiled.dag),
             wanted_by_all(compiled.dag.code.metrics, compiled.step.name),
         )
+        # For each log call: its name, a function that returns its value, and the keywords for `self.log`.
         self._calls: list[tuple[str, Callable[[StepResult], Any], dict[str, Any]]] = []
         self._context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         if compiled.dag.code.metrics.events:
@@ -176,8 +181,8 @@ class Replay:
 
 
 def added(dag: TrainingDAG) -> set[str]:
-    """Return the names of the logged values that are sums over samples, not means. For these, the values of
-    parts of the batch sum to the value of the whole batch."""
+    """Return the names of the logged values that are sums over samples, not means. Such a value of the whole
+    batch is the sum of the values of the parts of the batch."""
     code = dag.code
     outputs = [
         out for interface in code.interfaces.values() for out in interface.outputs if out.kind == Kind.LOG
@@ -219,7 +224,7 @@ def _value(
 
     Args:
         log: The log call.
-        places: Where its values are in the result's metrics.
+        places: For each value from which the logged value is computed, its place in the result's metrics.
         kept: The dtype of each value of the step.
         wide: The dtype of computed values that are neither float32 nor float64.
     """

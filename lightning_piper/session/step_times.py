@@ -9,7 +9,7 @@ from collections.abc import Callable
 from lightning_piper.common.units import duration
 
 UNMEASURED = 2  # first steps, which also allocate memory and fill caches
-STEPS = 20
+STEPS = 20  # number of measured steps
 EXCESS = 1.2  # a program is reported if its steps take more than this multiple of the prediction
 
 
@@ -39,6 +39,7 @@ class StepTimes:
         self._start = self._clock()
 
     def __exit__(self, *error: object) -> None:
+        """Add the time of a step. After the last step to measure, tell the user if the median is too long."""
         if len(self._seconds) == UNMEASURED + STEPS:
             return
         self._seconds.append(self._clock() - self._start)

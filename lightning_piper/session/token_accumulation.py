@@ -2,9 +2,9 @@
 batch.
 
 Lightning computes the mean of the batches' losses, so a token of a batch with few tokens counts more. Here
-batch b, whose loss has the denominator D_b, has the weight D_b divided by the sum of all denominators. That
-sum is not known before the last batch. So each gradient is accumulated times D_b / D_1, and the total is
-multiplied by D_1 / sum at the end.
+batch b, whose loss has the denominator D_b, has the weight D_b / S, where S is the sum of all denominators. S
+is not known before the last batch. So Piper accumulates the gradients of each batch times D_b / D_1, and
+multiplies the total by D_1 / S at the end.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class TokenAccumulation:
 
     def __init__(self, world: World, ownership: Ownership, local: bool) -> None:
         self._world, self._ownership, self._local = world, ownership, local
-        self._first: float | None = None
-        self._total = 0.0
+        self._first: float | None = None  # denominator of the accumulation's first batch; None before it
+        self._total = 0.0  # sum of the denominators of the accumulation's batches so far
 
     def weigh(
         self, compiled: Compiled, leaves: Sequence[torch.Tensor], last: bool

@@ -17,7 +17,7 @@ from lightning_piper.compiler import Compiled
 from lightning_piper.errors import CaptureError
 from lightning_piper.processes.world import World
 
-MANY = 16
+MANY = 16  # the number of captures for one kind of batch at which the user is warned
 
 
 class Variants:
@@ -38,9 +38,10 @@ class Variants:
         self.history = History()
         self.number, self.retraced = -1, False
         self._step, self._capture, self._world = step, capture, world
+        # kind of batch -> (number, capture) of its captures, the last used first
         self._known: dict[Hashable, list[tuple[int, Compiled]]] = {}
-        self._runs: Counter[int] = Counter()
-        self._count = 0
+        self._runs: Counter[int] = Counter()  # number of a capture -> how often it has run
+        self._count = 0  # number of captures of all kinds
 
     @property
     def programs(self) -> list[Compiled]:
@@ -104,7 +105,8 @@ class Variants:
         return None
 
     def told(self) -> str | None:
-        """Return how often the step was captured and why, as text for the user; None if it was captured once."""
+        """Return a text for the user: how often the step was captured, and why. None if no Python value made
+        a new capture necessary."""
         if not self.history.causes:
             return None
         again = sum(len(found) - 1 for found in self._known.values())

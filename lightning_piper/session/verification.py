@@ -56,6 +56,8 @@ def verify_by_execution(
 
     Raises:
         VerificationError: The finished program, or a directive with `each`, differs from one device.
+        PiperError: The program cannot run in one process: the module has no values, or the tensors of the
+            replicas' batches cannot be joined.
     """
     if how == "static":
         found = None if _trial(compiled, world) is None else _tried(compiled, module, leaves, world)
@@ -241,8 +243,8 @@ def _trial(compiled: Compiled, world: World) -> tuple[int, bool] | None:
 def _tried(
     compiled: Compiled, module: nn.Module, leaves: Sequence[torch.Tensor], world: World
 ) -> Difference | None:
-    """Try the step on a few samples on rank 0, if the program has microbatches. Return the difference that
-    the trial found, on rank 0; otherwise None. Collective.
+    """On rank 0, run the step on a few samples and on their parts, if the program divides the batch. Return
+    the difference that this trial found, on rank 0; otherwise None. Collective.
 
     If the step's Python code depends on the number of samples, try as many samples as all replicas have, with
     copies of rank 0's samples for the other replicas.
@@ -307,10 +309,11 @@ def _number_of_processes(compiled: Compiled) -> Iterator[str]:
 
 
 def check_memory(compiled: Compiled, batch: Any) -> None:
-    """Refuse a step that writes into a tensor of its batch if another tensor of the batch shares its memory.
+    """Check that a step does not write into a tensor of its batch that shares memory with another tensor of
+    the batch.
 
     Raises:
-        PiperError: There are such tensors. The message names both.
+        PiperError: The step does so. The message names both tensors.
     """
     written = compiled.step.reads.batch_changes.written
     if not written:
@@ -333,7 +336,8 @@ def check_memory(compiled: Compiled, batch: Any) -> None:
 
 
 def warn_of_checkpointing(compiled: Compiled, module: nn.Module, world: World) -> None:
-    """Warn that the checkpointing of activations of a Hugging Face model has no effect in a captured step."""
+    """If a Hugging Face model has gradient checkpointing on, warn that this saves no memory in a captured step.
+    Do not warn if the program has a `Recompute`."""
     parts = module.named_modules()
     found = next(
         (name for name, part in parts if getattr(part, "gradient_checkpointing", False) is True), None

@@ -16,13 +16,15 @@ from lightning_piper.session.eager.eager_replicas import why_not
 from lightning_piper.session.eager.standalone_module import Standalone
 
 LINE = 150  # characters of a reason in the log
+# Errors of a captured step after which the step may run uncaptured (`check_may_be`).
 NOT_CAPTURED = (CaptureError, DirectiveError, BatchError)
 
 
 def check_may_be(
     before: Standalone, step: str, problem: str | Exception, capture: str, accumulate: str = "batches"
 ) -> None:
-    """Check that a module's step may run uncaptured, and warn the user that it does. Collective.
+    """Check that a module's step may run uncaptured. Unless the user asked for it with `capture="never"`, warn
+    that it does. Collective.
 
     Args:
         before: The module and its settings.

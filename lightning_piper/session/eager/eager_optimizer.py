@@ -36,7 +36,7 @@ from lightning_piper.session.process_runtime import ProcessRuntime, Settings
 def compiled_eager(
     settings: Settings, program: Sequence[Directive], step: EagerStep, training: Compiled | None = None
 ) -> Compiled:
-    """Apply a program to a step that replaces a captured step.
+    """Return the program applied to a step of user code, which takes the place of a captured step.
 
     `compile_step` uses only the attributes that an `EagerStep` or a `RegatherStep` has.
     """
@@ -109,6 +109,7 @@ class EagerOptimizer:
         self._runtime, self._tensors = runtime, AliasedShards(module, training, world)
         runtime.bind(training, self._tensors)
         self._gathering = runtime.prepare(gathering)
+        # The parameters of each group: whole ones, and then (`_cut`) this process's shards.
         self._whole = [list(group["params"]) for group in optimizer.param_groups]
         self._sharded = ShardedOptimizer(optimizer, names, self._tensors, training, world)
         if training.dag.hosted:
@@ -117,16 +118,24 @@ class EagerOptimizer:
         if state["state"]:
             self._sharded.load_full_state(state)
         self._put(self._whole)
+        # `_inside`: whether the groups contain shards for an update. `_closed`: whether `close` was called.
         self._inside = self._closed = False
-        # It must be a bound method, because a scheduler that is created later (SWALR) expects one.
+        # `step` must be a bound method, because a scheduler that is created later (SWALR) expects one.
         optimizer.step = MethodType(self._around(optimizer.step), optimizer)  # type: ignore[method-assign]
 
     def _put(self, params: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Put these parameters into the optimizer's groups."""
         for group, own in zip(self.optimizer.param_groups, params, strict=True):
             group["params"][:] = own
 
     def _around(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the optimizer's step so that its update works on shards."""
+        """Return a replacement of the optimizer's `step`, whose update works on shards.
+
+        Without a closure, the groups contain shards during the whole step. With a closure, they contain shards
+        from the end of the closure on. After the step, a plan gathers the updated shards. If the optimizer
+        does not call its closure exactly once, the step raises PiperError. After `close`, the original `step`
+        runs.
+        """
 
         # `wraps` keeps the attribute by which learning rate schedulers recognize a wrapped step.
         @functools.wraps(step)
@@ -188,6 +197,7 @@ class EagerOptimizer:
             )
 
     def _enter(self) -> None:
+        """Put this process's shards, with their gradients, into the groups for the update."""
         self._check_groups_stay()
         self._tensors.lay()
         self._tensors.take_gradients()
@@ -201,6 +211,7 @@ class EagerOptimizer:
 
     @contextmanager
     def _as_cut(self) -> Iterator[ShardedOptimizer]:
+        """Return a context in which the groups contain this process's shards."""
         self._check_groups_stay()
         self._put(self._cut)
         try:

@@ -1,10 +1,10 @@
 """`EagerReplicas`: replicas of a whole module whose training step is not captured. After each backward pass
-of the user's code, a plan averages its gradients.
+of the user's code, a plan averages the gradients.
 
-Each process runs the user's code unchanged (with several optimizers, its own backward passes, branches on
+Each process runs the user's code unchanged (with several optimizers, backward passes of its own, branches on
 values). The optimizers see the mean over the replicas, as with DistributedDataParallel. The plan sums the
 gradients of the parameters that have `requires_grad` at the time of the backward pass. One program is
-compiled for each such set.
+compiled for each set of such parameters.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lightning_piper.session.eager.standalone_module import Standalone
 from lightning_piper.session.process_runtime import Prepared, ProcessRuntime, Settings, check_devices
 from lightning_piper.totals import summing
 
-Local = Callable[..., None]
+Local = Callable[..., None]  # torch's own `torch.autograd.backward`
 
 
 def why_not(module: nn.Module, settings: Settings, device: torch.device) -> str | None:
@@ -96,7 +96,8 @@ def _rows(x: torch.Tensor) -> list[int]:
 
 
 def _buffers(module: nn.Module, found: dict[int, torch.Tensor], seen: set[int]) -> dict[int, torch.Tensor]:
-    """Return a module's buffers by identity.
+    """Add the buffers of a module and its submodules to `found`, id -> buffer, and return it. Leave out the
+    submodules whose ids are in `seen`, and add the other ids.
 
     This function runs in each step, so it avoids `module.buffers()`, which builds names.
     """
@@ -133,7 +134,7 @@ class EagerReplicas:
 
     Attributes:
         ownership: The module's tensors, whole on every process, with rank 0's initial values.
-        recording: Records the passes; None if they are not recorded.
+        recording: Records the plans that average gradients; None if they are not recorded.
     """
 
     recording: Recording | None = None
@@ -141,6 +142,7 @@ class EagerReplicas:
     def __init__(self, module: nn.Module, before: Standalone) -> None:
         self._module, self._world, self._settings = module, before.world, before.settings
         self._runtime = ProcessRuntime(self._settings, self._world)
+        # names of the parameters to average -> the program that sums their gradients
         self._prepared: dict[tuple[str, ...], Prepared] = {}
         first = self._compile(_trained(module))
         check_devices(first, self._world)
@@ -151,9 +153,9 @@ class EagerReplicas:
         self._sparse = sparse_weights(module)
         # The parameters that may have local gradients of accumulated batches, which are not averaged yet.
         self._kept: set[str] = set()
-        self._inside = False
+        self._inside = False  # whether a backward pass is running whose gradients will be averaged
         self._passes = 0  # number of averaged passes
-        self._failure: Exception | None = None
+        self._failure: Exception | None = None  # the error that the running backward pass raised
         # the original `torch.autograd.backward`, while a replacement is installed
         self._replaced: Local | None = None
 
@@ -214,8 +216,8 @@ class EagerReplicas:
         """Replace `torch.autograd.backward`. Run the backward pass, and average its gradients over the
         replicas unless the batch is not the `last` one of an accumulation."""
         if self._inside or not last:
-            # No averaging: gradients accumulate locally until the last batch, and a backward pass that
-            # activation checkpointing runs inside the step's backward pass belongs to it.
+            # No averaging: gradients accumulate locally until the last batch. If activation checkpointing runs
+            # a backward pass inside the step's backward pass, the step's pass averages.
             if not self._inside:
                 self._kept.update(name for name, x in self._params.items() if x.requires_grad)
             local(*args, **kwargs)
@@ -277,8 +279,8 @@ class EagerReplicas:
     def _local_gradients(
         self, params: Sequence[nn.Parameter], local: Callable[[], None]
     ) -> list[torch.Tensor | None]:
-        """Run the local backward pass, and return the gradients. Earlier gradients are removed first, unless
-        a parameter is in `_kept`."""
+        """Run the local backward pass, and return the gradients; None for a parameter that it has not used.
+        If no gradients are kept from earlier batches, first remove the parameters' old gradients."""
         if not self._kept:
             for param in params:
                 param.grad = None
@@ -291,7 +293,7 @@ class EagerReplicas:
         return [param.grad for param in params]
 
     def close(self, failed: bool) -> None:
-        """End the fit. Collective, unless it failed."""
+        """End the fit. Collective, unless the fit failed."""
         self.stop_averaging()
         if not failed:
             if self.recording is not None:

@@ -43,7 +43,7 @@ class InPart:
 
     def __init__(self, module: nn.Module, settings: Settings, world: World, objects: MetricObjects) -> None:
         self._module, self._settings, self._world, self._objects = module, settings, world, objects
-        self._told = False
+        self._told = False  # whether the user was warned
         self.extras: dict[str, Any] = {}
 
     def compiled(self, error: CaptureError, batch: BatchSpec, history: History) -> Compiled:
@@ -96,8 +96,8 @@ class InPart:
     def running(self, step: Step) -> contextlib.AbstractContextManager[None]:
         """Return the context in which to run the step.
 
-        At its end, the values that the uncaptured part logged are logged on all processes. It does nothing if
-        the whole step is captured.
+        At its end, the context logs, on all processes, the values that the uncaptured part has logged. If the
+        whole step is captured, the context does nothing.
         """
         self.extras = {}
         return self._joining(step) if isinstance(step, PartlyCaptured) else _NOTHING
@@ -194,8 +194,8 @@ def _logged(logs: Sequence[RemainderLog]) -> Iterator[tuple[str, Any, Mapping[st
 def _joined(parts: Sequence[Any], samples: Sequence[int]) -> Any:
     """Join the results of microbatches into the result that one device would return.
 
-    Rows are concatenated, numbers are averaged, and equal values stay as one value. This applies inside
-    containers, too. All other results become a list with one entry for each microbatch.
+    Rows are concatenated, numbers are averaged, and equal values stay as one value, also inside of containers.
+    All other results become a list with one entry for each microbatch.
     """
     first = parts[0]
     if len(parts) == 1:

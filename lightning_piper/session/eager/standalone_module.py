@@ -58,8 +58,9 @@ class Standalone:
         self.seed, self._drawn, self._resume = seed, drawn, resume
         if world.size == 1:
             materialize(module, drawn, known)
-        self._ownership: Ownership | None = None
+        self._ownership: Ownership | None = None  # None until a step has distributed the module
         self._closed = False
+        # (name, tensor without values, its version), to notice that user code has changed the tensor in place
         self._blank = [
             (name, x, x._version) for name, at in places_of(module).items() if (x := tensor_at(at)).is_meta
         ]
@@ -71,6 +72,7 @@ class Standalone:
         return Evaluation(self.module, runtime, self.settings, self.world, self.seed, begin=self._begin)
 
     def _begin(self, first: Compiled) -> None:
+        """Distribute the module as the first program needs it. Collective."""
         if not self.settings.local:
             check_devices(first, self.world)
         self._ownership = own = self._distribute(Ownership(self.module, first, self.world))
@@ -129,7 +131,8 @@ class Standalone:
     def close(self, failed: bool) -> None:
         """Restore the whole module on every process that had it, unless the run failed. Collective, unless
         the run failed."""
-        # A failed start of a fit has closed this once, but its `suspend` changed the features again.
+        # This runs also if the object is closed, because the start of a fit closes it and switches the
+        # features off again.
         self._resume()
         if self._closed:
             return
