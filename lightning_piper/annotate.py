@@ -284,7 +284,7 @@ def marking(blocks: Mapping[str, nn.Module]) -> Iterator[None]:
 
 
 def tag_layers(graph: torch.fx.Graph) -> None:
-    """Make the marks of repeated blocks the tags `LAYER=0, 1, ...` of a step that has no tags."""
+    """If no node of a step's graph has tags, turn the marks of repeated blocks into tags `LAYER=0, 1, ...`."""
     about = [(node, node.meta.get("custom", {})) for node in graph.nodes]
     if any(META_KEY in custom for _, custom in about):
         return

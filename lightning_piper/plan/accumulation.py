@@ -30,7 +30,7 @@ class Accumulation:
     def __init__(self, plan: Planning, node: Node) -> None:
         self._plan, self._node = plan, node
         self._there: set[int] = set()  # indices of the available terms
-        self._added = 0  # number of the terms that are added, the first ones
+        self._added = 0  # the terms with indices below this number are added
         self.total = -1
         self.terms = node.inputs
         self._flat: dict[str, Any] = {}  # fields of each `Add` if the sum takes over the work of packs

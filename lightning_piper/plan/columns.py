@@ -31,8 +31,8 @@ class Columns:
     """A partition of the devices into columns whose plans are compiled together.
 
     Attributes:
-        columns: The columns. Every device is in one of them. If a device has several ranks, there is one
-            column of all devices.
+        columns: The columns. Every device is in one of them. If the groups do not form columns, there is one
+            column of all devices (`columns_of`).
         alike: Whether renaming devices turns any column into any other column: the i-th devices of all columns
             do the same work. True if there is one column.
         place: The rank of each device in its groups.
@@ -58,7 +58,8 @@ class Columns:
 def columns_of(dag: TrainingDAG) -> Columns:
     """Return the columns of a finished DAG, in time linear in its nodes and in the sizes of its groups.
 
-    There is one column of all devices if groups have different sizes, or if a device has several ranks.
+    There is one column of all devices if groups have different sizes, if a device has several ranks, or if a
+    device has only nodes that run everywhere.
     """
     everybody = dag.devices()
     place: dict[int, int] = {}
@@ -80,7 +81,7 @@ def columns_of(dag: TrainingDAG) -> Columns:
         return Columns((everybody,), True, place)
     kinds = {type(node): node for node in dag.nodes.values()}
     meet = {tuple(column.index(row[p]) for row in rows) for p, column in enumerate(columns)}
-    # A node that runs everywhere joins whole rows.
+    # A node that runs everywhere must have all devices. Then renaming devices does not change its group.
     whole = all(
         group == everybody for group in _distinct(node for node in dag.nodes.values() if _joins_rows(node))
     )

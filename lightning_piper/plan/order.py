@@ -91,7 +91,7 @@ class _Ready:
         return self._dag.nodes[node_id]
 
     def _step_forward(self, node_id: int) -> None:
-        """Let a chunk wait for its turn no longer."""
+        """Move a chunk that waits for its turn to the nodes that may come next."""
         self._standing.discard(node_id)
         heapq.heappush(
             self._heap, priority(self._dag, self._dag.nodes[node_id], self._height.get(node_id, 0))

@@ -50,7 +50,7 @@ class Plan:
 
     @property
     def local_batch_size(self) -> int:
-        """The number of samples that this device works on."""
+        """The number of samples in the local batch of one replica."""
         return self.size // self.replicas
 
     @property

@@ -17,8 +17,9 @@ def add_events(instructions: Sequence[Instruction]) -> tuple[list[Instruction], 
     """Insert `Record` and `WaitEvent`. Returns the instructions and the number of events."""
     made: dict[int, int] = {}  # slot -> index of the instruction that wrote it last
     waited: dict[tuple[str, str], int] = {}  # (reading stream, making stream) -> last index it has waited for
-    records: dict[int, int] = {}  # index -> event
-    waits: dict[int, list[tuple[int, list[int]]]] = {}  # index -> (index waited for, slots)
+    records: dict[int, int] = {}  # index of an instruction -> event to record after it
+    # index of an instruction -> (index of the instruction to wait for before it, slots to record)
+    waits: dict[int, list[tuple[int, list[int]]]] = {}
     shared: set[tuple[int, str]] = set()  # (slot, stream whose use of the slot's memory is recorded)
     ran: int | None = None  # index of the previous chunk
     for i, instruction in enumerate(instructions):

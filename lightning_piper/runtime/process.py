@@ -266,11 +266,11 @@ class ProcessEndpoint:
         return start
 
     def _members_of(self, instruction: Collective, exchange: Exchange) -> Members:
-        """Return the members of a collective. As soon as the sums of a step exceed `MOST` bytes, the members
-        do not use shared memory.
+        """Return the members of a collective, and store them for `vote_abort`.
 
-        All sums of a step may be running at once. If gradients are very large, the backend carries the sums
-        beyond the limit.
+        Count the bytes of the plan's sums, all of which may be running at once. Up to `MOST` bytes, buckets of
+        gradients are packed into shared memory, where the other members read them. Beyond that, the backend
+        carries the all-reduces.
         """
         members, bucket = self._transport.members(instruction.group), instruction.bucket
         if exchange.kind == "all_reduce" or instruction.sums:

@@ -38,7 +38,7 @@ class OnSimulated:
         """
         order = next(self._orders)
         for executor in executors:
-            # A recorded step keeps its observer, and errors name operations only.
+            # If the step is recorded, keep the recorder as observer. Errors then name only operations.
             if executor.observer is None:
                 executor.observer = partial(self._naming, executor.plan)
         with self._simulated.step(order):

@@ -121,7 +121,8 @@ class StepOutputs:
         return x
 
     def _own(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x`, or a copy if `x` is expanded or shares memory with an input or an earlier output."""
+        """Return `x`, or a copy if `x` is expanded or shares memory with an input or an earlier output. Later
+        outputs that share memory with the result are copied."""
         if self._foreign is None:
             self._foreign = memory_of_all(self._given())
         if memory_of(x) in self._foreign or 0 in x.stride():

@@ -210,7 +210,8 @@ class MetricObjects:
             )
 
     def _claim(self, part: Any, name: str, ranks: Ranks) -> None:
-        """Register one object, so that its owners update it and its `compute` covers all replicas.
+        """Register one object, and move it to this process's device. From then on, `compute` of the object
+        covers all replicas. Do nothing if the object is registered with the same owners. Collective.
 
         Raises:
             PiperError: Another step updates the object on different processes.

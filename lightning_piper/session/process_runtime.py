@@ -355,8 +355,8 @@ class ProcessRuntime:
         )
 
     def _check_shards(self, compiled: Compiled) -> None:
-        """Check that a program uses the flat tensors of the first program's buckets, because all programs
-        share them.
+        """Check that a program has the same buckets as the first program, because all programs share the flat
+        tensors of these buckets.
 
         Raises:
             PiperError: The program uses other buckets.

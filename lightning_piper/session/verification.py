@@ -193,7 +193,7 @@ class LaterWarnings:
         self._module, self._world = module, world
         self._said = set(_plain_to_see(first))
         self._found = set[str]() if found is None else {found.where}
-        # A module that was built on the meta device may be too large for one process.
+        # Piper does not try a module that was built on the meta device, which may be too large for one process.
         self._tries = not is_on_meta(module)
 
     def warn(

@@ -121,8 +121,8 @@ def grad_norm(
 ) -> dict[str, torch.Tensor]:
     """Return the norm of each parameter's gradient and of all gradients together.
 
-    It is like `lightning.pytorch.utilities.grad_norm`, but covers the whole module even if it is on several
-    processes. In that case it is collective: call it on all processes, as hooks are.
+    The function is like `lightning.pytorch.utilities.grad_norm`, but covers the whole module even if the
+    module is on several processes. Then the function is collective: call it on all processes, as in a hook.
 
     Args:
         module: A module in a fit, with any strategy.
@@ -130,8 +130,11 @@ def grad_norm(
         group_separator: Separator between the prefix and the parameter's name.
 
     Returns:
-        `grad_{p}_norm/{name}` -> norm, for every parameter that has a gradient, and `grad_{p}_norm_total`. It
-        is the same on all processes.
+        `grad_{p}_norm/{name}` -> norm, for every parameter that has a gradient, and `grad_{p}_norm_total`. The
+            norms are the same on all processes. Empty if no parameter has a gradient.
+
+    Raises:
+        PiperError: `norm_type` is not above zero, and the module is on several processes.
     """
     strategy: Any = module.trainer.strategy
     fit = getattr(getattr(strategy, "phase", None), "fit", None)

@@ -92,9 +92,9 @@ class EvaluatingStrategy(OverProcesses):
         self._annotations = {} if degrees else annotations_given(directives)
         self._restored = Restored()
         self._eager_steps: set[str] = set()  # names of the steps that run uncaptured
-        # Closing it ends the time in which every process has the whole module for uncaptured steps.
+        # While this stack has a context, every process has the whole module for uncaptured steps.
         self._whole = contextlib.ExitStack()
-        self._chosen = contextlib.ExitStack()  # closing it removes the tags that a program has added
+        self._chosen = contextlib.ExitStack()  # has the callbacks that remove the tags of programs
         self._averages: Averages | None = None
 
     def configure_launcher(self) -> None:

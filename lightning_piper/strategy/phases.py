@@ -76,7 +76,7 @@ class Idle:
     """The phase without a run, or with a run that Lightning does alone: an evaluation with all devices in
     this process.
 
-    These attributes exist in all phases.
+    All phases have the following attributes.
 
     Attributes:
         left: The state of the previous fit that checkpoints need.
@@ -371,8 +371,9 @@ class Eager:
     def before_pass(self, last: bool) -> None:
         """Prepare for a backward pass that Lightning starts.
 
-        During a manual step, averaging is on already. Otherwise this method switches it on, and `after_pass`
-        switches it off, even for a pass that a hook starts outside of a step.
+        During a manual step, averaging is on already, and with one process there is none. Otherwise this
+        method switches averaging on, and `after_pass` switches it off, even for a pass that a hook starts
+        outside of a step.
         """
         self._one_pass = self.over is not None and not self.over.averages
         if self._one_pass:

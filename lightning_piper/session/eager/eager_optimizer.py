@@ -184,7 +184,8 @@ class EagerOptimizer:
 
     @property
     def has_changed(self) -> bool:
-        """Whether parameters were added to the optimizer's groups or removed from them."""
+        """Whether the optimizer's groups have other parameters, or another order of them, than when its state
+        was divided."""
         now = [group["params"] for group in self.optimizer.param_groups]
         return [list(map(id, params)) for params in now] != [list(map(id, params)) for params in self._whole]
 

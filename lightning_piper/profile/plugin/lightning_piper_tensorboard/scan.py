@@ -30,7 +30,7 @@ class RecordedRun:
 
     Attributes:
         root: The log directory.
-        parts: The names of the folders from there to the run's files.
+        parts: The names of the folders from `root` to the run's files.
         files: The names of the files.
     """
 
