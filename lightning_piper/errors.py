@@ -66,7 +66,7 @@ class VerificationError(PiperError):
 class ExecutionError(PiperError, RuntimeError):
     """An error raised if an instruction of a plan fails. It names the device, the node and its directive.
 
-    It is a RuntimeError like torch's own errors, because some code looks for these by their text.
+    It is a RuntimeError like torch's own errors, because some code catches RuntimeErrors and reads their texts.
     """
 
 
@@ -109,5 +109,5 @@ class NodeNotFoundError(PiperError, KeyError):
 
 
 def with_notes(error: Exception) -> str:
-    """Return an error's message and its notes as text. The message of a second error can contain it."""
+    """Return an error's message and its notes as one text, such as for the message of a second error."""
     return "; ".join((str(error), *getattr(error, "__notes__", ())))

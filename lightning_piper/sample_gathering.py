@@ -90,7 +90,8 @@ class _Exchanged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         assert _exchange is not None
-        gather, ctx.scatter = _exchange  # the backward pass may run after `exchanging_rows`
+        # Keep `scatter`, because the backward pass may run after the context `exchanging_rows`.
+        gather, ctx.scatter = _exchange
         ctx.count = len(x)
         return gather(x)
 

@@ -45,7 +45,7 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         assert _sum is not None
-        ctx.over = _sum  # the backward pass may run after `summing`
+        ctx.over = _sum  # kept, because the backward pass may run after the context `summing`
         return _sum(x)
 
     @staticmethod

@@ -24,7 +24,7 @@ SHOWN = 300  # characters of a value in a message
 def shown(value: object) -> str:
     """Return a value for a message: its `repr`, shortened if it is long.
 
-    If there is no `repr`, it is described by its type.
+    If `repr` fails, the text names only the type of the value.
     """
     try:
         text = repr(value)

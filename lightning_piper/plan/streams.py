@@ -41,7 +41,7 @@ def add_events(instructions: Sequence[Instruction]) -> tuple[list[Instruction], 
                 waited[instruction.stream, stream] = index
                 records.setdefault(index, len(records))
             elif new:
-                # the stream has waited already, but its memory use must be recorded
+                # The stream has waited already. Only its use of the new slots' memory must be recorded.
                 index = waited[instruction.stream, stream]
             else:
                 continue

@@ -4,12 +4,12 @@ the step's metrics.
 A sum over gloo wakes threads in all processes. With few cores this takes as long as a tiny step. So if
 replicas sum a small bucket of gradients and a vector of metrics, Piper sums both in one message.
 
-The message also carries a digest of each process. Processes with the same digest have agreed on something,
-without a message of their own. A process that cannot run the step sends zeros instead (`vote_abort`). Zero is
-not a valid digest, so the step is then void for all processes.
+The message also carries a digest of each process. If all digests are equal, the processes agree on what the
+digest stands for, without a message for this purpose. A process that cannot run the step sends zeros instead
+(`vote_abort`). Zero is not a valid digest, so the step is then void for all processes.
 
-The metrics have a place for each replica, with zeros in the places of other replicas. They are sent as bytes.
-Integers up to 255 are exact in every dtype, and so is their sum with zeros.
+The metrics have a place for each replica, with zeros in the places of other replicas. Piper sends the metrics
+as bytes. Integers up to 255 are exact in every dtype, and so is the sum of such an integer and zeros.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ import torch
 
 from lightning_piper.ir.values import TensorSpec
 
-# Dtypes that every device backend can transfer. Tensors of other dtypes travel as bytes. gloo takes all
-# dtypes.
+# Dtypes that every device backend can transfer. Between devices, tensors of other dtypes travel as bytes. Between
+# CPUs, gloo transfers tensors of all dtypes.
 _NAMED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32,
     torch.int64,
          torch.bool}  # fmt: skip

@@ -193,7 +193,7 @@ class MetricObjects:
                 self._claim(part, ".".join(filter(None, (name, path))), ranks)
 
     def _check_network(self, name: str, metric: nn.Module, ranks: Ranks) -> None:
-        """Check that a metric has all values of its parameters on this rank.
+        """If this rank updates a metric, check that the metric has all values of its parameters here.
 
         Raises:
             PiperError: A parameter belongs to the model, and is sharded or on another rank.

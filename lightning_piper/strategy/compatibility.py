@@ -167,8 +167,8 @@ class Averages:
     """The callbacks of one run that average the module's weights, and their copies of the module.
 
     The callbacks iterate over the tensors of the module and of the copy together, to update the average or to
-    put it into the module. So a copy is distributed like the module. Until `release`, the module and the copy
-    have the process's part of each tensor in place while the callbacks' hooks run.
+    put the average into the module. So a copy is distributed like the module. While a hook of these callbacks
+    runs, until `release`, the tensors of the module and the copy are this process's shards.
 
     Args:
         in_ranges: Returns whether checkpoints have references to tensors that are saved in ranges.

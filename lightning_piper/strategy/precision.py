@@ -37,8 +37,8 @@ def check_precision(plugin: Precision) -> None:
 class LossScaling:
     """The loss scale of `16-mixed`. All processes decide together whether gradients overflowed.
 
-    During a fit over several processes, a scaler that communicates replaces the plugin's own scaler. It takes
-    over the settings and the current scale.
+    During a fit over several processes, a scaler that communicates replaces the plugin's own scaler. The
+    replacement takes over the settings and the current scale.
 
     Raises:
         PiperError: The optimizer is fused, and would detect overflows only in this process's gradients.

@@ -263,8 +263,8 @@ class Requeue(pl.Callback):
         every: Number of batches of an accumulation.
 
     Attributes:
-        saves: Whether the handler is running. Its checkpoint must be complete when it returns, because the
-            job ends then.
+        saves: Whether the handler is running. The handler's checkpoint must be complete when the handler
+            returns, because the job ends then.
     """
 
     def __init__(

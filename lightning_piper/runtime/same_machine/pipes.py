@@ -184,8 +184,8 @@ class Inbox(_End):
 
 
 def pipes_for(peers: Iterable[int]) -> dict[int, tuple[int, int]]:
-    """Create a pipe to receive from each peer, and return (end to read, end to write) by peer. Stop at the
-    first pipe that the system refuses.
+    """Create a pipe to receive from each peer. Return peer -> (end to read, end to write). If the system cannot
+    create a pipe, return only the pipes before it.
     """
     made = {}
     with contextlib.suppress(OSError):

@@ -129,10 +129,11 @@ class SharedBlocks:
         return x.untyped_storage().data_ptr() in self._at
 
     def lay(self, x: torch.Tensor, readers: Collection[int]) -> torch.Tensor:
-        """Copy a contiguous tensor into a block for these ranks to read, and return its note.
+        """Make a contiguous tensor a message for these ranks to read, and return the note of the message.
 
-        A tensor that lies in a block is not copied, so do not change it any more. It is copied only if one of
-        the readers still has to read another message in its block.
+        If the tensor lies in a block, there is usually no copy, so do not change the tensor any more. In other
+        cases, and if one of the readers already reads a message in the tensor's block, the tensor is copied
+        into another block.
 
         Raises:
             torch.OutOfMemoryError: The system has no memory for it.

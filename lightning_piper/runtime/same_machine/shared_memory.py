@@ -182,7 +182,8 @@ def _machine() -> int:
 
 @cache
 def _opened(machine: int, process: int, file: int, token: int) -> int | None:
-    """Open another process's memory, or return None if this process cannot read it."""
+    """Return a file descriptor of another process's memory; None if this process cannot read the memory. The
+    arguments are the entries of `_address` in the other process."""
     with contextlib.suppress(OSError):
         path = f"/proc/{process}/fd/{file}"
         if machine and machine == _machine() and NAME in os.readlink(path):

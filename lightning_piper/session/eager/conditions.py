@@ -1,5 +1,5 @@
-"""The handling of a step that cannot be captured. It runs uncaptured if the program only replicates the whole
-step."""
+"""The handling of a step that cannot be captured. The step runs uncaptured if the program only replicates the
+whole step. Otherwise there is an error."""
 
 from __future__ import annotations
 
