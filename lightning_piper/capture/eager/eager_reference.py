@@ -23,11 +23,11 @@ class Outcome:
     """The values that a training step computes.
 
     Attributes:
-        metrics: the loss under `ir.regions.LOSS`, and every logged tensor under its name, merged over slices,
-            as float64 scalars.
-        grads: by canonical parameter name. Parameters without a gradient are missing.
-        buffers: new values of the buffers that the step changed.
-        results: `{name: returned tensor}` of a forward-only step for each replica.
+        metrics: name -> float64 scalar, merged over slices: the loss under `ir.regions.LOSS`, and every
+            logged tensor. A value is missing if it cannot be merged from several slices.
+        grads: canonical name -> gradient. Parameters without a gradient are missing.
+        buffers: canonical name -> new value of a buffer that the step changed.
+        results: for each replica of a forward-only step: name -> returned tensor. Empty for other steps.
         slack: parameter name -> a bound on the error of any element of its gradient from operations that only
             approximate. The operations themselves state their bounds.
         approximate: labels of the operations that only approximate.
@@ -47,7 +47,8 @@ def run_eagerly(
     leaves: Sequence[torch.Tensor],
     slices: Sequence[Slice],
 ) -> Outcome:
-    """Run the user's `training_step` on each slice of the batch, weight the losses, and sum the gradients.
+    """Run the user's `training_step` on each slice of the batch, weight the losses, and sum the gradients. If
+    `StepCode.weighs_gradients`, weight the gradients of each slice instead of its loss.
 
     Args:
         step: has the module and its batch spec. The module does not change.
@@ -70,8 +71,8 @@ def run_eagerly(
     wrapper.batch_idx = step.reads.history.batch_idx
     in_tensors = {log.name for log in step.at(step.size).logs if log.constant is None}
     values: dict[str, list[torch.Tensor]] = {}
-    # The wrapper contains the module only for this call, so the user's training mode stays.
     state = {**params, **buffers}
+    # `id` of a tensor of the module -> the copy that replaces it in this run
     mine = {
         id(x): state[step.canonical[n]]
         for n, x in [*step.module.named_parameters(), *step.module.named_buffers()]
@@ -85,6 +86,7 @@ def run_eagerly(
         as_captured(step.module, wrapper),
     ):
         for part, weight in zip(slices, weights[LOSS], strict=True):
+            # Before each slice other than the first, restore the buffers that change once per step.
             for name, x in [*step.module.named_buffers()] if part is not slices[0] else []:
                 if step.canonical[name] in once:
                     x.detach_().copy_(once[step.canonical[name]])
@@ -94,7 +96,8 @@ def run_eagerly(
             if step.at(step.size).weighs_gradients:
                 _add_weighed(loss, params, len(part) / sum(map(len, slices)))
             elif weight != 0:
-                # if a part has no counted label, its loss is nan, and 0 times the gradient would also be nan
+                # The loss of a slice without counted labels is nan, and 0 times its gradient would also be
+                # nan.
                 (loss * weight.to(loss.dtype)).backward()
             for name, value in [(LOSS, loss), *_logged(wrapper.logs, logged, in_tensors)]:
                 values.setdefault(name, []).append(value.detach().double())
@@ -123,8 +126,8 @@ def _add_weighed(loss: torch.Tensor, params: Mapping[str, torch.Tensor], weight:
 
 
 def mixed(step: CapturedStep) -> bool:
-    """Return whether the loss or a logged value is a sum of terms with different weights, so that no single
-    weight fits a slice."""
+    """Return whether the loss or a logged value is a sum of terms with different weights. Then no single
+    weight of a slice is right for all terms."""
     seen: dict[str, set[int]] = {}
     for name, term in _terms(step):
         seen.setdefault(name, set()).add(term)
@@ -140,6 +143,7 @@ def _terms(step: CapturedStep) -> list[tuple[str, int]]:
 
 
 def _folds(step: CapturedStep) -> dict[str, str]:
+    """Return name -> fold (`sum`, `max` or `min`) for the loss and the logged values that have a term."""
     terms = step.at(step.size).terms
     return {name: terms[term].folds for name, term in _terms(step)}
 
@@ -165,7 +169,11 @@ def term_weights(
     """Return the weights of the slices in each term, on one device that accumulates over the slices.
 
     Args:
-        captured: whether the weights are for captured code, which divides by 1 if a slice counts nothing.
+        captured: whether the weights are for captured code, which divides by 1 instead of 0 if a slice counts
+            nothing.
+
+    Returns:
+        For each of `StepCode.terms`: a float64 tensor with one weight for each slice.
     """
     sizes = torch.tensor([float(len(part)) for part in slices], dtype=torch.float64)
     found: list[torch.Tensor] = []
@@ -187,11 +195,12 @@ def term_weights(
 
 
 def merged(fold: str, values: list[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
-    """Merge the values of the slices into one value.
+    """Merge the values of the slices into one value. In a sum, a slice with weight 0 counts 0, even if its
+    value is nan.
 
     Args:
         fold: `sum`, `max` or `min`.
-        weights: the weights of the slices in a sum.
+        weights: the weights of the slices. Only a sum uses them.
     """
     if fold != "sum":
         return getattr(torch.stack(values), f"a{fold}")()  # type: ignore[no-any-return]
@@ -205,8 +214,15 @@ def merged(fold: str, values: list[torch.Tensor], weights: torch.Tensor) -> torc
 def _logged(
     logs: Sequence[Logged], tensors: Sequence[torch.Tensor], names: set[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Iterate over the logged values under these names: tensors, and numbers that the step took out of
-    tensors."""
+    """Yield (name, value) for each logged tensor, and for each logged number whose name is in `names`.
+
+    `names` are the values that the captured step logs as tensors. The step may take a number out of such a
+    tensor when it runs on data.
+
+    Args:
+        logs: the logs of the run. A log of a tensor has no constant.
+        tensors: the logged tensors, in order.
+    """
     remaining = iter(tensors)
     for log in logs:
         if log.constant is None:

@@ -1,8 +1,9 @@
 """Run the uncaptured code of a step of which only module calls are captured, as one operation of the graph.
 
 The uncaptured code reads the results of the captured calls, the batch, and the parameters and buffers that
-belong to no captured call. It computes the loss. Autograd runs its backward pass. The capture does not know
-the operations of this code, so the loss of a part of the batch counts as a mean over its samples.
+belong to no captured call. It computes the loss, and autograd runs the backward pass of this code. The
+capture does not know the operations of this code, so the loss of a part of the batch counts as a mean over
+the part's samples.
 """
 
 from __future__ import annotations
@@ -65,9 +66,9 @@ class EagerRemainder:
 
     Args:
         module: A LightningModule.
-        batch_spec: The spec of its batches.
-        context: Entered around the step.
-        history: Has the number of the current batch, and its contents other than tensors.
+        batch_spec: The spec of the step's batches.
+        context: Returns a context manager, in which the step runs.
+        history: Has the number of the current batch, and the batch's contents other than tensors.
         trained, others: Canonical names of the tensors that the code may read because no captured call has
             them. `trained` are parameters with gradients; `others` are parameters without gradients, and
             buffers.
@@ -75,14 +76,15 @@ class EagerRemainder:
 
     Attributes:
         everywhere: Whether every process runs the code, each for its part of the batch.
-        captured: Parameters that a captured call also reads.
-        returned: Captured call -> its result. Filled by the trace.
+        captured: Canonical names of the parameters that captured operations read.
+        returned: Key of a captured call -> its result. The trace fills this dict.
         logs: The log calls of the current step.
-        extras: For each part of the batch: the returned values other than the loss, and the part's number of
-            samples.
-        used: Parameters for which the backward pass computed gradients.
-        updated: Metric objects that the code has updated. None if this process has not run the code.
-        failure: The exception with which the user's code ended the step.
+        extras: For each part of the batch on which the step returned a dict: the values of this dict other
+            than the loss, and the part's number of samples.
+        used: Names of the parameters for which the current step's backward pass computed gradients.
+        updated: Names of the metric objects that the code has updated in the current step. None if this
+            process has not run the code.
+        failure: The exception that ended the code in the current step. None if there was no exception.
     """
 
     def __init__(
@@ -111,13 +113,20 @@ class EagerRemainder:
         self.logs, self.extras, self.used, self.updated, self.failure = [], [], set(), None, None
 
     def forward(self, trained: Tensors, others: Tensors, dtype: torch.dtype) -> Tensors:
-        """Run the user's code. This method implements `REMAINDER`.
+        """Run the user's code. Return its loss, and an empty tensor whose attribute holds the autograd graph
+        for `backward`. This method implements `REMAINDER`.
+
+        Args:
+            trained: the results of captured calls that have gradients, then the parameters `self.trained`.
+            others: the results of captured calls without gradients, then `self.others`, then the batch.
+            dtype: the dtype of the returned loss.
 
         Raises:
-            PiperError: the code changes a tensor in place that it must not change, or does not repeat a
-                captured call.
+            PiperError: the code changes a tensor other than the batch in place, does not repeat a captured
+                call, or returns no scalar loss. Or it reads a captured value, or communicates.
         """
         inputs = [x.detach().requires_grad_() for x in trained]
+        # `made`: number of tensors with gradients from captured calls
         made, versions = len(inputs) - len(self.trained), [x._version for x in (*trained, *others)]
         with torch.enable_grad():
             given_out: list[torch.Tensor] = [_NonLeafIdentity.apply(x) for x in inputs[:made]]  # type: ignore[no-untyped-call]
@@ -171,8 +180,13 @@ class EagerRemainder:
         return found
 
     def _carried(self, leaves: Tensors, samples: int, item: Carried) -> Any:
-        """Return the content of the current batch at the position of `item`. It may differ from the captured
-        batch's content."""
+        """Return the content of the current batch at the position of `item`. The current content may differ
+        from `item`, which comes from the captured batch.
+
+        Raises:
+            PiperError: the content is a list with an entry for each sample, and the code runs on a part of
+                the batch.
+        """
         batch = self._history.batch
         assert batch is not None
         if isinstance(item, SampleList) and batch.size != samples:
@@ -185,7 +199,14 @@ class EagerRemainder:
         return batch.contents(leaves)[item.index]
 
     def backward(self, gradient: torch.Tensor, kept: torch.Tensor, trained: Tensors) -> Tensors:
-        """Run autograd on the loss. This method implements `REMAINDER_BACKWARD`."""
+        """Run autograd on the loss. Return a gradient for each of `forward`'s inputs `trained`, with zeros
+        for an input that the loss does not use. Add the parameters with a gradient to `used`. This method
+        implements `REMAINDER_BACKWARD`.
+
+        Args:
+            gradient: the gradient of the loss.
+            kept: the second result of `forward`.
+        """
         loss, inputs = kept.autograd  # type: ignore[attr-defined]
         del kept.autograd  # type: ignore[attr-defined]
         with self._alone():
@@ -214,13 +235,16 @@ class EagerRemainder:
     def _check_unchanged(
         self, returned: Sequence[bool], params: Sequence[bool], others: Sequence[bool]
     ) -> None:
-        """Raise an error for in-place changes of tensors other than the batch.
+        """Check that the code has changed no tensor other than the batch in place.
 
         Args:
-            returned, params, others: for each of the code's inputs, whether it was changed.
+            returned: For each result of a captured call with a gradient, whether the code has changed it.
+            params: For each parameter of `self.trained`, whether the code has changed it.
+            others: Whether the code has changed a result without a gradient, or a tensor of `self.others`.
+                The results come first.
 
         Raises:
-            PiperError: names the changed tensor.
+            PiperError: the code has changed such a tensor.
         """
         names = [name for name, now in zip(self.trained, params, strict=True) if now]
         names += [
@@ -237,7 +261,11 @@ class EagerRemainder:
             )
 
     def _loss(self, made: Any, samples: int) -> torch.Tensor:
-        """Return the loss from the step's return value, and store the other returned values in `extras`."""
+        """Return the loss from the step's return value. If that is a dict, add its other values to `extras`.
+
+        Raises:
+            PiperError: there is no loss, or it is not a tensor of one number that depends on a parameter.
+        """
         loss = made["loss"] if isinstance(made, Mapping) else made
         if isinstance(made, Mapping):
             self.extras.append(
@@ -261,12 +289,17 @@ class EagerRemainder:
     def _calls(self, given: Mapping[Key, Any]) -> Iterator[None]:
         """Within this context, captured calls return their captured results instead of running.
 
+        Args:
+            given: key of a captured call -> its result.
+
         Raises:
-            PiperError: at the end, if the step has not made one of the calls.
+            PiperError: at the end of the context: the step has not made one of the captured calls.
         """
         missing = set(given)
 
         def handle(key: Key, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+            """Return the result of a captured call. Make any other call. If that call fails and its module
+            also has a captured call, add to the error that the capture saw fewer calls."""
             if key not in given:
                 try:
                     return call()
@@ -292,7 +325,7 @@ class EagerRemainder:
         every other parameter or buffer.
 
         Raises:
-            PiperError: the step has replaced a parameter or buffer.
+            PiperError: the step has replaced a parameter or buffer, or the memory of one in `own`.
         """
         kept = [(store, name, store[name]) for store, name, _, _ in self._places]
         data = {full: x.data_ptr() for full, x in own.items()}
@@ -313,8 +346,8 @@ class EagerRemainder:
     def _places(self) -> list[tuple[dict[str, Any], str, str, torch.Tensor | None]]:
         """The places in which the module stores its parameters and buffers.
 
-        Each entry has the storing dict, the key in the dict, the canonical name, and the placeholder for a
-        tensor that the uncaptured code must not read.
+        Each entry has the storing dict, the key in the dict, the canonical name, and a placeholder if the
+        uncaptured code must not read the tensor (None if the code may read it).
         """
         free, found, stand_ins = {*self.trained, *self.others}, [], dict[str, torch.Tensor]()
         for path, part in self._module.named_modules():
@@ -330,10 +363,12 @@ class EagerRemainder:
 
     @contextlib.contextmanager
     def _logging(self, samples: int) -> Iterator[None]:
-        """Within this context, record calls of `self.log`. Calls that communicate raise an error, unless all
-        processes run the code."""
+        """Within this context, `self.log` and `self.log_dict` add to `logs`. Unless every process runs the
+        code, communication by the module or the strategy raises an error."""
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            """Record a number. If every process runs the code, pass any other value to Lightning. If not,
+            raise a `PiperError`. Also raise it if a number comes with positional arguments."""
             number = isinstance(value, int | float) or (
                 isinstance(value, torch.Tensor) and value.numel() == 1
             )
@@ -379,8 +414,8 @@ class EagerRemainder:
                     del vars(owner)[name]
 
     def _alone(self) -> contextlib.AbstractContextManager[None]:
-        """Within this context, communication by the user's code raises an error, because it would wait for
-        processes that do not run the code."""
+        """Within this context, communication by the user's code raises an error, because the code would wait
+        for processes that do not run it. If every process runs the code, the context has no effect."""
         return (
             contextlib.nullcontext()
             if self.everywhere
@@ -397,8 +432,8 @@ def _communicates() -> PiperError:
 
 
 class _NonLeafIdentity(torch.autograd.Function):
-    """The identity, with a result that is not a leaf. If the code changes a leaf in place, torch itself
-    raises an error, which comes before the clearer one of `_check_unchanged`."""
+    """The identity, with a result that is not a leaf. For an in-place change of a leaf, torch raises an error
+    before `_check_unchanged` can raise a clearer error."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -432,12 +467,19 @@ def _detached(nested: Any) -> Any:
 
 
 class CapturedValue(torch.Tensor):
-    """A tensor without values, which uncaptured code must not read. Reading it raises an error."""
+    """A tensor without values, which uncaptured code must not read. All torch functions raise an error for
+    it, except attribute getters and questions about its shape and dtype.
+
+    Attributes:
+        problem: one text: which value this is, and why the code must not read it.
+    """
 
     problem: tuple[str]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer attribute getters and questions about shape and dtype. Raise a `PiperError` for all other
+        functions."""
         with torch._C.DisableTorchFunctionSubclass():
             if func.__name__ == "__get__" or func.__name__ in ("numel", "size", "dim", "is_floating_point"):
                 return func(*args, **(kwargs or {}))
@@ -454,7 +496,7 @@ def captured_value(like: torch.Tensor, what: str, why: str) -> torch.Tensor:
     """Return a `CapturedValue` with the shape and dtype of `like`, without data.
 
     Args:
-        what, why: text of the error: training_step reads `what`, which `why`.
+        what, why: parts of the error's text: "training_step reads `what`, which `why`".
     """
     with torch._C.DisableTorchFunctionSubclass():
         made = torch.empty_like(like, device="meta", requires_grad=like.requires_grad).as_subclass(

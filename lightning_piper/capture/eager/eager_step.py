@@ -36,8 +36,9 @@ class EagerStep:
 
     Attributes:
         backward: returns the gradients of `trained` for this process's batch, with None for a parameter
-            without a gradient.
-        found: for each trained parameter, whether this process had a gradient in the last step.
+            without a gradient. The caller sets this function.
+        found: for each trained parameter, whether this process had a gradient in the last step. Empty before
+            the first step.
 
     Args:
         module: a LightningModule.
@@ -99,7 +100,7 @@ class EagerStep:
     def at(self, size: int, degrees: tuple[int, ...] = ()) -> StepCode:
         """Return the step as one region.
 
-        Its code is the same for any number of batches. Each replica runs one batch.
+        For another `size` (number of batches), only the recorded number differs. Each replica runs one batch.
         """
         if size not in self._code:
             self._code[size] = self._code_for(size)
@@ -134,8 +135,8 @@ class EagerStep:
         return self
 
     def _backward(self, given: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Run the backward pass, and return the weighted gradients of all trained parameters. A parameter
-        without a gradient gets -0.0. The only input is the weight."""
+        """Run the backward pass, set `found`, and return the weighted gradients of all trained parameters. A
+        parameter without a gradient gets -0.0 in each element. `given` has one tensor: the weight."""
         (weight,) = given
         made = self.backward()
         self.found = tuple(x is not None for x in made)
@@ -149,16 +150,19 @@ class EagerStep:
 
 
 def _weighed(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return a gradient, dense and times the weight. Its first element is never -0.0. A dense `grad` is
+    changed in place."""
     grad = (grad if grad.layout is torch.strided else grad.to_dense()).mul_(weight)
     grad[_FIRST[: grad.dim()]].add_(0.0)  # turns -0.0 into 0.0
     return grad
 
 
-_FIRST = (slice(1),) * 64
+_FIRST = (slice(1),) * 64  # its first n entries select the first element of a tensor with n dimensions
 
 
 def is_of_none(total: torch.Tensor) -> torch.Tensor:
-    """Return whether a gradient summed over replicas shows that no replica has used the parameter."""
+    """Return, as a tensor of one bool, whether a gradient summed over replicas shows that no replica has used
+    the parameter."""
     first = torch.view_as_real(total) if total.is_complex() else total
     first = first[_FIRST[: first.dim()]]
     return (first.signbit() & (first == 0)).all()

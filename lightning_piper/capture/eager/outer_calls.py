@@ -1,7 +1,7 @@
-"""Find the module calls that a step's own code makes. Calls inside of such calls do not count.
+"""Find the module calls that a step's own code makes. A call that a called module makes does not count.
 
-If a step cannot be captured as a whole, Piper can still capture its calls with annotated work
-(`partial_step`).
+If Piper cannot capture a step as a whole, it can still capture the module calls in which regions are
+annotated (`partial_step`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class ModuleCall:
         tags, marks: Number of regions, and number of repeated blocks, that were annotated during the call.
         has: Names of the parameters and buffers of the called module. If the step's module itself was called,
             names of the parameters and buffers that the call read.
-        handed_on: Whether only other calls with annotated work read the result, as far as the step was
-            traced.
+        handed_on: Whether the result has tensors, and only other calls with annotated regions read them, as
+            far as the step was traced. Only `ModuleCallLog.captured` sets this.
     """
 
     key: Key
@@ -45,13 +45,14 @@ class ModuleCall:
 def replacing_outermost(
     module: nn.Module, handle: Callable[[Key, Callable[[], Any], tuple[Any, ...], Mapping[str, Any]], Any]
 ) -> contextlib.AbstractContextManager[None]:
-    """Within the returned context, `handle(key, call, args, kwargs)` replaces each outermost call of `module`
-    or one of its parts."""
+    """Within the returned context, each outermost call of `module` or of one of its submodules runs
+    `handle(key, call, args, kwargs)` instead. `call()` makes the original call."""
     names = {id(part): name for name, part in module.named_modules()}
-    turns: dict[str, int] = {}
+    turns: dict[str, int] = {}  # name of a module -> number of its outermost calls so far
     depth = 0
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Pass an outermost call to `handle`. Make any other call."""
         nonlocal depth
         name = names.get(id(self))
         if depth or name is None:
@@ -87,15 +88,15 @@ class ModuleCallLog:
 
     calls: list[ModuleCall] = field(default_factory=list)
     _made: list[list[torch.Tensor]] = field(default_factory=list)  # the tensors that each call returned
-    # Ids of tensors that were read outside of calls with annotated work, and ids of tensors that such calls
-    # received.
+    # Ids of the tensors that operations outside of calls with annotated work read.
     _read: set[int] = field(default_factory=set)
+    # Ids of the tensors that calls with annotated work received as arguments.
     _handed: set[int] = field(default_factory=set)
 
     @property
     def captured(self) -> list[ModuleCall]:
-        """The calls with annotated work, in order. If the step has no annotations, the calls with repeated
-        blocks."""
+        """The calls in which regions were annotated, in order. If no call has annotated regions, the calls
+        with repeated blocks."""
         tagged = any(call.tags for call in self.calls)
         found = []
         for call, made in zip(self.calls, self._made, strict=True):
@@ -106,18 +107,22 @@ class ModuleCallLog:
 
     @contextlib.contextmanager
     def following(self, module: nn.Module) -> Iterator[None]:
-        """Within this context, record the module calls of the step's code."""
+        """Within this context, record the module calls of the step's code. Earlier records are dropped.
+
+        When the step's code has caught an error of the trace, later calls are not recorded.
+        """
         self.calls, self._made, self._read, self._handed = [], [], set(), set()
         reads = _ReadTensors()
 
         def handle(
             key: Key, call: Callable[[], Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
         ) -> Any:
+            """Make the call, and record it with the annotations and reads that the call adds."""
             before, outside = (opened().tags, opened().marks), reads.found
             reads.found = set()
             made = call()
-            # The user's code has caught an error of the tracing run. From then on it may take another path
-            # than on a device, so do not record the call.
+            # The step's code has caught an error of the trace. After that, the code may take another path
+            # than on a device.
             if next(caught(), None) is not None:
                 return made
             tags, marks = opened().tags - before[0], opened().marks - before[1]
@@ -147,7 +152,8 @@ class ModuleCallLog:
 
 
 class _ReadTensors(TorchFunctionMode):
-    """A mode that records which tensors functions receive."""
+    """A mode that adds to `found` the ids of the tensors that torch functions receive. Attribute getters do
+    not count."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
 """A training step of which Piper captures the calls of annotated modules. All other code runs uncaptured
 (`remainder`).
 
-The trace follows the step's code up to the last such call. The graph also has what the code computes before
-this call, because the calls read these values. The uncaptured part is the user's whole step. It runs once
-more, and the captured calls return their captured results.
+The trace follows the step's code up to the last captured call. The graph also has the operations of the
+step's code before this call, because captured calls may read their results. The uncaptured part is the user's
+whole step: `training_step` runs once more, and the captured calls return their captured results.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ class PartlyCaptured(CapturedStep):
     Attributes:
         calls: the captured calls.
         remainder: runs the uncaptured code.
+
+    Raises:
+        CaptureError: the step calls no module with annotated code before the line that cannot be captured.
     """
 
     def __init__(
@@ -52,9 +55,11 @@ class PartlyCaptured(CapturedStep):
         whole_norms: bool = False,
     ) -> None:
         super().__init__(module, batch_spec, device, context, history, whole_norms)
-        # These reads are of the whole step, but guards are needed only for the captured part.
+        # This trace reads Python state of the whole step. Guards are needed only for the captured part, so
+        # these reads are not recorded in `self.reads`.
         reads = StateReads(dataclasses.replace(self.reads.history))
         followed = _FollowedStep(module, batch_spec, context, (), reads, self._blocks, whole_norms)
+        # The trace ends with an error at the line that cannot be captured.
         with contextlib.suppress(Exception), without_drawing():
             trace(followed, self._specs(self.size), device, {})
         self.calls = tuple(followed.followed.captured)
@@ -63,6 +68,7 @@ class PartlyCaptured(CapturedStep):
                 "training_step calls no module with annotated code before that line. Move that line after "
                 "the calls of annotated modules, or annotate a module that is called before it [PIPER-C022]"
             )
+        # The uncaptured code may read the parameters and buffers that belong to no captured call.
         owned = [name for name in self.canonical if not any(name in call.has for call in self.calls)]
         free = dict.fromkeys(self.canonical[name] for name in owned)
         trained = [name for name in free if name in self.params and self.params[name].requires_grad]
@@ -97,11 +103,12 @@ class PartlyCaptured(CapturedStep):
     def _trace(
         self, size: int, parts: Mapping[str, int], degrees: tuple[int, ...], fakes: Fakes = fakes_of
     ) -> tuple[TracedGraph, Specs, TracedStep]:
-        """Trace the step, and connect the uncaptured code to the operations that stand for it.
+        """Trace the step, and connect the uncaptured code to the operations that stand for this code. Add to
+        `remainder.captured` the parameters that captured operations read.
 
         Raises:
-            CaptureError: the code before the captured calls draws random numbers, or changes a tensor in
-                place.
+            CaptureError: the code outside of captured calls draws random numbers, or changes a buffer or the
+                batch in place.
         """
         traced, specs, step = super()._trace(size, parts, degrees, fakes)
         for node in traced.graph.nodes:
@@ -132,7 +139,7 @@ def _refuse_changed_buffers(traced: TracedGraph) -> None:
     """Check that the step changes buffers and the batch only inside of captured calls.
 
     Raises:
-        CaptureError: The step changes one of them before such a call.
+        CaptureError: The step changes a buffer or the batch outside of captured calls.
     """
     results = traced.graph.output_node()
     for node, desc in zip(results.args[0], results.meta["desc"], strict=True):  # type: ignore[arg-type]
@@ -189,13 +196,20 @@ class _RemainderStep(TracedStep):
     def __init__(self, *args: Any, calls: Sequence[ModuleCall], remainder: EagerRemainder) -> None:
         super().__init__(*args)
         self._calls, self._remainder = calls, remainder
+        # the annotation that was opened last, up to the last captured call
         self._last: Mapping[str, Any] = {}
 
     def _run(self, step: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """Run the step up to the last captured call, and return the result of each captured call."""
+        """Run the step up to the last captured call, and return the result of each captured call by its key.
+
+        Raises:
+            CaptureError: the step has not made one of the captured calls.
+        """
         wanted, returned = {call.key for call in self._calls}, {}
 
         def handle(key: Key, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+            """Make the call. If it is a captured call, mark its operations, and store its result. End the
+            trace after the last captured call."""
             if key not in wanted:
                 return call()
             with fx_traceback.annotate({CALL_KEY: True}):
@@ -215,12 +229,16 @@ class _RemainderStep(TracedStep):
         return returned
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the loss of the operation that stands for the uncaptured code, which reads the results of
-        the captured calls."""
+        """Return the loss, which is the result of the operation that stands for the uncaptured code.
+
+        Raises:
+            CaptureError: no input of the uncaptured code needs a gradient.
+        """
         returned = self._call(leaves)
         self.logs, self._logged = [], []  # only the uncaptured code logs
         self.metrics.clear()
         found = [self._returned(call, returned[call.key]) for call in self._calls]
+        # `flowing` and `still`: the inputs of the uncaptured code with and without a gradient.
         flowing = [
             x for tensors, known in found for x, flows in zip(tensors, known.trained, strict=True) if flows
         ]
@@ -244,7 +262,8 @@ class _RemainderStep(TracedStep):
 
     def _returned(self, call: ModuleCall, made: Any) -> tuple[list[torch.Tensor], CallResult]:
         """Return the tensors of a call's result that the uncaptured code reads, with the structure of the
-        result.
+        result. If only other captured calls read the result, there are no such tensors. Store the structure
+        of the first trace in the remainder.
 
         Raises:
             CaptureError: the result has another structure than in an earlier trace.
@@ -265,7 +284,7 @@ class _RemainderStep(TracedStep):
 
 
 def _dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype:
-    """Return the dtype of the loss: float32, or the dtype of `tensors` if that is more precise."""
+    """Return the dtype of the loss: float32, promoted with the dtypes of all `tensors`."""
     found = torch.float32
     for x in tensors:
         found = torch.promote_types(found, x.dtype)
