@@ -239,10 +239,9 @@ class Costs:
                     f"tensor=[{layout.tensor}]) [PIPER-P004]"
                 )
             moved = 2 * ring(links.tensor, work.exchanged, layout.tensor)
-            if layout.routed > 1 and block.routed:  # to the experts and back
-                moved += 2 * message(
-                    links.routed, block.routed * samples * (layout.routed - 1), layout.routed
-                )
+            if layout.routed > 1 and block.routed:  # one message to the experts and one back
+                both = block.routed * samples * (layout.routed - 1)
+                moved += links.routed.latency + message(links.routed, both, layout.routed)
             # Buckets and sums are work of the whole step. Divide it over the BW of all microbatches.
             beside = (packed[k] if layout.replicas > 1 else 0) + params.added[k] * (layout.microbatches - 1)
             weights = work.backward_weights + (beside / layout.microbatches if beside else 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -24,7 +25,11 @@ from lightning_piper.search.costs.parameters import like
 from lightning_piper.search.costs.sequential_run import walk
 from lightning_piper.search.proposal import work_of
 from lightning_piper.search.space import Space
+from lightning_piper.search.stage_costs import CostModel
+from lightning_piper.simulate import Link
 from lightning_piper.simulate.hardware import Hardware
+from tests.moe import Model as Experts
+from tests.moe import batch as expert_tokens
 from tests.search.nets import GPT, HEADS, SEQ, VOCAB, WIDTH, Module, tokens
 
 SAMPLES = 4
@@ -143,6 +148,23 @@ def test_rows_that_are_sent() -> None:
     assert [block.name for block in found.blocks] == ["first", "inner", "last"]
     assert [block.routed for block in found.blocks] == [0, 2 * 2 * 8 * 4, 0]
     assert found.blocks[1].experts == {"inner.weight"}
+
+
+def test_rows_cross_the_link_once_to_the_experts_and_once_back() -> None:
+    module, batch, link = Experts(), expert_tokens(8), Link(latency=2, bandwidth=64)
+    hardware = replace(CPU, links=((2, link),))
+    space = Space(analytic(module, batch, hardware, tensor=()), hardware, 2, 10**12)
+    layouts = [layout for layout in space.layouts() if layout.replicas == 2 and layout.microbatches == 1]
+    whole, divided = (
+        CostModel(space).costs(layout) for layout in sorted(layouts, key=lambda each: each.routed)
+    )
+    dag = piper.compile(module, batch, [piper.Place([0, 1]), piper.Replicate(), piper.Shard()]).dag
+    labels = [node.label for node in dag.nodes.values()]
+    exchanges = labels.count("alltoall.dispatch") + labels.count("alltoall.combine")
+    rows = 320 * 4  # bytes of the rows of a replica in one block; half of them stay where they are
+    wanted = exchanges * link.time(rows, 2)
+    added = divided.forward[-1] + divided.inputs[-1] - whole.forward[-1] - whole.inputs[-1]
+    assert exchanges == 8 and added == pytest.approx(wanted)
 
 
 def test_passes_one_after_another_are_the_step() -> None:
