@@ -238,7 +238,7 @@ class Costs:
                     f"{layout.tensor} devices. Give the workload these costs: analytic(..., "
                     f"tensor=[{layout.tensor}]) [PIPER-P004]"
                 )
-            moved = 2 * ring(links.tensor, work.exchanged, layout.tensor)
+            moved: Number = 2 * ring(links.tensor, work.exchanged, layout.tensor)
             if layout.routed > 1 and block.routed:  # one message to the experts and one back
                 both = block.routed * samples * (layout.routed - 1)
                 moved += links.routed.latency + message(links.routed, both, layout.routed)
