@@ -55,12 +55,26 @@ def t5() -> tuple[Any, Any, dict[str, Any]]:
     return T5ForConditionalGeneration, T5Config, {**sizes, "decoder_start_token_id": 0, "pad_token_id": 0}
 
 
+def llava() -> tuple[Any, Any, dict[str, Any]]:
+    """A model whose vision tower is a model of its own, with a buffer that is not in the file."""
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    def config(vocab_size: int, **sizes: int) -> Any:
+        vision = CLIPVisionConfig(**sizes, num_hidden_layers=2, image_size=8, patch_size=4)
+        text = LlamaConfig(vocab_size=vocab_size, **sizes, num_hidden_layers=2, num_key_value_heads=2)
+        return LlavaConfig(vision_config=vision, text_config=text, image_token_index=1)
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    return LlavaForConditionalGeneration, config, sizes
+
+
 KINDS: dict[str, Callable[[], tuple[Any, Any, dict[str, Any]]]] = {
     "llama": llama,
     "tied_llama": tied_llama,
     "gpt2": gpt2,
     "bert": bert,
     "t5": t5,
+    "llava": llava,
 }
 LLAMA_STAGES = [
     ["model.model.embed_tokens", "model.model.layers.0"],

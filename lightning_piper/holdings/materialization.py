@@ -264,13 +264,23 @@ def without_initial_values(module: nn.Module, known: Known) -> str | None:
 
 def _initializers(module: nn.Module) -> dict[int, Callable[[], None]]:
     """Return id of a submodule -> a function that fills it. The result has all submodules of the models whose
-    values are in files."""
+    values are in files.
+
+    A model may have models as submodules, such as a vision tower. Each of them fills its own submodules, as in
+    transformers.
+    """
     found: dict[int, Callable[[], None]] = {}
+
+    def visit(part: nn.Module, initialize: str, fill: Callable[[nn.Module], None]) -> None:
+        fill = getattr(part, initialize, fill)
+        found[id(part)] = partial(fill, part)
+        for child in part.children():
+            visit(child, initialize, fill)
+
     for model in module.modules():
         pretrained: Pretrained | None = model.__dict__.get(PRETRAINED)
         if pretrained is not None:
-            fill = getattr(model, pretrained.initialize)
-            found |= {id(part): partial(fill, part) for part in model.modules()}
+            visit(model, pretrained.initialize, getattr(model, pretrained.initialize))
     return found
 
 
@@ -374,7 +384,8 @@ def _initialize_one(
                 f"initialising submodule {path!r} has replaced the tensor {name!r}. Fill the existing "
                 "tensor in place instead [PIPER-S009]"
             )
-        if value._version == versions[name] and value.numel() and bool((_bytes(value) == UNWRITTEN).all()):
+        unwritten = name in names and value._version == versions[name] and value.numel() > 0
+        if unwritten and bool((_bytes(value) == UNWRITTEN).all()):
             raise PiperError(
                 f"{name!r} is on the meta device, and initialising submodule {path!r} "
                 f"({type(part).__name__}) leaves it without values. Fill all tensors of the submodule in its "
