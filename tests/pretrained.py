@@ -68,6 +68,16 @@ def llava() -> tuple[Any, Any, dict[str, Any]]:
     return LlavaForConditionalGeneration, config, sizes
 
 
+def wav2vec2() -> tuple[Any, Any, dict[str, Any]]:
+    """A model whose constructor makes a parameter with `torch.Tensor(size)`, which is not on the meta device."""
+    from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1}
+    layers = {"conv_dim": (8,), "conv_stride": (5,), "conv_kernel": (10,)}
+    groups = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+    return Wav2Vec2ForCTC, Wav2Vec2Config, {**sizes, **layers, **groups, "pad_token_id": 0}
+
+
 KINDS: dict[str, Callable[[], tuple[Any, Any, dict[str, Any]]]] = {
     "llama": llama,
     "tied_llama": tied_llama,
@@ -75,6 +85,7 @@ KINDS: dict[str, Callable[[], tuple[Any, Any, dict[str, Any]]]] = {
     "bert": bert,
     "t5": t5,
     "llava": llava,
+    "wav2vec2": wav2vec2,
 }
 LLAMA_STAGES = [
     ["model.model.embed_tokens", "model.model.layers.0"],

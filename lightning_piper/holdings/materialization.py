@@ -92,11 +92,19 @@ class StoredTensors:
 
 
 def mark_stored(model: nn.Module, stored: Mapping[str, StoredValue]) -> None:
-    """Mark the tensors of a model on the meta device whose values are in files.
+    """Mark the tensors of a model whose values are in files. They are on the meta device afterwards.
+
+    A constructor may make some of them elsewhere although its default device is the meta device, for example
+    with `torch.Tensor(size)`.
 
     Args:
         stored: Name in the model -> tensor in a file. A tied tensor needs only one of its names.
     """
+    ids = {id(tensor) for name, tensor in named_tensors(model) if name in stored}
+    for places in places_of(model).values():
+        tensor = tensor_at(places)
+        if id(tensor) in ids and not tensor.is_meta:
+            put(places, empty_like(tensor, "meta"))
     tensors = dict(named_tensors(model))
     for name, value in stored.items():
         tensors[name].__dict__[STORED] = FileMark(value, tensors[name]._version)
