@@ -1,4 +1,4 @@
-"""Keep graphs of steps, so that each is traced only once: by this process, by another process of this
+"""Keep graphs of steps, so that each graph is made only once: by this process, by another process of this
 machine, or in an earlier run.
 
     run on fake tensors -> digest of the operations -> graph: in memory, in a file, or new and then stored
@@ -35,9 +35,11 @@ from lightning_piper.capture.python_state.state_reads import RandomDraw, without
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.errors import CaptureError
 
-REFUSED = b""  # stored if the graph cannot be written, so that other processes do not wait for it
+# The content of the file for a graph that cannot be written. A process that reads it makes the graph at once,
+# without waiting for another process.
+REFUSED = b""
 MANY = 64  # the most graphs that a process keeps in memory
-_known: dict[str, bytes] = {}
+_known: dict[str, bytes] = {}  # name of a graph's file -> content of the file
 
 
 def traced_once(
@@ -55,12 +57,14 @@ def traced_once(
         step: a module that returns the step's results; see `step_trace.TracedStep`.
         inputs: tensors like the step's inputs.
         device: the device of the trace.
-        without_data: A context in which the module has new tensors of the given fake mode. Each run needs new
-            tensors, because it may write to them.
+        without_data: Returns a context in which the module has new tensors of the given fake mode. Each run
+            needs new tensors, because the step may write to them.
         trace: Returns a new graph, if the graph is not known.
     """
 
     def tracing_run() -> tuple[str, Graph | None, torch.device]:
+        """Run the step on fake tensors. Return the digest of its operations, its graph (None if the
+        operations do not determine the graph), and the device of the trace with its index."""
         mode = _torch.FakeTensorMode()
         # `without_drawing` raises `RandomDraw` if the step draws random numbers in Python. The capture
         # rejects such a step, so it needs no trace.
@@ -79,10 +83,11 @@ def traced_once(
 
     try:
         digest, graph, own = tracing_run()
-    # Piper raises an error for such a step, or must trace it again with what it has found.
+    # The caller handles these errors: Piper cannot capture the step, or traces it again with placeholders for
+    # the Python state that the error names.
     except (ContainerGrowth, RandomDraw, CaptureError, *_torch.WITHOUT_VALUES):
         raise
-    except Exception:  # if the step is wrong, the trace raises the error
+    except Exception:  # if the step itself has an error, the trace raises it again
         return trace()
     if graph is not None:
         return _graph(digest, own, lambda: graph, lambda: True)
@@ -90,8 +95,8 @@ def traced_once(
 
 
 def _untie(module: nn.Module) -> None:
-    """Give each name of a tied parameter or buffer a separate tensor, because a trace also treats them as
-    separate inputs."""
+    """Give each name of a tied parameter or buffer a separate tensor, because a trace also has a separate
+    input for each name."""
     seen: set[int] = set()
     for part in module.modules():
         for store in (part._parameters, part._buffers):
@@ -108,7 +113,8 @@ def forget() -> None:
 
 
 def _graph(digest: str, own: torch.device, trace: Callable[[], Graph], same: Callable[[], bool]) -> Graph:
-    """Return the graph of a step with this digest.
+    """Return the graph of a step with this digest: from memory, from a file, or new. Keep its content in
+    memory and in a file, if the graph can be written.
 
     Args:
         own: the device of the trace, with its index.
@@ -144,8 +150,12 @@ def _read(content: bytes | None, own: torch.device) -> Graph | None:
 def _made(
     path: Path, own: torch.device, trace: Callable[[], Graph], same: Callable[[], bool]
 ) -> tuple[bytes, Graph]:
-    """Make the graph and store it. Return the graph as read from its stored content, so that the first run
-    uses the same graph as later runs."""
+    """Make a graph, and write it to the file `path`. Return its content, and the graph as read from this
+    content, so that the first run uses the same graph as later runs.
+
+    If the graph cannot be written, write and return `REFUSED` with the new graph. If the step no longer has
+    its digest, write nothing, and return `REFUSED` with the new graph.
+    """
     graph = trace()
     if not same():  # the step depends on a clock or a file, for example, so its graph may differ next time
         return REFUSED, graph

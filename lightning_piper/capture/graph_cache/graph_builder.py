@@ -40,18 +40,24 @@ class GraphBuilder:
         module: the module that runs. Its parameters and buffers are the first inputs of the graph.
         inputs: the arguments of the module.
         joint: whether the graph has a backward pass.
+
+    Raises:
+        NotBuildable: two inputs are one tensor.
     """
 
     def __init__(self, module: nn.Module, inputs: Sequence[torch.Tensor], joint: bool) -> None:
         self._graph = Graph(GraphModule({}, Graph()))
         self._nodes: dict[int, Node] = {}  # by `id` of the tensor; the caller keeps the tensors alive
         self._names: dict[int, set[int]] = {}  # storage -> ids of the tensors that share it
-        # The result of the previous operation, if it is not derived from another tensor.
+        # `id` of the previous operation's result, if the operation read no values of other tensors. None if
+        # not.
         self._fresh: int | None = None
-        self._changed: int | None = None  # the tensor that the previous operation changed in place
+        # `id` of the tensor that the previous operation changed in place. None if it changed no tensor.
+        self._changed: int | None = None
         self._joint, self._phase = joint, FORWARD
         self._kept: list[torch.Tensor] = []  # constants; keeping them alive keeps their ids valid
-        self._start = _torch_calls.sequence_now()
+        self._start = _torch_calls.sequence_now()  # autograd's sequence number before the first operation
+        # the inputs, each with its descriptor
         self._primals: list[tuple[torch.Tensor, Any]] = [
             *((x, _torch.ParamAOTInput(name)) for name, x in module.named_parameters(remove_duplicate=False)),
             *((x, _torch.BufferAOTInput(name)) for name, x in module.named_buffers(remove_duplicate=False)),
@@ -110,6 +116,7 @@ class GraphBuilder:
         node = self._graph.create_node("call_function", target, places, names, name)
         self._mark(node, made)
         if function._schema.is_mutable:
+            # The new node is the value of every tensor that shares the changed memory.
             self._nodes |= dict.fromkeys(self._names[_torch.storage_id(args[0])], node)
             self._changed = id(args[0])
         elif isinstance(made, torch.Tensor):
@@ -131,10 +138,11 @@ class GraphBuilder:
 
         Args:
             results: the results of the step.
-            gradients: `id` of an input -> its gradient, or None if it does not have one.
+            gradients: `id` of an input that needs a gradient -> its gradient. None if the loss does not
+                depend on the input.
 
         Raises:
-            NotBuildable: a result comes from an operation that was not recorded.
+            NotBuildable: a result or a gradient comes from an operation that was not recorded.
         """
         outputs: list[Any] = [self._node(x) for x in results]
         about: list[Any] = [_torch.PlainAOTOutput(i) for i in range(len(results))]
@@ -149,7 +157,9 @@ class GraphBuilder:
         return self._graph
 
     def _mark_backward(self) -> None:
-        """Copy the annotations of each forward operation to its backward operations."""
+        """Copy annotations from the forward pass to the backward pass: from the first operation with a
+        sequence number to the backward operations with the same number. Additions of gradients are left
+        out."""
         first: dict[int, Node] = {}
         for node in self._graph.nodes:
             number = node.meta.get("seq_nr")
@@ -159,8 +169,8 @@ class GraphBuilder:
                 node.meta["custom"] = node.meta.get("custom", {}) | first[number].meta["custom"]
 
     def _mark(self, node: Node, made: Any) -> None:
-        """Set the metadata of a new node: its value, and what the annotations and the phase of the trace
-        say."""
+        """Set the metadata of a new node: its value, autograd's sequence number, the pass, the open
+        annotations, and the user's line."""
         node.meta = {"val": made, "seq_nr": _torch_calls.sequence_now()}
         if self._joint:
             node.meta["partitioner_tag"] = self._phase
@@ -175,7 +185,7 @@ class GraphBuilder:
         self._names.setdefault(_torch.storage_id(x), set()).add(id(x))
 
     def _node(self, x: torch.Tensor) -> Node:
-        """Return the node of a tensor. A constant without a node gets one.
+        """Return the node of a tensor. A constant without a node gets a new node.
 
         Raises:
             NotBuildable: The tensor is not a constant, and no operation of the graph made it.
@@ -192,10 +202,12 @@ class GraphBuilder:
         return node
 
     def _without_change(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the variant, without a change in place, of an operation that changes its first argument.
+        """Return the functional variant of an operation that changes its first argument, such as `add` for
+        `add_`.
 
         Raises:
-            NotBuildable: no such variant exists, its result has another layout, or the argument has aliases.
+            NotBuildable: there is no such variant, or its result has another layout than the argument. Or the
+                argument is an input or constant of the graph, or has aliases.
         """
         name = function.overloadpacket.__name__
         writes = [x.alias_info is not None and x.alias_info.is_write for x in function._schema.arguments]

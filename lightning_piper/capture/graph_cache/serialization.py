@@ -1,8 +1,8 @@
 """Write a traced graph as JSON, and read it.
 
-The content is data: names of operations, arguments, specs of values, and marks. Reading it runs no code, and
-accepts only known operations. The content has a fixed name for the device of the trace, because each process
-has a different device.
+The written content is data: names of operations, arguments, specs of values, and metadata of nodes. Reading
+the content runs no code, and accepts only known operations. The content has a fixed name for the device of
+the trace, because each process has a different device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ _NOT_DATA = (
     "lightning_piper.rest_backward.default",
     "aten.from_file.default",
 )
+# Types of arguments that are attributes of `torch` -> the word that marks them in JSON
 _CONSTANTS = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory"}
+# Name of a class -> the class. Its objects describe the inputs and outputs of a graph.
 _DESCRIPTORS = {
     kind.__name__: kind
     for kind in (
@@ -41,8 +43,8 @@ _DESCRIPTORS = {
         _torch.InputMutationAOTOutput,
     )
 }
-_OWN = "own"
-_MARKS = ("partitioner_tag", "seq_nr", "custom", CALLED_KEY)
+_OWN = "own"  # the name of the device of the trace
+_MARKS = ("partitioner_tag", "seq_nr", "custom", CALLED_KEY)  # keys of the metadata that is written as data
 MANY = 1 << 20  # the largest size of a constant, in bytes
 
 
@@ -77,11 +79,12 @@ def deserialize(content: bytes, own: torch.device) -> Graph:
 
 
 class _GraphWriter:
-    """A writer of one graph."""
+    """A writer of one graph. Its methods raise `NotSerializable` for a part of the graph that is not known to
+    be data."""
 
     def __init__(self, graph: Graph, own: torch.device) -> None:
         self._graph, self._own = graph, own
-        self._numbers: dict[Node, int] = {}
+        self._numbers: dict[Node, int] = {}  # node -> its position in the graph
 
     def content(self) -> bytes:
         """Return the graph as compressed JSON."""
@@ -162,14 +165,15 @@ class _GraphWriter:
 
 
 class _GraphReader:
-    """A reader of one graph, which checks that the content has only known operations."""
+    """A reader of one graph, which checks that the content has only known operations. For damaged content,
+    its methods raise errors of any class."""
 
     def __init__(self, own: torch.device) -> None:
         self._own = own
         self._mode = _torch.FakeTensorMode()
-        self._nodes: list[Node] = []
-        self._constants = GraphModule({}, Graph())
-        self._values: dict[str, torch.Tensor] = {}
+        self._nodes: list[Node] = []  # the nodes read so far, by position
+        self._constants = GraphModule({}, Graph())  # holds the graph's constant tensors
+        self._values: dict[str, torch.Tensor] = {}  # spec as text -> fake tensor
 
     def graph(self, found: Any) -> Graph:
         """Return the graph that the JSON form describes."""
@@ -187,7 +191,12 @@ class _GraphReader:
         return graph
 
     def _target(self, op: str, target: Any) -> Any:
-        """Return the operation that a node calls, or the name of its placeholder or attribute."""
+        """Return the operation that a node calls, or the name of its placeholder or attribute. A constant is
+        also stored in `_constants`.
+
+        Raises:
+            NotSerializable: The operation is not known.
+        """
         if op in ("placeholder", "output"):
             return str(target)
         if op == "get_attr":
@@ -207,7 +216,7 @@ class _GraphReader:
         """Return the argument or mark that a JSON value stands for.
 
         Raises:
-            NotSerializable: The value names something that torch does not have.
+            NotSerializable: An attribute of `torch` is not of the kind that the JSON value states.
         """
         if isinstance(value, dict):
             return {key: self._data(x) for key, x in value.items()}
@@ -271,6 +280,7 @@ def _descriptor(desc: Any) -> Any:
 
 
 def _described(found: Any) -> Any:
+    """Return the descriptor, or the list of descriptors, from the JSON that `_descriptor` returned."""
     if isinstance(found, list):
         return [_described(x) for x in found]
     if found is None:

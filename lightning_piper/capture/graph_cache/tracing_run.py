@@ -28,9 +28,11 @@ from lightning_piper.capture.user_code.source import line_in_backward
 from lightning_piper.common.limits import OPERATIONS
 from lightning_piper.errors import LongStepError
 
+# types of arguments that `repr` identifies
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format)
 
 
+# the argument `if_true` of the innermost `long_steps_refused`. None outside of it.
 _may_leave: ContextVar[Callable[[], bool] | None] = ContextVar("may_leave", default=None)
 
 
@@ -40,7 +42,8 @@ def long_steps_refused(if_true: Callable[[], bool]) -> Iterator[None]:
     `limits.OPERATIONS` operations.
 
     Args:
-        if_true: called when such a step is found. If it returns False, the step continues.
+        if_true: called when the run finds such a step. If it returns False, the step continues without an
+            error.
     """
     token = _may_leave.set(if_true)
     try:
@@ -56,8 +59,8 @@ class NotLoggable(Exception):
 def log_operations(
     step: nn.Module, inputs: Sequence[torch.Tensor], own: torch.device
 ) -> tuple[str, Graph | None]:
-    """Run a step once. Return a digest of its operations, and its graph if these operations determine it
-    (`graph_builder.py`).
+    """Run a step once. Return a digest of its operations, and its graph. The graph is None if the operations
+    do not determine it (`graph_builder.py`).
 
     Args:
         step: a module that returns the step's results. If the step has a backward pass, the first result is
@@ -66,7 +69,9 @@ def log_operations(
         own: the device of the trace. The digest does not depend on the index of this device.
 
     Raises:
-        NotLoggable: the log cannot record the step. Errors of the step itself are passed on unchanged.
+        NotLoggable: the log cannot record the step.
+        LongStepError: the step is too long; see `long_steps_refused`.
+        Exception: any error of the step itself.
     """
     joint = torch.is_grad_enabled()
     notes = _OperationLog(own, step, inputs, joint)
@@ -94,20 +99,25 @@ def log_operations(
 
 
 class _OperationLog(_torch.TorchDispatchMode):
-    """A mode that hashes each operation of a step, and passes it to a `GraphBuilder` while the graph can be
-    built."""
+    """A mode that hashes each operation of a step, and passes the operation to a `GraphBuilder` as long as
+    the graph can be built.
+
+    Args:
+        own, step, inputs: see `log_operations`.
+        joint: whether the step has a backward pass.
+    """
 
     def __init__(
         self, own: torch.device, step: nn.Module, inputs: Sequence[torch.Tensor], joint: bool
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._calls: GraphBuilder | None = None
+        self._calls: GraphBuilder | None = None  # None if the operations do not determine the graph
         with contextlib.suppress(NotBuildable):
             self._calls = GraphBuilder(step, inputs, joint)
         self._own, self._goes_back, self._count = own, False, 0
         self._hash = hashlib.sha256()
         self._numbers: dict[int, int] = {}  # id of a tensor -> its number
-        self._storages: dict[int, int] = {}
+        self._storages: dict[int, int] = {}  # id of a storage -> its number
         self._kept: list[torch.Tensor] = []  # keeps tensors alive, so that ids stay unique
 
     @classmethod
@@ -124,7 +134,8 @@ class _OperationLog(_torch.TorchDispatchMode):
         self.say(name, tensor)
 
     def goes_back(self, results: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Start the backward pass. Return the gradient of the loss, as an input of the graph."""
+        """Start the backward pass. Return a fake tensor for the gradient of the loss, which is an input of
+        the graph. If another result also needs a gradient, the graph is not built."""
         loss, self._goes_back = results[0], True
         with _torch.with_data(), loss.fake_mode:  # type: ignore[attr-defined]
             tangent = torch.empty_strided(loss.shape, loss.stride(), dtype=loss.dtype, device=loss.device)
@@ -136,8 +147,7 @@ class _OperationLog(_torch.TorchDispatchMode):
         return tangent
 
     def leave_graph(self) -> None:
-        """Record that the step does more than its operations show, so that they do not determine its
-        graph."""
+        """Record that the step does more than its operations show. Then `graph` returns None."""
         self._calls = None
 
     def graph(
@@ -147,7 +157,7 @@ class _OperationLog(_torch.TorchDispatchMode):
         graph.
 
         Args:
-            gradients: `id` of an input -> its gradient, or None if it does not have one.
+            gradients: see `GraphBuilder.graph`.
         """
         try:
             return None if self._calls is None else self._calls.graph(results, gradients)
@@ -155,9 +165,15 @@ class _OperationLog(_torch.TorchDispatchMode):
             return None
 
     def say(self, what: str, about: Any) -> None:
+        """Add a line to the digest: the word `what`, and the argument or result `about` as text."""
         self._hash.update(f"{what}({','.join(self._shown(about))})\n".encode())
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation. Add the operation, its arguments and its results to the digest and to the graph.
+
+        Raises:
+            LongStepError: the forward pass is too long; see `long_steps_refused`.
+        """
         kwargs = kwargs or {}
         # the operation only reads properties that are recorded with the tensor
         if _torch_calls.only_asks(function):
@@ -208,7 +224,11 @@ class _OperationLog(_torch.TorchDispatchMode):
             raise NotLoggable(f"a {type(value).__name__}")
 
     def _tensor(self, x: torch.Tensor) -> str:
-        """Return a tensor as text: its number, memory and layout, or the content of a constant."""
+        """Return a tensor as text: its number, memory and layout, or the content of a constant.
+
+        Raises:
+            NotLoggable: The tensor has no number, and is not a constant.
+        """
         number = self._numbers.get(id(x))
         if number is None:
             if not is_constant(x):
@@ -226,6 +246,7 @@ class _OperationLog(_torch.TorchDispatchMode):
 
 
 def _refuse_long() -> None:
+    """Raise a `LongStepError` if `long_steps_refused` is active and its argument returns True."""
     if (may_leave := _may_leave.get()) is not None and may_leave():
         raise LongStepError(
             f"the step calls more than {OPERATIONS:,} operations before its backward pass, as a loop over the "

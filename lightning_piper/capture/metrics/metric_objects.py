@@ -1,9 +1,9 @@
 """Metric objects in a step: the trace records their calls, and the graph outputs their tensor arguments.
 
-A metric object is a submodule with `update`, `compute` and `reset`, like the metrics of torchmetrics. Such an
-object is not traced, because it computes with values and keeps state. During the trace, a subclass replaces
-the object's class. The methods of this subclass record calls and return a `MetricValueProxy`. After the step
-has run, Piper repeats the calls on the object itself (`session/metric_objects.py`).
+A metric object is a submodule with `update`, `compute` and `reset`, like the metrics of torchmetrics. A
+metric object is not traced, because it computes with values and keeps state. During the trace, a subclass
+replaces the object's class. The methods of this subclass record their calls, and return placeholders for
+results. After the step has run, Piper repeats the calls on the object itself (`session/metric_objects.py`).
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from lightning_piper.ir.regions import Output
 from lightning_piper.ir.values import Kind
 
 aten = torch.ops.aten
-METHODS = ("forward", "update", "compute", "reset")
+METHODS = ("forward", "update", "compute", "reset")  # methods of a metric object whose calls are recorded
 _LINKING = ("items", "values", "__getitem__")  # methods of a MetricCollection that return its metrics
+# arguments of `self.log` that Piper leaves out when it repeats a log
 NOT_REPEATED = ("sync_dist", "sync_dist_group", "enable_graph")
 
 
 def is_metric_object(part: nn.Module) -> bool:
     """Return whether a submodule is a metric object, which is updated and computed outside of the graph.
 
-    A submodule without the `add_state` of torchmetrics is a metric object only if it has no parameters and
-    buffers, because the graph contains parameters and buffers.
+    A submodule that is neither a metric nor a metric collection of torchmetrics is a metric object only if it
+    has no parameters and buffers, because the graph contains parameters and buffers.
     """
     if not all(callable(getattr(type(part), name, None)) for name in METHODS[1:]):
         return False
@@ -50,15 +51,20 @@ def metric_objects(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def object_of(argument: str) -> str:
-    """Return the name of the metric object that receives an argument, given the argument's name."""
+    """Return the name of the metric object that receives an argument. `argument` is the argument's name: the
+    name of the object and a number."""
     return argument.rpartition(" ")[0]
 
 
 class MetricRecorder:
     """A recorder of the calls and logs of metric objects while a step is traced.
 
+    Args:
+        module: has the metric objects.
+        step: name of the step in errors.
+
     Attributes:
-        tensors: the tensor arguments of all calls.
+        tensors: copies of the tensor arguments of all calls.
     """
 
     def __init__(self, module: nn.Module, step: str) -> None:
@@ -70,9 +76,9 @@ class MetricRecorder:
         """Forget all calls, and prepare for a batch of this number of samples."""
         self._samples = samples
         self._events: list[MetricCall | MetricLog] = []
-        self._calls = 0
-        self._used: set[int] = set()
-        self._tensor_names: list[str] = []
+        self._calls = 0  # number of recorded calls
+        self._used: set[int] = set()  # numbers of the calls whose results the step itself uses
+        self._tensor_names: list[str] = []  # for each of `tensors`; see `object_of`
         self.tensors: list[torch.Tensor] = []
 
     @property
@@ -82,11 +88,12 @@ class MetricRecorder:
 
     @property
     def made(self) -> MetricCalls:
-        """All recorded calls and logs, without `terms` and `whole`."""
+        """All recorded calls and logs. Their `terms` and `whole` are not set."""
         return MetricCalls(tuple(self._events), used=frozenset(self._used))
 
     def call(self, metric: nn.Module, method: str, after: int, args: Any, kwargs: Any) -> Any:
-        """Record a call of a metric object, and return a placeholder for its result."""
+        """Record a call of a metric object. Return a placeholder for the result of `forward` or `compute`,
+        and None for other methods. `after` is a field of `MetricCall`."""
         name = self._names[id(metric)]
         args = tuple(stack_dicts(x, self._samples) for x in args)
         kwargs = {key: stack_dicts(x, self._samples) for key, x in kwargs.items()}
@@ -106,8 +113,8 @@ class MetricRecorder:
         return MetricResults(value, keys(keep_base=False)) if keys is not None else value
 
     def known(self, value: Any) -> str | Later | None:
-        """Return the name if the value is a metric object, and its description if it is a result of a metric
-        object. Return None for any other value."""
+        """Return the name of a metric object, and the description of a metric object's result. Return None
+        for any other value, and for a dict of results that the step has changed."""
         if isinstance(value, MetricValueProxy):
             return value.computed
         if isinstance(value, MetricResults):
@@ -117,8 +124,8 @@ class MetricRecorder:
     def log(self, name: str | None, value: str | Later, kwargs: Mapping[str, Any], after: int) -> None:
         """Record a `self.log` of a value for which `known` returned `value`. If `name` is None, record a
         `self.log_dict`."""
-        # Lightning ignores `batch_size` for an object. When the log is repeated, the default is the size of
-        # the whole batch.
+        # Lightning ignores `batch_size` if `value` is a metric object. When Piper repeats the log, the
+        # default of `batch_size` is the size of the whole batch.
         needless = isinstance(value, str) or kwargs.get("batch_size") == self._samples
         kept = {
             k: x for k, x in kwargs.items() if k not in NOT_REPEATED and not (k == "batch_size" and needless)
@@ -148,6 +155,7 @@ class MetricResults(dict[str, Any]):
 
     Attributes:
         whole: the placeholder for the whole dict.
+        untouched: whether the step has not changed the dict.
     """
 
     def __init__(self, whole: MetricValueProxy, keys: Iterable[str]) -> None:
@@ -162,8 +170,8 @@ class MetricResults(dict[str, Any]):
 
 @contextlib.contextmanager
 def intercepting_calls(module: nn.Module, call: Callable[[nn.Module, str, Any, Any], Any]) -> Iterator[None]:
-    """Within this context, pass all calls of metric objects to `call`: the object, the method's name,
-    positional and keyword arguments."""
+    """Within this context, each call of a metric object's method runs `call` instead, with the object, the
+    method's name, and the positional and keyword arguments."""
     found = [(part, type(part)) for part in metric_objects(module).values()]
     classes = {kind: _noting(kind, call) for _, kind in found}
     for part, kind in found:
@@ -196,8 +204,11 @@ def _linking(own: Callable[..., Any], call: Callable[[nn.Module, str, Any, Any],
     """Wrap a method that gives access to the metrics of a collection.
 
     At each access, torchmetrics copies the states that several metrics of the collection share. The wrapper
-    prevents this copy during the trace, and records the access, so that the copy is made when the calls are
-    repeated.
+    prevents this copy during the trace. It records the access as a call of `values`, so that torchmetrics
+    makes the copy when Piper repeats the calls.
+
+    Args:
+        own: the method of the collection's class.
     """
 
     def way(collection: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -2,9 +2,9 @@
 labels).
 
 The number of tensors in such a list is proportional to the number of samples, so a microbatch would have
-fewer. If all entries have the same layout, they are stacked into a few tensors with the samples along the
-first dimension. The stacked tensors are joined over microbatches like any other tensors. After the step has
-run, the list is rebuilt from the joined tensors.
+fewer tensors. If all dicts have the same keys, shapes and dtypes, the trace stacks their tensors into one
+tensor for each key, with the samples along the first dimension. The stacked tensors are joined over
+microbatches like any other tensors. After the step has run, Piper rebuilds the list from the joined tensors.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from lightning_piper.capture.proxies.data_dependent_shapes import PerSampleList
 
 
 def stack_dicts(argument: Any, samples: int) -> Any:
-    """Stack a list with one dict for each sample into a `PerSampleList`. Return any other argument
-    unchanged."""
+    """Stack a list with one dict for each sample into a `PerSampleList`. Return any other argument unchanged,
+    and also a list whose dicts have different specs or contents other than tensors."""
     if (
         type(argument) not in (list, tuple)
         or len(argument) != samples

@@ -1,8 +1,8 @@
 """Find arguments of metric objects that do not depend on the samples' data: row numbers, masks, and values
 computed from `batch_idx`.
 
-A microbatch would count its own rows from 0 (`torch.arange(len(x))`, the queries of a retrieval metric). So
-such arguments are not combined from microbatches, but computed once for all samples.
+A microbatch would count its rows from 0 (`torch.arange(len(x))`, the queries of a retrieval metric). So Piper
+computes such an argument once for all samples, and does not combine it from microbatches.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ SampleIndependent = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 
 def sample_independent_arguments(traced: TracedGraph) -> dict[str, SampleIndependent]:
-    """Return the arguments, by name, that depend only on sizes and numbers. Each has the traced number of
-    samples."""
+    """Return name -> function for the arguments that depend only on sizes and numbers. The function computes
+    the argument for the traced number of samples. Arguments without dimensions are left out."""
     output = traced.graph.output_node()
     found: dict[str, SampleIndependent] = {}
     for node, desc in zip(output.args[0], output.meta["desc"], strict=True):  # type: ignore[arg-type]
@@ -36,8 +36,8 @@ def sample_independent_arguments(traced: TracedGraph) -> dict[str, SampleIndepen
 
 
 def _needed(result: Node) -> list[Node] | None:
-    """Return the nodes from which the result is computed, in graph order. Return None if the result depends
-    on samples, parameters or random numbers."""
+    """Return the node `result` and all nodes from which it is computed, in graph order. Return None if it
+    depends on samples, parameters, buffers, constant tensors or random numbers."""
     seen, stack = {result}, [result]
     while stack:
         node = stack.pop()
@@ -53,11 +53,12 @@ def _needed(result: Node) -> list[Node] | None:
 
 
 def _function(needed: list[Node], result: Node) -> SampleIndependent:
-    """Return a function that computes `result` from the graph's inputs. `needed` has all nodes on which it
-    depends, in order."""
+    """Return a function that computes `result` from the inputs of the step's code. `needed` has the nodes
+    that `_needed` returns for `result`."""
 
     @torch.no_grad()
     def run(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Run the operations in `needed`, and return the value of `result`."""
         values: dict[Node, Any] = {}
         for node in needed:
             if node.op == "placeholder":
