@@ -3,7 +3,8 @@
     python -m tests.versions [--all] [--environments build/versions] [2.15.0 ...]
 
 Each combination has a virtual environment, which later runs use again. With `--all` the tests are those of
-`make test`, otherwise a part of them that takes a few minutes. docs/versions.md has the results.
+`make test`, otherwise a part of them that takes a few minutes. The README's example also runs from the wheel,
+in an empty environment (`tests.wheel`). docs/versions.md has the results.
 """
 
 from __future__ import annotations
@@ -67,19 +68,25 @@ def main() -> None:
     wanted = [each for each in COMBINATIONS if not args.releases or each.torch in args.releases]
     if not wanted:
         sys.exit(f"no combination has torch {', '.join(args.releases)}. Add it to COMBINATIONS in {__file__}")
-    print("| Python | torch | Lightning | tests | result | date |\n|---|---|---|---|---|---|")
+    print("| Python | torch | Lightning | tests | result | wheel | date |\n|---|---|---|---|---|---|---|")
     failed = False
     for each in wanted:
         interpreter = shutil.which(f"python{each.python}")
         if interpreter is None:
-            print(f"| {each.python} | {each.torch} | | | this machine does not have Python {each.python} | |")
+            print(
+                f"| {each.python} | {each.torch} | | | this machine does not have Python {each.python} | | |"
+            )
             continue
         python = environment(each, interpreter, args.environments)
         used = subprocess.run([python, "-c", VERSIONS], check=True, capture_output=True, text=True, cwd=ROOT)
         tests, result, good = tested(python, args.all, args.environments / f"{each.name}.log")
-        failed |= not good
+        wheel = subprocess.run([python, "-m", "tests.wheel"], cwd=ROOT).returncode == 0
+        failed |= not good or not wheel
         day = datetime.date.today().isoformat()
-        print(f"| {' | '.join(used.stdout.split())} | {tests} | {result} | {day} |", flush=True)
+        print(
+            f"| {' | '.join(used.stdout.split())} | {tests} | {result} | {'runs' if wheel else 'fails'} | {day} |",
+            flush=True,
+        )
     sys.exit(failed)
 
 
@@ -92,7 +99,7 @@ def environment(each: Combination, interpreter: str, folder: Path) -> Path:
         lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
         constraints.write_text("\n".join(line for line in lines if not line.startswith("torch=")) + "\n")
         lightning = f"lightning=={each.lightning}" if each.lightning else "lightning"
-        packages = [f"torch=={each.torch}", lightning, "-e", ".[test]"]
+        packages = [f"torch=={each.torch}", lightning, "setuptools", "-e", ".[test]"]
         install: list[str | Path] = [python, "-m", "pip", "install", "--quiet", *packages]
         # in the place of a constraint in pip's configuration, which may exclude a release
         subprocess.run(install, check=True, cwd=ROOT, env={**os.environ, "PIP_CONSTRAINT": str(constraints)})
