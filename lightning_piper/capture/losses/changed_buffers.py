@@ -13,7 +13,7 @@ from lightning_piper.totals import TOTAL
 
 
 def changed_buffers(described: Iterable[tuple[Any, Any]], canonical: Mapping[str, str]) -> dict[str, Node]:
-    """Return the new value of each buffer that the step changes, by canonical name.
+    """Return canonical name -> node of the new value, for each buffer that the step changes in place.
 
     Args:
         described: the results of a traced graph, with their descriptors.
@@ -34,7 +34,7 @@ def is_local(value: Node, changes: Callable[[Node], bool]) -> bool:
     do not differ.
 
     Args:
-        changes: see `BatchDependence.changes`.
+        changes: returns whether a value is computed from the number of samples; see `LossTerms.changes`.
     """
     stack, seen = [value], {value}
     while stack:

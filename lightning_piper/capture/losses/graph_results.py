@@ -15,7 +15,8 @@ from lightning_piper.ir.values import Kind
 
 
 class GraphResults:
-    """A copy of the results of a traced graph, each with its descriptor. `write` puts it into the graph.
+    """A copy of the results of a traced graph, each with its descriptor. `write` lets the graph return the
+    copy.
 
     Args:
         traced: The traced graph.
@@ -23,7 +24,8 @@ class GraphResults:
     Attributes:
         nodes: The results: nodes and constants.
         descriptors: The description of each result.
-        plain: The step's own outputs among the results. A descriptor has the index into this list.
+        plain: The outputs of the step's code among the results. `PlainAOTOutput.idx` is an index into this
+            list.
     """
 
     def __init__(self, traced: TracedGraph) -> None:
@@ -37,7 +39,8 @@ class GraphResults:
         return list(zip(self.nodes, self.descriptors, strict=True))
 
     def of_kinds(self, *kinds: Kind) -> list[tuple[int, Any, Output]]:
-        """Return the step's own outputs of these kinds: the index of the result, the result, and the output."""
+        """Return the step's own outputs of these kinds: the index of the result, the result, and the
+        output."""
         plain = (
             (place, node, self.plain[desc.idx])
             for place, (node, desc) in enumerate(self.described())
@@ -52,7 +55,11 @@ class GraphResults:
 
     def split(self, place: int, values: list[tuple[Output, Mapping[int, Node]]]) -> None:
         """Replace the result at the index `place` by one result for each term of `values`. The first result
-        takes this index, and further results are appended."""
+        takes this index, and further results are appended.
+
+        Args:
+            values: outputs, each with term -> the node for the output's part in this term.
+        """
         (first, *others) = [
             (replace(made, term=term), part) for made, parts in values for term, part in parts.items()
         ]

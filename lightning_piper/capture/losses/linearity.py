@@ -9,9 +9,9 @@ sum of their gradients. Only then may the loss gradient of a part of the batch b
 The analysis follows the loss gradient through the joint graph, operation by operation. A table lists which
 arguments an operation multiplies, and which of these products it adds. The operation is linear if each
 product has exactly one linear factor. The derivative formulas of torch itself need no table, because a
-derivative is linear by definition. Only a hook or the `backward` of an autograd function can call an
-operation (`source.CALLED_KEY`) that the table does not contain. Such an operation is run on random inputs
-(`linear_trial.py`).
+derivative is linear by definition. An operation that a hook or the `backward` of an autograd function calls
+has the mark `source.CALLED_KEY`. If the table does not contain a marked operation, the operation is run on
+random inputs (`linear_trial.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from lightning_piper.capture.torch_private import _torch
 from lightning_piper.capture.user_code.source import CALLED_KEY
 from lightning_piper.common.user_lines import shown_line
 
-ZERO = "zero"
+ZERO = "zero"  # the state of a value that is certainly zero
+# Operations that are linear in their first argument
 _FIRST = """
     view reshape _unsafe_view _reshape_alias expand permute t transpose squeeze unsqueeze select slice split split_with_sizes unbind
     unsafe_split chunk narrow diagonal as_strided alias detach clone contiguous _to_copy to lift_fresh_copy view_as flatten
@@ -44,7 +45,9 @@ _FIRST = """
     upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d grid_sampler_2d grid_sampler_3d native_dropout triangular_solve
     cholesky_solve convert_element_type broadcast_in_dim diag_embed diag nan_to_num cat stack
 """  # `nan_to_num` keeps finite numbers; each tensor that `cat` or `stack` joins counts as one product
+# Operations that add two arguments
 _SUM = "add sub rsub lerp slice_scatter select_scatter diagonal_scatter as_strided_scatter addcdiv"
+# Operations that multiply two arguments
 _PRODUCT = "mul multiply mm bmm mv dot vdot inner outer ger matmul cross linalg_cross kron tensordot"
 _Products = tuple[tuple[int, ...], ...]
 _OVERWRITING = ("copy", "fill")  # the result does not depend on the values of the first argument
@@ -96,7 +99,8 @@ class Linearity:
 
 
 def linearity(graph: torch.fx.Graph, tangent: Node | None) -> Linearity:
-    """Follow the gradient of the loss through a joint graph.
+    """Follow the gradient of the loss through a joint graph, and return how the backward pass depends on it.
+    A graph without a backward pass counts as linear.
 
     Args:
         tangent: the placeholder of the gradient of the loss. None if the graph does not have a backward pass.
@@ -113,7 +117,7 @@ def linearity(graph: torch.fx.Graph, tangent: Node | None) -> Linearity:
         x for x, desc in results if isinstance(desc, _torch.GradAOTOutput) and x is not None
     ):
         found = following.of(gradient)
-        if found == STILL:
+        if found == STILL:  # the gradient of a parameter is a constant
             found = _named(gradient)
         if isinstance(found, Nonlinearity):
             return Linearity(found, following.opaque)
@@ -141,6 +145,7 @@ class _LossGradientStates:
         self.opaque = False
 
     def of(self, value: Any) -> _Found:
+        """Return the state of an argument, which is a node or a constant."""
         if isinstance(value, Node):
             return self._found.get(value, STILL)
         return ZERO if value is None or (isinstance(value, int | float) and value == 0) else STILL
@@ -166,7 +171,10 @@ class _LossGradientStates:
         if node.target is REMAINDER_BACKWARD:
             self.opaque = True
             return LINEAR
+        # `called`: a hook or a custom `backward` calls the operation. `number` identifies torch's derivative
+        # formula to which the operation belongs.
         called, number = CALLED_KEY in node.meta, _torch.sequence_number(node)
+        # The operation continues a formula that has an operation which the table does not contain.
         if (
             not called
             and number is not None
@@ -176,6 +184,7 @@ class _LossGradientStates:
             return LINEAR
         if (known := self._by_table(node)) is not None and (called or known != STILL):
             return _named(node) if known == STILL else known
+        # The formula is linear as a whole, although the table does not contain this operation.
         if not called and known is None and _is_of_torch(node):
             self._inside[node] = number
             return LINEAR
@@ -206,8 +215,8 @@ class _LossGradientStates:
         return self.of(value) == LINEAR
 
     def _merged(self, node: Node) -> _Found:
-        """Find a constant that an operation of torch's own derivative formula adds to the gradient, but that
-        comes from outside of this formula.
+        """Find a constant that an operation of a derivative formula of torch adds to the gradient, but that
+        the formula does not compute itself.
 
         Returns:
             A `Nonlinearity` that names the constant's origin. `LINEAR` if no such constant is added.
@@ -223,13 +232,14 @@ class _LossGradientStates:
 
 
 def _products(node: Node) -> _Products | None:
-    """Return the products whose sum an operation computes, as positions of its arguments. Return None if they
-    are unknown."""
+    """Return the products whose sum an operation computes, as positions of its arguments. Return None if the
+    table does not contain the operation, or if the result is rounded to integers or to 8 bits."""
     target: Any = node.target
     name = _name(node)
     if not name or target.namespace not in ("aten", "prims"):
         return None
     arguments = target._schema.arguments
+    # A backward operation of torch is linear in each gradient that it reads.
     if "_backward" in name and "double" not in name:
         return tuple(
             (i,)
@@ -313,6 +323,7 @@ def _is_zero(node: Node) -> bool:
 
 
 def _is_of_torch(node: Node) -> bool:
+    """Return whether torch or Piper defines the operation."""
     target: Any = node.target
     return isinstance(target, torch._ops.OpOverload) and target.namespace in (
         "aten",
@@ -322,8 +333,8 @@ def _is_of_torch(node: Node) -> bool:
 
 
 def _origin(node: Node) -> Node:
-    """Return the ancestor of this node (or the node itself) that a hook or a custom `backward` called. If no
-    ancestor was called like this, return the node itself."""
+    """Return the nearest node that a hook or a custom `backward` called: this node, or a node of the backward
+    pass from which this node is computed. If there is no such node, return this node."""
     stack, seen = [node], {node}
     while stack:
         top = stack.pop()
@@ -336,6 +347,7 @@ def _origin(node: Node) -> Node:
 
 
 def _named(node: Node) -> Nonlinearity:
+    """Return a `Nonlinearity` with the name and the user's line of the operation that `_origin` finds."""
     node = _origin(node)
     file, _, number = str(node.meta.get(CALLED_KEY, "")).rpartition(":")
     operation = str(node.target).removesuffix(".default")

@@ -71,7 +71,7 @@ class Reduction(StrEnum):
         LINEAR: the whole batch's value is the weighted sum of the parts' values.
         MIXED: the value is a sum of linear and whole values with different denominators.
         MAX, MIN: the maximum or minimum of the parts' values.
-        OTHER: Piper does not know how, or in none of the ways above.
+        OTHER: the value combines in none of these ways, or Piper does not know how it combines.
     """
 
     WHOLE = "whole"
@@ -92,8 +92,9 @@ class Combination:
 
     Attributes:
         reduction: how the parts combine.
-        denominator: an expression of sums over the batch (see `ir.terms`). If `reduction` is `ROWS`, each row
-            is divided by it. If `reduction` is `LINEAR`, a part's weight is its share of the denominator.
+        denominator: an expression of sums over the batch (see `ir.terms`). If `reduction` is `ROWS`, it
+            divides each row (None: 1). If `reduction` is `LINEAR`, a part's weight is the part's share of it.
+            None for other reductions.
     """
 
     reduction: Reduction
@@ -110,8 +111,8 @@ class LossTerms:
 
     Attributes:
         joined: Nodes that are computed from gathered samples, and so have the same value on every part.
-        uses: Key of a sum over the batch (`BatchSum.key`) -> (its reader, the value read) -> the value
-            divided by the sum.
+        uses: Key of a sum over the batch (`BatchSum.key`) -> (a node that reads the sum, the argument through
+            which it does) -> the argument's value divided by the sum.
     """
 
     def __init__(self, graph: torch.fx.Graph, size: int, beside: Ask) -> None:
@@ -119,8 +120,8 @@ class LossTerms:
         self.uses: dict[int, dict[tuple[Node, Node], float]] = {}
         self._found: dict[Node, Combination] = {}
         self._keys = ComputationKeys()
-        self._from_batch: set[Node] = set()
-        self._from_params: set[Node] = set()
+        self._from_batch: set[Node] = set()  # nodes that depend on the batch's samples
+        self._from_params: set[Node] = set()  # nodes for which `is_trained` is true
         self.joined = after_gathers(graph, apart=True)
         changed = _changed_buffers(graph)
         for node in graph.nodes:
@@ -166,7 +167,8 @@ class LossTerms:
         return node in self._from_params
 
     def is_whole(self, value: Any) -> bool:
-        """Return whether the value is independent of the samples' data."""
+        """Return whether the value is independent of the samples' data. The value may depend on the number of
+        samples."""
         return not isinstance(value, Node) or value not in self._from_batch
 
     def _varies(self, value: Any) -> bool:
@@ -180,7 +182,8 @@ class LossTerms:
         return node not in self.joined and self.dependence.changes(node)
 
     def _by_operation(self, node: Node) -> Combination:
-        """Return how a value combines that differs between parts of the batch, according to its operation."""
+        """Return how the value of `node` combines, according to its operation. The caller has checked that
+        the value differs between parts of the batch."""
         target: Any = node.target
         if node.op != "call_function":
             return Combination(ROWS if self.dependence.has_rows(node) else OTHER)
@@ -234,8 +237,10 @@ class LossTerms:
     # `weights / weights.sum()`.
 
     def _rows_of(self, node: Node) -> Combination:
-        """Return how a value with a sample dimension combines: as rows, with their common divisor."""
+        """Return how a value with a sample dimension combines: as rows, with their common divisor. Return
+        `OTHER` if the rows do not have a common divisor."""
         target: Any = node.target
+        # `found`: the divisors of the rows of the operands. None stands for an unknown divisor.
         if target in SAME and target is not operator.getitem:
             found = [self._divided(node.args[0])]
         elif target in MULTIPLIED | DIVIDED:
@@ -284,8 +289,8 @@ class LossTerms:
     # Reductions over the samples.
 
     def _nll(self, node: Node) -> Combination:
-        """Return how a result of a negative log likelihood combines. The total weight of the labels, its
-        second result, does not combine."""
+        """Return how a result of a negative log likelihood combines. Its second result, the total weight of
+        the labels, counts as `OTHER`."""
         made: Any = node.args[0]
         reduction = made.args[3]
         if node.args[1] != 0 or reduction == 0:
@@ -314,16 +319,18 @@ class LossTerms:
             return Combination(WHOLE)  # a sum of zeros is 0 on every part
         inner = self.of(source)
         if inner.reduction in OTHER_END:
-            # A sum of maxima does not combine: the maxima of two columns may come from different microbatches.
+            # A sum of maxima does not combine: the maxima of two columns may come from different
+            # microbatches.
             return Combination(OTHER)
         if inner.reduction != ROWS or (node.meta["val"].ndim and self.dependence.has_rows(node)):
             return inner
+        # The rows contain a factor that differs between parts of other sizes.
         if node.target in SUMS and inner.denominator is None and self.dependence.is_scaled_by_size(source):
             return Combination(OTHER)
         return Combination(LINEAR, times(ONE if node.target in SUMS else SAMPLES, inner.denominator or ONE))
 
     def _scattered(self, node: Node) -> Combination:
-        """Return how a value combines that adds rows of samples, at indices, to a tensor without samples."""
+        """Return how a scatter combines: it adds rows of samples, at indices, to a tensor without samples."""
         target: Any = node.target
         into, source = node.args[0], node.args[SCATTERED[target]]
         places = [x for x in node.all_input_nodes if x not in (into, source)]
@@ -383,8 +390,8 @@ class LossTerms:
         return inner if counts and asked.arguments[0] in stats_of(inner.denominator) else None
 
     def _added(self, node: Node) -> Combination:
-        """Return how a sum or a difference combines. A maximum or minimum plus a value that is the same on
-        every part still combines as such."""
+        """Return how a sum or a difference combines. A value that is the same on every part may be added to a
+        maximum or minimum: the result is a maximum or minimum."""
         first, second = node.args[:2]
         if (
             not self._varies(second)
@@ -431,7 +438,8 @@ class LossTerms:
 
     def _constant(self, value: Any, user: Node, place: int) -> Expression | None:
         """Return a factor as an expression, or None if it is unknown. For a factor that is the same on every
-        part, return 1, because it leaves the denominator unchanged."""
+        part, return 1, because it leaves the denominator unchanged. If the factor is a sum over the batch,
+        record in `uses` that `user` reads the sum."""
         if isinstance(value, Node):
             known = self.expression(value) if self._varies(value) else ONE
             self._note(known, value, user)
@@ -440,8 +448,8 @@ class LossTerms:
         return ONE if isinstance(known, ConstantExpression) else known
 
     def _note(self, known: Any, value: Any, reader: Node) -> None:
-        """If `known` is a sum over the batch, or a mean, record in `uses` that `reader` reads it to compute a
-        term."""
+        """If the expression `known` is a sum over the batch, or a mean of rows, record in `uses` that
+        `reader` reads the sum through its argument `value`."""
         stat, factor = known, 1.0
         if (
             isinstance(known, ElementwiseExpression)
@@ -455,7 +463,8 @@ class LossTerms:
 
     def expression(self, node: Node) -> Expression | None:
         """Return a scalar that follows from the batch alone, as an expression of sums over the batch. Return
-        None for all other values."""
+        None for all other values. Sums over the batch that elementwise operations read are recorded in
+        `uses`."""
         if node.target is COUNT:
             if node in self._from_params:
                 return None
@@ -513,6 +522,7 @@ class LossTerms:
 
 
 def _adds_up_to_one(denominator: Expression | None) -> bool:
+    """Return whether the weights of the parts, as the captured code has them, add up to 1."""
     # With any other denominator, even a part in which nothing counts has a weight; see `Denominator.of`.
     return denominator == SAMPLES or (isinstance(denominator, BatchSum) and denominator.how == "labels")
 

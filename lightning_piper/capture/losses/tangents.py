@@ -1,11 +1,11 @@
-"""Give each term of a loss a tangent of its own, by copying the backward pass from the loss to its terms.
+"""Give each term of a loss a separate tangent, by copying the backward pass from the loss to its terms.
 
-The gradients in this part of the backward pass are computed from the tangent and from values that do not
-depend on the batch. They lead to
-- the summands, each of which belongs to one term;
+A tangent is an input of the graph: the gradient of the loss, or of one term. In the copied part of the
+backward pass, gradients are computed from the tangent and from values that do not depend on the batch. This
+part ends at - the summands, each of which belongs to one term;
 - a parameter that is a summand itself, and has the same value on every part of the batch;
-- the gradient of parameters that are multiplied by a vector of terms. It becomes the sum of the gradients for
-  each term.
+- the gradient of parameters that are multiplied by a vector of terms. This gradient becomes a sum with one
+  gradient for each term.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class LossSum:
     Attributes:
         base: Returns the term of a value, or None if the value is itself a sum of several terms.
         summands: Returns the summands of a value that is a sum of several terms.
-        part: Returns a copy of such a sum with the summands of one term only, or None if the sum does not
-            have a summand of this term.
-        found: Says how values combine from parts of the batch.
+        part: Returns a copy of a sum of several terms that has the summands of one term only. Returns None if
+            the sum does not have a summand of this term.
+        found: The analysis of how values combine from parts of the batch.
         alone: Inputs of the step that are the same on every part of the batch, such as parameters.
     """
 
@@ -58,8 +58,8 @@ class _GradientPath:
     """The gradients that lead from the loss to its summands.
 
     Attributes:
-        entering: For each summand with a gradient: the gradient that enters its backward, the nodes that read
-            that gradient, and the term.
+        entering: For each summand with a gradient: the gradient that enters the summand's backward pass, the
+            nodes of that pass that read the gradient, and the term.
         added: The term of parameters that are summands themselves. None if no parameter is a summand.
     """
 
@@ -75,13 +75,15 @@ def divide_tangent(
 
     Args:
         terms: The indices of the loss's terms.
-        results: The results of the graph. Gradients among them may be replaced.
+        results: The results of the graph. The function may replace gradients in this list.
     """
     behind = _behind(graph, tangent, sums.found)
     way = _way(graph, loss, sums, behind)
     if way is None:
         return {}
+    # pairs of a node in the backward pass of a summand, and the entering gradient that the node reads
     readers = {(reader, source) for source, there, _ in way.entering for reader in there}
+    # gradients that do not belong to one summand, and so are copied for each term
     free = behind - _reached({reader for reader, _ in readers}, behind)
     escaped = [
         (node, user)
@@ -91,6 +93,7 @@ def divide_tangent(
         if user not in free and (user, node) not in readers and not is_dead(user)
     ]
     products = {user: None for _, user in escaped if _is_product(user, free, sums.found)}
+    # Any other reader must add such a gradient to the gradient of a parameter that is itself a summand.
     added = [(node, user) for node, user in escaped if user not in products]
     handed_out = [i for i, node in enumerate(results) if node in free]
     if any(user.op != "output" and user.target is not aten.add.Tensor for _, user in added):
@@ -114,7 +117,7 @@ def divide_tangent(
 
 def _behind(graph: torch.fx.Graph, tangent: Node, found: LossTerms) -> set[Node]:
     """Return the nodes that are computed from the tangent and from values that do not depend on the batch:
-    gradients of sums of terms. `found` says which values these are."""
+    gradients of sums of terms. `found` shows which values depend on the batch."""
     behind = {tangent}
     for node in graph.nodes:
         inputs = node.all_input_nodes
@@ -132,7 +135,7 @@ def _way(graph: torch.fx.Graph, loss: Node, sums: LossSum, behind: Collection[No
         if _torch.is_backward(node) and node.op == "call_function":
             by_number.setdefault(_torch.sequence_number(node), []).append(node)
     way, numbers, read, mixed = _GradientPath([]), set[Any](), set[Node](), set[Node]()
-    stack: list[tuple[Any, int | None]] = [(loss, None)]
+    stack: list[tuple[Any, int | None]] = [(loss, None)]  # values, each with its term if that is known
     while stack:
         value, base = stack.pop()
         base = sums.base(value) if base is None else base
@@ -152,6 +155,7 @@ def _way(graph: torch.fx.Graph, loss: Node, sums: LossSum, behind: Collection[No
         if not backward and value.target in _PASSING:  # the gradient passes to the operands unchanged
             stack += [(x, base) for x in value.all_input_nodes]
             continue
+        # the gradients that enter the backward pass of the operation that made the value
         sources = {x for node in backward for x in node.all_input_nodes if x in behind and x not in backward}
         if len(sources) != 1 or number in numbers:
             if sources:
@@ -192,8 +196,8 @@ def _put_together(
     free: Collection[Node],
     sums: LossSum,
 ) -> Node:
-    """Replace a product of a gradient and a sum of terms by the sum of one product for each term, and return
-    this sum."""
+    """Replace a product of a gradient and a sum of terms by a sum, and return the sum. Each of its summands
+    is the product for one term. A term without summands in the sum of terms has no product."""
     made: list[Node] = []
     for term in terms:
         inputs = {x: led.of(x, term) if x in free else sums.part(x, term) for x in node.all_input_nodes}
@@ -242,6 +246,8 @@ class _TermGradients:
         return copied
 
     def _tangent(self, tangent: Node, k: int) -> Node:
+        """Return the tangent of the k-th term: the original placeholder for k = 0, and a new one
+        otherwise."""
         if k == 0:
             return tangent
         last = [node for node in self._graph.nodes if node.op == "placeholder"][-1]
