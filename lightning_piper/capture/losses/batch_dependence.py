@@ -30,7 +30,7 @@ from lightning_piper.sample_gathering import GATHER
 from lightning_piper.totals import TOTAL
 
 aten = torch.ops.aten
-Ask = Callable[[bool], tuple[torch.fx.Graph, int] | None]
+Ask = Callable[[bool], tuple[torch.fx.Graph, int] | None]  # see the argument `ask` of `BatchDependence`
 # Operations that only reshape, copy or convert their input, so that the result has the same elements.
 _HANDED_ON = {aten.view.default, aten.reshape.default, aten.clone.default, aten._to_copy.default,
     aten.detach.default,
@@ -43,15 +43,16 @@ class BatchDependence:
     Args:
         graph: the traced step.
         size: the number of samples in the trace.
-        ask: returns a trace of the same step with another number of samples, and that number. Returns None if
-            no such trace exists. If the argument is True, it does not make a new trace.
+        ask: returns a trace of the same step with another number of samples, and that number. `ask(False)`
+            makes this trace if necessary, and returns None if the trace fails. `ask(True)` makes no trace: it
+            returns None if no such trace exists yet.
     """
 
     def __init__(self, graph: torch.fx.Graph, size: int, ask: Ask) -> None:
         self.graph, self.size, self._ask = graph, size, ask
         self._changes: dict[Node, bool] = {}
         self._has_rows: dict[Node, bool] = {}
-        # nodes for which, like for all their inputs, `is_scaled_by_size` is false
+        # nodes for which `is_scaled_by_size` has returned False; the same holds for all inputs of these nodes
         self._unscaled: set[Node] = set()
 
     def has_rows(self, node: Node) -> bool:
@@ -61,8 +62,8 @@ class BatchDependence:
         return self._has_rows[node]
 
     def _shows_rows(self, node: Node) -> bool:
-        """Return whether a dimension depends on the number of samples, from the other trace or from the
-        node's inputs. Return True if neither shows it."""
+        """Return whether a dimension depends on the number of samples. The trace at another size shows this,
+        or the node's inputs do. If neither shows it, return True."""
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and not value.ndim:
             return False
@@ -76,8 +77,8 @@ class BatchDependence:
                 or not isinstance(there, torch.Tensor)
                 or value.shape != there.shape
             )
-        # The other trace has no backward pass, and may have a constant in the place of an input of this
-        # trace.
+        # The node has no counterpart: the trace at another size has no backward pass, and may have a constant
+        # where this trace has an input.
         if node.target in _HANDED_ON or _is_element_by_element(node):
             return any(map(self.has_rows, node.all_input_nodes))
         return True  # without evidence, assume that the samples are not reduced
@@ -103,6 +104,7 @@ class BatchDependence:
         if other is None:
             return None if self._beside is not None else ConstantExpression(value)
         there: Any = self.number_in(other, self._there) if place is None else other.args[place]
+        # `there`: the number in the trace at another size.
         if there == value:
             return ConstantExpression(value)
         if not isinstance(there, int | float):
@@ -134,9 +136,10 @@ class BatchDependence:
         )
 
     def literal(self, node: Node) -> Expression | None:
-        """Return the number from which a tensor without dimensions was made, as an expression.
+        """Return the number from which a tensor was made, as an expression.
 
-        Return None if the tensor was not made from a number.
+        Return None if the tensor was not made from a number, or if the number has no expression (see
+        `number`).
         """
         number = self.number_in(node, self.graph)
         return None if number is None else self.number(number, node, None)
@@ -191,7 +194,8 @@ class BatchDependence:
             return False
         other = self._beside.get(node)
         if other is None:
-            # the other trace may have another operation here, such as a constant in the place of an input
+            # The trace at another size may have another operation here, such as a constant instead of an
+            # input.
             return suspicious and not _torch.is_backward(node)
         if node.op == "get_attr":
             return numbers != _content(self._there, other)
@@ -233,8 +237,10 @@ class BatchDependence:
         return self._is_of_size(made) and self._beside is None
 
     def _is_of_size(self, value: float) -> bool:
-        """Return whether a number may come from the number of samples n: a multiple of n, a part of n, its
-        root, n plus or minus 1, or an inverse of these."""
+        """Return whether a number may come from the number of samples n. Such numbers are multiples of n,
+        n/2, n/3 and n/4, roots of multiples of n, multiples of n plus or minus 1, and the inverses of all
+        these numbers.
+        """
         value = abs(value)
         if not value or value == 1 < self.size or value != value or value == float("inf"):
             return False
@@ -258,9 +264,10 @@ class BatchDependence:
 
     @cached_property
     def _beside(self) -> dict[Node, Node] | None:
-        """Each node -> its counterpart in the trace at another size, as far as both graphs agree.
+        """Node -> the node's counterpart in the trace at another size, as far as the two graphs agree.
 
-        None if no such trace exists.
+        None if no trace at another size exists. Otherwise, this also sets `_there` to the graph of that
+        trace, and `_other_size` to its number of samples.
         """
         found = self._ask(False)
         if found is None:
@@ -298,8 +305,8 @@ def copy_graph(graph: torch.fx.Graph) -> torch.fx.Graph:
 
 
 def _content(graph: torch.fx.Graph, node: Node) -> list[Any]:
-    """Return what identifies a constant in the comparison of two traces: its number if it has one element,
-    otherwise its shape."""
+    """Return the content of a constant for the comparison of two traces: the number if the constant has one
+    element, otherwise the shape."""
     constant: torch.Tensor = getattr(graph.owning_module, str(node.target))
     return constant.flatten().tolist() if constant.numel() == 1 else list(constant.shape)
 

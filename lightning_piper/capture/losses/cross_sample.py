@@ -4,9 +4,9 @@ parts of the batch.
 Samples mix where a row is made of several samples, or where the code indexes into the batch by position. The
 analysis follows the sample dimension through every operation, forward and backward, as `placements` follows a
 dimension sharded over an axis: each sample counts as one rank's shard. The rules of `placements` say which
-operations keep samples apart. An operation without a rule is run on random inputs (`sample_trial.py`).
-`loss_terms.py` handles numbers of the whole batch (sums over samples), unless a nonlinear operation combines
-them with rows.
+operations keep samples apart. An operation without a rule is run on random inputs (`sample_trial.py`). A sum
+over samples is a number of the whole batch. `loss_terms.py` handles such a number, unless a nonlinear
+operation combines it with rows.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ aten = torch.ops.aten
 # For each result of a node: rows of samples (`S`), a number of the whole batch (`P`), the same for all
 # samples (`R`), or unknown (None).
 Held = tuple[Placement | None, ...]
+# Operations that add their inputs, or copy or choose elements of the inputs.
 _SUMS = {
     aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar, aten.rsub.Tensor,
     aten.neg.default,
@@ -76,8 +77,8 @@ def cross_sample_operations(graph: torch.fx.Graph, size: int) -> tuple[Places, P
 
     Returns:
         First, the operations that mix rows of samples. Second, the operations that reduce the batch to a
-        number other than a sum, or that use a sum nonlinearly. Operations of the second kind mix samples
-        unless `loss_terms.py` finds weights.
+        number other than a sum, or that use a sum nonlinearly. An operation of the second kind mixes samples
+        only if `loss_terms.py` does not find weights that combine its value from parts of the batch.
     """
     if size == 1:
         return {}, {}
@@ -85,8 +86,8 @@ def cross_sample_operations(graph: torch.fx.Graph, size: int) -> tuple[Places, P
     for place, node in enumerate(graph.nodes):
         if node.op != "output":
             followed.enter(place, node)
-    # Experts return rows in the order before the sort. This analysis does not follow that order, so leave
-    # these sorts out.
+    # Experts return rows in the order from before the sort, so a sort for a dispatch mixes no samples. The
+    # analysis does not follow the order of rows, so leave such sorts out.
     return {node: at for node, at in followed.found.items() if not _sorts_for_experts(node)}, followed.curved
 
 
@@ -108,19 +109,21 @@ class _SampleDependence:
 
     Attributes:
         held: node -> the state of each of its results.
-        beside: nodes with rows of samples in which each row was combined with a number of the whole batch. A
-            later operation mixes samples if it is not linear in this number.
+        beside: nodes with rows of samples, where each row was combined with a number of the whole batch. A
+            later operation that reads the node mixes samples if it is not linear in this number.
         found, curved: the two results of `cross_sample_operations`.
     """
 
     def __init__(self, graph: torch.fx.Graph, size: int) -> None:
+        # `_shown`: the nodes with rows of samples, as far as the graph's shapes show it
         self._size, self._shown = size, known_rows(graph, size)
         self.held: dict[Node, Held] = {}
         self.beside: set[Node] = set()
         self.found: Places = {}
         self.curved: Places = {}
         self._constants: Constants = {}
-        # a cache, because equal layers contain the same operations
+        # A cache, because equal layers contain the same operations: operation with arguments and specs ->
+        # rules
         self._rules: dict[object, list[Rule]] = {}
 
     def enter(self, place: int, node: Node) -> None:
@@ -142,17 +145,20 @@ class _SampleDependence:
             self.held[node] = self._made(place, node)
 
     def _made(self, place: int, node: Node) -> Held:
-        """Return the states of an operation's results, and record the operation if it mixes samples."""
+        """Return the states of an operation's results. Record the operation in `found` or `curved` if it
+        mixes or may mix samples, and in `beside` if a result belongs there."""
         inputs, backward = tensors_of(node), _torch.is_backward(node)
         given = [self.held[x][0] for x in inputs]
         if backward:  # the forward pass has already shown how a number of the whole batch enters the loss
             given = [R if p == P else p for p in given]
         results = len(made_by(node))
+        # No input has rows of samples, so only numbers of the whole batch can enter.
         if not any(isinstance(p, Shard) for p in given):
             known = R if all(p == R for p in given) else None if None in given else P
             if known == P and not self._is_linear(node, inputs):
                 self.curved[node] = place
             return (known,) * results
+        # A number of the whole batch is combined with rows.
         if not backward and (P in given or any(x in self.beside for x in inputs)):
             if not self._is_linear(node, inputs):
                 self.found[node] = place
@@ -179,7 +185,8 @@ class _SampleDependence:
         self, node: Node, inputs: Sequence[Node], given: Sequence[Placement], backward: bool
     ) -> Held | None:
         """Return the states of an operation's results, according to a rule or to a trial on random inputs.
-        Return None if the operation mixes samples. `given` has the states of `inputs`."""
+        Return None if the operation mixes samples. `given` has the states of `inputs`. An entry of the result
+        is None if neither a rule, a trial nor the shapes show it."""
         if "batch_norm" in str(node.target) and not _is_instance_norm(node):
             # statistics over the batch are reported separately, see `takes_statistics`
             return (Shard(0), *(P for _ in made_by(node)[1:]))
@@ -187,6 +194,8 @@ class _SampleDependence:
         for rule in self._rules_for(node, inputs, frozenset(runs)):
             pairs = list(zip(inputs, given, rule.inputs, strict=True))
             if all(have == wanted or (have == R and isinstance(wanted, Shard)) for _, have, wanted in pairs):
+                # inputs that the rule wants sharded, but that hold different values for each position in the
+                # batch
                 by_place = [
                     x
                     for x, have, wanted in pairs
@@ -253,8 +262,8 @@ def _name(node: Node) -> str:
 
 
 def _differs_by_place(node: Node, wanted: Placement, constants: Constants) -> bool:
-    """Return whether a value that does not depend on samples certainly varies along the dimension of
-    `wanted`, like `torch.arange(n)` or a parameter."""
+    """Return whether a value that does not depend on samples may vary along the dimension of `wanted`, like
+    `torch.arange(n)` or a parameter. Return False if the graph does not show it."""
     assert isinstance(wanted, Shard)
     dim = wanted.dim
     while not is_uniform(node):
@@ -276,8 +285,8 @@ def _differs_by_place(node: Node, wanted: Placement, constants: Constants) -> bo
 
 
 def first_cross_sample(results: Sequence[Any], found: Places) -> Node | None:
-    """Return the first operation in `found` on which one of these results depends, other than through a sum
-    over the whole batch. Return None if no such operation exists."""
+    """Return the first operation in `found` on which one of these results depends. Dependence only through a
+    sum over the whole batch (`TOTAL`) does not count. Return None if there is no such operation."""
     needed = set().union(*(way_to(result, summed=False) for result in results)) if found else set()
     return min((node for node in found if node in needed), key=found.__getitem__, default=None)
 
@@ -291,7 +300,8 @@ def first_in_backward(found: Places) -> Node | None:
 def way_to(result: Any, summed: bool = True) -> set[Node]:
     """Return the node `result` and all nodes from which it is computed.
 
-    If `summed` is False, stop at sums over the whole batch.
+    If `summed` is False, leave out the inputs of sums over the whole batch (`TOTAL`). If `result` is not a
+    node, the set is empty.
     """
     found: set[Node] = set()
     waiting = [result] if isinstance(result, Node) else []
@@ -304,8 +314,8 @@ def way_to(result: Any, summed: bool = True) -> set[Node]:
 
 
 def takes_statistics(code: StepCode, key: PassKey) -> bool:
-    """Return whether the pass is a forward pass with a batch norm whose statistics come from the pass's part
-    of the batch."""
+    """Return whether the pass `key` is a forward pass with a batch norm in training mode, which takes its
+    statistics from the pass's part of the batch."""
     return key[1] == "F" and any(map(_is_training_batch_norm, code.code[key].graph.nodes))
 
 

@@ -18,8 +18,9 @@ from lightning_piper.ir.boxed_code import compile_boxed
 from lightning_piper.ir.terms import Denominator
 
 aten = torch.ops.aten
+# operation that fills a tensor -> the number with which it does. None: the number is the last argument.
 _VALUES: dict[Any, float | None] = dict(CONSTANTS)
-# in float64, sums of counts are exact, and sums of weights have small rounding errors
+# In float64, sums of counts are exact, and sums of weights have small rounding errors.
 _DOUBLE: dict[str, Any] = {"dtype": torch.float64}
 
 
@@ -33,6 +34,8 @@ class Expression:
 
 @dataclass(frozen=True)
 class ConstantExpression(Expression):
+    """A number as an expression."""
+
     value: Any
 
 
@@ -49,9 +52,9 @@ class BatchSum(Expression):
         key: equal for equal sums.
         node: the node from which the sum is computed.
         how: how to compute the sum from `node`. `sum`: the node is an operation that sums its input over the
-            batch. `rows`: add up the node's elements. `labels`: the node is a negative log likelihood. The
-            sum is of the class weights of all labels that the node does not ignore. `count`: the node is a
-            count that the user has declared (`piper.mean`), which is added over the parts of the batch.
+            batch. `rows`: add up the node's elements. `labels`: the node is a negative log likelihood. Add up
+            the class weights of all labels that the node does not ignore. `count`: the node is a count that
+            the user has declared (`piper.mean`). Add up the counts of the parts of the batch.
     """
 
     key: int
@@ -61,7 +64,13 @@ class BatchSum(Expression):
 
 @dataclass(frozen=True)
 class ElementwiseExpression(Expression):
-    """An elementwise operation on expressions. `given` wraps arguments that are not expressions."""
+    """An elementwise operation on expressions.
+
+    Attributes:
+        target: the operation.
+        arguments: its arguments: expressions, and other values as `given` wraps them.
+        keywords: its keyword arguments, as pairs of name and value.
+    """
 
     target: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -87,16 +96,18 @@ ONE, SAMPLES = ConstantExpression(1), SampleCount()
 
 
 def times(a: Expression, b: Expression) -> Expression:
+    """Return the product. A factor of 1 is left out."""
     return b if a == ONE else a if b == ONE else ElementwiseExpression(torch.mul, (a, b))
 
 
 def over(a: Expression, b: Expression) -> Expression:
+    """Return the quotient. A divisor of 1 is left out."""
     return a if b == ONE else ElementwiseExpression(torch.div, (a, b))
 
 
 def simplified(expression: Expression) -> Expression:
-    """Replace a denominator without sums over the batch by `SAMPLES` if it is proportional to the number of
-    samples, and by `ONE` if it is constant."""
+    """Return `SAMPLES` for a denominator that is proportional to the number of samples, and `ONE` for a
+    constant denominator. Return any other denominator unchanged."""
     if not stats_of(expression):
         one, two = (
             float(_evaluate(expression, {}, [torch.tensor(n, dtype=torch.float64)])) for n in (1.0, 2.0)
@@ -165,6 +176,7 @@ def denominator_of(
     guarded = bool(counted or again) and not (float(nothing) and math.isfinite(nothing))
 
     def of(values: Sequence[torch.Tensor], part: bool = False) -> torch.Tensor:
+        # On a part of the batch, the guarded step divides by 1 instead of 0.
         if part and guarded:
             values = [x + (x == 0) if i in counted else x for i, x in enumerate(values)]
         found = _evaluate(expression, columns, values)
@@ -217,12 +229,18 @@ def _evaluate(expression: Expression, columns: Mapping[int, int], values: Sequen
 
 
 def _reads_shape(node: Node) -> bool:
-    """Return whether the node reads only the shape of its input, not its values."""
+    """Return whether the node fills a tensor with a number, and reads only the shape of its input."""
     return node.target in _VALUES and not (_VALUES[node.target] is None and isinstance(node.args[-1], Node))
 
 
 class _SumCodeBuilder:
-    """A builder of a graph that computes the sums over the batch."""
+    """A builder of a graph that computes the sums over the batch.
+
+    Attributes:
+        graph: the new graph.
+        env: node of the joint graph -> its copy in `graph`.
+        placeholders: the copied placeholders of the joint graph, in the order of the copies.
+    """
 
     def __init__(self) -> None:
         self.graph, self.env = torch.fx.Graph(), dict[Node, Node]()
@@ -254,7 +272,8 @@ class _SumCodeBuilder:
         return self.env[node]
 
     def _one(self, node: Node) -> Node:
-        """Copy one node whose inputs are copied already."""
+        """Copy one node whose inputs are copied already, and return the copy. For a detach, return the copy
+        of its input."""
         if node.op == "placeholder":
             self.placeholders.append(node)
             return self.graph.placeholder(node.name)
@@ -268,6 +287,11 @@ class _SumCodeBuilder:
         return copied
 
     def _full(self, node: Node) -> Node:
+        """Return a node that fills a tensor as `node` does, without the input that has the shape.
+
+        Raises:
+            NotSymbolic: the shape depends on the number of samples.
+        """
         made, value = node.meta["val"], _VALUES[node.target]
         if not all(type(size) is int for size in made.shape):
             raise NotSymbolic("a denominator counts in the shape of another value")

@@ -1,8 +1,8 @@
 """Test by a trial whether an operation of a backward pass is linear in some of its arguments.
 
 The operation runs alone on random numbers that differ by many orders of magnitude. A linear operation maps 0
-to 0 and sums to sums. It also maps scaled inputs to scaled results: the factors are 2, -1, a very large and a
-very small one.
+to 0 and sums to sums. It also maps scaled inputs to scaled results: the factors are 2, -1, a very large
+factor and a very small factor.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch.fx.node import map_arg
 
 from lightning_piper.capture.torch_private import _torch
 
-LINEAR, STILL = "linear", "still"
+LINEAR, STILL = "linear", "still"  # verdicts of `try_linearity`
 MANY = 1 << 22  # the largest total number of elements in the arguments of a trial
 FEW = 4  # the largest size of a dimension in a trial of an elementwise operation
-_known: dict[str, str | None] = {}
+_known: dict[str, str | None] = {}  # an operation with its arguments and specs -> the verdict
 
 
 def try_linearity(node: Node, moving: Collection[Node]) -> str | None:
@@ -29,8 +29,8 @@ def try_linearity(node: Node, moving: Collection[Node]) -> str | None:
         moving: the arguments in which the operation should be jointly linear.
 
     Returns:
-        `LINEAR` if the operation is linear. `STILL` if its result does not depend on these arguments. None if
-        it is not linear, or if the trial is not possible.
+        `LINEAR` if the operation is linear, or always returns zeros. `STILL` if its result does not depend on
+        these arguments. None if the operation is not linear, or if the trial is not possible.
     """
     place = {x: f"%{i}{x in moving}{_spec(x)}" for i, x in enumerate(node.all_input_nodes)}
     key = f"{node.target} {map_arg((node.args, dict(node.kwargs)), place.__getitem__)}"
@@ -50,8 +50,12 @@ def _spec(x: Node) -> str:
 
 
 class _LinearityTrial:
-    """One operation on random values for its arguments. The values of arguments that are not in `moving` stay
-    the same."""
+    """A trial of one operation. The arguments in `moving` get several random values. Every other argument
+    keeps one random value.
+
+    Raises:
+        NotImplementedError: the operation draws random numbers, or its arguments are too large.
+    """
 
     def __init__(self, node: Node, moving: Collection[Node]) -> None:
         target: Any = node.target
@@ -67,12 +71,14 @@ class _LinearityTrial:
         `try_linearity`."""
         one, other = self._spread(), self._spread()
         zero, of_one, of_other = self._of([x * 0 for x in one]), self._of(one), self._of(other)
+        # The result is the same for all values of the moving arguments.
         if all(
             torch.equal(x, y) and torch.equal(x, z) for x, y, z in zip(zero, of_one, of_other, strict=True)
         ):
             return LINEAR if all(x.is_floating_point() and not x.count_nonzero() for x in zero) else STILL
         if any(not (x.is_floating_point() or x.is_complex()) or x.count_nonzero() for x in zero):
             return None
+        # Powers of two, so that scaling causes no rounding. float16 has a smaller range.
         step = 2.0 ** (8 if any(x.dtype == torch.float16 for x in one) else 60)
         for factor in (2.0, step, 1 / step, -1.0):
             if not all(map(_alike, self._of([x * factor for x in one]), [x * factor for x in of_one])):
@@ -83,6 +89,7 @@ class _LinearityTrial:
         )
 
     def _of(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Run the operation on these values of the moving arguments, and return the resulting tensors."""
         given = {**self._still, **dict(zip(self._moving, values, strict=True))}
         args, kwargs = map_arg((self._node.args, dict(self._node.kwargs)), lambda x: given[x].clone())
         target: Any = self._node.target
@@ -93,9 +100,10 @@ class _LinearityTrial:
         return torch.Size(min(size, FEW) for size in shape) if self._few else shape
 
     def _drawn(self, x: Node) -> torch.Tensor:
-        """Return random numbers between 0.1 and 0.9, which most functions accept.
+        """Return a value for the argument `x`: random numbers between 0.1 and 0.9, which most functions
+        accept.
 
-        Integers are 0, which is a valid index.
+        Integers are 0, which is a valid index. Bools are random.
         """
         like = x.meta["val"]
         drawn = torch.rand(self._shape(x), generator=self._generator) * 0.8 + 0.1

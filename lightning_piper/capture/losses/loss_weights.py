@@ -4,8 +4,9 @@
                 ^ tangent          --weigh-->     squares <- its own tangent
 
 A microbatch's share of the tokens is not its share of the samples, so one factor on the loss cannot be right
-for both terms. The backward pass is linear in the tangent (the gradient of the loss). So this module copies
-the backward pass from the loss to its terms, once for each kind of weight.
+for both terms. If the backward pass is linear in the tangent (the gradient of the loss), this module copies
+the backward pass from the loss to its terms, once for each term. If not, gradients are weighted instead of
+the loss.
 """
 
 from __future__ import annotations
@@ -72,9 +73,9 @@ class WeightedStep:
 
     Attributes:
         graph, plain: See `TracedGraph`. A loss or logged value of several terms is several outputs.
-        terms: How each term is weighted; `Output.term` is an index into this tuple.
-        tangents: Placeholders of the loss's gradients -> the indices of their terms.
-        logs: The logs of the trace; some are computed from several outputs.
+        terms: How each term is weighted. `Output.term` is an index into this tuple.
+        tangents: Placeholder of a gradient of the loss -> the index of the gradient's term.
+        logs: The logs of the trace. Some logged values are computed from several outputs.
         weight: The placeholder of the gradients' weight, if gradients are weighted instead of the loss
             (`StepCode.weighs_gradients`). The weight includes the gradient of the loss. The placeholder is
             also in `tangents`.
@@ -98,14 +99,19 @@ def weigh(traced: TracedGraph, size: int, canonical: Mapping[str, str], beside: 
     """Find the terms of the loss and of logged values, and give each term a tangent. The graph is changed in
     place.
 
-    Only means, sums, ratios whose denominators follow from the batch alone, and sums of these have weights.
-    Any other loss is weighted as a mean over samples, and any other logged value as its `reduce_fx` says.
+    Weights combine means, sums, ratios whose denominators follow from the batch alone, and sums of such
+    values. Maxima and minima combine without weights. Any other loss is weighted as a mean over samples, and
+    any other logged value as its `reduce_fx` says.
 
     Args:
         size: Number of samples in the trace.
         canonical: Each name of a parameter or buffer -> its canonical name.
         beside: Returns a trace at another size, see `BatchDependence`. None if no program divides the batch.
-            All terms then have the same weight.
+            In that case, all values count as independent of the batch.
+
+    Raises:
+        CaptureError: The step gathers samples (`gather_samples`), and its backward pass is not linear or an
+            output would count gathered samples several times.
     """
     return _LossWeighting(traced, size, canonical, beside).run()
 
@@ -118,17 +124,21 @@ class _LossWeighting:
     ) -> None:
         self.graph, self.results = traced.graph, GraphResults(traced)
         self.logs = {log.name: log for log in traced.logs}
+        # names of logged values that neither weights nor `reduce_fx` combine exactly
         self.unknown: list[str] = []
+        # `_alike`: no program divides the batch, so all values count as independent of the batch
         self.found, self._alike = (
             LossTerms(traced.graph, size, beside or (lambda known: None)),
             beside is None,
         )
         self.names, self.canonical = PlaceholderNames.of(traced.graph, canonical), canonical
         self._after_gathers = after_gathers(traced.graph)
+        # denominator, `WHOLE_BATCH`, "max" or "min" -> index of the term
         self.kinds: dict[Any, int] = {}
         self.assumed, self.size = False, size
         self._extremes = False  # whether a term of the loss is a maximum or a minimum
         self.terms: list[Term] = []
+        # only terms whose denominators are sums over the batch
         self._denominators: dict[Term, Expression] = {}
         self.tangents = {} if self.names.tangent is None else {self.names.tangent: 0}
         self.weight: Node | None = None
@@ -188,9 +198,9 @@ class _LossWeighting:
             self._enter_with_one()
 
     def _find_cross_sample(self, losses: list[Any]) -> Places:
-        """Set `_meetings` to the operations that surely mix samples, and `_met` to the first of them on the
-        way to the loss or in the backward pass (None if no operation is). Return the operations that mix
-        samples only if their values have no weights."""
+        """Set `_meetings` to the operations that surely mix samples. Set `_met` to the first of them on which
+        the loss depends, or else to the first in the backward pass, or else to None. Return the operations
+        that mix samples only if weights cannot combine their values."""
         self._meetings, curved = ({}, {}) if self._alike else cross_sample_operations(self.graph, self.size)
         self._met = (
             (first_cross_sample(losses, self._meetings) or first_in_backward(self._meetings))
@@ -200,10 +210,10 @@ class _LossWeighting:
         return curved
 
     def _find_without_weights(self, losses: list[Any], curved: Places) -> None:
-        """If no operation surely mixes samples, set `_met` to the first operation of `curved` on the way to
-        the loss that mixes samples because its value has no weights.
+        """If `_met` is None, set it to the first operation of `curved` on which the loss depends, and whose
+        value weights cannot combine.
 
-        A value that follows from the batch alone may have weights, unless the weights of the loss are
+        Weights can combine the value if it follows from the batch alone, unless the weights of the loss are
         assumed, or a term of the loss is a maximum or a minimum.
         """
         if self._met is None:
@@ -215,8 +225,8 @@ class _LossWeighting:
             self._met = first_cross_sample(losses, surely)
 
     def _loss(self, node: Any, made: Output) -> dict[int, Node]:
-        """Return the parts of the loss by term, and give each term its tangent. A loss that cannot be divided
-        is one term."""
+        """Return term -> part of the loss, and give each term its tangent. If the tangent cannot be divided,
+        the loss is one term, and its weights are assumed."""
         parts, tangent = self._parts(node, made), self.names.tangent
         if tangent is None or self.weight is not None:
             return parts
@@ -268,8 +278,9 @@ class _LossWeighting:
         self.tangents = {tangent: 0, weight: self._term(SAMPLES)}
 
     def _log(self, node: Any, made: Output, losses: list[Any]) -> list[tuple[Output, Mapping[int, Node]]]:
-        """Return the outputs of a logged value, each split by term. The outputs are the value itself, or the
-        values from which it is computed."""
+        """Return the outputs of a logged value, each with term -> part. The outputs are the value itself, or
+        the values from which it is computed once per batch. If the logged value cannot be combined from parts
+        of the batch, add its name to `unknown`."""
         (name,), known = made.names, not isinstance(node, Node) or self._alike or self._is_known(node)
         sources = None if known else sources_of(node, self.found, self._is_known)
         meeting = first_cross_sample([node], self._meetings)
@@ -292,8 +303,8 @@ class _LossWeighting:
         return [(replace(made, names=(own,)), self._parts(x, made)) for own, x in outputs]
 
     def _outputs(self, sources: list[Node], reader: Node) -> list[Node]:
-        """Return the nodes that the graph returns for the sources. A placeholder cannot be a result, so
-        return a clone."""
+        """Return the nodes that the graph returns for the sources. For a placeholder, which cannot be a
+        result, the node is a clone."""
         made = []
         for node in sources:
             made.append(node)
@@ -314,7 +325,8 @@ class _LossWeighting:
 
     def _parts(self, node: Any, made: Output) -> dict[int, Node]:
         """Return the terms of a result: index of the term -> node for the part of the result that belongs to
-        this term. If the loss does not show its weights, record this in `assumed`."""
+        this term. If the result is a loss without known weights, it is one term, and `assumed` becomes
+        True."""
         found = self.found.of(node) if isinstance(node, Node) and not self._alike else Combination(WHOLE)
         if found.reduction == LINEAR:
             return {self._term(found.denominator): node}
@@ -350,7 +362,8 @@ class _LossWeighting:
         return self._term(found.denominator if found.reduction == LINEAR else SAMPLES)
 
     def _term(self, denominator: Any) -> int:
-        """Return the index of the term with this denominator. A new term is made if there was none."""
+        """Return the index of the term with this denominator (an expression, or `WHOLE_BATCH`). If there is
+        no such term, add it."""
         denominator = denominator if denominator is WHOLE_BATCH else simplified(denominator)
         if denominator not in self.kinds:
             self.kinds[denominator] = len(self.terms)
@@ -374,6 +387,7 @@ class _LossWeighting:
         return self.kinds[denominator]
 
     def _extreme(self, which: str) -> int:
+        """Return the index of the term "max" or "min". If there is no such term, add it."""
         if which not in self.kinds:
             self.kinds[which] = len(self.terms)
             self.terms.append(Term(Weighing(which), which))
@@ -424,7 +438,8 @@ class _LossWeighting:
         return list(kinds) if len(kinds) <= MANY else None
 
     def _part(self, node: Node, term: int) -> Node:
-        """Return a copy of the sum `node` with the summands of `term` only."""
+        """Return a copy of the sum `node` with the summands of `term` only. The sum must have such a
+        summand."""
         made: dict[Any, Any] = {}  # value -> its part; None if no summand of the value belongs to the term
         stack: list[Any] = [node]
         while stack:
@@ -451,6 +466,7 @@ class _LossWeighting:
         known = {id(x): found for x, found in kept}
 
         def other(value: Any) -> Any:
+            """Return the part of a summand, or zero. Return an argument that is not a summand unchanged."""
             if id(value) not in known:
                 return value
             found = known[id(value)]
@@ -469,8 +485,8 @@ class _LossWeighting:
             return self._add(node.target, tuple(map(of_argument, node.args)), node, node.kwargs)
 
     def _zeros(self, value: Node, reader: Node) -> Node:
-        """Return a node for zeros like `value`. It is in the region of `reader`, because `value` may be a
-        parameter."""
+        """Return a node for zeros like `value`. The node is in the region of `reader`, because `value` may be
+        a parameter, which is in no region."""
         given = value.meta["val"]
         if given.ndim or not self.found.joined:
             zeros = self._add(aten.zeros_like.default, (value,), reader)
@@ -503,14 +519,15 @@ class _LossWeighting:
     def _guard(self) -> None:
         """Let the step divide by 1 instead of 0 on a part of the batch in which nothing counts.
 
-        `Denominator.of` with `part` does the same. One device divides by the count of the whole batch, which
-        may be positive even if the part's count is 0.
+        One device divides by the count of the whole batch, which may be positive even if the part's count is
+        0. `Denominator.of` with `part=True` also replaces 0 by 1, so that the part's weight fits.
         """
         made: dict[Node, Node] = {}
         for term in (
             term for term in self.terms if term.denominator is not None and term.denominator.guarded
         ):
             for stat in stats_of(self._denominators[term]):
+                # The operation of this loss divides by the sum itself, so its result is replaced.
                 if stat.how == "labels":
                     self._guard_loss(stat.node)
                 for (reader, value), one in self.found.uses.get(stat.key, {}).items():
@@ -523,7 +540,8 @@ class _LossWeighting:
                         user.replace_input_with(value, made[value])
 
     def _guard_loss(self, loss: Node) -> None:
-        """Let a loss over labels be 0 instead of 0 / 0 if none of its labels counts."""
+        """Let a loss over labels be 0 instead of 0 / 0 if no label counts. `loss` is the operation: its
+        results are the loss, and the weight of the labels that count."""
         for value in [x for x in loss.users if x.args[1] == 0]:
             with self.graph.inserting_before(value.next):
                 counts = self._add(operator.getitem, (loss, 1), value)
@@ -535,7 +553,8 @@ class _LossWeighting:
 
 
 def _is_read_again(loss: Node) -> bool:
-    """Return whether the backward pass reads the loss, or a value computed from the loss."""
+    """Return whether the backward pass reads the loss, or a value computed from the loss. `loss` is the
+    operation: its first result is the loss."""
     stack, seen = [x for x in loss.users if x.args[1] == 0], set[Node]()
     while stack:
         node = stack.pop()
@@ -547,6 +566,7 @@ def _is_read_again(loss: Node) -> bool:
     return False
 
 
+# Operations whose first argument is a list of summands, operations that may scale a sum, and additions
 _LISTS = {aten.stack.default, aten.cat.default}
 _SCALED = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.dot.default,
     aten.mv.default, aten.mm.default,

@@ -25,7 +25,8 @@ aten = torch.ops.aten
 LARGE = 1 << 16  # number of elements above which shapes are made small
 FEW = 4  # number of samples in shapes that were made small
 _RANDOM = torch.Tag.nondeterministic_seeded
-Constants = dict[Node, torch.Tensor | None]
+Constants = dict[Node, torch.Tensor | None]  # node -> its value; None if `constant` does not compute it
+# an operation with its arguments and shapes -> the result of `try_samples`
 _tried: dict[Any, tuple[Placement | None, ...] | None] = {}
 
 
@@ -35,9 +36,9 @@ def try_samples(
     """Return how the results of an operation depend on the samples.
 
     Args:
-        held: the placements of its tensor inputs along the samples, `S` or `R`.
+        held: the placement of each tensor input along the samples: `S` or `R`.
         size: number of samples.
-        constants: known constants of the graph.
+        constants: a cache of constants of the graph. The trial adds to it.
 
     Returns:
         For each result: `S` (rows of samples), `P` (a sum over samples), `R` (independent of the samples), or
@@ -66,11 +67,13 @@ def try_samples(
 
 
 def constant(node: Node, known: Constants) -> torch.Tensor | None:
-    """Return the value of a node that is computed from numbers alone, such as `torch.arange(n)`. Return None
-    for other nodes, and for large values.
+    """Return the value of a node that is computed from numbers alone, such as `torch.arange(n)`.
+
+    Return None if the node is computed from other values, has more than `LARGE` elements, or cannot be
+    computed.
 
     Args:
-        known: a cache of the values of one graph.
+        known: a cache of the values of one graph. The function adds to it.
     """
     if node not in known:
         known[node] = _computed(node, known)
@@ -99,6 +102,8 @@ def _computed(node: Node, known: Constants) -> torch.Tensor | None:
 
 
 def _known(node: Node, constants: Constants) -> torch.Tensor | None:
+    """Return the value with which a trial replaces an input: ones if all elements are equal, or the value of
+    a constant. Return None if the trial draws the input."""
     value = node.meta["val"]
     if value.numel() <= LARGE and is_uniform(node):
         return torch.ones(value.shape, dtype=value.dtype)
@@ -144,8 +149,13 @@ def _run(
     held: Sequence[Placement],
     size: int,
 ) -> tuple[Placement | None, ...]:
-    """Run an operation several times, each time with other samples drawn again or swapped, and return how
-    each result depends on the samples."""
+    """Run an operation several times. Each time, other samples are drawn again or swapped. Return how each
+    result depends on the samples.
+
+    Args:
+        values: for each of `inputs`, its known value, or None for random values.
+        held, size: see `try_samples`.
+    """
     generator = torch.Generator().manual_seed(0)
     shrink = _SmallerSizes(size) if sum(x.meta["val"].numel() for x in inputs) > LARGE else None
     count = size if shrink is None else shrink.samples
@@ -156,6 +166,7 @@ def _run(
     ]
     other = [_another(x, generator) for x in drawn]
 
+    # The results if these samples are drawn again.
     def replaced(*samples: int) -> list[Any]:
         return results(
             _replaced(x, y, p, samples, count) if isinstance(p, Shard) else x
@@ -163,6 +174,7 @@ def _run(
         )
 
     def results(given: Iterable[torch.Tensor]) -> list[Any]:
+        """Run the operation on these inputs, and return its results."""
         remaining = iter(given)
         args, kwargs = map_arg((node.args, node.kwargs), lambda x: next(remaining).clone())
         if shrink is not None:
@@ -205,7 +217,13 @@ def _of(
     Args:
         made: four versions of the result: the original, with one sample drawn again, with another sample
             drawn again, and with both samples drawn again.
-        swapped: the result with these two samples swapped. A sum over samples does not change.
+        swapped: the result with the two samples swapped. A sum over samples does not change.
+        samples: the indices of the two samples.
+        rows: the shards of the inputs along the samples.
+        count: number of samples.
+
+    Returns:
+        See `try_samples`.
     """
     moved = [(x != made[0]) & ~((x != x) & (made[0] != made[0])) for x in made[1:]]
     for shard in _candidates(made[0], rows, count):
@@ -225,8 +243,8 @@ def _of(
 
 
 def _candidates(x: torch.Tensor, rows: Sequence[Shard], count: int) -> Iterator[Shard]:
-    """Iterate over the dimensions of a result that may be the sample dimension. The sample dimensions of the
-    inputs come first."""
+    """Iterate over the dimensions of a result `x` that may be the sample dimension. First come the sample
+    dimensions of the inputs (`rows`)."""
     like = [shard for shard in rows if shard.dim < x.ndim]
     more = [
         Shard(d, blocks)
@@ -244,13 +262,14 @@ def _places(shard: Shard, length: int, sample: int, count: int) -> torch.Tensor:
 
 
 def _outside(mask: torch.Tensor, shard: Shard, sample: int, count: int) -> torch.Tensor:
-    """Return the mask without the elements of one sample."""
+    """Return a copy of the mask that is False for the elements of one sample."""
     return mask.index_fill(shard.dim, _places(shard, mask.shape[shard.dim], sample, count), False)
 
 
 def _replaced(
     x: torch.Tensor, other: torch.Tensor, shard: Shard, samples: Collection[int], count: int
 ) -> torch.Tensor:
+    """Return a copy of `x` that has the elements of these samples from `other`."""
     for i in samples:
         places = _places(shard, x.shape[shard.dim], i, count)
         x = x.index_copy(shard.dim, places, other.index_select(shard.dim, places))
@@ -264,19 +283,21 @@ def _swapped(x: torch.Tensor, shard: Shard, one: int, two: int, count: int) -> t
 
 def _drawn(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     """Return random values. Integers may be indices, so they are 0 or 1. All other values are positive,
-    because some operations need that."""
+    because some operations accept only positive values."""
     if dtype.is_floating_point or dtype.is_complex:
         return torch.rand(tuple(shape), generator=generator, dtype=torch.float64).add_(0.1).to(dtype)
     return torch.randint(2, tuple(shape), generator=generator).to(dtype)
 
 
 def _another(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return other values than `x`: drawn again, or for integers and bools, 0 and 1 exchanged."""
     if x.is_floating_point() or x.is_complex():
         return _drawn(x.shape, x.dtype, generator)
     return x.logical_not().to(x.dtype)
 
 
 def _on_cpu(kwargs: Any) -> dict[str, Any]:
+    """Return keyword arguments with the CPU as device, and without `pin_memory`."""
     return {
         k: torch.device("cpu") if k == "device" and v is not None else v
         for k, v in kwargs.items()
@@ -285,8 +306,15 @@ def _on_cpu(kwargs: Any) -> dict[str, Any]:
 
 
 class _SmallerSizes:
-    """A map from sizes to smaller sizes. Equal sizes stay equal, and a multiple of the number of samples
-    becomes a multiple of the smaller number of samples."""
+    """A map from sizes to smaller sizes. Equal sizes stay equal. A multiple of the number of samples becomes
+    a multiple of `samples`.
+
+    Args:
+        size: the number of samples.
+
+    Attributes:
+        samples: the smaller number of samples.
+    """
 
     def __init__(self, size: int) -> None:
         self._size, self.samples = size, min(size, FEW)
@@ -302,5 +330,7 @@ class _SmallerSizes:
         return tuple(self.size(int(n)) for n in shape)
 
     def argument(self, value: Any) -> Any:
+        """Return the smaller size for an argument that is one of the mapped sizes. Return any other argument
+        unchanged."""
         known = type(value) is int and value > 5 and value in self._sizes
         return self._sizes[value] if known else value

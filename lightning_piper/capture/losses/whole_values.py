@@ -23,11 +23,12 @@ MANY = 2**16  # the most numbers from which logged values are computed, because 
 
 
 def sources_of(value: Node, found: LossTerms, is_known: Callable[[Node], bool]) -> list[Node] | None:
-    """Return the tensors from which a value is computed, in the order found. Return None if it is also
-    computed from other values, such as samples.
+    """Return the tensors from which `value` is computed, and which weights can combine from parts of the
+    batch. Return None if `value` also depends on other values, such as samples, or if these tensors have more
+    than `MANY` numbers.
 
     Args:
-        is_known: returns whether weights can combine a node from its parts.
+        is_known: returns whether weights can combine a node's values on parts of the batch.
     """
     sources: dict[Node, None] = {}
     seen: set[Node] = set()
@@ -87,12 +88,14 @@ def computation(
 ) -> Computed:
     """Return the computation of the value from the sources, as code and as text.
 
-    The text (`Computed.text`) is compared between steps of different sizes, so numbers that depend on the
-    number of samples are replaced by the word "samples". `SymbolicStep` searches for this word.
+    Piper compares the text (`Computed.text`) between steps of different sizes. So in an operation whose
+    numbers depend on the number of samples, the word "samples" replaces all numbers. `SymbolicStep` searches
+    for this word.
 
     Args:
         names: names of the sources.
-        follows: returns whether the node's numbers depend on the number of samples.
+        constants: the module that holds the graph's constant tensors.
+        follows: returns whether numbers among a node's arguments depend on the number of samples.
     """
     graph, made, said = torch.fx.Graph(), dict[Node, Node](), list[str]()
     for i, node in enumerate(sources):
@@ -115,7 +118,7 @@ def computation(
     given = [(x.dtype, tuple(x.shape)) for x in like]
 
     def of(values: Sequence[torch.Tensor]) -> torch.Tensor:
-        # Weighted sums may have rounding errors in integers, even if these are the same on every part.
+        # A weighted sum of integers may have a rounding error, even if the integer is the same on every part.
         rounded = [
             x if dtype.is_floating_point else x.round() for x, (dtype, _) in zip(values, given, strict=True)
         ]
