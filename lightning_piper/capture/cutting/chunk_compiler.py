@@ -1,8 +1,9 @@
 """Compile the code of passes for the machine that runs it.
 
 Each pass is one graph of ATen operations, so Piper calls Inductor directly, without frame evaluation and
-without guard checks in a step. Fused kernels round at other points, so results are equal within the rounding
-of the dtype, but not bitwise. ATen's operations draw the random numbers, so dropout masks are the same.
+without guard checks in a step. Fused kernels round at other points than the captured operations, so results
+are equal within the rounding of the dtype, but not bitwise. Compiled code also draws random numbers with
+ATen's operations, so dropout masks are the same.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class ChunkCompiler:
 
     Attributes:
         compiled: the number of passes that were compiled.
-        refused: reason for not compiling a pass -> number of such passes, which run as captured.
+        refused: reason -> number of passes that were not compiled for this reason. They run as captured.
     """
 
     def __init__(self, options: Mapping[str, Any], device: torch.device) -> None:
@@ -66,15 +67,14 @@ class ChunkCompiler:
         self.refused: Counter[str] = Counter()
 
     def __call__(self, code: Code) -> Function:
-        """Return the compiled function of a code object. If Inductor cannot compile it, return its uncompiled
-        function."""
+        """Return the compiled function of a code object, or `code.run` if the code is not compiled."""
         if id(code) not in self._made:
             self._made[id(code)] = code, self._function(code)
         return self._made[id(code)][1]
 
     def _function(self, code: Code) -> Function:
-        """Compile a code object. If Inductor cannot compile it, count the reason, and return the uncompiled
-        function."""
+        """Compile a code object. If it runs the user's code, has no operations, or cannot be compiled, count
+        the reason in `refused`, and return `code.run`."""
         if not len(code.graph.nodes) or any(RUNS_KEY in node.meta for node in code.graph.nodes):
             self.refused["they run the user's code uncaptured"] += 1
             return code.run

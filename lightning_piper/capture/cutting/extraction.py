@@ -16,7 +16,7 @@ from lightning_piper.placements.placement_changes import CHANGE, unchanged
 from lightning_piper.routing import COMBINE, COUNTS
 
 aten = torch.ops.aten
-# Kinds of values that leave a region.
+# Kinds of values that a region sends to another region or returns from the step.
 CROSSING = (Kind.ACTIVATION, Kind.COTANGENT, Kind.RESULT, Kind.ARGUMENT)
 
 
@@ -36,8 +36,10 @@ def extract(
         state: Placeholders of buffers that the step changes.
         constants: The module that holds the graph's constant tensors.
         routed: Whether the region receives rows by an exchange (`dispatch`, `combine`).
-        rows: The number of rows that the region dispatches, if the number of arriving rows is open.
+        rows: The number of rows that the region dispatches. None if the number of arriving rows is fixed.
     """
+    # Each of these dicts has inputs of one kind: placeholder of the joint graph -> name or index. `current`
+    # has the buffers that the step changes and that the pass does not receive from another pass.
     given = [node for nodes in p.inputs.values() for node in nodes]
     params = {n: name for n, name in names.params.items() if n in p.reads}
     constant = {n: name for n, name in names.buffers.items() if n in p.reads and n not in state}
@@ -82,7 +84,8 @@ def extract(
 
 
 def _emit(graph: torch.fx.Graph, env: dict[Node, Node], node: Node) -> Node:
-    """Copy a node of the joint graph into `graph`, after the nodes that it reads.
+    """Copy a node of the joint graph into `graph`, after the nodes that it reads. Return the copy, or the
+    node of `graph` that stands for the result.
 
     Args:
         env: node of the joint graph -> its copy, for all nodes copied so far.
@@ -98,8 +101,8 @@ def _emit(graph: torch.fx.Graph, env: dict[Node, Node], node: Node) -> Node:
             env[node] = graph.node_copy(node, env.__getitem__)
             if node.target in (aten.view.default, aten._unsafe_view.default):
                 # Some kernels return other strides than their fake versions (batch norm's backward in
-                # float64). A view that was valid in the trace then fails. A reshape copies instead, as eager
-                # autograd does.
+                # float64), so a view that was valid in the trace may fail. A reshape copies in this case, as
+                # eager autograd does.
                 env[node].target = aten.reshape.default
     return env[node]
 
@@ -109,6 +112,7 @@ def _is_tensor(node: Node) -> bool:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether the elements fill a block of memory without gaps or overlaps, in any dimension order."""
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda d: (d[1], d[0])):
         if size > 1:
@@ -119,10 +123,16 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _crossing(graph: torch.fx.Graph, copied: Node, node: Node) -> Node:
-    """Make a value that leaves a region dense, so that a transfer can keep its strides.
+    """Return a node for a dense version of a value that leaves a region, so that a transfer can keep its
+    strides.
 
-    An expanded value is copied to full size. A value whose placement changes between the passes becomes
-    contiguous.
+    A dense value is not copied, unless its placement changes between the passes: it must then be contiguous.
+        Any
+    other value, such as an expanded one, becomes a contiguous copy.
+
+    Args:
+        copied: the node in the pass's graph.
+        node: the node of the joint graph.
     """
     if _dense(node) is _source(node).meta["val"]:
         return copied
@@ -130,7 +140,7 @@ def _crossing(graph: torch.fx.Graph, copied: Node, node: Node) -> Node:
 
 
 def _arrived(graph: torch.fx.Graph, env: dict[Node, Node], node: Node) -> Node:
-    """Return the node that stands for the result of an exchange inside of a pass.
+    """Return the node of the pass's graph that stands for the result of the exchange `node`.
 
     The exchange itself runs outside of the code. The code only reads or returns the exchanged rows.
     """
@@ -147,8 +157,8 @@ def _arrived(graph: torch.fx.Graph, env: dict[Node, Node], node: Node) -> Node:
 
 
 def _source(node: Node) -> Node:
-    """Return the node inside of the pass that computes an output. For exchanged rows, this is the node before
-    the exchange."""
+    """Return the node inside of the pass that computes the output `node`. A change of placement happens after
+    the pass, and so does a combine that changes the shape: return the node before it."""
     node = unchanged(node)
     divided = (
         direction_of(node) == COMBINE and node.meta["val"].shape != node.all_input_nodes[0].meta["val"].shape
@@ -157,7 +167,7 @@ def _source(node: Node) -> Node:
 
 
 def _dense(node: Node) -> torch.Tensor:
-    """Return the fake tensor of an output with the strides that it has when it leaves the region."""
+    """Return a fake tensor for an output, with the strides that the output has when it leaves the region."""
     value: torch.Tensor = _source(node).meta["val"]
     dense = value.is_contiguous() if node.target is CHANGE else _is_dense(value)
     return value if dense else value.contiguous()

@@ -49,10 +49,13 @@ def cut(
         canonical: each name of a parameter or buffer -> its canonical name.
         routed: the `Routed` regions, if the graph has only shards of their parameters. By default, the
             function finds these regions in the graph.
-        recomputed: says which values backward passes compute again.
+        recomputed: the user's choices of values that backward passes compute again.
 
     Returns:
-        The regions, their passes F and B, the parts BI and BW of a split B, and the routed regions.
+        The regions, their passes F and B, the parts of each B (BI, BW or both), and the routed regions.
+
+    Raises:
+        CaptureError: Passes cannot run what the step does, such as a change of a parameter in place.
     """
     graph, plain = weighed.graph, weighed.plain
     names = PlaceholderNames.of(graph, canonical, weighed.tangents)
@@ -60,6 +63,7 @@ def cut(
     described = list(zip(results.args[0], results.meta["desc"], strict=True))  # type: ignore[arg-type]
     changed = changed_buffers(described, canonical)
     _refuse_changed_parameters(described, canonical)
+    # the placeholders of buffers that the step changes
     state = frozenset(n for n, name in names.buffers.items() if name in changed)
     assignment = assign(graph, state)
     passes = {(r.index, p): RegionPass((r.index, p)) for r in assignment.regions for p in "FB"}
@@ -123,11 +127,13 @@ def _refuse_changed_parameters(
 
 
 def _refuse_read_terms(assignment: RegionAssignment) -> None:
-    """Raise an error if the step returns a value that passes exchange, or if the pass that computes the value
-    also reads it.
+    """Check that only later passes read a value that changes at the boundary between two passes.
 
     For example, a pass computes one term of a sum over the whole batch, and only a later pass receives the
     sum.
+
+    Raises:
+        CaptureError: The pass that computes the term reads the sum, or the step returns the sum.
     """
     for node in assignment.of:
         for user in [x for x in node.users if x.target is not CHANGE] if node.target in BORDERS else ():
@@ -160,11 +166,21 @@ def _results(
     plain: Sequence[Output],
     routed: Mapping[int, Routed],
 ) -> None:
-    """Add every result (loss, logged value, new buffer, parameter gradient) to the outputs of its pass."""
+    """Add every result (loss, logged value, new buffer, parameter gradient) to the outputs of its pass.
+
+    Args:
+        described: each result of the graph with its descriptor. The result is None for a missing gradient.
+        changed: canonical name -> new value of a buffer.
+        plain: the outputs of the step's code.
+
+    Raises:
+        CaptureError: The gradient of a parameter is sparse.
+    """
+    # region -> name -> node, or the terms of a gradient
     buffers: dict[int, dict[str, Node]] = {}
     results: dict[int, dict[str, Node]] = {}
     grads: dict[int, dict[str, list[Node]]] = {}
-    # by metric object: all arguments of an object leave the same region
+    # metric object -> argument -> node: all arguments of an object leave the same region
     arguments: dict[str, dict[str, Node]] = {}
     for node, desc in described:
         if node is None:
@@ -199,14 +215,14 @@ def _results(
         regions = [assignment.of[node] for node in by_name.values() if node in assignment.of]
         region = max(regions, default=len(assignment.regions) - 1)
         passes[region, "F"].outputs.append((Output(Kind.ARGUMENT, tuple(by_name)), list(by_name.values())))
-    users: dict[str, set[int]] = {}
+    users: dict[str, set[int]] = {}  # parameter -> regions that compute a gradient of it
     for region, by_param in grads.items():
         for param in by_param:
             users.setdefault(param, set()).add(region)
     for region, by_param in grads.items():
-        # A bundle holds parameters that the same regions use, so that no parameter waits for the gradient of
-        # a tied one. Parameters that a `shard` may divide have separate bundles, because they may move to
-        # other devices.
+        # A bundle holds gradients of parameters that the same regions use, so that no gradient waits for the
+        # gradient of a tied parameter. Parameters that a `shard` may divide have separate bundles, because
+        # they may move to other devices.
         bundles: dict[tuple[bool, tuple[int, ...], tuple[tuple[str, Placement], ...]], list[str]] = {}
         for param, terms in by_param.items():
             apart = region in routed and param in routed[region].params
@@ -228,9 +244,8 @@ def _region_of(node: Node, assignment: RegionAssignment) -> int:
 
 
 def _sum(terms: list[Node], into: RegionPass, assignment: RegionAssignment) -> Node:
-    """Add the gradient terms of a parameter that one region uses under two names.
-
-    Return the node of the sum.
+    """Add the gradient terms of a parameter that one region uses several times, and return the node of the
+    sum. The additions become nodes of the pass `into`. A single term needs no addition.
     """
     total = terms[0]
     for term in terms[1:]:
@@ -251,8 +266,8 @@ def _sum(terms: list[Node], into: RegionPass, assignment: RegionAssignment) -> N
 def _weigh_gradients(
     weight: Node, names: PlaceholderNames, passes: Mapping[PassKey, RegionPass], assignment: RegionAssignment
 ) -> None:
-    """Multiply parameter gradients by the weight of the part of the batch. In such a step, the loss gradient
-    is the same for every part."""
+    """Multiply parameter gradients by `weight` over the loss gradient. In a step with weighted gradients, the
+    loss gradient is the same for every part of the batch, and `weight` contains it."""
     loss, graph = next(x for x in names.tangents if x is not weight), weight.graph
     for p in passes.values():
         for _, _, nodes in p.bundles(Kind.GRAD):
@@ -273,10 +288,11 @@ def _weigh_gradients(
 
 
 def _drop_unused(passes: Mapping[PassKey, RegionPass]) -> None:
-    """Remove nodes on which no result depends, so that their inputs are not sent.
+    """Remove nodes on which no result depends, so that no pass sends inputs of these nodes.
 
-    Such nodes are unused operations of the user, and the additions of gradients that `_results` has split
-    into terms. With these additions, the gradient of a tied weight would be sent with every microbatch.
+    The removed nodes are unused operations of the user, and the additions of gradients that `_results` has
+    split into terms. Such an addition would make a pass send the gradient of a tied weight with every
+    microbatch.
     """
     used: set[Node] = set()
     stack = [node for p in passes.values() for _, nodes in p.outputs for node in nodes]
@@ -295,14 +311,16 @@ def _connect(
     state: frozenset[Node],
     recomputed: Sequence[Recomputation],
 ) -> dict[int, dict[str, RegionPass]]:
-    """Find the values that each pass reads from other passes, and add them to these passes' outputs.
+    """Find the values that each pass reads from other passes. Add each value to the outputs of the pass that
+    computes it, and to the inputs of the passes that read it.
 
     Returns:
         The parts of the backward passes, by region and name.
     """
+    # (value, pass that computes it, exchange) -> passes of other regions that read it
     crossing: dict[tuple[Node, PassKey, str], list[PassKey]] = {}
-    # A backward pass receives from its own forward pass the values that this forward pass computed or
-    # received. A forward pass receives a value from the forward pass that computed it.
+    # Region -> values that its forward pass saves for its backward pass: the forward pass computed or
+    # received them.
     kept: dict[int, dict[Node, None]] = {}
     shared: dict[int, Collection[Node]] = {}  # region -> nodes that its backward pass computes itself
     for (region, kind), p in passes.items():
@@ -321,7 +339,7 @@ def _connect(
                 exchange = _exchange(assignment.regions[source[0]], assignment.regions[region])
                 crossing.setdefault((node, source, exchange), []).append((region, kind))
     order = {node: i for i, node in enumerate(assignment.of)}
-    taken: dict[PassKey, list[OutputRef]] = {}
+    taken: dict[PassKey, list[OutputRef]] = {}  # pass -> the bundles that it receives from other regions
     for node, source, exchange in sorted(crossing, key=lambda item: (order[item[0]], item[2])):
         kind = Kind.COTANGENT if source[1] == "B" else Kind.ACTIVATION
         for reader in crossing[node, source, exchange]:
@@ -364,7 +382,7 @@ def _saved_by(
     assignment: RegionAssignment,
     state: frozenset[Node],
 ) -> bool:
-    """Return whether the region's own forward pass saves this value for its backward pass."""
+    """Return whether the forward pass of `region` saves the value `node` for the region's backward pass."""
     if _torch.is_backward(node) or node.target in BORDERS:
         return False
     if node in assignment.of:

@@ -1,5 +1,5 @@
-"""Decide which values of a region's forward pass its backward pass computes again, so that they need not be
-saved."""
+"""Decide which values of a region's forward pass the region's backward pass computes again. The forward pass
+does not save these values."""
 
 from __future__ import annotations
 
@@ -27,16 +27,18 @@ def recomputed_nodes(
     shared: Collection[Node],
     wanted: Sequence[Recomputation],
 ) -> set[Node]:
-    """Return the forward nodes that the backward pass computes again instead of reading saved values.
+    """Return the forward nodes that the backward pass computes again instead of reading saved values. The set
+    is empty if no choice selects the region.
 
     Args:
-        forward, backward: the passes, with their reads.
+        forward, backward: the passes of the region, with `reads` set.
         shared: nodes that every pass computes itself.
         wanted: the user's choices. If several choices select the region, the last one counts.
     """
     said = next((each for each in reversed(wanted) if matches(each.filter, region.tags)), None)
     if said is None:
         return set()
+    # the nodes that may run again: not random numbers, changes of placement, sums over the batch or exchanges
     own = {
         node for node in forward.nodes if not _torch.is_random(node) and node.target not in (*BORDERS, ROUTE)
     }
@@ -67,7 +69,8 @@ def recomputed_nodes(
 def check_names(
     passes: Mapping[PassKey, RegionPass], regions: Sequence[Region], wanted: Sequence[Recomputation]
 ) -> None:
-    """Check that each pattern matches an operation of a selected region, if the step has a backward pass.
+    """Check that each pattern of `keep` matches an operation of a selected region. Regions without a backward
+    pass do not count. A choice that selects no region is not checked.
 
     Raises:
         CaptureError: a pattern does not match any operation.
@@ -109,8 +112,8 @@ def _name(node: Node) -> str:
 def _keeps_by_budget(
     said: Recomputation, region: Region, forward: RegionPass, backward: RegionPass, shared: Collection[Node]
 ) -> Callable[[Node], bool]:
-    """Return whether to save a node, as a function. The choice for each region is made once, and stored in
-    `said.chosen`, so that it is the same for batches of other sizes."""
+    """Return a function that returns whether to save a node. The first call for a region chooses the saved
+    nodes, and stores their names in `said.chosen`, so that batches of other sizes save the same nodes."""
     if region.index not in said.chosen:
         assert isinstance(said.keep, float)
         said.chosen[region.index] = frozenset(
@@ -121,13 +124,19 @@ def _keeps_by_budget(
 
 
 def _chosen(forward: RegionPass, backward: RegionPass, shared: Collection[Node], budget: float) -> list[Node]:
-    """Return the values that torch's partitioner saves when the graph consists of the region's forward and
-    backward pass."""
+    """Return the values that torch's partitioner saves, given a graph of the region's forward and backward
+    pass.
+
+    Args:
+        budget: see `Recomputation.keep`.
+    """
     graph = torch.fx.Graph()
     env: dict[Node, Node] = {}
     inside = {*forward.nodes, *backward.nodes}
 
     def emit(node: Node) -> Node:
+        """Copy a node, after the nodes that it reads. A value from outside of the passes becomes a
+        placeholder."""
         if node not in env:
             if node in inside or node in shared:
                 for x in node.all_input_nodes:

@@ -1,8 +1,9 @@
 """Make code whose number of rows is known only when it runs.
 
 The router decides how many tokens reach a device's experts, but a captured graph has fixed sizes. So the step
-is traced with `routing.ROWS` rows. No other size is a multiple of this number. In the code, every multiple of
-`ROWS` is replaced by the same multiple of the actual number of rows.
+is traced with `routing.ROWS` rows. Sizes that do not follow from the number of rows are not multiples of
+`ROWS`. In the code of passes, the actual number of rows replaces `ROWS` in every multiple of `ROWS`. The
+number of rows of a pass is called open if it is known only when the pass runs.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ def direction_of(node: Node) -> str | None:
 
 
 def arrives(node: Node, p: RegionPass) -> str:
-    """Return the role of a pass's input in its exchanges (`Interface.arrives`). Return "" if the input does
-    not have a role, or if the pass also reads the input without an exchange."""
+    """Return the role of the input `node` in the exchanges of a pass (`Interface.arrives`). Return "" if the
+    input does not have a role, or if it has several roles, or if the pass also reads it without an
+    exchange."""
     own, directions = set(p.nodes), set()
     for user in node.users:
         if user in own:
@@ -44,15 +46,20 @@ def arrives(node: Node, p: RegionPass) -> str:
 
 
 def leaves(nodes: Iterable[Node]) -> str:
-    """Return the role of a pass's output in its exchanges (`Interface.leaves`)."""
+    """Return the role of a pass's output in exchanges (`Interface.leaves`): `COMBINE`, or "" if the output
+    also has other values than combined rows."""
     return COMBINE if {direction_of(unchanged(node)) for node in nodes} == {COMBINE} else ""
 
 
 def routed_of(
     passes: Mapping[PassKey, RegionPass], params: Mapping[Node, str], shared: Collection[Node]
 ) -> dict[int, Routed]:
-    """Return the dispatches, the number of experts and their parameters of each region that dispatches
-    tokens.
+    """Return region -> its dispatches, number of experts, and the experts' parameters. Regions that do not
+    dispatch tokens are missing.
+
+    Args:
+        params: placeholder of the graph -> name of the parameter.
+        shared: nodes that every pass computes itself.
 
     Raises:
         CaptureError: one region dispatches to groups with different numbers of experts, or both with and
@@ -63,6 +70,8 @@ def routed_of(
         sent = [node for node in p.nodes if kind == "F" and direction_of(node) == DISPATCH]
         if not sent:
             continue
+        # for each dispatch: whether every expert has the same number of rows (no counts), and number of
+        # experts
         forms = {
             (counts is None, _value(x if counts is None else counts).shape[0])
             for x, counts in (n.args[:2] for n in sent)
@@ -88,18 +97,18 @@ def routed_of(
 
 
 def rows_of(p: RegionPass) -> int | None:
-    """Return the number of rows that a forward pass dispatches if the number of arriving rows is open.
-    Otherwise return None."""
+    """Return the number of rows that a forward pass dispatches. Return None if it dispatches no rows, or if
+    the number of arriving rows is fixed."""
     sent = [n for n in p.nodes if direction_of(n) == DISPATCH and _value(n).shape[0] == ROWS]
     return int(_value(sent[0].args[0]).shape[0]) if sent else None
 
 
 def refuse_joined_rows(p: RegionPass) -> None:
-    """Raise an error for a forward pass that computes one value from several rows, because no device has all
-    rows if the experts are sharded.
+    """Check that a forward pass keeps rows apart, because no device has all rows if the experts are sharded.
 
     Raises:
-        CaptureError: names the operation.
+        CaptureError: an operation between dispatch and combine computes one value from several rows, or
+            calculates with the number of rows.
     """
     for node in p.nodes:
         _refuse_arithmetic(node)
@@ -113,12 +122,12 @@ def refuse_joined_rows(p: RegionPass) -> None:
 
 
 def resize(graph: Graph, given: Mapping[Node, torch.Tensor]) -> None:
-    """Replace sizes in a pass's graph by computations from the number of rows of its inputs.
+    """Replace multiples of `ROWS` in a pass's graph by computations from the number of rows of an input.
 
     Args:
-        given: input nodes of the graph -> their traced values.
+        given: input node of the graph -> its traced value.
     """
-    measure: Node | None = None
+    measure: Node | None = None  # the node that computes the number of rows
     for node in list(graph.nodes):
         if node.op != "call_function" or not _mentions_rows((node.args, node.kwargs)):
             continue
@@ -139,7 +148,8 @@ def resize(graph: Graph, given: Mapping[Node, torch.Tensor]) -> None:
 
 
 def _measured(graph: Graph, given: Mapping[Node, torch.Tensor]) -> Node:
-    """Add nodes that compute the number of rows from the shape of an input."""
+    """Add nodes that compute the number of rows from the shape of an input, and return the last of these
+    nodes."""
     for node, value in given.items():
         for dim, size in enumerate(value.shape):
             if size and size % ROWS == 0:
@@ -162,6 +172,7 @@ def _per(total: int, factor: int) -> int:
 
 
 def _refuse_arithmetic(node: Node) -> None:
+    """Raise a `CaptureError` if an operand of the node is a number that follows from the number of rows."""
     for number in operands(node):
         if number and (number % ROWS == 0 or (abs(number) < 1 and round(1 / number) % ROWS == 0)):
             raise CaptureError(
@@ -178,8 +189,8 @@ def _mentions_rows(arguments: Any) -> bool:
 
 
 def spec_of(value: torch.Tensor, rows: int | None) -> TensorSpec:
-    """Return the spec of a traced tensor. If the number of rows is open, assume the balanced case: as many
-    rows arrive as are dispatched."""
+    """Return the spec of a traced tensor. If `rows` is not None, the number of arriving rows is open: assume
+    that `rows` rows arrive, which is the number of dispatched rows."""
     spec = TensorSpec.of(value)
     if rows is None:
         return spec
@@ -191,6 +202,7 @@ def spec_of(value: torch.Tensor, rows: int | None) -> TensorSpec:
 
 
 def _open(node: Node) -> bool:
+    """Return whether a result of the node has a dimension that follows from the open number of rows."""
     value = node.meta.get("val")
     values = value if isinstance(value, list | tuple) else [value]
     return any(isinstance(v, torch.Tensor) and any(n and n % ROWS == 0 for n in v.shape) for v in values)

@@ -1,10 +1,10 @@
 """Check that experts work on each row separately.
 
-If experts are sharded over devices, a row is among other rows, and in another position, than on one device. A
-list of operations could not decide this: a softmax may run over features or over rows. So the check runs the
-code on a few rows, and again on arrangements that mix some of these rows with new rows. The result for a row
-must stay the same. The check measures the effect of rounding by moving all rows by one unit in the last
-place.
+If experts are sharded over devices, a row is among other rows, and in another position, than on one device.
+The names of the operations do not show whether rows are kept apart: a softmax may run over features or over
+rows. So the check runs the code on a few rows, and again on arrangements that mix some of these rows with new
+rows. The result for a row must stay the same. The check measures the effect of rounding by moving all rows by
+one unit in the last place.
 """
 
 from __future__ import annotations
@@ -26,19 +26,22 @@ from lightning_piper.routing import COMBINE, DISPATCH
 EACH = 4  # rows of each expert in the trial, if their number is open
 ALLOWANCE = 16  # a row's result may differ by this multiple of the effect of rounding
 NEW = -1  # stands for a new row in an arrangement
-# for each row its index among the original rows or `NEW`, and the magnitude of new rows
+# (for each row: its index among the original rows, or `NEW`; the magnitude of the new rows)
 Arrangement = tuple[Sequence[int], float]
 
 
 def refuse_row_dependence(
     p: RegionPass, interface: Interface, code: Code, names: PlaceholderNames, experts: Routed, known: set[Any]
 ) -> None:
-    """Raise an error for a forward pass of sharded experts in which one row depends on another row. Experts
-    that are not sharded are not checked.
+    """Raise an error for a forward pass of sharded experts in which one row depends on another row.
+
+    A pass is not checked if it draws random numbers, or reads anything except dispatched rows, counts,
+    parameters and unchanged buffers. It is also not checked on a machine without an accelerator that the pass
+    needs.
 
     Args:
-        known: kinds of passes that were already checked, because layers are often copies. This pass's kind is
-            added.
+        known: kinds of passes that need no further check, because layers are often copies. The function adds
+            the kind of this pass.
 
     Raises:
         CaptureError: the result for a row depends on other rows, on their number, or on its position among
@@ -54,7 +57,8 @@ def refuse_row_dependence(
         or interface.batch
         or interface.state
     ):
-        return  # the experts are on one device, or `shard` raises an error for them
+        return  # the experts are on one device, or `shard` raises an error for this pass
+    # Without its accelerator, the machine cannot run the code.
     if _spec(sent[0]).device.type != "cpu" and not torch.accelerator.is_available():
         return
     given = {name: node for held in (names.params, names.buffers) for node, name in held.items()}
@@ -98,8 +102,8 @@ class _RowTrial:
     Args:
         fixed: specs of the pass's parameters and buffers.
         arriving: for each input, the spec of the rows that arrive. None for an input with counts.
-        here: number of experts.
-        even: whether every expert has the same number of rows.
+        here: number of experts in the trial.
+        even: whether every expert has the same number of rows. If not, the number of rows is open.
         where: the user's line, which errors name.
     """
 
@@ -132,13 +136,20 @@ class _RowTrial:
         return str((nodes, specs, self._interface.arrives, self._interface.leaves, self._here))
 
     def depends_across_rows(self) -> bool:
-        """Return whether the result for a row depends on the rows around it."""
+        """Return whether the result for a row depends on other rows, on their number, or on its position
+        among them.
+
+        Raises:
+            CaptureError: see `_run`.
+        """
         fixed = _made_up(self._specs, self._here)
         rows = [None if spec is None else self._new(spec, self._here * self._each) for spec in self._arriving]
         every = [list(range(e * self._each, (e + 1) * self._each)) for e in range(self._here)]
         before = self._run(rows, every, fixed)
         moved = self._run([x if x is None else _one_ulp(x, self._generator) for x in rows], every, fixed)
         rounding = [_distance(a, b) for a, b in zip(before, moved, strict=True)]
+        # In each run, the experts have different arrangements. Over all runs, each expert has every
+        # arrangement.
         choices = _arrangements(self._each, self._even)
         for k in range(len(choices)):
             chosen = [choices[(k + e) % len(choices)] for e in range(self._here)]
@@ -157,7 +168,8 @@ class _RowTrial:
         return False
 
     def _new(self, spec: torch.Tensor, count: int, sizes: torch.Tensor | float = 1.0) -> torch.Tensor:
-        """Return new rows with random values. Integers may be indices, so they are 0 or 1."""
+        """Return `count` new rows with random values, times `sizes`. Integers may be indices, so they are 0
+        or 1."""
         shape = (count, *spec.shape[2 if self._even else 1 :])
         if not spec.is_floating_point():
             return torch.randint(2, shape, generator=self._generator).to(spec.dtype).to(spec.device)
@@ -167,6 +179,8 @@ class _RowTrial:
         return (made * scale).to(spec.dtype).to(spec.device)
 
     def _arranged(self, rows: torch.Tensor, source: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        """Return the rows with the indices `source`. For `NEW`, draw a new row of the magnitude in
+        `sizes`."""
         spec = rows.unsqueeze(0) if self._even else rows
         made, new = self._new(spec, len(source), sizes), source == NEW
         made[~new] = rows[source[~new].to(rows.device)]
@@ -175,7 +189,12 @@ class _RowTrial:
     def _run(
         self, rows: Sequence[torch.Tensor | None], places: Sequence[Sequence[int]], fixed: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Run the pass, and return one result row for each given row.
+        """Run the pass, and return each combined output, with one row for each given row.
+
+        Args:
+            rows: for each input, its rows. None for an input with counts.
+            places: for each expert, the indices of its rows. Only their number is used.
+            fixed: parameters and buffers.
 
         Raises:
             CaptureError: the code fails on these rows, or returns another number of rows.
@@ -207,8 +226,8 @@ class _RowTrial:
 
 
 def _arrived(node: Node, sent: list[Node]) -> torch.Tensor | None:
-    """Return the spec of the rows that arrive in an input of the pass. Return None if the input has
-    counts."""
+    """Return a tensor with the shape and dtype of the rows that arrive in an input of the pass. Return None
+    if the input has counts."""
     return next((_spec(user) for user in sent if user.args[0] is node), None)
 
 
@@ -240,8 +259,9 @@ def _made_up(specs: Sequence[torch.Tensor], here: int) -> list[torch.Tensor]:
 
 
 def _strided(spec: torch.Tensor, here: int) -> tuple[int, list[int]]:
-    """Return the number of elements that a parameter spans, and its strides. The part of each expert begins
-    one element after the part of the previous expert."""
+    """Return the number of elements that a parameter spans, and the parameter's strides. If its first
+    dimension has the size `here`, the part of each expert begins one element after the part of the previous
+    expert."""
     own = spec.shape[1:] if spec.ndim and spec.shape[0] == here else spec.shape
     strides = list(torch.empty(own, device="meta").stride())
     total = own.numel()
@@ -249,6 +269,7 @@ def _strided(spec: torch.Tensor, here: int) -> tuple[int, list[int]]:
 
 
 def _one_ulp(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return `x` with each element moved up or down by one unit in the last place. Integers stay the same."""
     if not x.is_floating_point():
         return x
     signs = torch.randint(2, x.shape, generator=generator).mul(2).sub(1).to(x.device)
@@ -261,7 +282,8 @@ def _largest(*values: torch.Tensor) -> float:
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return the largest difference. It is infinite if exactly one of two elements is NaN."""
+    """Return the largest difference between two elements in the same place. It is infinite if exactly one of
+    them is NaN, and 0 if both are NaN."""
     same = (a == b) | ((a != a) & (b != b))
     if same.all():
         return 0.0

@@ -1,8 +1,9 @@
 """Split the backward pass of a region into `BI`, the input-gradient pass, and `BW`, the weight-gradient pass.
 
 Other regions wait for the cotangents, so BI runs the operations that the cotangents need, and BW runs all
-other operations. BI also computes the values that both passes need, and passes them to BW. Only views are
-computed twice. So apart from views, BI followed by BW runs the same operations as B.
+other operations. BI also computes the values that BI and BW need, and passes these values to BW. Only views
+are computed twice. So apart from views, BI followed by BW runs the same operations as the whole backward pass
+B.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from lightning_piper.capture.torch_private import _torch
 from lightning_piper.ir.regions import Output, PassKey
 from lightning_piper.ir.values import Kind
 
-# A value and its view share memory, so BI passes the value to BW, and BW computes the view again.
+# Views that BW computes again. A value and its view share memory, so BI passes only the value to BW.
 _FREE = VIEWS - {torch.ops.aten._to_copy.default}
 
 
 def split_backward(
     whole: RegionPass, shared: Collection[Node], kept: Collection[Node]
 ) -> dict[str, RegionPass]:
-    """Return the parts of a backward pass by name. If no cotangent leaves the region, or no weight is
-    trained, the whole pass is the only part.
+    """Return the parts of a backward pass by name: BI and BW. The whole pass is the only part if no cotangent
+    leaves the region (named BW), or if no weight is trained (named BI).
 
     Args:
         whole: the pass B with its outputs and reads.
@@ -46,8 +47,8 @@ def split_backward(
     weights = RegionPass((region, "BW"), [n for n in whole.nodes if n not in first], grads)
     inputs.reads = reads_of(inputs.nodes, inputs.outputs, shared)
     weights.reads = reads_of(weights.nodes, weights.outputs, {*shared, *(n for n in first if _is_free(n))})
-    # Values from other regions also reach BW through BI. The set of passes from which a pass reads must not
-    # depend on the batch size, although a batch of one sample may run other operations.
+    # Values from other regions also reach BW through BI. So BW reads from the same passes for every batch
+    # size, although a batch of one sample may run other operations.
     handed = [n for n in weights.reads if n.op != "placeholder" and n not in kept]
     inputs.outputs = [*cotangents, (Output(Kind.SAVED, ("BW",)), handed)]
     return {"BI": inputs, "BW": weights}
@@ -75,6 +76,8 @@ def _needed(whole: RegionPass, results: list[Node]) -> set[Node]:
 
 
 def _is_free(node: Node) -> bool:
+    """Return whether BW computes the node again: it is a view, or takes one of several views out of a
+    list."""
     source = node.args[0] if node.args else None
     return node.target in _FREE and (
         node.target is not operator.getitem or (isinstance(source, Node) and _is_free(source))
@@ -85,8 +88,8 @@ def save_values(forward: RegionPass, parts: Mapping[str, RegionPass], kept: Coll
     """Add the values that the backward pass reads to the forward pass's outputs, in one bundle for each set
     of parts that reads them.
 
-    A value is freed as soon as its readers are done. Every batch size has the same bundles, even if some are
-    empty.
+    With separate bundles, each value can be freed as soon as its readers are done. Every batch size has the
+    same bundles, even if some bundles are empty.
 
     Args:
         parts: the parts of the backward pass, by name.
@@ -108,13 +111,15 @@ def wire_inputs(
 
     Args:
         whole: the backward pass.
-        parts: its parts, by name.
+        parts: the parts of `whole`, by name.
+        passes: all other passes, by region and kind.
         taken: the bundles that the pass receives from other regions.
     """
     region = whole.key[0]
     saved = passes[region, "F"].bundles(Kind.SAVED)
     whole.take([*(ref for ref, _, _ in saved), *taken], passes)
     known = {**passes, **{part.key: part for part in parts.values()}}
+    # The first part receives the bundles of other regions. The second part receives the first part's bundle.
     outside: Collection[OutputRef] = taken
     for kind, part in parts.items():
         part.take([*(ref for ref, out, _ in saved if kind in out.names), *outside], known)
