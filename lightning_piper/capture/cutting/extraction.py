@@ -93,7 +93,8 @@ def _emit(graph: torch.fx.Graph, env: dict[Node, Node], node: Node) -> Node:
     if node not in env:
         for x in node.all_input_nodes:
             _emit(graph, env, x)
-        if node.target in (aten.detach.default, *BORDERS):  # the training DAG does this work between passes
+        # A detach needs no code in a pass. The training DAG does the work of `BORDERS` between passes.
+        if node.target in (aten.detach.default, *BORDERS):
             env[node] = env[node.all_input_nodes[0]]
         elif direction_of(node) is not None:
             env[node] = _arrived(graph, env, node)

@@ -160,7 +160,7 @@ class _ReadTensors(TorchFunctionMode):
         self.found: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") != "__get__":  # a getter reads, for example, a shape or dtype
+        if getattr(func, "__name__", "") != "__get__":  # a getter reads an attribute, such as the shape
             self.found |= _ids((args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 

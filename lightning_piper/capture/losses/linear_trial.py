@@ -67,8 +67,8 @@ class _LinearityTrial:
         self._moving = list(moving)
 
     def verdict(self) -> str | None:
-        """Run the operation on several values of the moving arguments, and return the result of
-        `try_linearity`."""
+        """Run the operation on several values of the moving arguments. Return `LINEAR`, `STILL` or None, as
+        `try_linearity` does."""
         one, other = self._spread(), self._spread()
         zero, of_one, of_other = self._of([x * 0 for x in one]), self._of(one), self._of(other)
         # The result is the same for all values of the moving arguments.

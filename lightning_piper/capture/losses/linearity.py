@@ -50,7 +50,8 @@ _SUM = "add sub rsub lerp slice_scatter select_scatter diagonal_scatter as_strid
 # Operations that multiply two arguments
 _PRODUCT = "mul multiply mm bmm mv dot vdot inner outer ger matmul cross linalg_cross kron tensordot"
 _Products = tuple[tuple[int, ...], ...]
-_OVERWRITING = ("copy", "fill")  # the result does not depend on the values of the first argument
+# Operations whose result does not depend on the values of their first argument
+_OVERWRITING = ("copy", "fill")
 # For each operation, the products whose sum it computes. Each product is a tuple of the positions of its
 # factors. The operation may read further arguments if these do not depend on the loss gradient.
 _PRODUCTS: dict[str, _Products] = {
@@ -165,7 +166,8 @@ class _LossGradientStates:
             self._found[node] = found
 
     def _by_operation(self, node: Node) -> _Found:
-        """Return the state of a node that reads a linear input."""
+        """Return the state of a node that reads a linear input. Set `opaque` if the node is uncaptured
+        code."""
         if node.target is operator.getitem:
             return self._found[node.all_input_nodes[0]]
         if node.target is REMAINDER_BACKWARD:
@@ -194,8 +196,8 @@ class _LossGradientStates:
         return made or (_named(node) if called else LINEAR)
 
     def _by_table(self, node: Node) -> str | None:
-        """Return the state of a node according to the table: `LINEAR`, `ZERO`, or `STILL` if the table does
-        not make it linear. Return None if the operation is not in the table."""
+        """Return the state of a node according to the table: `LINEAR`, `ZERO`, or `STILL` if the node is not
+        linear according to the table. Return None if `_products` returns None for the node."""
         products = _products(node)
         if products is None:
             return None
@@ -292,7 +294,8 @@ def _flat(value: Any) -> Iterator[Any]:
 
 
 def _is_of_formula(node: Node, reader: Node) -> bool:
-    """Return whether the node belongs to the same derivative formula as its reader."""
+    """Return whether the node belongs to the same derivative formula of torch as its reader. A node computed
+    from an operation that a hook or a custom `backward` called does not."""
     same = _torch.sequence_number(node) == _torch.sequence_number(reader)
     return same and _torch.is_backward(node) and CALLED_KEY not in _origin(node).meta
 

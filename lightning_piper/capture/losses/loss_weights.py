@@ -138,7 +138,7 @@ class _LossWeighting:
         self.assumed, self.size = False, size
         self._extremes = False  # whether a term of the loss is a maximum or a minimum
         self.terms: list[Term] = []
-        # only terms whose denominators are sums over the batch
+        # term with the weighing `RATIO` -> its denominator
         self._denominators: dict[Term, Expression] = {}
         self.tangents = {} if self.names.tangent is None else {self.names.tangent: 0}
         self.weight: Node | None = None
@@ -490,8 +490,8 @@ class _LossWeighting:
         given = value.meta["val"]
         if given.ndim or not self.found.joined:
             zeros = self._add(aten.zeros_like.default, (value,), reader)
-        # The joined part of the step may read only its own values and rows of samples, so it cannot read
-        # `value`.
+        # The operations on gathered samples may read only values of such operations, and rows of samples. So
+        # they cannot read `value`.
         else:
             zeros = self._add(
                 aten.full.default, ([], 0.0), reader, {"dtype": given.dtype, "device": given.device}

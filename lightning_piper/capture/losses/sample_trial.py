@@ -282,8 +282,8 @@ def _swapped(x: torch.Tensor, shard: Shard, one: int, two: int, count: int) -> t
 
 
 def _drawn(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Return random values. Integers may be indices, so they are 0 or 1. All other values are positive,
-    because some operations accept only positive values."""
+    """Return random values. Integers may be indices, so they are 0 or 1, like bools. Other values are
+    positive, because some operations accept only positive values."""
     if dtype.is_floating_point or dtype.is_complex:
         return torch.rand(tuple(shape), generator=generator, dtype=torch.float64).add_(0.1).to(dtype)
     return torch.randint(2, tuple(shape), generator=generator).to(dtype)

@@ -163,7 +163,8 @@ def _way(graph: torch.fx.Graph, loss: Node, sums: LossSum, behind: Collection[No
             continue
         numbers.add(number)
         read.add(value)
-        if value.target is aten.sub.Tensor:  # the first operand has the same gradient
+        # The gradient of a difference is also the gradient of the first operand.
+        if value.target is aten.sub.Tensor:
             stack.append((value.args[0], base))
         (source,) = sources
         way.entering.append((source, [node for node in backward if source in node.all_input_nodes], base))
