@@ -59,7 +59,7 @@ def traced_once(
         device: the device of the trace.
         without_data: Returns a context in which the module has new tensors of the given fake mode. Each run
             needs new tensors, because the step may write to them.
-        trace: Returns a new graph, if the graph is not known.
+        trace: Returns a new graph. It is called if the graph is not known, and its errors are passed on.
     """
 
     def tracing_run() -> tuple[str, Graph | None, torch.device]:

@@ -88,7 +88,8 @@ class GraphBuilder:
             self._input(tangent, "tangents_1", _torch.TangentAOTInput(_torch.PlainAOTOutput(0)))
 
     def note(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any) -> None:
-        """Add a node for an operation that has run, and whose result is `made`.
+        """Add a node for an operation that has run, and whose result is `made`. A detach of a new tensor gets
+        no node.
 
         Raises:
             NotBuildable: the graph cannot be built from this operation.

@@ -56,7 +56,8 @@ class BatchDependence:
         self._unscaled: set[Node] = set()
 
     def has_rows(self, node: Node) -> bool:
-        """Return whether one of the node's dimensions depends on the number of samples."""
+        """Return whether one of the node's dimensions depends on the number of samples. If the traces do not
+        show it, return True."""
         if node not in self._has_rows:
             self._has_rows[node] = node in self._rows or self._shows_rows(node)
         return self._has_rows[node]

@@ -169,7 +169,8 @@ def denominator_of(
         emit.env[before].append(emit.env[node])
     emit.graph.lint()
     columns = {key: i for i, key in enumerate(stats)}
-    # The step itself divides by these sums. A loss over labels divides inside of its operation.
+    # Indices of the sums by which the step's code divides. A loss over labels divides inside of its
+    # operation.
     counted = [i for i, stat in enumerate(stats.values()) if stat.how != "labels"]
     zero, one = torch.zeros((), **_DOUBLE), torch.ones((), **_DOUBLE)
     nothing = _evaluate(expression, columns, [*[zero] * len(stats), one])

@@ -117,7 +117,13 @@ def weigh(traced: TracedGraph, size: int, canonical: Mapping[str, str], beside: 
 
 
 class _LossWeighting:
-    """The work of `weigh` on one graph."""
+    """The work of `weigh` on one graph.
+
+    Attributes:
+        found: the analysis of how values combine from parts of the batch.
+        terms: the terms found so far.
+        assumed, unknown, tangents, weight, logs: as in the `WeightedStep` that `run` returns.
+    """
 
     def __init__(
         self, traced: TracedGraph, size: int, canonical: Mapping[str, str], beside: Ask | None
@@ -566,11 +572,13 @@ def _is_read_again(loss: Node) -> bool:
     return False
 
 
-# Operations whose first argument is a list of summands, operations that may scale a sum, and additions
+# Operations whose first argument is a list of summands
 _LISTS = {aten.stack.default, aten.cat.default}
+# Operations that may multiply or divide a sum by a factor
 _SCALED = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.dot.default,
     aten.mv.default, aten.mm.default,
            aten.bmm.default}  # fmt: skip
+# Operations whose first two arguments are summands
 _ADDITIONS = {
     aten.add.Tensor,
     aten.add.Scalar,
