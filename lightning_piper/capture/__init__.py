@@ -8,7 +8,7 @@ The sub-packages, each of which imports only sub-packages above it:
 - `proxies`: placeholders for the values that a trace does not have, and the spec of a batch
 - `metrics`: calls of metric objects in a step
 - `python_state`: the Python state that a step reads and changes, and guards on it
-- `graph_cache`: graphs of steps that were traced before
+- `graph_cache`: stored graphs of steps, and new graphs built from recorded operations
 - `tracing`: the trace of a step into one joint graph
 - `losses`: how losses, logged values and gradients of parts of the batch combine
 - `tensor_sharding`: the shard of each value that a rank holds if tensors are sharded

@@ -1,8 +1,8 @@
 """Find which values and numbers of a traced graph depend on the number of samples.
 
 One trace often shows this. Otherwise, the graph is compared node by node with a second trace at another
-number of samples: each difference depends on the size. A second trace takes time, so it is requested only for
-a number or a shape that may have been computed from the size.
+number of samples: each difference depends on the size. A second trace takes time, so the analysis requests it
+only for a number or a shape that may have been computed from the size.
 """
 
 from __future__ import annotations

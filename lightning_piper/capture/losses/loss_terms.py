@@ -300,7 +300,7 @@ class LossTerms:
         _, target, weight, _, ignored = made.args
         if target in self._from_params or (weight is not None and weight in self._from_params):
             return Combination(OTHER)
-        if target not in self._from_batch:  # without labels from the batch, each row has one label
+        if target not in self._from_batch:  # the labels do not depend on the samples: one for each row
             return Combination(LINEAR, SAMPLES) if weight is None else Combination(OTHER)
         key = self._keys.form(("labels", self._keys.of(target), weight and self._keys.of(weight), ignored))
         return Combination(LINEAR, BatchSum(key, made, "labels"))

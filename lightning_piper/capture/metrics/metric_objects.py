@@ -88,7 +88,7 @@ class MetricRecorder:
 
     @property
     def made(self) -> MetricCalls:
-        """All recorded calls and logs. Their `terms` and `whole` are not set."""
+        """All recorded calls and logs. The fields `terms` and `whole` of the result are not set."""
         return MetricCalls(tuple(self._events), used=frozenset(self._used))
 
     def call(self, metric: nn.Module, method: str, after: int, args: Any, kwargs: Any) -> Any:
