@@ -33,10 +33,10 @@ def mean(values: torch.Tensor, count: torch.Tensor | float) -> torch.Tensor:
 
     Args:
         values: A tensor of any shape, with zeros for elements that do not count.
-        count: The number of elements that count in this batch, or in this part of it. It is a tensor without
+        count: The number of elements that count in this batch, or in this part of it. Give a tensor without
             dimensions, or a number that is the same for every part, such as a number of elements of the whole
-            batch. It must depend on the batch alone, not on parameters, because the counts are added up
-            before the first backward pass. No gradient flows through it.
+            batch. The count must depend on the batch alone, not on parameters, because the counts are added
+            up before the first backward pass. No gradient flows through the count.
 
     Raises:
         CaptureError: The count is a tensor with more than one element.

@@ -24,7 +24,7 @@ from lightning_piper.totals import total
 def whole_batch_norms(every: bool) -> Iterator[None]:
     """Return a context in which `nn.SyncBatchNorm`, in training, uses the statistics of the whole batch.
 
-    It works on any device and needs no process group.
+    The context works on any device and needs no process group.
 
     Args:
         every: Whether all other batch norms also use the statistics of the whole batch.

@@ -1,8 +1,8 @@
 """Files that one run keeps for the next, in the user's cache folder.
 
-A file is complete or absent. It is read only if no other user can have written it. A person who can write
-where this user writes can also change the user's programs, so nothing is signed. Damaged files, and files
-that others can write, count as absent. A folder that cannot be written to is not an error.
+A file is complete or absent. Piper reads a file only if no other user can have written it. A person who can
+write where this user writes can also change the user's programs, so nothing is signed. Damaged files, and
+files that others can write, count as absent. A folder that cannot be written to is not an error.
 """
 
 from __future__ import annotations

@@ -236,8 +236,8 @@ def compile(
 
     If a `training_step` cannot be captured as a whole, and the program divides it (stages, microbatches,
     sharded parameters), Piper captures the calls of annotated modules. The remaining code of the step runs
-    uncaptured, and a warning names the line. A program that only replicates needs no graph of such a step, so
-    `compile` raises the error; `PiperStrategy` runs the step uncaptured.
+    uncaptured, and a warning names the line. If the program only replicates such a step, `compile` raises the
+    error, because `PiperStrategy` runs the step uncaptured and needs no graph.
 
     Args:
         module: A LightningModule. It is neither run nor changed.

@@ -5,11 +5,11 @@
         rows = self.experts(rows, sizes)
         out = piper.combine(rows)                         # in the order of `tokens` again
 
-On one device both are identities. A `shard` directive divides the experts among its devices, and sends tokens
-to their experts and back at these two calls. Then `rows` are the tokens of all devices for this device's
-experts, sorted by expert, and `sizes` is the number of rows of each of these experts. So code between the two
-calls must take sizes from the tensors that it receives (`sizes.shape[0]`, `weight.shape[0]`), and must
-compute each row from this row alone.
+On one device, `dispatch` and `combine` are identities. A `shard` directive divides the experts among its
+devices, and sends tokens to their experts and back at these two calls. Then `rows` are the tokens of all
+devices for this device's experts, sorted by expert, and `sizes` is the number of rows of each of these
+experts. So code between the two calls must take sizes from the tensors that it receives (`sizes.shape[0]`,
+`weight.shape[0]`), and must compute each row from this row alone.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ _sites: _Sites | None = None  # record of the current capture; None outside of a
 
 @contextmanager
 def exchanging(degrees: Sequence[int]) -> Iterator[None]:
-    """Return a context that records exchanges in the current capture. It is entered for each traced run of a
-    step.
+    """Return a context that records exchanges in the current capture. A capture enters the context for each
+    traced run of a step.
 
     Args:
         degrees: For each call of `dispatch`, the number of devices that divide its experts.

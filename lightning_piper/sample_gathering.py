@@ -62,7 +62,8 @@ def gather_samples(x: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def gathering() -> Iterator[None]:
-    """Return a context in which a capture sees `gather_samples`. It is entered for each traced run of a step."""
+    """Return a context in which a capture sees `gather_samples`. A capture enters the context for each traced
+    run of a step."""
     global _captured
     before, _captured = _captured, True
     try:

@@ -30,7 +30,7 @@ def degrees_of(dag: TrainingDAG, program: Program, devices: int) -> str:
 
 
 def _zero(dag: TrainingDAG, program: Program) -> str:
-    """Return the ZeRO stages of the replicas; empty if they shard nothing."""
+    """Return the ZeRO stages of the replicas; empty without replicas, or if the replicas shard nothing."""
     fields = [shards_of(each) for each in program if isinstance(each, Replicate)]
     found = sorted({max((LEVELS.index(field) + 1 for field in own), default=0) for own in fields})
     return " and ".join(f"ZeRO-{stage}" for stage in found) if dag.replicas > 1 and any(found) else ""

@@ -22,7 +22,8 @@ AXIS = "tp"
 def tensor_parallel(module: nn.Module, batch: Any, degree: int, *, sequence: bool = False) -> list[Directive]:
     """Return a program in which `degree` devices shard a module's weights.
 
-    It shards the columns of one product and the rows of the next one, if all operations in between work on
+    The program shards the columns of one matrix product and the rows of the next product, if all operations
+    in between work on
     parts: heads of an attention, or a gated product. All other weights stay whole.
 
     Args:
@@ -34,7 +35,8 @@ def tensor_parallel(module: nn.Module, batch: Any, degree: int, *, sequence: boo
 
     Returns:
         A `Place` of everything on devices 0 to `degree` - 1; and a `Shard` whose `params` name the weights,
-            with `*` for the number of a layer. You can change them, and combine them with other directives.
+            with `*` for the number of a layer. You can change these directives, and combine them with other
+            directives.
 
     Raises:
         CaptureError: The step cannot be captured.

@@ -1,4 +1,4 @@
-"""Limits of the size of a program. Piper rejects larger ones before it spends time and memory on them.
+"""Limits of the size of a program. Piper rejects larger programs before it spends time and memory on them.
 
 docs/limits.md lists these limits.
 """

@@ -1,4 +1,5 @@
-"""Read files that users write. They are read whole, after a check that they are files and not too large."""
+"""Read files that users write. Piper reads a file whole, after a check that it is a regular file and not too
+large."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def read_text(path: str | PathLike[str], limit: int = FILE) -> str:
 
     Raises:
         OSError: The file does not exist, or cannot be read.
-        ValueError: It is not a regular file, holds more than `limit` bytes, or is not UTF-8.
+        ValueError: The path is not a path of a regular file, or the file has more than `limit` bytes or is
+            not UTF-8.
     """
     if not isinstance(path, str | PathLike):
         raise ValueError(f"a {type(path).__name__} is not a path")
@@ -41,7 +43,7 @@ def read_json(path: str | PathLike[str], limit: int = FILE) -> Any:
     """Return the content of a JSON file: plain JSON without NaN, infinity, and duplicate keys in an object.
 
     Raises:
-        OSError, ValueError: As `read_text` does. Also ValueError if the content is not such JSON.
+        OSError, ValueError: As `read_text` does. Also ValueError if `parse_json` rejects the content.
     """
     return parse_json(read_text(path, limit))
 

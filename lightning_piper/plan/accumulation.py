@@ -1,7 +1,7 @@
 """Sums, one term at a time.
 
-A sum adds its terms from first to last in the order in which the node lists them, no matter when or where
-they are made, because floating point sums depend on the order. A term is added as soon as it and all terms
+A sum adds its terms from first to last in the order in which the node lists them, no matter when or where the
+terms are made, because floating point sums depend on the order. A term is added as soon as it and all terms
 before it are available, so only terms that are available before an earlier term stay in memory.
 """
 
@@ -20,7 +20,7 @@ class Accumulation:
     """A sum of a node's inputs on one device.
 
     If the sum has several terms and all terms are outputs of `Pack` nodes, the plan does not run these nodes.
-    It adds the tensors that the nodes would pack to the flat sum.
+    Instead, it adds the tensors that the nodes would pack directly to the flat sum.
 
     Attributes:
         terms: The values that are added up.

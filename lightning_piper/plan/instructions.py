@@ -1,5 +1,5 @@
-"""All instructions of a plan by name. Operations define most of them. `Record`, `Keep` and `WaitEvent` are
-defined here, because no operation has them."""
+"""All instructions of a plan by name. Operations define most instructions. `Record`, `Keep` and `WaitEvent`
+are defined here, because no operation has them."""
 
 from __future__ import annotations
 

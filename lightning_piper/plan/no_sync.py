@@ -14,8 +14,8 @@ from lightning_piper.ops.update import Accumulate, Update
 def sync_only(dag: TrainingDAG) -> frozenset[int]:
     """Return the nodes that only the last batch of a gradient accumulation runs.
 
-    They are the sums of gradients over replicas, and all nodes that read these sums. The batches before add
-    their terms to the gradient accumulation buffer instead.
+    These nodes are the sums of gradients over replicas, and all nodes that read these sums. The batches
+    before add their terms to the gradient accumulation buffer instead.
 
     Sharded gradients are summed in every batch, because keeping whole gradients would need the memory that
     sharding saves. If gradients of a parameter from several regions are added up, either the sums of all these

@@ -1,6 +1,6 @@
 """The part of a plan that runs with a batch before the last one of a gradient accumulation.
 
-Sums over replicas wait for the last batch. Until then their terms are kept.
+Sums over replicas wait for the last batch. Until then, the device keeps the terms of these sums.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ def priority(dag: TrainingDAG, node: Node, height: int) -> Priority:
        for gradients of weights (BW), so these chunks run when no other chunk can. Without an order, that is
        at the end, while devices later in the backward direction are still busy. The nodes `Weights` (weights
        of the loss's terms) come after the forward passes, which do not need them.
-    4. Updates and results, because no node needs them and they may have to wait for another device.
-       Bookkeeping that has to wait for another device comes here too.
+    4. Updates and results, because no node needs them, and because a device may have to wait for another
+       device before it can run them. Bookkeeping that has to wait for another device comes here too.
     5. The report.
     """
     turn = node.turn

@@ -17,7 +17,8 @@ class Plan:
         device: The logical device.
         devices: All logical devices of the step.
         size: Samples in the global batch of one step.
-        place: Rank of the device in its groups. It selects the device's shards and communication partners.
+        place: Rank of the device in its groups. The rank selects the device's shards and communication
+            partners.
         replica, replicas: Index of the replica whose local batch this device has (0 if it has none), and the
             number of replicas.
         slots: Number of value slots.

@@ -18,7 +18,8 @@ A step file has these keys::
     fixed   {device: {parameters, optimizer}}
     step    the recorded step
 
-In both, `step` has the content of `Simulation.to_json` with `boxes` instead of the timeline. A box is::
+In plan files and step files, `step` has the content of `Simulation.to_json` with `boxes` instead of the
+timeline. A box is::
 
     [row, start, end, node, kind]   kind: a pass, an operation, or on streams with chunks `wait` (for
                                     communication only) or `idle` (for other work)

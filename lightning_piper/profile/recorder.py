@@ -1,7 +1,8 @@
 """Records start and end of every instruction of one device in preallocated memory.
 
 On a CPU, instructions run one after the other in plan order, so the recorder reads a clock before and after
-each instruction. On CUDA, the host only issues them, so events on an instruction's stream measure when it ran.
+each instruction. On CUDA, the host only issues instructions, so events on an instruction's stream measure
+when the instruction ran.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class StepRecorder:
     Args:
         executor: The executor.
         device: The torch device of its tensors.
-        labels: Whether to label operators and kernels for torch.profiler with their node.
+        labels: Whether to label the operators and kernels that torch.profiler records with the node that runs
+            them.
     """
 
     def __init__(self, executor: Executor, device: torch.device, labels: bool = False) -> None:

@@ -17,16 +17,16 @@ With all devices in one process::
     results = run_local(executors, leaves, seed=0, scale=1.0)        # list[StepResult], one for each executor
 
 `params` and `buffers` map canonical names to tensors. An executor looks up only the tensors that its plan's
-chunks use, and binds them once. It sees changes in place (by an optimizer or `load_state_dict`). If a tensor
-is replaced, make a new executor. If a plan has shards of parameters, pass them as `Executor(...,
-shards=shards_of(plan, params, device))`. `leaves` are the tensors of the global batch, in the order of
-`StepCode.batch_specs`, on the executor's device.
+chunks use, and binds them once. The executor sees changes in place (by an optimizer or `load_state_dict`). If
+a tensor is replaced, make a new executor. If a plan has shards of parameters, pass the shards as
+`Executor(..., shards=shards_of(plan, params, device))`. `leaves` are the tensors of the global batch, in the
+order of `StepCode.batch_specs`, on the executor's device.
 
 `StepResult.grads` maps the names of the parameters that this device updates to their gradients. Nothing else
 refers to these tensors. The gradient of a sharded parameter is one-dimensional and covers this device's local
-shard; `joined(plans, results)` makes whole gradients of them. `StepResult.metrics` is a float64 vector in the
-order of `ops.metrics.metric_names`. When `step` returns, the module's buffers have their new values. An
-instruction that fails raises `ExecutionError`.
+shard; `joined(plans, results)` joins the gradients of shards to whole gradients. `StepResult.metrics` is a
+float64 vector in the order of `ops.metrics.metric_names`. When `step` returns, the module's buffers have
+their new values. An instruction that fails raises `ExecutionError`.
 """
 
 from lightning_piper.runtime.executor import Executor, StepResult

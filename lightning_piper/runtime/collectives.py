@@ -8,7 +8,7 @@ The receiver joins the parts in the order of the members, so the bits do not dep
 NCCL has an operation for each kind of collective, and Piper uses it. Of gloo's operations, Piper uses only
 the all-reduce, with two exceptions. For few bytes, gloo's rounds take longer than the transfer. If members
 can read each other's memory, reading is faster than a transfer. In both cases each member gives its tensor to
-all other members, and each computes the sum locally.
+all other members, and each member computes the sum locally.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class StepResult:
             its local shard (`Bucket.local_shards`). The tensors share memory with nothing else.
         metrics: A float64 vector of the step's loss and logged tensors, unscaled, in the order of
             `ops.metrics.metric_names`.
-        results: Maps names to the tensors that a forward-only step returns (`StepCode.rebuild`). They
+        results: Maps names to the tensors that a forward-only step returns (`StepCode.rebuild`). The tensors
             cover this replica's samples.
     """
 
@@ -58,13 +58,14 @@ class Executor:
     Args:
         plan: The plan of this device.
         step: The captured step, which has the chunks' code.
-        params, buffers: Tensors by canonical name, on `device`; at least those that the plan's chunks read.
-            The executor binds them once. Their values may change in place, but do not replace the tensors.
+        params, buffers: Tensors by canonical name, on `device`; at least the tensors that the plan's chunks
+            read. The executor binds the tensors once. The values may change in place, but do not replace the
+            tensors.
         transport: The connection of this device to the other devices.
         device: The torch device of the tensors.
         shards: For each bucket in `Plan.shards`, the flat tensor that this device keeps of it between steps.
-            It is either the whole bucket, in which only this device's shard is up to date, or this shard
-            alone. Bound once, like `params`.
+            The flat tensor is either the whole bucket, in which only this device's shard is up to date, or
+            this shard alone. Bound once, like `params`.
         gradient_buffer: The gradients that all steps of an accumulation except the last keep for the sum
             over replicas. The executors of one device for different batch sizes share one buffer.
         compiler: Returns the function that runs instead of a chunk's code (default: None, the code runs

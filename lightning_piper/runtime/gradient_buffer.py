@@ -1,7 +1,8 @@
-"""Gradients that a device accumulates locally. With the last batch of an accumulation, the replicas sum them.
+"""Gradients that a device accumulates locally. With the last batch of an accumulation, the replicas sum these
+gradients.
 
-The executor that sums them may not be the one that kept them, because each batch size has its own executor.
-This is safe for streams. A gradient's memory is recorded on the stream of the sum when it is made, and all
+One executor may keep a gradient and another executor sum it, because each batch size has an executor. For
+streams, this is safe. A gradient's memory is recorded on the stream of the sum when it is made, and all
 executors share that stream, because streams with the same name are the same stream (`accelerators`).
 """
 

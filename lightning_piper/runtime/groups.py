@@ -1,11 +1,12 @@
 """Process groups that only their members create.
 
-All processes must call `torch.distributed.new_group` for every group, even for groups they are not in. If n
-processes each make groups of their own, each process makes n calls. With `use_local_synchronization` only
-members call it. But torch then names the group by the number of groups that the process has (torch 2.13).
-Members that are in different numbers of other groups disagree on the name, and wait for each other forever.
+All processes must call `torch.distributed.new_group` for every group, even for groups without this process.
+If n processes each make groups of their own, each process makes n calls. With `use_local_synchronization`
+only members call it. But torch then names the group by the number of groups that the process has (torch
+2.13). Members that are in different numbers of other groups disagree on the name, and wait for each other
+forever.
 
-Here members name a group by its ranks, its purpose and how often they have made it.
+In this module, members name a group by its ranks, its purpose and how often the members have made it.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ _made: tuple[dist.ProcessGroup, Counter[str]] | None = None
 def local_group(
     ranks: Iterable[int], purpose: str, backend: str, timeout: timedelta | None = None, options: Any = None
 ) -> dist.ProcessGroup:
-    """Create a group of these processes. Collective over them. Any two processes must create their common
-    groups in the same order.
+    """Create a group of these processes. Collective over these processes. Any two processes must create their
+    common groups in the same order.
 
     Args:
         ranks: Ranks in the default group, including this process.

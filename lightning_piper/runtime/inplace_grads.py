@@ -1,4 +1,5 @@
-"""Gradients that a chunk writes directly to their final memory. This saves a copy and a second buffer.
+"""Gradients that a chunk writes directly to their final memory. Writing directly saves a copy and a second
+buffer.
 
 If a chunk's gradient is packed into a bucket, the chunk's matrix product writes it into the bucket's flat
 tensor. The bits are the same, because the same kernel computes them::
@@ -6,8 +7,8 @@ tensor. The bits are the same, because the same kernel computes them::
     mm = torch.ops.aten.mm(g, x)  ->  pack                 mm = torch.ops.aten.mm(g, x, out=<view of the flat tensor>)
 
 If gradients are terms of a sum, the matrix product adds its result to the sum. This saves one pass over the
-memory for each term. It rounds differently from a product followed by an addition. So Piper does it only with
-a compiler, because compiled code does not promise bitwise equality::
+memory for each term. The result rounds differently from a product followed by an addition. So Piper adds
+directly only with a compiler, because compiled code does not promise bitwise equality::
 
     mm = torch.ops.aten.mm(g, x)  ->  add                  torch.ops.aten.addmm_(<view of the sum>, g, x)
 """

@@ -44,8 +44,8 @@ class _Collective:
 class LocalTransport:
     """A transport between the plans of all devices in one process. Make one for each set of plans.
 
-    A message is the sender's own tensor. This is safe because no plan changes a value in place that another
-    device could hold.
+    A message is the sender's own tensor. The receiver may read this tensor at any time, because no plan
+    changes a value in place that another device could hold.
     """
 
     def __init__(self, plans: Mapping[int, Plan]) -> None:
@@ -180,7 +180,7 @@ class LocalEndpoint:
 
 
 def _taken(part: Any, mark: Arrival, device: torch.device) -> Any:
-    """Return one device's part of a collective on this device. It is a tensor or a bundle."""
+    """Return one device's part of a collective on this device. The part is a tensor or a bundle."""
     return mark.take(part, device) if isinstance(part, tuple) else mark.take((part,), device)[0]
 
 

@@ -2,7 +2,8 @@
 the step's metrics.
 
 A sum over gloo wakes threads in all processes. With few cores this takes as long as a tiny step. So if
-replicas sum a small bucket of gradients and a vector of metrics, Piper sums both in one message.
+replicas sum a small bucket of gradients and a vector of metrics, Piper sums the bucket and the vector in one
+message.
 
 The message also carries a digest of each process. If all digests are equal, the processes agree on what the
 digest stands for, without a message for this purpose. A process that cannot run the step sends zeros instead
@@ -140,9 +141,9 @@ class Piggyback:
 def piggyback_of(plan: Plan, device: torch.device) -> Piggyback | None:
     """Return the `Piggyback` of a plan; None if the plan does not allow it.
 
-    The plan must be of replicas on CPUs that communicate only by all-reduces over all of them. It needs a
-    small bucket of gradients whose sum starts after the metrics' sum starts, and is awaited before the
-    metrics are.
+    The plan must be of replicas on CPUs that communicate only by all-reduces over all replicas. It needs a
+    small bucket of gradients. The sum of this bucket must start after the sum of the metrics starts, and its
+    wait must come before the wait for the metrics.
     """
     if (
         device.type != "cpu"

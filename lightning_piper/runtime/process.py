@@ -45,12 +45,13 @@ class Communicators(Protocol):
 
 
 def in_order(plan: Plan) -> list[Channel | Group]:
-    """Return the communicators of a device in the order in which it connects them.
+    """Return the communicators of a device in the order in which the device connects them.
 
     Any two devices connect their common communicators in the same order, so they cannot wait for each other.
     Unrelated communicators connect at the same time where possible. Channels between i and j are sorted by i
-    xor j, because pairs with the same xor do not share a device. A pipeline has about log n such numbers.
-    Groups are sorted by stream, because the groups on one stream rarely share devices.
+    xor j, because pairs with the same xor do not share a device. A pipeline of n stages has about log n
+    different values of i xor j. Groups are sorted by stream, because the groups on one stream rarely share
+    devices.
     """
     channels = sorted(plan.channels, key=lambda channel: (channel[0] ^ channel[1], channel))
     return [*channels, *sorted(plan.groups, key=lambda group: (group[1], group[0]))]

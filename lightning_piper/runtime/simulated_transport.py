@@ -21,8 +21,8 @@ from lightning_piper.runtime.process import ProcessEndpoint
 
 
 class SimulatedTransport:
-    """A transport that connects the plans of all devices in one process. It has the same class of endpoints as
-    `ProcessTransport`, but simulated communicators.
+    """A transport that connects the plans of all devices in one process. The transport has the same class of
+    endpoints as `ProcessTransport`, but simulated communicators.
 
     Attributes:
         hosts: The host of each logical device.

@@ -13,9 +13,11 @@ from lightning_piper.plan.instructions import Deliver
 
 
 class StepOutputs:
-    """A collector of a step's outputs. It fills while the step runs, and `empty` returns them at the end.
+    """A collector of a step's outputs. Instructions fill the collector while the step runs, and `empty`
+    returns the outputs at the end.
 
-    The caller may change gradients in place (clipping, scaling), so they must share memory with nothing else.
+    The caller may change gradients in place (clipping, scaling), so gradients must not share memory with any
+    other tensor.
     A gradient that a chunk returns may share memory: it may also be the gradient of another parameter, an
     expanded scalar, or a part of the batch.
 
@@ -131,8 +133,8 @@ class StepOutputs:
         return x
 
     def empty(self) -> tuple[dict[str, torch.Tensor], torch.Tensor, dict[str, torch.Tensor]]:
-        """Return gradients, metrics and results, and drop the references to them, because the caller owns
-        them."""
+        """Return gradients, metrics and results, and drop the references to all three, because the caller
+        owns the tensors."""
         grads, metrics, results = self.grads, self.metrics, self.results
         assert metrics is not None
         self.grads, self.metrics, self.results = {}, None, {}

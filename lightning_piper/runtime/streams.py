@@ -1,5 +1,5 @@
-"""Logical streams: streams and events of an accelerator. On a CPU they do nothing, and instructions run in
-plan order.
+"""Logical streams: streams and events of an accelerator. On a CPU, these classes do nothing, and instructions
+run in plan order.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Tensors in messages. They are contiguous in the message, and get the sender's strides at the receiver.
+"""Tensors in messages. Tensors are contiguous in the message, and get the sender's strides at the receiver.
 
 Strides select kernels, and kernels determine bits, so a value must keep its strides when it crosses devices.
-Therefore a message has the dimensions in memory order, and the receiver permutes them back.
+Therefore a message has the dimensions in memory order, and the receiver permutes the dimensions back.
 """
 
 from __future__ import annotations

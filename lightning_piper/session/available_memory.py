@@ -24,7 +24,8 @@ SPARED = 0.1
 
 
 class NoRoom(PiperError):
-    """Replicas of the whole module do not fit into memory. The message says how much memory they need."""
+    """Replicas of the whole module do not fit into memory. The message says how much memory a replica
+    needs."""
 
 
 def check_room(compiled: Compiled, module: nn.Module, world: World, states: float) -> None:

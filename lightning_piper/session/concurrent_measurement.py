@@ -1,8 +1,9 @@
 """Measures the costs of a step's parts while all processes compute. As in training, cores then share caches,
 memory and clocks.
 
-If there are more processes than cores, as many processes measure at once as there are cores. How they share
-the cores depends on the schedule, and the estimate accounts for that.
+If there are more processes than cores, as many processes measure at once as there are cores. In training,
+more processes than cores share the cores. How much this costs depends on the schedule, and the estimate of a
+program accounts for it.
 """
 
 from __future__ import annotations
@@ -178,7 +179,8 @@ def _link_of(world: World, members: int, large: int, exchange: Exchange) -> Link
 
 
 def _messages(members: Members, x: torch.Tensor) -> Callable[[], object]:
-    """Return a function in which the first and the last rank of the group send to each other, both at once."""
+    """Return a function in which the first and the last rank of the group send to each other at the same
+    time."""
     other = {0: len(members.ranks) - 1, len(members.ranks) - 1: 0}.get(members.own)
 
     def run() -> None:

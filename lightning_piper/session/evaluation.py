@@ -3,10 +3,10 @@ of a run.
 
 A plan has fixed shapes and is the same for all processes of a replica. So before each step the processes
 agree that they have the same batch, and whether a plan must be compiled first. If the step logs no tensors,
-replicas may have batches of different sizes, and some may have one batch more than other replicas. This
-happens in `predict`, where Lightning's sampler does not repeat samples to make the local batches equal. A
+replicas may have batches of different sizes, and some may have one batch more than other replicas. Replicas
+differ so in `predict`, where Lightning's sampler does not repeat samples to make the local batches equal. A
 replica that has run out of batches repeats its last batch without a result until the other replicas are done,
-because they may need its shards of parameters.
+because the other replicas may need its shards of parameters.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Evaluation:
 
     Attributes:
         runtime: The runtime on which the steps run.
-        follow: Called before each step. It updates the step's tensors with values that hooks may have put
-            into the module.
+        follow: Called before each step. The function updates the step's tensors with values that hooks may
+            have put into the module.
 
     Args:
         module: The module whose steps run; parts of it may be on other processes.

@@ -1,4 +1,5 @@
-"""Decides from the bytecode of a user's hooks whether they read gradients, before the hooks run."""
+"""Decides from the bytecode of a user's hooks whether the hooks read or change gradients, before the hooks
+run."""
 
 from __future__ import annotations
 

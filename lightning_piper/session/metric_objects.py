@@ -164,8 +164,8 @@ class MetricObjects:
         self._inside = False  # whether objects now return the values of this process alone
 
     def claim(self, module: nn.Module, owners: Mapping[str, Ranks]) -> None:
-        """Register objects, by name, so that from now on their owners update them and `compute` covers all
-        replicas. Collective.
+        """Register objects, by name. From now on, only an object's owners update it, and its `compute` covers
+        all replicas. Collective.
 
         Raises:
             PiperError: Another step computes an object's arguments on different processes; an object's states

@@ -432,9 +432,9 @@ def arguments_of(
 
 
 def _sum_of_plans(compiled: Compiled) -> int:
-    """Return a checksum of the plans. It covers their operations, order and devices, but not shapes.
+    """Return a checksum of the plans. It covers the plans' operations, order and devices, but not shapes.
 
-    It covers the number of samples only if replicas exchange values for each sample.
+    The checksum covers the number of samples only if replicas exchange values for each sample.
     """
     dag, texts = compiled.dag, dict[int, str]()
     inner = (Kind.ACTIVATION, Kind.COTANGENT)  # their names come from the trace and differ between shapes
@@ -463,8 +463,8 @@ def _sum(*texts: str) -> int:
 
 
 def check_placed(program: Sequence[Directive], processes: int) -> None:
-    """Check before a capture that there is a process for each logical device, as far as the directives show their
-    number.
+    """Check before a capture that there is a process for each logical device, as far as the directives show
+    the number of logical devices.
 
     Raises:
         PiperError: There are more or fewer processes.

@@ -18,7 +18,7 @@ from lightning_piper.directives import Directive, Place, Replicate, parse
 from lightning_piper.directives.program import Annotations, annotations_of
 from lightning_piper.errors import DirectiveError
 
-AUTO = "auto"  # Passed in place of directives: a search finds them at the first batch of a fit.
+AUTO = "auto"  # Stands in place of directives. A search finds the directives at the first batch of a fit.
 VARIABLE = "PIPER_DIRECTIVES"
 ATTRIBUTE = "piper_directives"
 SHOWN = 300  # largest number of characters of a program in an error

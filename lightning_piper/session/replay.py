@@ -24,7 +24,7 @@ from lightning_piper.ops.metrics import first_log, metric_names, widths
 from lightning_piper.runtime import StepResult
 from lightning_piper.session.metric_objects import MetricObjects, owners_of, wanted_by_all
 
-# A plan reports the same values on every process. Reducing them again would only cost time.
+# A plan reports the same values on every process. Reducing these values again would only cost time.
 NOT_REPLAYED = ("sync_dist", "sync_dist_group", "enable_graph")
 
 

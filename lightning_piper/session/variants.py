@@ -2,7 +2,7 @@
 
 A capture is valid while its guards hold. If no capture is valid, the step is captured once more, and the
 failed guards say why. All processes run the same Python code on the same state, so they choose the same
-capture. `agreement` compares their choices.
+capture. `processes.agreement` compares the choices of the processes.
 """
 
 from __future__ import annotations

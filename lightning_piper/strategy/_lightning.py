@@ -222,9 +222,9 @@ def log_apart(trainer: pl.Trainer, step: str, captures: Sequence[Compiled], proc
     """Prepare logged values for a step that was captured and now runs uncaptured, so that each process logs
     only its own batches.
 
-    Each process has logged the values of the whole batch before. It keeps its share of these values, so that
-    their total weight stays the same: a mean and its weight are divided by the number of processes, and so is
-    a sum over samples. Other sums are the same on every process.
+    Each process has logged the values of the whole batch before. Now each process keeps a share of these
+    values, so that their total weight stays the same. The function divides a mean, its weight, and a sum over
+    samples by the number of processes. Other sums are the same on every process.
 
     For the training step, the values of the validation loop are cleared, because Lightning rejects a change
     of `sync_dist` for a logged value.

@@ -371,7 +371,7 @@ def check_choices(**arguments: object) -> None:
 
 
 def check_start_method(start_method: object) -> None:
-    """Check that the processes are started as this strategy needs them.
+    """Check that the strategy's argument `start_method` is "popen".
 
     Raises:
         PiperError: Processes are spawned or forked.

@@ -31,7 +31,8 @@ Suspended = list[tuple[Any, str, Any]]  # (owner, attribute, value to restore)
 
 def suspend(module: pl.LightningModule, world: World) -> Suspended:
     """Switch off features that assume that every process has the whole module or separate data. `resume`
-    switches them on again, given the result. With one process, the result is empty.
+    switches these features on again. It needs the result of this function. With one process, the result is
+    empty.
 
     Summaries and graph logging would run the module on its `example_input_array`, which is set to None.
     `Metric.sync` would sum over all processes, although the processes of one replica see the same batches.
@@ -96,7 +97,7 @@ _HOOKS = {
 def drops_gradients(module: pl.LightningModule, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether Lightning drops the previous step's gradients unread before the next backward pass.
 
-    It does not in manual optimization, if a hook may read the gradients before they are dropped, or if the
+    Return False in manual optimization, if a hook may read the gradients before they are dropped, or if the
     module or its optimizer overrides the method that zeroes them.
     """
     trainer: Any = module.trainer

@@ -1,8 +1,8 @@
 """The batches of a run. Every process draws its own batches. All processes of a replica draw equal batches.
 
-They are equal because the random numbers are equal: before the first batch, all processes copy the states of
-rank 0's generators. Workers of data loaders are seeded by replica, not by process. `processes.agreement`
-detects batches that differ nevertheless.
+The batches are equal because the random numbers are equal: before the first batch, all processes copy the
+states of rank 0's generators. Workers of data loaders are seeded by replica, not by process.
+`processes.agreement` detects batches that differ nevertheless.
 """
 
 from __future__ import annotations

@@ -394,8 +394,8 @@ class EvaluatingStrategy(OverProcesses):
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a plain checkpoint. If several processes load it for a module on the meta device, the tensors
-        of a local file stay in the file until they are used."""
+        """Load a plain checkpoint. If several processes load a local file for a module on the meta device,
+        the tensors stay in the file until Piper uses them."""
         ours = of_files(self.checkpoint_io, checkpoint_path) is not None and zipfile.is_zipfile(
             checkpoint_path
         )

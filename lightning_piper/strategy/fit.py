@@ -67,7 +67,8 @@ class Fit:
         names: Names of the optimizer's parameters.
         plugin: The Trainer's precision plugin.
         accumulate: Whether accumulated batches count as `batches` or by their `tokens`; see `PiperStrategy`.
-        check: Raises an error if the program must not run. It is called before the module is distributed.
+        check: Raises an error if the program must not run. The constructor calls it before it distributes the
+            module.
 
     Attributes:
         before: The owner of the module before this fit.
@@ -120,7 +121,7 @@ class Fit:
         self._take_up(self._layout)
         rank_zero_info(summary_of(self.program, self.report))
 
-    # The steps of the constructor, in their order. All of them are collective.
+    # The steps of the constructor, in their order. All these steps are collective.
 
     def _compare_first_batch(self, batch: Any) -> Agreed:
         """Compare the first batch and the settings with the other processes."""
@@ -220,7 +221,8 @@ class Fit:
 
     def _accumulate_gradients(self, accumulate: str) -> None:
         """Choose how to weight the gradients of accumulated batches, and whether the processes sum them only
-        with the last batch. They sum them with each batch if a hook changes the gradients of each batch."""
+        with the last batch. If a hook changes the gradients of each batch, the processes sum gradients with
+        each batch."""
         local = self.before.settings.local
         self._tokens = (
             TokenAccumulation(self.world, self.ownership, local) if accumulate == "tokens" else None
@@ -236,8 +238,8 @@ class Fit:
         self._clipping = Clipping(plugin, self._norms, self.world)
 
     def _claim(self, compiled: Compiled, captured_now: bool, together: bool) -> None:
-        """Prepare for a new program. If it trains tensors that no earlier program trained, give them to the
-        processes that use them.
+        """Prepare for a new program. If it trains tensors that no earlier program trained, give these tensors
+        to the processes that use them in this program.
 
         With `verify="static"`, also warn of differences from one device's result.
 
@@ -288,7 +290,7 @@ class Fit:
         retraced: bool = False,
     ) -> Agreed:
         """Compare this batch, the Python state that the step reads, and the settings of the last step with
-        the other processes. Return what they decided together. Collective.
+        the other processes. Return the common decisions of the processes. Collective.
 
         Args:
             captured: Number of the capture to run, from 0 on; -1 if the capture is yet to be made.
@@ -385,7 +387,7 @@ class Fit:
         """Run a step whose all-reduce carries digests.
 
         Returns None on all processes if the digests differ, or if a process needs a program other than
-        `carrier`. Then the step has no result, and the processes must compare before they run it again.
+        `carrier`. Then the step has no result, and the processes must compare before they run the step again.
 
         Args:
             pending: The step to run.
@@ -432,8 +434,8 @@ class Fit:
         return result
 
     def _prepare(self, pending: PendingStep, agreed: Agreed) -> Prepared:
-        """Compile the program of a step, and give tensors that it is the first to train to the processes that
-        use them. Collective if `agreed.together`."""
+        """Compile the program of a step, and call `_claim` with the program. Collective if
+        `agreed.together`."""
         compiled = self.programs.compile(
             TRAINING,
             self._batch_spec,
@@ -456,8 +458,8 @@ class Fit:
         )
 
     def _follow(self, prepared: Prepared, result: StepResult) -> None:
-        """Make the program that ran the current one, and send gradients to processes that hold their
-        parameters but do not use them in this program. Collective."""
+        """Make the program that ran the current one. Send gradients to processes that hold the parameters of
+        these gradients but do not use the parameters in this program. Collective."""
         if prepared.trained != self._layout.trained or prepared.plans != self._layout.plans:
             self._take_up(prepared)
         self._handing.hand_on(result.grads)
@@ -465,8 +467,8 @@ class Fit:
             self._injection.begin()
 
     def _drop_gradients(self) -> None:
-        """Drop old gradients before the step. Lightning would drop them only after the plan has allocated new
-        gradients, so both would take memory."""
+        """Drop old gradients before the step. Lightning would drop the old gradients only after the plan has
+        allocated new gradients, so old and new gradients would take memory."""
         for group in self._optimizer.param_groups:
             for param in group["params"]:
                 param.grad = None

@@ -415,7 +415,8 @@ def copied(phase: Phase, processes: int) -> Idle:
     """Return the phase of a copy of the strategy (`copy.deepcopy(trainer)`, `pickle.dumps(trainer)`).
 
     The phase has everything that a later fit needs, without the plans and connections of a run, which belong
-    to this process. It has the optimizer's state as one device would have it, so that the copy can be saved.
+    to this process. It has the optimizer's state as one device would have it, so that the copy of the
+    strategy can save it.
 
     Raises:
         PiperError: The state is divided over several processes.

@@ -83,8 +83,8 @@ class Clipping:
     """A replacement of a precision plugin's `clip_grad_by_norm` during a fit over several processes. It
     measures the gradients of all processes.
 
-    It is set on the plugin itself, because users' `configure_gradient_clipping` calls the plugin's method as
-    well.
+    The replacement is set on the plugin itself, because a user's `configure_gradient_clipping` may call the
+    plugin's method.
     """
 
     def __init__(self, plugin: Precision, norms: GlobalNorms, world: World) -> None:

@@ -1,4 +1,5 @@
-"""The part of `PiperStrategy` that manages processes: their number, their start, and their collectives."""
+"""The part of `PiperStrategy` that manages processes: the number of processes, their start, and their
+collectives."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class PiperStrategy(EvaluatingStrategy):
             CUDA devices need NCCL.
         checkpoint: The form of a fit's checkpoints. `consolidated` is a plain Lightning checkpoint, which one
             process gathers and writes. `sharded` is a directory, in which every process writes its own part.
-            A fit loads checkpoints of both forms, whatever this argument says.
+            With either value, a fit can load checkpoints of both forms.
         accumulate: The meaning of `Trainer(accumulate_grad_batches=k)`. `batches` is the mean of the batches'
             losses, as in Lightning. `tokens` is the loss of all batches as one batch: each batch's loss is
             weighted by its denominator (its number of tokens or samples).

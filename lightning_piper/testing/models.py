@@ -182,7 +182,7 @@ class Model(L.LightningModule):
         return loss
 
     def _compared(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return a loss that compares each sample with all other samples. It is lower if samples whose
+        """Return a loss that compares each sample with all other samples. The loss is lower if samples whose
         targets have the same sign are near each other.
         """
         rows = F.normalize(gather_samples(x.flatten(1)))

@@ -91,8 +91,8 @@ class _EquivalenceHook:
         self.regrouped = False
 
     def __call__(self, dag: TrainingDAG, done: Done) -> None:
-        """Check the DAG after a pass. If batch statistics or random numbers matter, compare it with the DAG
-        before only if both run their passes on the same samples."""
+        """Check the DAG after a pass. If batch statistics or random numbers matter, compare the DAG with the
+        DAG before the pass only if the passes of both DAGs work on the same samples."""
         case = self._case
         check(dag, final=done.by.finished)
         now, slices = run_interpreter(case, dag), _work(dag)

@@ -13,9 +13,9 @@ from lightning_piper.viz.colours import BOOKKEEPING, COMMUNICATION, colour
 
 
 def dot_graph(dag: TrainingDAG, device: int) -> str:
-    """Return the nodes of a device and the edges between them as DOT text.
+    """Return the nodes of a device, and the edges between these nodes, as DOT text.
 
-    Solid edges carry data. Dashed edges only order nodes, and name the directive that added them.
+    Solid edges carry data. Dashed edges only order nodes, and name the directive that added the edge.
 
     Raises:
         PiperError: `dag` is not a DAG, or it does not have this device.

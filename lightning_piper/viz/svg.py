@@ -137,7 +137,8 @@ def _axis(step: float, scale: float, left: int, bottom: int) -> list[str]:
 
 
 def _ticks(step: float, most: float) -> list[float]:
-    """Return multiples of 1, 2 or 5 times a power of ten, at most about `most` of them."""
+    """Return multiples of 1, 2 or 5 times a power of ten, at most about `most` multiples, from 0 to
+    `step`."""
     if not step:
         return [0.0]
     least = step / max(most, 1)

@@ -1,1 +1,2 @@
-"""Checks of compiled plans: they finish, and no instruction reads memory that another stream still writes."""
+"""Checks of compiled plans: the plans finish, and no instruction reads memory that another stream still
+writes."""

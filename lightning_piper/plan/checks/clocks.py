@@ -1,8 +1,8 @@
 """Streams and memory of one device's plan, proved for every order in which streams can run.
 
 A stream waits only for its own earlier work and for events. A clock says how much of each other stream is
-certainly done when a stream reaches its next instruction (Fidge 1988, Mattern 1989). It has one entry for
-each stream, so the check is linear in instructions times streams. It shows:
+certainly done when a stream reaches its next instruction (Fidge 1988, Mattern 1989). A clock has one entry
+for each stream, so the check is linear in instructions times streams. The check shows:
 
 - A value is read after it is made, and only by streams that wait for its maker.
 - A value is changed in place, or its memory reused by the next gather, after all readers have read it.
@@ -13,8 +13,9 @@ each stream, so the check is linear in instructions times streams. It shows:
   slot records the slot (`WaitEvent.shared`). The outputs of a chunk may be views of its inputs. The check
   covers views because the stream of a chunk records the chunk's inputs.
 
-A send reads its tensors until its `WaitSend`, which runs on the stream that made them and gets the memory
-back. Step outputs leave on the stream `compute`, because the caller's stream waits for `compute`.
+A send reads its tensors until its `WaitSend`. The `WaitSend` runs on the stream that made the tensors, which
+gets the memory back. Step outputs leave on the stream `compute`, because the caller's stream waits for
+`compute`.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ class StreamClocks:
         yield from self._writes(i, instruction, clock)
 
     def _reads(self, i: int, instruction: Instruction, clock: Clock) -> Iterator[str]:
-        """Record the reads of an instruction. Yield their problems: values that may not be made yet, and
-        memory that another stream may reuse too early."""
+        """Record the reads of an instruction. Yield the problems of these reads: values that may not be made
+        yet, and memory that another stream may reuse too early."""
         stream = instruction.stream
         for read in instruction.reads:
             slot = read.slot
@@ -127,8 +128,8 @@ class StreamClocks:
             self._gathered[instruction.bucket] = instruction.into
 
     def _writes(self, i: int, instruction: Instruction, clock: Clock) -> Iterator[str]:
-        """Record the writes of an instruction. Yield their problems, such as a change of a slot that may
-        still be read or sent."""
+        """Record the writes of an instruction. Yield the problems of these writes, such as a change of a slot
+        that may still be read or sent."""
         stream = instruction.stream
         for slot in instruction.writes:
             if slot is None:

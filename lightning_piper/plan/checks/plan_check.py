@@ -1,6 +1,6 @@
 """Checks on finished plans that do not depend on how the plans were made.
 
-They take time linear in the number of instructions.
+The checks take time linear in the number of instructions.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Check that plans can finish if streams share hardware queues.
 
-An accelerator has a fixed number of hardware queues, and assigns them to streams in turn. A communicator has
-a stream of its own, on which a receive waits until it is matched; streams that share its queue wait as well.
-If a device has at most as many communicators as queues, no two share a queue, and there is nothing to check.
-(Logical streams have queues of another priority.) With more communicators, the instructions of each queue
-form a chain, and messages and collectives connect the chains of several devices. Plans can finish if the
-connected chains have no cycle.
+An accelerator has a fixed number of hardware queues, and assigns the queues to streams in turn. A
+communicator has a stream of its own, on which a receive waits until it is matched; streams that share its
+queue wait as well. If a device has at most as many communicators as queues, no two share a queue, and there
+is nothing to check. (Logical streams have queues of another priority.) With more communicators, the
+instructions of each queue form a chain, and messages and collectives connect the chains of several devices.
+Plans can finish if the connected chains have no cycle.
 """
 
 from __future__ import annotations

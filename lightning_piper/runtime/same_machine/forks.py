@@ -1,4 +1,4 @@
-"""Cleanup in processes that are forked from this one, such as the workers of a DataLoader.
+"""Cleanup in processes that are forked from this process, such as the workers of a DataLoader.
 
 A forked process inherits all connections and memory mappings. While it keeps a connection open, the other end
 cannot see that this process has ended. A write to shared memory would also change this process's memory.

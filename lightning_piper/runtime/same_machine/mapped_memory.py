@@ -1,7 +1,7 @@
 """Memory of a file, mapped by system calls.
 
-Python's `mmap` keeps a file descriptor for each mapping, and a process may have few of them (often 1024). It
-also cannot replace a mapping at the same address.
+Python's `mmap` keeps a file descriptor for each mapping, and a process may have few descriptors (often 1024).
+`mmap` also cannot replace a mapping at the same address.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Mapped:
         self._map(self.address, mmap.MAP_PRIVATE | _FIXED)
 
     def remove(self) -> None:
-        """Return the range's pages to the system. They read as zeros when they are used again.
+        """Return the range's pages to the system. Then the range reads as zeros.
 
         Raises:
             OSError: The system does not support this.

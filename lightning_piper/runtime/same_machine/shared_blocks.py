@@ -1,8 +1,8 @@
 """Memory of this process that other processes on the machine can read: blocks of an anonymous file.
 
 The head of each block has a number for each reader: the number of the last message that the reader has read
-in this block. So the sender can see when it may reuse a block, without a message. It never waits for this,
-because there are as many blocks as messages under way at once.
+in this block. So the sender can see when it may reuse a block, without a message. The sender never waits for
+a reader, because there are as many blocks as messages under way at once.
 
 A tensor may be allocated in a block, from which it can be sent without a copy. A block is reused when no
 tensor lies in it any more and all readers have read it. So a step reuses the memory of the step before, and
@@ -81,8 +81,7 @@ class _SharedBlock:
         return torch.tensor([self._begin, self._number, self._begin + HEAD + at])
 
     def give_back(self) -> None:
-        """Return the pages to the kernel, if the system supports this. They read as zeros when they are used
-        again."""
+        """Return the pages to the kernel, if the system supports this. Then the block reads as zeros."""
         with contextlib.suppress(OSError):
             self._memory.remove()
             self._number, self._readers = 0, set()

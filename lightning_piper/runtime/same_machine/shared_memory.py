@@ -1,8 +1,8 @@
 """Messages between processes of one machine through shared memory.
 
 The sender writes the bytes into a part of its memory that other processes can read. A pipe carries a note
-with their location, or the message itself if it has few bytes. Over the loopback device each byte would be
-copied four times, by threads that take the cores from the step's computation.
+with the location of the bytes, or the message itself if the message has few bytes. Over the loopback device
+each byte would be copied four times, by threads that take the cores from the step's computation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightning_piper.runtime.same_machine.pipes import MOST, Inbox, Outbox, pipe
 from lightning_piper.runtime.same_machine.shared_blocks import NAME, NOTE, READERS, shared_blocks
 
 DIRECT = MOST  # maximum bytes of a message that the pipe itself carries
-PIECE = 2**18  # Bytes to read before adding them. They are few enough to stay in a cache.
+PIECE = 2**18  # Bytes to read before adding. So few bytes stay in a cache.
 NOWHERE = [0, 0, 0, 0]  # the address of memory that other processes cannot read
 
 
@@ -199,13 +199,13 @@ class SharedSum:
 
     Args:
         messages: The messages between the members.
-        ranks: The ranks of the members, in their order.
+        ranks: The ranks of the members, in the order in which their tensors are added.
         own: The position of this process among the members.
         x: A contiguous tensor of more than `DIRECT` bytes. Do not read it any more.
 
     Attributes:
-        total: The tensor that holds the sum after `wait`. It is `x`, unless the other members read `x` in
-            place.
+        total: The tensor that holds the sum after `wait`. The tensor is `x`, unless the other members read
+            `x` in place.
     """
 
     def __init__(self, messages: SharedMessages, ranks: Sequence[int], own: int, x: torch.Tensor) -> None:

@@ -1,1 +1,2 @@
-"""Training steps that cannot be captured whole: they run uncaptured in replicas, or with a captured part."""
+"""Training steps that cannot be captured whole: such steps run uncaptured in replicas, or with a captured
+part."""

@@ -85,7 +85,7 @@ class EagerOptimizer:
 
     Args:
         module: The module that is trained, whole on every process.
-        optimizer: The module's optimizer, whole on every process. It may already have state.
+        optimizer: The module's optimizer, whole on every process. The optimizer may already have state.
         names: Names of the optimizer's parameters, by group.
 
     Attributes:

@@ -30,7 +30,8 @@ class Standalone:
         seed: Seed of the steps' random numbers.
         drawn: Seed of initial values.
         distributed: Called after the module is distributed. Collective.
-        resume: Called by `close`. It restores the features that were switched off.
+        resume: Called by `close`. Restores the features that the strategy has switched off
+            (`strategy.compatibility.suspend`).
 
     Attributes:
         evaluation: Runs the steps.

@@ -1,8 +1,8 @@
 """Finds the recordings in the log directories and reads their files.
 
 Anyone who may write to a log directory may put links, FIFOs and files of any size there at any moment. So a
-run is a path of names below its log directory, and the code opens one name at a time. It never follows a
-link, not even one that was created after it listed the folder.
+run is a path of names below its log directory, and the code opens one name at a time. The code never follows
+a link, not even a link that was created after the code listed the folder.
 """
 
 from __future__ import annotations
