@@ -279,9 +279,19 @@ def replace(model: Any) -> None:
     model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
 
 
+def scale_data(model: Any) -> None:
+    model.lm_head.weight.data.mul_(0.5)
+
+
+def replace_data(model: Any) -> None:
+    model.lm_head.weight.data = model.lm_head.weight.data * 2
+
+
 @pytest.mark.parametrize(
     "change, says",
     [
+        (scale_data, "'lm_head.weight' comes from piper.from_pretrained and was changed in place"),
+        (replace_data, "'lm_head.weight' comes from piper.from_pretrained and was changed in place"),
         (zero, "'lm_head.weight' comes from piper.from_pretrained and was changed in place"),
         (scale_a_copy, "'lm_head.weight' comes from piper.from_pretrained and was changed in place"),
         (replace, "'lm_head.weight' comes from piper.from_pretrained and was replaced by a parameter"),

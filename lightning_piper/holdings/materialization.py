@@ -67,6 +67,24 @@ class FileMark(NamedTuple):
     version: int
 
 
+class StoredParameter(nn.Parameter):
+    """A parameter on the meta device whose values are in a file. Writes through its `data` count as changes."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        # Unlike `data` of other parameters, this tensor shares the version counter, which counts writes.
+        return self.detach()
+
+    @data.setter
+    def data(self, tensor: torch.Tensor) -> None:
+        # `Module.to` assigns the same tensor, or one of another dtype. Any other tensor has other values; another
+        # shape is found later.
+        alike = (tensor.shape, tensor.dtype) == (self.shape, self.dtype)
+        if alike and tensor.untyped_storage() is not self.untyped_storage() and STORED in self.__dict__:
+            self.__dict__[STORED] = self.__dict__[STORED]._replace(version=-1)
+        nn.Parameter.data.__set__(self, tensor)  # type: ignore[attr-defined]
+
+
 class StoredTensors:
     """The tensors of one submodule whose values are in files, by their names in the submodule.
 
@@ -107,6 +125,8 @@ def mark_stored(model: nn.Module, stored: Mapping[str, StoredValue]) -> None:
             put(places, empty_like(tensor, "meta"))
     tensors = dict(named_tensors(model))
     for name, value in stored.items():
+        if type(tensors[name]) is nn.Parameter:
+            tensors[name].__class__ = StoredParameter
         tensors[name].__dict__[STORED] = FileMark(value, tensors[name]._version)
     for part in model.modules():
         own = {name: x for name, x in own_tensors(part).items() if STORED in x.__dict__}
