@@ -245,6 +245,20 @@ def test_a_step_that_reads_the_trainer_is_cut() -> None:
     assert any(not torch.equal(param, expected[name]) for name, param in other.items())  # the control
 
 
+class Contrastive(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        first, second = (self.blocks[i + 1](self.blocks[i](x)) for i, x in ((0, batch[0]), (2, batch[1])))
+        scores = piper.gather_samples(first) @ piper.gather_samples(second).T
+        return nn.functional.cross_entropy(scores, torch.arange(len(scores)))
+
+
+def test_a_step_that_gathers_samples_is_cut() -> None:
+    """A region of the gathered samples may have a backward pass alone."""
+    expected = fitted(False, Contrastive, directives=[piper.Place([0])])
+    for name, param in fitted(False, Contrastive, pp=2, microbatches=2).items():
+        torch.testing.assert_close(param, expected[name], rtol=1e-12, atol=1e-14)
+
+
 def test_the_strategy_refuses_wrong_degrees_at_once() -> None:
     with pytest.raises(piper.DirectiveError, match="pp=0"):
         piper.PiperStrategy(pp=0)

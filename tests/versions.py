@@ -99,7 +99,7 @@ def environment(each: Combination, interpreter: str, folder: Path) -> Path:
         lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
         constraints.write_text("\n".join(line for line in lines if not line.startswith("torch=")) + "\n")
         lightning = f"lightning=={each.lightning}" if each.lightning else "lightning"
-        packages = [f"torch=={each.torch}", lightning, "setuptools", "-e", ".[test]"]
+        packages = [f"torch=={each.torch}", lightning, "setuptools>=77,<82", "-e", ".[test]"]
         install: list[str | Path] = [python, "-m", "pip", "install", "--quiet", *packages]
         # in the place of a constraint in pip's configuration, which may exclude a release
         subprocess.run(install, check=True, cwd=ROOT, env={**os.environ, "PIP_CONSTRAINT": str(constraints)})

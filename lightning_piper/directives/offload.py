@@ -65,7 +65,7 @@ class Offload(Directive):
             self.refuse(
                 "saved",
                 f"saved={shown(self.saved)}, states={shown(self.states)}",
-                "give True for at least one of the two [PIPER-D015]",
+                "give True or False for both, and True for at least one [PIPER-D015]",
             )
         self.check_stream("store_stream", "store")
         self.check_stream("fetch_stream", "fetch")

@@ -135,9 +135,9 @@ class GradientInjection:
         factors = [w.factor / w.scale for w in kept if w.factor is not None]
         if len(factors) < len(kept) or any(factor != factors[0] for factor in factors):
             raise PiperError(
-                "PiperStrategy: backward did not run with one factor on all losses of this gradient "
-                "accumulation, but the gradients of its batches are already summed. Call backward on every "
-                "loss that training_step returns, with the same factor [PIPER-X005]"
+                "PiperStrategy: in this gradient accumulation, backward did not run on each loss, or it scaled "
+                "the losses by different factors, but the gradients of the batches are already summed. Call "
+                "backward on every loss that training_step returns, with the same factor [PIPER-X005]"
             )
         return factors[0] if factors else 1.0
 

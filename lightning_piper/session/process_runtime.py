@@ -407,9 +407,8 @@ class ProcessRuntime:
                 )
             if missing:
                 raise PiperError(
-                    f"for batches of {compiled.dag.size} samples in this layout, device {device} uses "
-                    f"{', '.join(missing)}, which it does not hold: for the first batch, another device used "
-                    "these tensors. Use them in the same annotated region for all batches [PIPER-D025]"
+                    f"batch of {compiled.dag.size} samples: device {device} uses {', '.join(missing)}, which only "
+                    "another device holds, because that device used these tensors for the first batch. Use them in the same annotated region for all batches [PIPER-D025]"
                 )
 
 

@@ -208,7 +208,7 @@ def test_what_is_wrong_is_found(name, monkeypatch):
         ([ONE, off({"LAYER": 9})], "matches nothing"),
         ([ONE, off({"LAYER": 0, "PASS": "F"})], "runs before the values to fetch have been stored"),
         ([ONE, Offload(filter={}, store_stream="")], "is not a stream"),
-        ([ONE, Offload(filter={}, saved=False)], "give True for at least one of the two"),
+        ([ONE, Offload(filter={}, saved=False)], "give True or False for both, and True for at least one"),
         ([ONE, off(PASS="B")], "the selected chunks save nothing for a backward pass"),
         ([ONE, off(), off()], "the selected chunks save nothing for a backward pass"),
         (

@@ -269,7 +269,7 @@ class CapturedStep:
             raise CaptureError(
                 f"{self.name} now differs from the captured step: {found}. It depends on something that "
                 "changes between steps and that Piper cannot observe (a clock, a file, an iterator, a "
-                "cache), so steps since the last such check may have used an old value. Keep it in an "
+                "cache), so steps since Piper last compared them may have used an old value. Keep it in an "
                 "attribute of the module, a buffer or the batch. Under replicas alone, "
                 "PiperStrategy(capture='never') runs the step unchanged [PIPER-C004]"
             )

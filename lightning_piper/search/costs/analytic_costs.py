@@ -184,9 +184,12 @@ def _changed(shape: tuple[int, ...], changes: Sequence[Change], degree: int) -> 
 def _exchanged(code: StepCode, region: int, degree: int) -> Number:
     """Return the bytes of the exchanges along the tensor axis after the forward pass of a region.
 
-    A sum counts with its bytes. A gather, or a sum whose result is sharded, counts with half of the bytes.
+    A sum counts with its bytes. A gather, or a sum whose result is sharded, counts with half of the bytes. A
+    region without a forward pass exchanges nothing.
     """
     found: Number = 0
+    if (region, "F") not in code.interfaces:
+        return found
     for output, specs in zip(
         code.interfaces[region, "F"].outputs, code.code[region, "F"].outputs, strict=True
     ):
