@@ -408,7 +408,8 @@ class ProcessRuntime:
             if missing:
                 raise PiperError(
                     f"batch of {compiled.dag.size} samples: device {device} uses {', '.join(missing)}, which only "
-                    "another device holds, because that device used these tensors for the first batch. Use them in the same annotated region for all batches [PIPER-D025]"
+                    "another device holds, because that device used these tensors for the first batch. Use them "
+                    "in the same annotated region for all batches [PIPER-D025]"
                 )
 
 
