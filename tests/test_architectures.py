@@ -26,12 +26,11 @@ PROGRAMS: dict[str, dict[str, Any]] = {
 
 # Its step compares a number of tokens with a number of patches, so Piper cannot capture it.
 UNCAPTURED = {"llava"}
-# CLIP's loss gathers samples, which Piper does not do under a tensor axis.
 CASES = [
     (kind, program)
     for kind in ARCHITECTURES
     for program in PROGRAMS
-    if (kind not in UNCAPTURED or program == "replicas") and (kind, program) != ("clip", "pp2 x tp2")
+    if kind not in UNCAPTURED or program == "replicas"
 ]
 
 

@@ -252,10 +252,13 @@ class Contrastive(Net):
         return nn.functional.cross_entropy(scores, torch.arange(len(scores)))
 
 
-def test_a_step_that_gathers_samples_is_cut() -> None:
+@pytest.mark.parametrize(
+    "degrees", [{"pp": 2, "microbatches": 2}, {"tp": 2, "microbatches": 2}, {"tp": 2, "dp": 2}]
+)
+def test_degrees_of_a_step_that_gathers_samples(degrees: dict[str, Any]) -> None:
     """A region of the gathered samples may have a backward pass alone."""
     expected = fitted(False, Contrastive, directives=[piper.Place([0])])
-    for name, param in fitted(False, Contrastive, pp=2, microbatches=2).items():
+    for name, param in fitted(False, Contrastive, **degrees).items():
         torch.testing.assert_close(param, expected[name], rtol=1e-12, atol=1e-14)
 
 

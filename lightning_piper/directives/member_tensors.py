@@ -32,6 +32,7 @@ from lightning_piper.ir.regions import Step
 from lightning_piper.ir.values import Kind, Partial, Replicate, Value
 from lightning_piper.ir.values import Shard as Part
 from lightning_piper.ops.chunk import make_chunk
+from lightning_piper.ops.communication.gather_samples import GatherSamples, ScatterSamples, exchanged
 from lightning_piper.ops.communication.p2p import Recv, Send
 from lightning_piper.ops.communication.redistribute import CutOut, Redistribute, changed_specs, held_after
 from lightning_piper.ops.communication.total import Total
@@ -327,8 +328,13 @@ def _follow(dag: TrainingDAG, chunks: Sequence[Chunk]) -> None:
             and old.bucket is None
             and len(node.outputs) == 1
         ):
-            placement = old.placement if isinstance(node, Total) else value.placement
-            new = dataclasses.replace(old, tensors=value.tensors, placement=placement, others=value.others)
+            if isinstance(node, GatherSamples | ScatterSamples):
+                new = exchanged(dag, node)  # it has other samples than its input
+            else:
+                placement = old.placement if isinstance(node, Total) else value.placement
+                new = dataclasses.replace(
+                    old, tensors=value.tensors, placement=placement, others=value.others
+                )
             if new != old:
                 dag.change(node, outputs=(new,))
                 stack += dag.users(node)
