@@ -40,10 +40,10 @@ _entered: list[tuple[_EnterRegion, AbstractContextManager[None]]] = []
 
 @dataclass
 class AnnotationRecord:
-    """A record of the annotations of a traced run of a step so far.
+    """The annotations of a traced run up to now.
 
     Attributes:
-        tags: Number of times that a region was opened, also again with the same tag.
+        tags: How often the step has entered an annotation. Each entry counts, also of the same annotation.
         marks: Number of calls of repeated blocks (`marking`).
         last: The annotation opened last, as in the metadata of graph nodes.
     """

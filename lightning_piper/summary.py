@@ -1,4 +1,6 @@
-"""The summary of a compiled program: how devices share the work, and which properties Piper checked."""
+"""Texts for the log: how the devices of a compiled program share the work, which properties the static check does
+not prove, and how long a capture took.
+"""
 
 from __future__ import annotations
 

@@ -39,8 +39,9 @@ def is_installed(file: str) -> bool:
 
 @functools.cache
 def _packages() -> frozenset[str]:
-    """Return the top-level packages of distributions. An editable installation counts as the user's code,
-    unless Lightning requires it."""
+    """Return the top-level packages of installed libraries. An editable installation counts as the user's
+    code, unless Lightning requires it. So does the package that runs as the program (`python -m package`).
+    """
     needed: set[str] = set()
     for name in ("lightning", "pytorch-lightning"):
         with contextlib.suppress(PackageNotFoundError):

@@ -432,6 +432,7 @@ def _all_gather(dag: TrainingDAG, source: Parameters, chunk: Chunk, policy: Shar
     value, bucket = source.outputs[0], source.outputs[0].bucket
     assert bucket is not None
     whole = dataclasses.replace(value, tensors=(bucket.whole,), placement=Replicate())
+    # Only a gather that belongs to one chunk has the chunk's tags. Other gathers are shared by several chunks.
     tags = {tag: index for tag, index in chunk.tags.items() if tag != "PASS"} if policy.parameters else {}
     return dag.add(
         AllGather(

@@ -201,7 +201,7 @@ class Kind(StrEnum):
     PARAM = "param"  # parameters in a bucket
     COUNT = "count"  # the sums that denominators of the loss are made of
     WEIGHT = "weight"  # the weight of some samples in a term of the loss or in a logged value
-    SEED = "seed"  # the gradient of a term of the loss, with its weight
+    SEED = "seed"  # the gradient with which the backward pass of a term of the loss begins: the term's weight
     METRICS = "metrics"  # loss and logged values of a device, in one tensor
 
     __hash__ = str.__hash__  # so that a set or mapping finds a kind by its text

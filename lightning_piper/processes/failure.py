@@ -54,7 +54,7 @@ GRACE = 5.0  # seconds after the verdict in which a process may end by itself, b
 SETTLE = 2.0  # seconds from the first report of a failed communication to the verdict
 PATIENCE = 5.0  # seconds that a process waits for rank 0's answer
 EVERY = 5.0  # seconds between two requests for the places of all processes
-HERE = "127.0.0.1"  # rank 0's address if all processes are on one machine; no host name must resolve
+HERE = "127.0.0.1"  # rank 0's address if all processes are on one machine: it needs no host name
 LENGTH = 4  # bytes of the length prefix that `Connection.send_bytes` puts before a short message
 LONGEST = 2000  # characters of an error that are sent; a message is then one write, whichever thread sends it
 

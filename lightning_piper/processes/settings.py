@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 
 from lightning_piper.errors import PiperError
 
-# The settings that must be equal on all processes, even if each process updates its own copy.
+# The settings that must be equal on all processes, even if each process has all parameters
+# and updates its own copy of them.
 _CLASS, _FACTOR = _SAME = (
     "the class of the optimizer",
     "the factor with which backward multiplied the last loss",

@@ -15,7 +15,9 @@ from lightning_piper.runtime.executor import StepResult
 def shards_of(
     plan: Plan, params: Mapping[str, torch.Tensor], device: torch.device
 ) -> dict[Bucket, torch.Tensor]:
-    """Copy whole parameters into the flat tensors that an executor keeps (`Executor`'s `shards`)."""
+    """Return new flat tensors with the values of whole parameters, as `Executor` takes them as `shards`: for each
+    bucket of the plan, the whole bucket or this device's shard of it.
+    """
     flats = {bucket: packed_params(bucket, params, plan.place, device) for bucket in plan.shards}
     return {
         b: flat if plan.shards[b] else flat.chunk(b.members)[b.member(plan.place)].clone()

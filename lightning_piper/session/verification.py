@@ -229,8 +229,12 @@ class LaterWarnings:
 
 
 def _trial(compiled: Compiled, world: World) -> tuple[int, bool] | None:
-    """Return the number of samples of a part, and whether the trial needs the whole batch. None if the
-    program does not divide the batch, or if the step cannot be tried."""
+    """Return the number of samples of the smallest part, and whether the step's Python code depends on this
+    number, so that the trial needs the samples of all replicas.
+
+    None if the step cannot be tried, or if no part is smaller than a replica's samples and the code does not
+    depend on their number.
+    """
     step, dag = compiled.step, compiled.dag
     own = dag.size // world.count
     size = min((len(part) for parts in dag.slices().values() for part in parts), default=own)

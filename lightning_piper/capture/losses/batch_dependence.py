@@ -165,8 +165,12 @@ class BatchDependence:
         return None
 
     def changes(self, node: Node) -> bool:
-        """Return whether the value is computed from the number of samples, like `torch.ones(len(x))`. Whether
-        it reads the samples themselves does not matter."""
+        """Return whether the value is computed from the number of samples of a part, like
+        `torch.ones(len(x))`.
+
+        Sums over the whole batch and gathered samples do not count, because they are equal for all parts. It
+        does not matter whether the value reads the samples themselves.
+        """
         stack = [node]
         while stack:
             top = stack[-1]

@@ -45,7 +45,8 @@ _FIRST = """
     upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d grid_sampler_2d grid_sampler_3d native_dropout triangular_solve
     cholesky_solve convert_element_type broadcast_in_dim diag_embed diag nan_to_num cat stack
 """  # `nan_to_num` keeps finite numbers; each tensor that `cat` or `stack` joins counts as one product
-# Operations that add two arguments
+# Operations whose result is a sum of parts, each linear in one of the first two arguments. In `slice_scatter` they are
+# the elements that stay and the elements that are put in.
 _SUM = "add sub rsub lerp slice_scatter select_scatter diagonal_scatter as_strided_scatter addcdiv"
 # Operations that multiply two arguments
 _PRODUCT = "mul multiply mm bmm mv dot vdot inner outer ger matmul cross linalg_cross kron tensordot"

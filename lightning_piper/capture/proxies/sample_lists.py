@@ -74,7 +74,9 @@ def tensors_of(item: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor
 
 
 def is_object(item: Any) -> bool:
-    """Return whether a value is an object with attributes, and not a container of entries."""
+    """Return whether a value is an object that can be rebuilt from its attributes, and not a dict, list, tuple
+    or dataclass. Other mappings, such as the encodings of a tokenizer, count as objects.
+    """
     return (
         not isinstance(item, dict | list | tuple)
         and not dataclasses.is_dataclass(item)
