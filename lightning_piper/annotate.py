@@ -45,7 +45,8 @@ class AnnotationRecord:
     Attributes:
         tags: How often the step has entered an annotation. Each entry counts, also of the same annotation.
         marks: Number of calls of repeated blocks (`marking`).
-        last: The annotation opened last, as in the metadata of graph nodes.
+        last: The annotation opened last, as in the metadata of graph nodes. Before the first annotation, the
+            mark of the repeated block that was called last; empty if there is neither.
     """
 
     tags: int = 0
@@ -88,7 +89,7 @@ def annotate(tag: str, index: int | None = None) -> AbstractContextManager[None]
     """Tag the work done inside this context.
 
     Contexts nest: work inside carries the tags of all open contexts. If several have the same tag, the
-    innermost index counts.
+    innermost index counts. Outside of a capture, the context does nothing.
 
     Args:
         tag: The name of the tag, for example ``"PP"`` for pipeline stages.

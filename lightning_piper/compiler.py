@@ -52,8 +52,9 @@ class Compiled:
         plans: The instructions of each logical device, made on demand.
         training: The first finished DAG of the training step, if it determined where this step's parameters
             are; otherwise None.
-        device: The logical device that this process is; None if all devices are in one process. If several
-            columns of devices have equal plans, the column of this device is checked.
+        device: The logical device that this process is; None if all devices are in one process. If plans
+            of different group ranks differ only in device names, Piper checks only the plans of this device's
+            group rank.
         checked: Seconds that the static checks took; None if there were none.
     """
 
@@ -331,9 +332,16 @@ def compile_step(
     """Apply a program to a step that is captured already, like `compile`.
 
     Args:
+        step: The captured step.
+        program: The directives.
         size: Number of samples (default: as captured).
+        verify: Whether to run the static check.
         training: The first finished DAG of the training step, if it determines where parameters are.
         device: The logical device that this process is; None if all devices are in one process.
+
+    Raises:
+        DirectiveError: A directive does not fit the step.
+        VerificationError: A rewrite changed what the step computes.
     """
     check = StaticCheck() if verify else None
     with uncollected():
@@ -369,6 +377,10 @@ def verify(module: nn.Module, batch: Any, directives: Any, *, seed: int = 0) -> 
         batch: The global batch of one step, with data.
         directives: A list of directives or JSON objects, or the path of a JSON file.
         seed: Seed of random numbers (dropout).
+
+    Returns:
+        The report, whose last line is the verdict. A difference is not an error: call `require()` of the
+            report to raise one.
 
     Raises:
         CaptureError, DirectiveError: `compile` would raise this error.

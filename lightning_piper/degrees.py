@@ -330,9 +330,14 @@ def parallel(
 
 def even_cuts(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     """Return where to cut a chain into stages so that the most expensive stage costs as little as possible:
-    the index of the first element of each stage except the first stage."""
-    # best[k]: the lowest cost of the most expensive stage, and the cuts of the first k blocks. It begins with
-    # one stage, and each turn of the loop adds a stage.
+    the index of the first element of each stage except the first stage. `even_cuts([1, 1, 2], 2)` is `(2,)`.
+
+    Args:
+        costs: The cost of each element; at least as many elements as stages.
+        stages: The number of stages.
+    """
+    # best[k]: for the first k elements, the lowest cost of the most expensive stage, and the cuts. At first,
+    # it is for one stage. Each iteration of the loop adds a stage.
     total = [0.0]
     for cost in costs:
         total.append(total[-1] + cost)

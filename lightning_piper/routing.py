@@ -38,7 +38,7 @@ class _Sites:
     Attributes:
         degrees: For each of the first calls, the number of devices that divide its experts. The experts of
             further calls are not divided.
-        calls: For each call, the shape of its tokens, and whether every expert has as many places (capacity).
+        calls: For each call, the shape of its tokens, and whether it has a capacity instead of counts.
     """
 
     def __init__(self, degrees: Sequence[int]) -> None:
@@ -81,8 +81,9 @@ def dispatch(tokens: torch.Tensor, counts: torch.Tensor | None = None) -> Any:
         counts: `[E]`, integers that add up to T: the number of tokens for each expert.
 
     Returns:
-        The tokens for this device's experts: `(rows, sizes)`, or with capacity only
-            `[experts here, places, ...]`. On one device the arguments themselves.
+        The tokens for this device's experts. With `counts`: `(rows, sizes)`, where `sizes` has the number of
+            rows of each of these experts. With capacity: `[experts here, places, ...]`, where `places` is C
+            times the number of devices that divide the experts. On one device, the arguments themselves.
 
     Raises:
         CaptureError: An argument is not a tensor, its shape or dtype does not fit, or the experts cannot be

@@ -22,9 +22,9 @@ AXIS = "tp"
 def tensor_parallel(module: nn.Module, batch: Any, degree: int, *, sequence: bool = False) -> list[Directive]:
     """Return a program in which `degree` devices shard a module's weights.
 
-    The program shards the columns of one matrix product and the rows of the next product, if all operations
-    in between work on
-    parts: heads of an attention, or a gated product. All other weights stay whole.
+    The program shards the columns of one weight matrix and the rows of the next weight matrix, if all
+    operations between their two products can work on shards. Examples are the heads of an attention, and a
+    gated product. All other weights stay whole.
 
     Args:
         module: A LightningModule. Its parameters may be on the meta device.

@@ -13,17 +13,20 @@ from lightning_piper.errors import DirectiveError
 P = ParamSpec("P")
 R = TypeVar("R")
 
-SIMILAR = 0.5  # Similarity of two names from which one is suggested for the other, on the scale of difflib.
+# The least similarity of a name to an unknown name at which an error suggests it (0 to 1, by difflib).
+SIMILAR = 0.5
 
 
 def unknown(name: object, accepted: Iterable[str]) -> str:
-    """Return what an error says about an unknown name: the accepted names and the nearest one."""
+    """Return what an error says about an unknown name: the accepted names, and the nearest of them if it is
+    similar. An example is "unknown; accepted are filter, devices. Did you mean 'devices'?"."""
     names = list(dict.fromkeys(accepted))
     return f"unknown; accepted are {', '.join(names)}{did_you_mean(str(name), names)}"
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return a question with the nearest of some names, in any case of letters. Empty if none is similar."""
+    """Return a question with the most similar of some names, such as ". Did you mean 'devices'?". Upper and
+    lower case count as equal. Empty if no name is similar."""
     known = {each.casefold(): each for each in names}
     near = difflib.get_close_matches(name.casefold(), known, 1, SIMILAR)
     return f". Did you mean {known[near[0]]!r}?" if near else ""

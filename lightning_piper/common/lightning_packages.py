@@ -31,9 +31,12 @@ def is_exactly(value: object, *classes: type) -> bool:
 
 
 def package_of(value: object) -> str:
-    """Return the package from which the value's class is derived.
+    """Return the package from which the value's class is derived, such as "pytorch_lightning".
 
     Functions of a package accept only objects of the same package.
+
+    Raises:
+        StopIteration: No class of the value comes from Lightning.
     """
     return next(
         package

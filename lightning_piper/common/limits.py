@@ -35,7 +35,8 @@ def shown(value: object) -> str:
 
 
 def is_name(value: object) -> bool:
-    """Return whether the value can be the name of a tag or a stream."""
+    """Return whether the value can be the name of a tag or a stream: a string of 1 to `NAME` printable
+    characters."""
     return isinstance(value, str) and 0 < len(value) <= NAME and value.isprintable()
 
 
@@ -46,8 +47,8 @@ def integer(value: object) -> int | None:
 
 
 def is_number(value: object, positive: bool = False) -> bool:
-    """Return whether the value is 0, or a number from 1 / `NUMBER` to `NUMBER`. With `positive`, 0 is not
-    valid."""
+    """Return whether the value is an int, a float or a Fraction, and is 0 or from 1 / `NUMBER` to `NUMBER`.
+    With `positive`, 0 is not valid. A bool, NaN or infinity is never valid."""
     if not isinstance(value, int | float | Fraction) or isinstance(value, bool):
         return False
     return (value == 0 and not positive) or 1 / NUMBER <= value <= NUMBER

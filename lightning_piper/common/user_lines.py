@@ -79,7 +79,7 @@ def user_line(error: BaseException | None = None) -> str:
 
 
 def shown_line(file: str, number: int) -> str:
-    """Return a line as `user_line` shows it."""
+    """Return a line of a file as `file:line (code)`, the form of `user_line`."""
     return f"{file}:{number} ({linecache.getline(file, number).strip()})"
 
 

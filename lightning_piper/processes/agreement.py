@@ -191,7 +191,8 @@ class BatchCheck:
             leaves: The tensors of the batch.
             settings: How this process trains. Settings that are known only after a step are compared in the
                 next step.
-            captured: Number of the capture to run; -1 if the capture is yet to be made.
+            captured: Number of the capture to run; -1 if the capture is yet to be made. The first batch of a
+                fit passes 0.
             state: Checksum of the Python state that the step reads.
             plans: Checksum of the plans to run; None if they are yet to be compiled.
             digests_differed: Whether the digests of the processes differed in this step.
@@ -246,13 +247,15 @@ class BatchCheck:
         return self.finish() if at_once else Agreed(False)
 
     def finish(self) -> Agreed:
-        """Wait for the running comparison and check its result. Return `Agreed(False)` if none is running.
+        """Wait for the running comparison, check and return its result. Return `Agreed(False)` if none is
+        running.
 
         Warn if the replicas have different optimizer options, different numbers of samples, or the same
         samples.
 
         Raises:
-            PiperError: The batches, settings, plans or Python state differ.
+            PiperError: The batches, settings, plans or Python state differ. It is a BatchError if the batches
+                of different replicas do not fit one captured step.
             CaptureError: The Python state differs, each replica is one process, and no process has run the
                 step yet. The replicas may then continue uncaptured.
             ExecutionError: Another process has failed.

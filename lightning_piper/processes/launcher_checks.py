@@ -10,7 +10,7 @@ import sys
 
 from lightning_piper.errors import PiperError
 
-# `sys.argv[0]` -> where Python has the program from, if it has no file.
+# `sys.argv[0]` of a program without a file -> the source of the program, as an error names it.
 NO_FILES = {"-c": "`python -c`", "-": "the standard input", "": "the standard input"}
 
 

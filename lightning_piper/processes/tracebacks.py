@@ -63,7 +63,8 @@ def short_traceback(error: PiperError, frames: TracebackType | None) -> str:
 
 
 def line(error: PiperError, rank: int, frames: TracebackType | None) -> str:
-    """Return an error in one line, with the innermost line of the user's code."""
+    """Return an error in one line, with the innermost line of the user's code, if there is one. An example is
+    "rank 1: train.py:12: CaptureError: ...". The message has at most `LONGEST` characters."""
     own = _shortened(error, frames).stack
     where = f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
     message = " ".join(" ".join((str(error), *getattr(error, "__notes__", []))).split())

@@ -56,13 +56,16 @@ def fill(into: torch.Tensor, values: torch.Tensor) -> None:
 class World:
     """The processes of a run, seen from one of them.
 
+    `broadcast`, `gather`, `to_rank_zero`, `from_rank_zero`, `on_rank_zero` and `decide` are collective, and
+    exchange values in host memory.
+
     Attributes:
         rank: Rank of this process.
         size: Number of processes.
         device: The device on which this process keeps its tensors.
         timeout: Timeout of communication; None for torch's default.
-        replicas: For each rank, the data-parallel replica that it belongs to. Each replica draws its own
-            batches.
+        replicas: For each rank, the data-parallel replica that it belongs to, such as `(0, 0, 1, 1)`. Each
+            replica draws its own batches. By default, all processes are one replica.
     """
 
     def __init__(
@@ -119,7 +122,7 @@ class World:
 
     def group_of(self, ranks: Iterable[int]) -> dist.ProcessGroup:
         """Return the group of some processes for tensors in host memory. This process must be a member. The
-        first use is collective over the members."""
+        first use is collective over the members. Raise the error of `refuse_exchanges`, if there is one."""
         global _host
         if _refused is not None:
             raise _refused
@@ -178,7 +181,8 @@ class World:
         return values
 
     def from_rank_zero(self, values: list[T] | None) -> T:
-        """Return, on each process, the entry with its rank of the list that rank 0 passes."""
+        """Return this process's entry of the list that rank 0 passes, which has an entry for each rank. The
+        other ranks pass None."""
         if self.size == 1:
             assert values is not None
             return values[0]
@@ -190,11 +194,13 @@ class World:
     def on_rank_zero(self, work: Callable[[], T], share: bool = True) -> T | None:
         """Run `work` on rank 0 and return its result on every process.
 
-        If `work` fails on rank 0, rank 0 raises its error, and the other processes raise a PiperError.
-
         Args:
             work: The function to run.
             share: If false, only rank 0 returns the result, and the other ranks return None.
+
+        Raises:
+            Exception: On rank 0, the error of `work`. On the other ranks, a PiperError with its text, of the
+                same class if `work` raised a PiperError.
         """
         if self.size == 1:
             return work()
@@ -237,8 +243,8 @@ class World:
             fill(into, room.to(into.device))
 
     def move_object(self, value: Any, source: int, target: int) -> Any:
-        """Send `value` from process `source` to process `target`, which returns it. Other processes return
-        None."""
+        """Send `value` from process `source` to process `target`, which returns it. All other processes,
+        including the source, return None. Large tensors do not pass through a pickle."""
         if source == target:
             return value if self.rank == target else None
         if self.rank == source:
@@ -265,8 +271,15 @@ class World:
         """Return the mean, sum, maximum or minimum over the replicas, each of which counts once.
         Collective.
 
+        Args:
+            value: This process's value. It is not changed.
+            how: "mean", "avg", "sum", "max", "min", the operation in torch.distributed, or None for the mean.
+
+        Returns:
+            With one replica, `value` itself; otherwise a new tensor on the device of `value`.
+
         Raises:
-            PiperError: `how` is none of these.
+            PiperError: There are several replicas, and `how` is another operation.
         """
         if self.count == 1:
             return value
@@ -391,8 +404,11 @@ def of_rank(rank: int, error: PiperError) -> PiperError:
 
 
 def on_host(value: Any) -> Any:
-    """Return a value with all tensors in host memory, because the receiver may not have the sender's
-    device."""
+    """Return a value with all tensors in host memory, because the receiver may not have the sender's device.
+
+    The value may contain dicts, lists and tuples. Other objects are returned unchanged, with the tensors in
+    them.
+    """
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if isinstance(value, dict):

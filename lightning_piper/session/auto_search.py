@@ -78,6 +78,8 @@ def choose(
     - The batches of several processes cannot be joined.
     - No program fits into memory.
     - No program other than data parallelism passes the checks.
+    - Replicas of the whole step are better than each program that passes the checks. The replicas themselves
+      fail a check, but can run uncaptured.
 
     Args:
         module: The whole module, on every process.

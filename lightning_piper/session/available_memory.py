@@ -61,8 +61,8 @@ def memory_of(module: nn.Module, world: World) -> int:
 
 
 def _own(module: nn.Module, device: torch.device, processes: int) -> int:
-    """Return the bytes that this process may use: the memory of its accelerator, or its share of the host's
-    memory.
+    """Return the bytes that this process may use: the total memory of its accelerator, or its share of the
+    host's memory. The limits of a container (cgroup) and of the address space can make this share smaller.
 
     Args:
         module: The module. If the address space is limited, the memory of its CPU tensors counts as

@@ -72,16 +72,20 @@ class Evaluation:
         self._seen: Counter[int] = Counter()  # index of a loader -> batches of this process so far
 
     def check_held(self) -> None:
-        """Check that each process still holds the tensors that the compiled programs work on."""
+        """Check that each process still holds the tensors that the compiled programs work on.
+
+        Raises:
+            PiperError: A process does not hold a tensor.
+        """
         self._programs.check_held()
 
     @property
     def programs(self) -> list[Compiled]:
-        """The compiled programs, one for each kind of step and batch."""
+        """The captured programs: for each step, one for each kind of batch and each Python state."""
         return self._programs.compiled
 
     def captures(self, name: str) -> list[Compiled]:
-        """Return the compiled programs of one step."""
+        """Return the captured programs of one step, of all data loaders; empty if it was not captured."""
         return [compiled for compiled in self.programs if compiled.step.name == name]
 
     def close(self, failed: bool = False) -> None:
@@ -110,7 +114,7 @@ class Evaluation:
 
         Raises:
             CaptureError: The step cannot be captured.
-            DirectiveError: The step cannot be placed.
+            DirectiveError: The directives do not fit the step.
             PiperError: The processes have batches that do not fit together.
         """
         # Tensors made here outlive the step. They must not be inference tensors, which cannot be changed in

@@ -85,18 +85,25 @@ class Settings:
 
     @property
     def evaluates(self) -> bool:
-        """Whether steps without a backward pass run as programs.
+        """Whether steps without a backward pass run as programs. If not, Lightning runs them on the whole
+        module.
 
-        Otherwise Lightning runs them on the whole module: all devices are in this process, which draws one
-        batch for all replicas.
+        True if there is a process for each device. With all devices in one process, True only if the
+        accelerator is simulated and the program does not have replicas.
         """
         return not self.local or (self.simulated and not any(replicas_of(self.program).values()))
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The compiled program for batches of one spec, with this process's executors and the replay of the
-    step's logging."""
+    """The compiled program for batches of one spec, ready to run on this process's tensors.
+
+    Attributes:
+        compiled: The program.
+        executors: An executor for each logical device of this process, by device: all devices with
+            `transport="local"`, otherwise one.
+        replay: Repeats the step's logging after a run.
+    """
 
     compiled: Compiled
     executors: list[Executor]
@@ -152,7 +159,10 @@ class ProcessRuntime:
             apart: Whether replicas may compile for batches of different sizes.
 
         Raises:
-            PiperError: Compiling failed on a process, or the processes compiled different programs.
+            Exception: On a process where `work` fails, the error of `work`.
+            PiperError: `work` failed on another process, or the processes compiled different programs. The
+                first is a CaptureError or a DirectiveError if `work` raised one. The second is a CaptureError
+                if each process is a replica, and only the steps differ.
         """
         failure: Exception | None = None
         # (checksum of the plans, number of samples, checksum of the step, checksum of the module's tensors)
@@ -207,6 +217,7 @@ class ProcessRuntime:
         The plans must equal the plans that ran last, because the other replicas run plans equal to these.
 
         Raises:
+            CaptureError: The step cannot be captured. The error is `late`, because other replicas continue.
             PiperError: The plans are different.
         """
         try:
@@ -238,8 +249,12 @@ class ProcessRuntime:
             self._transport.connect(compiled.plans)
 
     def prepare(self, compiled: Compiled) -> Prepared:
-        """Return the executors of this process for a program. Collective if the plans need communicators that
-        do not exist yet."""
+        """Return a program with new executors of this process. Collective if the plans need communicators that
+        do not exist yet.
+
+        Raises:
+            PiperError: The program needs tensors, or shards of buckets, that a process does not hold.
+        """
         self._check_shards(compiled)
         if self._settings.local:
             local = LocalTransport(compiled.plans)
@@ -257,10 +272,11 @@ class ProcessRuntime:
 
     def sum_kept(self) -> dict[str, torch.Tensor]:
         """All-reduce the gradients that a plan has accumulated locally, because another plan continues the
-        accumulation. Collective.
+        accumulation. Afterwards, no gradients are accumulated locally. Collective.
 
         Returns:
-            Gradients by parameter, on every process.
+            Name of a parameter -> its whole gradient, on every process, as new tensors. Empty if no process
+                had accumulated gradients.
 
         Raises:
             PiperError: The gradients belong to parameters that are divided along an axis.
@@ -306,9 +322,11 @@ class ProcessRuntime:
         last: bool = True,
         digest: int = 1,
     ) -> StepResult:
-        """Run one step and return the gradients of the parameters that this process holds.
+        """Run one step, and return its result: the gradients of the parameters that this process holds, and
+        the values that the step reports.
 
-        `Executor.step` explains `scale`, `last` and `digest`.
+        `Executor.step` explains `scale`, `last` and `digest`. With all devices in one process, `digest` has no
+        effect.
         """
         self._last = prepared
         if self._settings.local:
@@ -384,7 +402,7 @@ class ProcessRuntime:
         Each process checks the representative plans of all devices, so all processes raise the same error.
 
         Args:
-            compiled: A program other than the first.
+            compiled: The program to check.
             alone: Whether the program was compiled before it was known which parameters the first program
                 shards. Parameters of the first program then count as held, because they can be gathered.
 
@@ -419,8 +437,8 @@ def arguments_of(
     leaves: Sequence[torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """Return the arguments of metric objects for the global batch, from the results of all devices in one
-    process."""
+    """Return the tensor arguments of metric objects for the global batch, by name, from the results of all
+    devices in one process. Empty if the step passes no tensors to metric objects."""
     found = {}
     edges = range(0, dag.size + 1, dag.local_batch_size)
     slices = [Slice(a, b) for a, b in itertools.pairwise(edges)]

@@ -18,7 +18,8 @@ from lightning_piper.directives import Directive, Place, Replicate, parse
 from lightning_piper.directives.program import Annotations, annotations_of
 from lightning_piper.errors import DirectiveError
 
-AUTO = "auto"  # Stands in place of directives. A search finds the directives at the first batch of a fit.
+# The value instead of directives that lets a search find the directives at the first batch of a fit.
+AUTO = "auto"
 VARIABLE = "PIPER_DIRECTIVES"
 ATTRIBUTE = "piper_directives"
 SHOWN = 300  # largest number of characters of a program in an error

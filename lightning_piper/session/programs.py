@@ -73,7 +73,7 @@ class Programs:
 
     @property
     def compiled(self) -> list[Compiled]:
-        """The captured programs, one for each step and kind of batch."""
+        """The captured programs: for each step, one for each kind of batch and each Python state."""
         return [compiled for variants in self._variants.values() for compiled in variants.programs]
 
     def variants(self, step: Step) -> Variants:
@@ -169,7 +169,11 @@ class Programs:
 
     def prepare(self, step: Step, batch_spec: BatchSpec, compiled: Compiled) -> Prepared:
         """Prepare a compiled program for batches of this spec on the process runtime, which must be bound.
-        Collective."""
+        Return the prepared program: the same object as before if this program was prepared already.
+        Collective.
+
+        If `MANY_PROGRAMS` are prepared, drop the one that was prepared first.
+        """
         known = self.prepared(step, batch_spec)
         if known is not None and known.compiled is compiled:
             self._runtime.connect(compiled)

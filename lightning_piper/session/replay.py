@@ -24,7 +24,8 @@ from lightning_piper.ops.metrics import first_log, metric_names, widths
 from lightning_piper.runtime import StepResult
 from lightning_piper.session.metric_objects import MetricObjects, owners_of, wanted_by_all
 
-# A plan reports the same values on every process. Reducing these values again would only cost time.
+# Keywords of `self.log` that a replayed call leaves out. A plan reports the same values on every process, so
+# reducing these values again would only cost time. The values do not have an autograd graph.
 NOT_REPLAYED = ("sync_dist", "sync_dist_group", "enable_graph")
 
 
@@ -225,8 +226,8 @@ def _value(
     Args:
         log: The log call.
         places: For each value from which the logged value is computed, its place in the result's metrics.
-        kept: The dtype of each value of the step.
-        wide: The dtype of computed values that are neither float32 nor float64.
+        kept: Name of a value of the step -> the dtype in which Lightning keeps it.
+        wide: The dtype in which Lightning keeps values that are neither float32 nor float64.
     """
     constant, computed = log.constant, log.computed
     if constant is not None:

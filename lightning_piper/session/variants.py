@@ -69,7 +69,8 @@ class Variants:
         return zlib.crc32(repr((self.number, numbers)).encode())
 
     def add(self, kind: Hashable, batch_spec: BatchSpec) -> Compiled:
-        """Capture the step for this kind of batch, because no capture is valid."""
+        """Capture the step for this kind of batch, because no capture is valid. Return the new capture, and
+        set `number`. At `MANY` captures for one kind of batch, warn the user."""
         known = self._known.setdefault(kind, [])
         if known:
             self.history.learn(known[0][1].step.reads)
@@ -88,8 +89,9 @@ class Variants:
         return compiled
 
     def ran(self, compiled: Compiled, first_of_epoch: bool) -> CaptureError | None:
-        """Count a step that is about to run. In the first step of each epoch, and at growing intervals, trace
-        the step again to check that it has not changed.
+        """Count a step that is about to run. In the first step of each epoch, and after 1, 2, 4, 8, ... runs
+        of this capture, trace the step again to check that it has not changed. Do not trace it again before
+        the first run of a capture.
 
         Returns:
             The error if the step has changed; None otherwise.

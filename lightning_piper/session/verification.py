@@ -1,4 +1,5 @@
-"""The verification before the first step, as `PiperStrategy(verify=...)` asks for it."""
+"""The verification before the first step, as `PiperStrategy(verify=...)` asks for it, and warnings of later
+captures whose results differ from one device's."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ def verify_by_execution(
     world: World,
     say: Callable[[str], None],
 ) -> tuple[str | None, Difference | None]:
-    """Verify the program before the first step, as `PiperStrategy(verify=...)` says. All processes fail
-    together.
+    """Verify the program before the first step, as `PiperStrategy(verify=...)` says. With `off`, do nothing.
+    If the verification fails on one process, all processes raise an error. Collective.
 
     With `first_batch` and `each`, rank 0, which still has the whole module, runs the program on a batch. A
     warning says if the verdict is `verified except`. With `static`, rank 0 only tries the step on a few
@@ -51,8 +52,9 @@ def verify_by_execution(
         say: Shows the report to the user, on rank 0.
 
     Returns:
-        The report on rank 0 (None on other ranks, or if no program was run), and the difference that a trial
-            found.
+        The report of `first_batch` or `each`, and the difference that the trial of `static` found. Both are
+            None on other ranks than rank 0. The first is also None if no program was run, and the second if
+            the trial found no difference.
 
     Raises:
         VerificationError: The finished program, or a directive with `each`, differs from one device.

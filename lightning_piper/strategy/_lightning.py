@@ -317,7 +317,8 @@ def throughputs_of(monitor: ThroughputMonitor) -> Iterable[Throughput]:
 
 
 def copy_of(callback: WeightAveraging | StochasticWeightAveraging) -> torch.nn.Module | None:
-    """Return the copy of the module in which a callback averages its weights; None outside of a fit."""
+    """Return the copy of the module in which a callback averages the weights. None before the callback's first
+    fit."""
     found = callback._average_model
     return found.module if isinstance(found, AveragedModel) else found
 
@@ -325,8 +326,8 @@ def copy_of(callback: WeightAveraging | StochasticWeightAveraging) -> torch.nn.M
 def update_of(
     callback: WeightAveraging | StochasticWeightAveraging,
 ) -> Callable[[torch.nn.Module, torch.nn.Module], None]:
-    """Return a function that updates an average in the same way as a callback does after it has averaged two
-    values."""
+    """Return a function of two modules, the average and the current module. The function changes the average
+    in place, as the callback does after it has averaged two modules."""
     found = callback._average_model
     if isinstance(found, AveragedModel):
         avg_fn, multi_avg_fn = found.avg_fn, found.multi_avg_fn

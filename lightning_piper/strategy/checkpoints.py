@@ -179,7 +179,8 @@ class Saves:
         self._behind.start(lambda: saving.write(apart))
 
     def remove(self, io: CheckpointIO, path: str | Path) -> None:
-        """Remove a checkpoint, after a running write is complete."""
+        """Remove a checkpoint: now, or in the background after the running write. Keep it if this write or an
+        earlier write has failed, because a complete checkpoint must remain."""
         self._behind.then(lambda: remove_in_one_go(io, path))
 
     def wait(self) -> None:
@@ -211,10 +212,14 @@ class Saves:
 
 
 def found_at(path: str | Path, io: CheckpointIO, world: World) -> tuple[str, bool]:
-    """Return where a checkpoint is, and whether it is sharded. Collective.
+    """Return the path of a checkpoint as text, and whether the checkpoint is sharded. Collective.
+
+    After an interrupted save, this may be the path to which Piper has moved the earlier checkpoint. A remote
+    path, or the path of a plugin other than Lightning's own, is returned unchanged, whether it exists or not.
+    A remote checkpoint counts as not sharded.
 
     Raises:
-        CheckpointNotFoundError: There is no checkpoint at the path.
+        CheckpointNotFoundError: There is no checkpoint at the local path.
         PiperError: The processes find different checkpoints.
     """
 

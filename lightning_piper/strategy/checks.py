@@ -117,7 +117,7 @@ def _problems_of_averages(trainer: pl.Trainer, module: pl.LightningModule) -> It
 
 
 def _is_reached(epoch: int, trainer: pl.Trainer) -> bool:
-    """Return whether a fit reaches this epoch, and the epoch is not the first."""
+    """Return whether a fit reaches this epoch, and the epoch is not the first (number 0)."""
     return epoch > 0 and (trainer.max_epochs in (None, -1) or epoch < trainer.max_epochs)
 
 
@@ -227,7 +227,7 @@ def uncapturable(
 
 
 def _uncapturable_callbacks(trainer: pl.Trainer) -> Iterator[str]:
-    """Yield a text for each callback because of which a step cannot be captured."""
+    """Yield a text for each callback that prevents a capture. The text says why, and what to do instead."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         swa = is_a(callback, StochasticWeightAveraging) and trainer.max_epochs != -1
         if swa and callback.pl_module_contains_batch_norm(trainer.lightning_module):
@@ -308,7 +308,7 @@ def check_runs_once(fresh: bool) -> None:
 
 
 def checked_backend(given: str | None, device: torch.device, processes: int) -> str:
-    """Return the backend of the default process group.
+    """Return the backend of the default process group: the given backend, or the device's default backend.
 
     Args:
         given: The user's backend; None to choose one.
@@ -374,7 +374,7 @@ def check_start_method(start_method: object) -> None:
     """Check that the strategy's argument `start_method` is "popen".
 
     Raises:
-        PiperError: Processes are spawned or forked.
+        PiperError: The argument has another value, such as "spawn" or "fork".
     """
     if not isinstance(start_method, str) or start_method != "popen":
         raise PiperError(

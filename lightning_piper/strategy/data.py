@@ -43,8 +43,12 @@ def draw_seed(world: World) -> int:
 
 
 def agree_on_loader(loader: object, world: World, limit: float = 1.0, apart: bool = False) -> object:
-    """Make a DataLoader give the same batches on all processes of a replica, and return it. For other loaders,
-    only compare the numbers of batches. Collective.
+    """Make a loader give the same batches on all processes of a replica, and return the same loader.
+    Collective.
+
+    All processes get the states of rank 0's random number generators, and compare their numbers of batches.
+    A DataLoader also gets rank 0's states of its own generators, rank 0's seed of its `DistributedSampler`,
+    and worker seeds by replica. With one process, nothing changes.
 
     Args:
         loader: This process's loader.

@@ -49,8 +49,8 @@ from lightning_piper.strategy.process_management import OverProcesses
 class EvaluatingStrategy(OverProcesses):
     """A strategy that runs `validation_step`, `test_step` and `predict_step` as plans over processes.
 
-    If all devices are in one process, and it does not simulate replicas, Lightning runs the steps itself on
-    the whole module.
+    If all devices are in one process, Lightning runs the steps itself on the whole module. There is one
+    exception: on a simulated accelerator, a program without replicas runs as plans.
 
     Args:
         directives: The program, in any form that `PiperStrategy` accepts.
@@ -140,7 +140,11 @@ class EvaluatingStrategy(OverProcesses):
         put_together(self.lightning_module, self._restored.known(self.lightning_module))
 
     def _setup_evaluation(self, trainer: pl.Trainer) -> None:
-        """Set up `validate`, `test` or `predict` without a fit."""
+        """Set up `validate`, `test` or `predict` without a fit. Collective.
+
+        Raises:
+            PiperError: Piper does not support something that the evaluation uses.
+        """
         module = self.lightning_module
         assert module is not None
         known = self._restored.known(module)
@@ -153,7 +157,8 @@ class EvaluatingStrategy(OverProcesses):
         self.setup_precision_plugin()
 
     def _evaluates_plainly(self, module: pl.LightningModule) -> bool:
-        """Return whether Lightning runs the evaluation steps on the whole module, without plans."""
+        """Return whether Lightning runs the evaluation steps on the whole module, without plans: all devices
+        are in this process and are not simulated, or the program has replicas of simulated devices."""
         if not self._simulated:
             return self._local
         program = for_fit(self._given(), module, 1, lambda text: None, self._is_searched(module))

@@ -154,7 +154,8 @@ class Fit:
         return compiled
 
     def _check_program(self, check: Callable[[Compiled], None], batch: Any) -> None:
-        """Check that the program may run, that it fits into memory, and that it fits the devices."""
+        """Check that the program may run on these devices, and that the step does not write into memory that
+        two tensors of the batch share. Warn of gradient checkpointing, which would have no effect."""
         check(self.program)
         check_memory(self.program, batch)
         warn_of_checkpointing(self.program, self._module, self.world)
@@ -293,7 +294,8 @@ class Fit:
         the other processes. Return the common decisions of the processes. Collective.
 
         Args:
-            captured: Number of the capture to run, from 0 on; -1 if the capture is yet to be made.
+            captured: Number of the capture to run, from 0 on; -1 if the capture is yet to be made. The first
+                batch passes 0, which will be the number of its capture.
             state: Checksum of the Python state that the step reads.
             prepared: The program to run; None if it is yet to be compiled.
             digests_differed: Whether the digests of the processes differed in this step.
@@ -322,6 +324,12 @@ class Fit:
         """Run the plan on the current batch, log what the step logs, and return its loss.
 
         A step that is captured in part may return a dict with the loss and other entries.
+
+        Raises:
+            CaptureError, DirectiveError, BatchError: This batch cannot run as a captured step. Unless the
+                error is `late`, the caller may `give_up` and run the step uncaptured.
+            PiperError: The processes differ in their batches or settings, the optimizer was replaced, or it
+                runs the step twice while a process holds only a part of the parameters.
 
         Args:
             number: Number of the batch over the whole training, including earlier epochs and resumed fits.
@@ -354,8 +362,9 @@ class Fit:
     # The steps of `step`, in their order.
 
     def _pending(self, number: int, batch_idx: int, epoch: int, last: bool) -> PendingStep:
-        """Find the capture and the program for the current batch. Each of them is None in the result if Piper
-        has yet to make it."""
+        """Find the capture and the program for the current batch. In the result, the capture is None if no
+        capture is valid for this batch and Python state. The program is None if it is yet to be compiled, or
+        if the step has changed since its capture. Then `changed` has the error."""
         captured = self.programs.find(TRAINING, self._batch_spec, batch_idx)
         prepared = self.programs.prepared(TRAINING, self._batch_spec)
         state = self._variants.state(captured)
@@ -434,8 +443,8 @@ class Fit:
         return result
 
     def _prepare(self, pending: PendingStep, agreed: Agreed) -> Prepared:
-        """Compile the program of a step, and call `_claim` with the program. Collective if
-        `agreed.together`."""
+        """Return the program of a step on this process's tensors. Compile the program if this process does
+        not have it yet, and call `_claim` with it. Collective if `agreed.together`."""
         compiled = self.programs.compile(
             TRAINING,
             self._batch_spec,
@@ -458,8 +467,8 @@ class Fit:
         )
 
     def _follow(self, prepared: Prepared, result: StepResult) -> None:
-        """Make the program that ran the current one. Send gradients to processes that hold the parameters of
-        these gradients but do not use the parameters in this program. Collective."""
+        """Make the program that ran the current one. Send gradients and changed buffers to processes that
+        hold the parameter or buffer but do not use it in this program. Collective."""
         if prepared.trained != self._layout.trained or prepared.plans != self._layout.plans:
             self._take_up(prepared)
         self._handing.hand_on(result.grads)
@@ -484,7 +493,8 @@ class Fit:
 
     def _weight_of_batch(self, compiled: Compiled, last: bool) -> tuple[float, float | None]:
         """Return the factor on this batch's gradients and the factor on all gradients of an accumulation. The
-        second is None before the last batch of the accumulation, and without token weights."""
+        second is None before the last batch of the accumulation, and without token weights. Collective with
+        token weights."""
         if self._tokens is None:
             return 1.0, None
         factor, closing = self._tokens.weigh(compiled, compiled.step.inputs(self._leaves), last)

@@ -80,8 +80,8 @@ class Idle:
 
     Attributes:
         left: The state of the previous fit that checkpoints need.
-        replicas: For each process, the replica that it draws data for, in this run or the previous run; empty
-            if there is one replica.
+        replicas: For each process, the replica that it draws data for, in this run or the previous run, such
+            as `(0, 0, 1, 1)`. Empty before the first run, which means one replica.
         evaluation: Runs the steps that do not train; None if Lightning runs them.
     """
 
@@ -92,7 +92,11 @@ class Idle:
 
 @dataclass(frozen=True)
 class Evaluating:
-    """The phase of `validate`, `test` or `predict` over processes, or on a simulated accelerator."""
+    """The phase of `validate`, `test` or `predict` over processes, or on a simulated accelerator.
+
+    Attributes:
+        standalone: The owner of the module, which runs the steps.
+    """
 
     standalone: Standalone
     left: Left
@@ -193,11 +197,12 @@ class Starting:
         self.standalone = self.standalone.under(settings, self.standalone.world)
 
     def give_back(self, tags: contextlib.ExitStack, say: Callable[[str], None]) -> BatchJoin | None:
-        """If a searched program has replaced the earlier program, return to the earlier program, and delete
-        the file of the searched program, which cannot run. `say` gets a message, and `tags` is closed.
+        """If a searched program has replaced the earlier program, return to the earlier program. Then delete
+        the file of the searched program, which cannot run. Call `say` with a message, and close `tags`.
+        Without a searched program, do nothing.
 
         Returns:
-            None, because batches are no longer joined.
+            Always None: the new value for the strategy's `_join`, because batches are no longer joined.
         """
         before, self.replicas_alone = self.replicas_alone, None
         if before is not None:
@@ -285,7 +290,8 @@ class Ended(_OfFit):
 @dataclass
 class Eager:
     """The phase of a fit, from its first batch on, whose training step is not captured. Lightning runs the
-    step. Piper only averages gradients.
+    step. With several processes, Piper averages gradients, copies rank 0's buffers to all replicas, and
+    divides optimizer states if the program shards them.
 
     Attributes:
         before: The owner of the module before the first batch.
@@ -389,7 +395,8 @@ class Eager:
         return plain_batch_norms() if self.over is None else self.over.batch_norms()
 
     def load(self, optimizer: Optimizer, state: State) -> None:
-        """Load an optimizer's state from a checkpoint."""
+        """Load an optimizer's state from a checkpoint. If the state is divided over the replicas, each
+        process keeps its own part."""
         found = next((each for each in self.optimizers if each.optimizer is optimizer), optimizer)
         load = found.load_full_state if isinstance(found, EagerOptimizer) else found.load_state_dict
         load(state)

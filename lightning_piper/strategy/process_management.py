@@ -277,11 +277,12 @@ class Requeue(pl.Callback):
 
     @classmethod
     def of(cls, trainer: pl.Trainer, world: World) -> Requeue:
-        """Replace Lightning's handler of the requeue signal until the end of the run, and return the callback
-        that calls it.
+        """Replace Lightning's handler of the requeue signal until the end of the run. Add a callback that
+        calls the handler to the Trainer, and return the callback.
 
-        At the end of the run, the Trainer restores the handlers from before. Without a handler of Lightning,
-        the returned callback does nothing.
+        At the end of the run, the Trainer restores the handlers from before. If the run is not a SLURM job to
+        requeue, or the handler is not Lightning's, nothing is replaced or added. The returned callback then
+        does nothing. A `Requeue` of an earlier run is removed from the Trainer in every case.
         """
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         callbacks[:] = [callback for callback in callbacks if not isinstance(callback, Requeue)]

@@ -70,8 +70,7 @@ from lightning_piper.strategy.process_management import Requeue
 
 
 class PiperStrategy(EvaluatingStrategy):
-    """A strategy that trains a LightningModule under a program of directives, checked against what one device
-    computes.
+    """A strategy that trains a LightningModule under a program of directives, checked against one device.
 
         strategy = PiperStrategy(directives=schedules.one_f_one_b(2, 8))
         Trainer(accelerator="cpu", devices=2, strategy=strategy).fit(module, loader)
@@ -94,7 +93,8 @@ class PiperStrategy(EvaluatingStrategy):
         transport: `process` has a process for each logical device. `local` runs all of them in this process,
             with `devices=1`. `simulated` is like `local`, but on a simulated accelerator that runs the
             streams of each step in a different order: the result has the CPU's bits, or there is an error.
-        profile: Which steps to record (see `lightning_piper.profile`). True records a few of the first steps.
+        profile: Which steps to record. True records a few of the first steps (see `lightning_piper.profile`).
+            By default, there is a recording only if the Trainer's profiler is a `PiperProfiler`.
         timeout: How long a process waits for other processes before communication fails: a `timedelta` or a
             number of seconds.
         start_method: Only `popen`, which starts one new Python process for each device.
@@ -102,13 +102,13 @@ class PiperStrategy(EvaluatingStrategy):
             CUDA devices need NCCL.
         checkpoint: The form of a fit's checkpoints. `consolidated` is a plain Lightning checkpoint, which one
             process gathers and writes. `sharded` is a directory, in which every process writes its own part.
-            With either value, a fit can load checkpoints of both forms.
+            A fit can load both forms. If its step runs uncaptured, it saves and loads only `consolidated`.
         accumulate: The meaning of `Trainer(accumulate_grad_batches=k)`. `batches` is the mean of the batches'
             losses, as in Lightning. `tokens` is the loss of all batches as one batch: each batch's loss is
             weighted by its denominator (its number of tokens or samples).
-        capture: How to handle a step that cannot be captured. `auto` runs it uncaptured, with a warning, if
-            the program replicates the whole step or there is one device; otherwise it raises an error.
-            `always` raises an error. `never` runs all steps uncaptured.
+        capture: How to handle a step that cannot be captured as a whole. With `auto`, Piper warns. It runs the
+            step uncaptured if the program only replicates it, or else captures the calls of annotated modules.
+            If this fails, or with `always`, there is an error. `never` runs all steps uncaptured.
         compile: True, or options of Inductor, which then compiles each pass at the first batch. Results are
             equal within rounding.
         whole: With "auto", each process keeps the whole module as long as replicas fit into memory. Hooks and
@@ -201,8 +201,9 @@ class PiperStrategy(EvaluatingStrategy):
         return f"<PiperStrategy: {given}, transport={self._transport!r}>"
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Begin a run. For a fit, check that Piper supports it, make the optimizers, and find out whether to
-        search for a program. The first batch begins the training. Collective."""
+        """Begin a run: set up an evaluation, or prepare a fit. For a fit, check that Piper supports it, make the
+        optimizers, and decide whether the step runs uncaptured and whether to search for a program. The first
+        batch then begins the training. Collective."""
         self._begin_run()
         _lightning.forget_logs(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
@@ -237,8 +238,8 @@ class PiperStrategy(EvaluatingStrategy):
         self._requeue = Requeue.of(self.lightning_module.trainer, self.world)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Accept the next batch. The first batch of a fit also begins the training, because Piper learns from
-        it the shapes that a capture needs. Collective."""
+        """Accept the next batch. The first batch of a fit also begins the training, because a capture needs
+        the shapes of a batch. Collective."""
         if isinstance(self.phase, Fitting):
             self._arrive(self.phase, batch)
         elif isinstance(self.phase, Starting):
@@ -331,7 +332,7 @@ class PiperStrategy(EvaluatingStrategy):
 
     def _begin_eager(self, before: Standalone, captures: Sequence[Compiled], why: str) -> None:
         """Run the training step uncaptured from now on, and log `why`. `captures` are the captures of this
-        step that have run in the fit."""
+        step that have run in the fit; empty if there were none. Collective."""
         self._times = None
         rank_zero_info(summary_of(before.world.size, why))
         self.phase = Eager.begin(before, self.optimizers)
@@ -472,8 +473,8 @@ class PiperStrategy(EvaluatingStrategy):
             return module_state(self.lightning_module, self.phase.fit.program.step.canonical)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state as one device would have it, whole on rank 0, a part on other ranks.
-        For sharded checkpoints, the state has references in place of tensors. Collective."""
+        """Return the optimizer's state as one device would have it: all of it on rank 0, perhaps a part on other
+        ranks. For sharded checkpoints, the state has references in place of tensors. Collective."""
         if is_a(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         left = self.phase.left
@@ -495,7 +496,7 @@ class PiperStrategy(EvaluatingStrategy):
         return super().optimizer_state(optimizer) if state is None else state
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the states of the optimizers. Before the first batch, see `Starting.load`."""
+        """Load the optimizers' states. Before the first batch, `Starting.load` may defer this to the batch."""
         states = checkpoint["optimizer_states"]
         if isinstance(self.phase, Eager) or (isinstance(self.phase, Starting) and self.phase.eager):
             if any(referenced(state) for state in states):
@@ -532,7 +533,7 @@ class PiperStrategy(EvaluatingStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the module's values. If the checkpoint is sharded, first replace the references in the entries
-        of callbacks by tensors."""
+        of callbacks by tensors, in `checkpoint` itself."""
         parts = self.phase.fit.ownership if isinstance(self.phase, Fitting) else None
         restored = self._restored
         if restored.sharded is not None:
@@ -575,7 +576,7 @@ class PiperStrategy(EvaluatingStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         """Save a checkpoint: rank 0 alone, or every process its own part if the checkpoint is sharded. Only a
-        fit with a captured step, from its first batch on, has sharded checkpoints."""
+        fit with a captured step has sharded checkpoints, from its first batch on."""
         phase, io = self.phase, self.checkpoint_io
         # Outside of a run, no code would wait for the end of the write.
         behind = is_behind(io, filepath) and not isinstance(phase, Idle | Ended) and not self._requeue.saves

@@ -34,8 +34,8 @@ def check_may_be(
         accumulate: The strategy's argument `accumulate`.
 
     Raises:
-        PiperError: The step may not run uncaptured. The error is `problem`, or the error that the step's own
-            code raised.
+        Exception: The step may not run uncaptured. The error is the one that the step's own code raised, if
+            there is one. Otherwise the error is `problem`, or a PiperError with this text.
     """
     advice = ". Leave capture out, so that Piper captures the step" if problem == "capture='never'" else ""
     error = (

@@ -221,7 +221,8 @@ class EagerOptimizer:
             self._put(self._whole)
 
     def full_state(self) -> State:
-        """Return the whole optimizer state on rank 0, in canonical form. Collective."""
+        """Return the optimizer state in canonical form. It is complete on rank 0. Other ranks return only a
+        part. Collective."""
         with self._as_cut() as sharded:
             return sharded.full_state()
 

@@ -38,7 +38,8 @@ class InPart:
         objects: The metric objects that its steps update.
 
     Attributes:
-        extras: The results of the latest step, without the loss.
+        extras: The entries of the dict that the latest step returned, except the loss, joined over the
+            microbatches. Empty if the step returned only the loss, or was captured as a whole.
     """
 
     def __init__(self, module: nn.Module, settings: Settings, world: World, objects: MetricObjects) -> None:

@@ -34,6 +34,7 @@ class Standalone:
             (`strategy.compatibility.suspend`).
 
     Attributes:
+        module, settings, known, seed, world: The arguments of these names.
         evaluation: Runs the steps.
         programs: The programs that earlier evaluations have compiled.
     """
@@ -106,7 +107,8 @@ class Standalone:
         return self._distribute(Ownership(self.module, training, self.world))
 
     def under(self, settings: Settings, world: World) -> Standalone:
-        """Return a new owner of the same module under another program. No step of that program has run yet."""
+        """Return a new owner of the same module under another program, of which no step has run yet. Replace
+        this owner, whose evaluation is closed, by the new owner. Collective."""
         self.evaluation.close()
         return Standalone(
             self.module, settings, self.known, self.seed, self._drawn, world, self._distributed, self._resume
@@ -145,7 +147,8 @@ class Standalone:
             self.evaluation.close(failed)
 
     def end(self, failed: bool) -> None:
-        """End a run without a fit: close, and warn if the run has not loaded the checkpoint's values."""
+        """End a run without a fit: close, and warn if the run has not loaded the checkpoint's values.
+        Collective, unless the run failed."""
         self.close(failed)
         if (
             parts_of(self.module) is None
