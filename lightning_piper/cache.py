@@ -95,9 +95,10 @@ def write_plain(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """Return a context that one process of this user at a time can enter for a path.
+    """Return a context for a path. While a process of this user is in the context for a path, other processes
+    wait before they enter the context for the same path.
 
-    Another process enters after `PATIENCE` anyway, because the process inside may be waiting for it. On
+    A process enters after `PATIENCE` in any case, because the process inside may be waiting for it. On
     Windows, and if the folder cannot be locked, no process waits.
     """
     if fcntl is None:

@@ -60,9 +60,10 @@ def _given(args: argparse.Namespace) -> tuple[nn.Module, Any, tuple[Directive, .
 
 
 def _check(args: argparse.Namespace) -> str:
-    """Return the directives, a summary of the program, and with `--passes` a line for each pass.
+    """Return the directives, then a summary of the program or with `--run` the report of the run. With
+    `--passes`, a line for each pass follows. The last line is "ok" or the verdict.
 
-    If the check fails, print the lines of the passes so far before the error.
+    If the check fails, raise its error. With `--passes`, first print the lines of the passes so far.
     """
     module, batch, program = _given(args)
     passes = _passes(args)

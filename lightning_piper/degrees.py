@@ -1,7 +1,8 @@
 """Translate degrees of parallelism (`pp=2, dp=2, zero=3`) into directives.
 
-Device numbers count the mesh (pp, dp, tp) in row-major order: tp changes fastest, then dp, then pp. So the
-devices of a tensor-parallel group have consecutive numbers, and so have the replicas of a stage.
+Device numbers count the mesh (pp, dp, tp) in row-major order: tp changes fastest, then dp, then pp. With cp,
+the mesh is (pp, dp, cp), because only one of tp and cp can be above 1. So the devices of a tensor-parallel or
+sequence-parallel group have consecutive numbers. All devices of a stage have consecutive numbers, too.
 """
 
 from __future__ import annotations
@@ -296,8 +297,8 @@ def parallel(
         schedule: "1f1b", "interleaved", or the name of a builder of `lightning_piper.schedules`.
         microbatches: Microbatches of each replica (default: twice `pp`, or 1 without a pipeline).
         recompute: Keep only the inputs of each stage, and run its forward pass again for the backward pass.
-        module: A LightningModule. If its step has no PP annotation, Piper cuts it into stages of similar
-            calculated cost, and annotates the modules of this object.
+        module: A LightningModule. With `pp` above 1, and if its step has no PP annotation, Piper cuts it into
+            stages of similar calculated cost, and annotates the modules of this object.
         batch: The batch of one step.
 
     Raises:

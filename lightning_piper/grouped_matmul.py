@@ -16,7 +16,7 @@ _ALIGNMENT = 16  # in bytes; the kernel requires rows to be aligned
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """`x[rows of e] @ weight[e].T` for each expert e, in any floating-point dtype.
+    """Return `x[rows of e] @ weight[e].T` for each expert e, in one tensor. Any floating-point dtype works.
 
     Args:
         x: `[T, in]`, rows sorted by expert.
@@ -25,7 +25,8 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) 
             zero gradients.
 
     Returns:
-        `[T, out]`.
+        `[T, out]`, in the order of the rows of `x`. The result has the dtype of `x`, or autocast's dtype if
+            autocast is on and `x` is not float64.
 
     Raises:
         CaptureError: The shapes or dtypes do not fit.

@@ -139,7 +139,7 @@ def combine(outputs: torch.Tensor) -> torch.Tensor:
         `[T, ...]`, or `[E, C, ...]`.
 
     Raises:
-        CaptureError: There was no `dispatch` before, or `outputs` is not a tensor.
+        CaptureError: `outputs` is not a tensor, or a captured step has no `dispatch` before this call.
     """
     if not isinstance(outputs, torch.Tensor):
         raise CaptureError(f"combine: the outputs are a {type(outputs).__name__}; give a tensor [PIPER-C014]")

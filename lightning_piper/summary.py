@@ -39,7 +39,7 @@ def _zero(dag: TrainingDAG, program: Program) -> str:
 
 
 def _trades(dag: TrainingDAG, program: Program) -> Iterator[str]:
-    """Yield the summary's phrases on what trades time for memory: microbatches, `recompute`, `offload`."""
+    """Yield a phrase for each of these features that a program has: microbatches, `recompute`, `offload`."""
     counts = sorted({len(slices) // dag.replicas for slices in dag.slices().values()})
     if counts[-1] > 1:
         by_region = ", by region" if len(counts) > 1 else ""

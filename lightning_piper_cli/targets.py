@@ -43,7 +43,7 @@ def program_of(target: str) -> Any:
     """Return the source of a program: the path of a JSON file, or the value that a function returns.
 
     Raises:
-        UsageError: The target is neither of the two.
+        UsageError: The target is neither the path of a JSON file nor the name of an object.
     """
     check_program(target)
     return target if target.endswith(".json") else made(target)
@@ -73,7 +73,8 @@ def made(target: str) -> Any:
 
 
 def check_program(target: str) -> None:
-    """Raise an error if a target cannot be a program, as `check_target` does."""
+    """Raise a UsageError if a target is neither a path that ends in ".json", nor an object that
+    `check_target` accepts. The JSON file itself is not looked for."""
     if target.endswith(".json"):
         return
     if ":" not in target:

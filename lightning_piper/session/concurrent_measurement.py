@@ -36,11 +36,11 @@ from lightning_piper.simulate.hardware import Collectives, Hardware
 
 # Bytes of the small and of the large message that measure a link, and number of repetitions.
 SMALL, LARGE, ROUNDS = (1 << 10, 1 << 22, 15)
-# Parameters of the step with almost no work, at most. Steps of larger modules have far more real work than
-# overhead.
+# The largest number of parameters of the step with almost no work. Steps of modules with more parameters have
+# far more real work than overhead.
 PARAMS = 200
 FLOAT = torch.float32  # dtype of the messages, whatever the user's default dtype is
-# Bytes of a measured collective, at most. It is smaller if the parameters have fewer bytes.
+# The largest number of bytes of a measured collective. Modules with fewer bytes of parameters use fewer bytes.
 MOST = 1 << 26
 
 

@@ -3,8 +3,8 @@ of a run.
 
 A plan has fixed shapes and is the same for all processes of a replica. So before each step the processes
 agree that they have the same batch, and whether a plan must be compiled first. If the step logs no tensors,
-replicas may have batches of different sizes, and some may have one batch more than other replicas. Replicas
-differ so in `predict`, where Lightning's sampler does not repeat samples to make the local batches equal. A
+replicas may have batches of different sizes, and some may have one batch more than other replicas. This
+happens in `predict`, where Lightning's sampler does not repeat samples to make the local batches equal. A
 replica that has run out of batches repeats its last batch without a result until the other replicas are done,
 because the other replicas may need its shards of parameters.
 """

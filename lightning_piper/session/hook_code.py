@@ -63,8 +63,8 @@ def _hooks(module: nn.Module) -> Iterator[Any]:
 
 
 def _function(given: Any) -> tuple[Any, types.FunctionType] | None:
-    """Return the object that a method is bound to (None for a plain function) and its function without
-    decorators. None instead of both if `given` is not a function or method.
+    """Return the object that a method is bound to (None for a plain function) and the function without its
+    decorators. If `given` is neither a function nor a method, return None.
 
     This checks types only, because reading an attribute of a user's object may run code.
     """
@@ -87,8 +87,9 @@ def _named(hook: Any) -> Iterator[set[str]]:
     """Iterate over the names used by a hook and by the user's code that it calls by name.
 
     The search follows functions of the hook's module and of other modules, methods of the object that the
-    hook belongs to, and methods of that object's attributes. Each item belongs to one code object. It has the
-    attributes that the code names, and the original names of the functions that it uses.
+    hook belongs to, and methods of that object's attributes. Each item is the set of names of one code
+    object: the attributes that the code names, and the global functions that the code uses, by the names of
+    their definitions.
     """
     waiting, seen, home = [hook], set[Any](), None
     while waiting:

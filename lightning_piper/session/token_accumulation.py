@@ -40,7 +40,8 @@ class TokenAccumulation:
         self, compiled: Compiled, leaves: Sequence[torch.Tensor], last: bool
     ) -> tuple[float, float | None]:
         """Return the factor on the gradients of the next batch, and the factor on the sum of the gradients.
-        The second factor is None before the last batch of an accumulation, and for a loss that is a sum.
+        The second factor is None before the last batch of an accumulation, and for a loss that is a sum. The
+        factor is NaN if the denominators of all batches are 0, because the mean over no tokens is NaN.
 
         Args:
             compiled: The program of the step.
@@ -63,7 +64,8 @@ class TokenAccumulation:
         return factor, closing
 
     def _denominator(self, compiled: Compiled, term: Term, leaves: Sequence[torch.Tensor]) -> float:
-        """Return the denominator of a batch's loss over all replicas."""
+        """Return the denominator of a batch's loss over all replicas: the number of samples, or a count that
+        the step computes from the batch. Collective."""
         if term.denominator is None:
             return float(compiled.dag.size)
         size = compiled.dag.size if self._local else compiled.dag.local_batch_size

@@ -122,7 +122,8 @@ def _judge(judged: Report, report: Report, world: World) -> None:
     """Raise an error if the program fails, and warn if it is verified except for something.
 
     Args:
-        judged: The rows of the report that must be equal to one device.
+        judged: A report with only the rows that must be equal to one device: all rows with `each`, otherwise
+            the row of the finished program.
         report: The whole report. The error shows it.
 
     Raises:
@@ -231,8 +232,8 @@ class LaterWarnings:
 
 
 def _trial(compiled: Compiled, world: World) -> tuple[int, bool] | None:
-    """Return the number of samples of the smallest part, and whether the step's Python code depends on this
-    number, so that the trial needs the samples of all replicas.
+    """Return the number of samples of the smallest microbatch or local batch, and whether the step's Python
+    code depends on this number. In that case, the trial needs as many samples as all replicas have.
 
     None if the step cannot be tried, or if no part is smaller than a replica's samples and the code does not
     depend on their number.

@@ -377,9 +377,9 @@ class Eager:
     def before_pass(self, last: bool) -> None:
         """Prepare for a backward pass that Lightning starts.
 
-        During a manual step, averaging is on already, and with one process there is none. Otherwise this
-        method switches averaging on, and `after_pass` switches it off, even for a pass that a hook starts
-        outside of a step.
+        If averaging is off and there are several processes, this method switches averaging on, and
+        `after_pass` switches it off. So it also works for a pass that a hook starts outside of a step. During
+        a manual step, averaging is on already.
         """
         self._one_pass = self.over is not None and not self.over.averages
         if self._one_pass:

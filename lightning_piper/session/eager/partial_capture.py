@@ -197,8 +197,9 @@ def _logged(logs: Sequence[RemainderLog]) -> Iterator[tuple[str, Any, Mapping[st
 def _joined(parts: Sequence[Any], samples: Sequence[int]) -> Any:
     """Join the results of microbatches into the result that one device would return.
 
-    Rows are concatenated, numbers are averaged, and equal values stay as one value, also inside of containers.
-    All other results become a list with one entry for each microbatch.
+    Tensors and lists with an entry for each sample are concatenated. Floating-point numbers are averaged over
+    the samples. Other values that are equal stay as one value. All this holds inside of dicts, lists and
+    tuples, too. All other results become a list with one entry for each microbatch.
     """
     first = parts[0]
     if len(parts) == 1:
