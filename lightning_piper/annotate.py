@@ -32,8 +32,8 @@ SOURCE_KEY = "piper_source"
 LAYER_KEY = "piper_layer"
 RESERVED = ("PASS",)  # tags that only Piper gives
 
-# `_counters`: tag -> next number in the current traced run; None outside of a traced run. `_entered`: the open
-# regions that hooks of modules opened, the outermost first.
+# `_counters`: tag -> next number in the current traced run; None outside of a traced run. `_entered`: the
+# open regions that hooks of modules opened, the outermost first.
 _counters: Counter[str] | None = None
 _entered: list[tuple[_EnterRegion, AbstractContextManager[None]]] = []
 
@@ -222,8 +222,8 @@ def annotate_modules(model: nn.Module, tag: str, groups: Sequence[Sequence[str]]
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return the repeated blocks of a model by name: the children of a list of equal modules.
 
-    The list is an `nn.ModuleList` or `nn.Sequential` with several children. All children are of one class, and
-    each child has parameters and submodules. In nested lists, the outer list counts.
+    The list is an `nn.ModuleList` or `nn.Sequential` with several children. All children are of one class,
+    and each child has parameters and submodules. In nested lists, the outer list counts.
     """
     found: dict[str, nn.Module] = {}
     within: set[int] = set()  # blocks found so far, and all their submodules
@@ -285,7 +285,7 @@ def marking(blocks: Mapping[str, nn.Module]) -> Iterator[None]:
 
 
 def tag_layers(graph: torch.fx.Graph) -> None:
-    """If no node of a step's graph has tags, turn the marks of repeated blocks into tags `LAYER=0, 1, ...`."""
+    """If no node of a graph has tags, turn the marks of repeated blocks into tags `LAYER=0, 1, ...`."""
     about = [(node, node.meta.get("custom", {})) for node in graph.nodes]
     if any(META_KEY in custom for _, custom in about):
         return

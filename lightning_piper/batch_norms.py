@@ -35,8 +35,8 @@ def whole_batch_norms(every: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain_batch_norms() -> Iterator[None]:
-    """Return a context in which `nn.SyncBatchNorm` is a plain batch norm. Use this context only if this process
-    has the samples of the whole batch.
+    """Return a context in which `nn.SyncBatchNorm` is a plain batch norm. Use this context only if this
+    process has the samples of the whole batch.
     """
     with _forward_of_synchronised(nn.BatchNorm1d.forward):
         yield

@@ -50,8 +50,8 @@ def read(path: Path) -> bytes | None:
 def read_plain(path: Path) -> bytes | None:
     """Return the content that `write_plain` put there, or None if it cannot be trusted.
 
-    The result is None if there is no regular file that can be read, if another user may have written the file,
-    or if it is larger than `LARGE`.
+    The result is None if there is no regular file that can be read, if another user may have written the
+    file, or if it is larger than `LARGE`.
     """
     try:
         with open(os.open(path, _READING), "rb") as file:

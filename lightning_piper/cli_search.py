@@ -67,7 +67,7 @@ def _check_output(path: Path) -> None:
 
 
 def run_compare(args: argparse.Namespace) -> str:
-    """Return the text for `explain --run`: prediction and recording compared, and the result of a new search."""
+    """Return the text for `explain --run`: prediction and recording compared, and a new search's result."""
     module, batch, source = module_of(args.module), made(args.batch), program_of(args.directives)
     program, tell = parse(source), progress()
     try:

@@ -133,8 +133,8 @@ class Compiled:
 
     @cached_property
     def _used(self) -> tuple[dict[int, frozenset[str]], ...]:
-        """(parameters, buffers, changed buffers): three dicts from a device to canonical names. All devices of
-        a group share one set of names."""
+        """(parameters, buffers, changed buffers): three dicts from a device to canonical names. All devices
+        of a group share one set of names."""
         dag = self.dag
         passes = {(chunk.devices, chunk.key): dag.interface(chunk) for chunk in dag.of_type(Chunk)}
         params = [(devices, interface.params) for (devices, _), interface in passes.items()]
@@ -199,7 +199,8 @@ class Compiled:
         return [f"  carries {value.label} ({value.nbytes} bytes) from %{source.id} {source.label} to {to}"]
 
     def _ends(self, node: Node) -> tuple[Node, list[Node]]:
-        """Return the node that made the value of a transfer, and the nodes that read it after all transfers."""
+        """Return the node that made the value of a transfer, and the nodes that read the value after all
+        transfers. For a node that is not a transfer, the first is the node itself."""
         source, readers = node, self.dag.users(node)
         while source.communicates and source.inputs:
             source = self.dag.nodes[source.inputs[0][0]]

@@ -36,8 +36,8 @@ from lightning_piper.tensor_parallel import tensor_parallel
 SHORT = {"1f1b": "one_f_one_b", "interleaved": "interleaved_one_f_one_b"}
 # Name of a program -> ZeRO stage of data parallelism over all processes.
 NAMES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
-# Names of hardware files. Their figures give the costs by which blocks are divided into stages. Only ratios of
-# costs matter, so the files need not describe the user's hardware.
+# Names of hardware files. Their figures give the costs by which blocks are divided into stages. Only ratios
+# of costs matter, so the files need not describe the user's hardware.
 ACCELERATOR, CPU = "h100-sxm", "cpu"
 
 
@@ -130,8 +130,8 @@ class Degrees:
         return dataclasses.replace(self, dp=dp)
 
     def program(self, module: nn.Module | None = None, batch: Any = None) -> Written:
-        """Return the program of these degrees, like `directives`. Later errors of the returned directives name
-        the degrees."""
+        """Return the program of these degrees, like `directives`. Later errors of the returned directives
+        name the degrees."""
         written = self.directives(module, batch)
         for directive in written.directives:
             set_degrees(directive, str(self))

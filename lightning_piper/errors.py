@@ -66,7 +66,8 @@ class VerificationError(PiperError):
 class ExecutionError(PiperError, RuntimeError):
     """An error raised if an instruction of a plan fails. It names the device, the node and its directive.
 
-    It is a RuntimeError like torch's own errors, because some code catches RuntimeErrors and reads their texts.
+    It is a RuntimeError like torch's own errors, because some code catches RuntimeErrors and reads their
+    texts.
     """
 
 

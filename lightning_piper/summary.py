@@ -1,5 +1,5 @@
-"""Texts for the log: how the devices of a compiled program share the work, which properties the static check does
-not prove, and how long a capture took.
+"""Texts for the log: how the devices of a compiled program share the work, which properties the static check
+does not prove, and how long a capture took.
 """
 
 from __future__ import annotations

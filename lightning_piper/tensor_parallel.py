@@ -74,8 +74,8 @@ def tensor_parallel(module: nn.Module, batch: Any, degree: int, *, sequence: boo
 
 
 def _patterns(parts: Mapping[str, Part], names: Mapping[str, Any]) -> dict[str, int | tuple[int, int]]:
-    """Return name -> dimension, or (dimension, number of blocks), to shard. If all layers are sharded equally,
-    one entry with `*` instead of the layer's number stands for all layers.
+    """Return name -> dimension, or (dimension, number of blocks), to shard. If all layers are sharded
+    equally, one entry with `*` instead of the layer's number stands for all layers.
 
     Args:
         parts: Name of a parameter to shard -> its shards.

@@ -313,11 +313,11 @@ class BatchCheck:
         """Raise an error for batches with different shapes or constants.
 
         Args:
-            form: Whether all processes have the same number of dimensions and the same dtypes and, unless each
-                process is a replica of the whole module, the same number of samples. Also True if the batch of a
-                process is not divided.
-            rest: Whether all processes have the same structure, numbers and strings. Also True if the batch of a
-                process is not divided.
+            form: Whether all processes have the same number of dimensions and the same dtypes and, unless
+                each process is a replica of the whole module, the same number of samples. Also True if the
+                batch of a process is not divided.
+            rest: Whether all processes have the same structure, numbers and strings. Also True if the batch
+                of a process is not divided.
             data: For each replica, whether its processes have the same values.
             shapes: For each replica, whether its processes have the same shapes.
             going_on: Whether some processes do not wait for the comparison.

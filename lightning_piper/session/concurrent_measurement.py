@@ -40,7 +40,8 @@ SMALL, LARGE, ROUNDS = (1 << 10, 1 << 22, 15)
 # far more real work than overhead.
 PARAMS = 200
 FLOAT = torch.float32  # dtype of the messages, whatever the user's default dtype is
-# The largest number of bytes of a measured collective. Modules with fewer bytes of parameters use fewer bytes.
+# The largest number of bytes of a measured collective. Modules with fewer bytes of parameters use fewer
+# bytes.
 MOST = 1 << 26
 
 

@@ -140,7 +140,8 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _attribute(owner: Any, name: str) -> Any:
-    """Return an attribute of an object. None if it is missing, or if reading it would run code of a property."""
+    """Return an attribute of an object. None if it is missing, is a property, or if reading it raises an
+    error, so that the user's properties do not run."""
     static = inspect.getattr_static(owner, name, None)
     if isinstance(static, property | functools.cached_property):
         return None

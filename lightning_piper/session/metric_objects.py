@@ -92,7 +92,8 @@ class Gather:
         return self.all(state.detach())
 
     def all(self, value: Any) -> list[Any]:
-        """Return the values of all replicas, by replica. A list may have a different length in each replica."""
+        """Return the values of all replicas, by replica, with tensors on this process's device. A list may
+        have a different length in each replica."""
         found = self._world.gather(_moved(value, torch.device("cpu")), self._owners)
         by_replica = found if self._owners else [found[rank] for rank in self._world.first_ranks]
         return [_moved(x, self._world.device) for x in by_replica]

@@ -249,8 +249,8 @@ class ProcessRuntime:
             self._transport.connect(compiled.plans)
 
     def prepare(self, compiled: Compiled) -> Prepared:
-        """Return a program with new executors of this process. Collective if the plans need communicators that
-        do not exist yet.
+        """Return a program with new executors of this process. Collective if the plans need communicators
+        that do not exist yet.
 
         Raises:
             PiperError: The program needs tensors, or shards of buckets, that a process does not hold.
@@ -325,8 +325,8 @@ class ProcessRuntime:
         """Run one step, and return its result: the gradients of the parameters that this process holds, and
         the values that the step reports.
 
-        `Executor.step` explains `scale`, `last` and `digest`. With all devices in one process, `digest` has no
-        effect.
+        `Executor.step` explains `scale`, `last` and `digest`. With all devices in one process, `digest` has
+        no effect.
         """
         self._last = prepared
         if self._settings.local:

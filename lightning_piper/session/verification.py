@@ -196,7 +196,8 @@ class LaterWarnings:
         self._module, self._world = module, world
         self._said = set(_plain_to_see(first))
         self._found = set[str]() if found is None else {found.where}
-        # Piper does not try a module that was built on the meta device, which may be too large for one process.
+        # Piper does not try a module that was built on the meta device, which may be too large for one
+        # process.
         self._tries = not is_on_meta(module)
 
     def warn(
@@ -343,8 +344,8 @@ def check_memory(compiled: Compiled, batch: Any) -> None:
 
 
 def warn_of_checkpointing(compiled: Compiled, module: nn.Module, world: World) -> None:
-    """If a Hugging Face model has gradient checkpointing on, warn that this saves no memory in a captured step.
-    Do not warn if the program has a `Recompute`."""
+    """If a Hugging Face model has gradient checkpointing on, warn that this saves no memory in a captured
+    step. Do not warn if the program has a `Recompute`."""
     parts = module.named_modules()
     found = next(
         (name for name, part in parts if getattr(part, "gradient_checkpointing", False) is True), None

@@ -317,8 +317,8 @@ def throughputs_of(monitor: ThroughputMonitor) -> Iterable[Throughput]:
 
 
 def copy_of(callback: WeightAveraging | StochasticWeightAveraging) -> torch.nn.Module | None:
-    """Return the copy of the module in which a callback averages the weights. None before the callback's first
-    fit."""
+    """Return the copy of the module in which a callback averages the weights. None before the callback's
+    first fit."""
     found = callback._average_model
     return found.module if isinstance(found, AveragedModel) else found
 

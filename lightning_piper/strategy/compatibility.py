@@ -85,8 +85,8 @@ def resume(suspended: Suspended) -> None:
         setattr(owner, name, value)
 
 
-# Names of the Python modules in which Lightning defines its own hooks. A hook from one of them does nothing or
-# has the default behavior.
+# Names of the Python modules in which Lightning defines its own hooks. A hook from one of them does nothing
+# or has the default behavior.
 _HOOKS = {
     f"{package}.{name}"
     for package in ("lightning.pytorch", "pytorch_lightning")
@@ -131,8 +131,8 @@ def grad_norm(
         group_separator: Separator between the prefix and the parameter's name.
 
     Returns:
-        `grad_{p}_norm/{name}` -> norm, for every parameter that has a gradient, and `grad_{p}_norm_total`. The
-            norms are the same on all processes. Empty if no parameter has a gradient.
+        `grad_{p}_norm/{name}` -> norm, for every parameter that has a gradient, and `grad_{p}_norm_total`.
+            The norms are the same on all processes. Empty if no parameter has a gradient.
 
     Raises:
         PiperError: `norm_type` is not above zero, and the module is on several processes.

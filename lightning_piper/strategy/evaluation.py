@@ -109,8 +109,8 @@ class EvaluatingStrategy(OverProcesses):
         super().configure_launcher()
 
     def setup_environment(self) -> None:
-        """Connect the processes. Then check what must be known before callbacks run: whether a callback copies
-        a module without values, and whether the device fits a simulated accelerator."""
+        """Connect the processes. Then check what must be known before callbacks run: whether a callback
+        copies a module without values, and whether the device fits a simulated accelerator."""
         super().setup_environment()
         module = self.lightning_module
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING:

@@ -198,7 +198,7 @@ class Fit:
         return evaluation
 
     def _check_earlier_programs(self) -> None:
-        """Check that the evaluation programs that ran before the fit can also run on the distributed module."""
+        """Check that the evaluation programs from before the fit can also run on the distributed module."""
         for program in [*self.before.programs, *self.before.evaluation.programs]:
             self._runtime.check_held(program, alone=True)
 

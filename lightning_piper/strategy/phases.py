@@ -5,7 +5,7 @@ The transitions are::
     Idle, Ended --setup--> Evaluating --teardown--> Idle
     Idle, Ended --setup--> Starting --first batch--> Fitting --teardown--> Ended
                            Starting --first batch--> Eager --teardown--> Idle  an uncaptured training step
-                           Fitting --a later step--> Eager --teardown--> Idle  a step that can no longer be captured
+                           Fitting --a later step--> Eager --teardown--> Idle  a step that cannot be captured
                            Starting --teardown--> Idle                         a fit without a batch
 """
 

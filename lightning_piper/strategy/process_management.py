@@ -112,8 +112,8 @@ class OverProcesses(_lightning.Strategy):
         return self._drawing if self._alone else self.world
 
     def _joined(self, batch: Any) -> Any:
-        """Join the batches that the processes of this replica have drawn, and return the result. Return `batch`
-        if each process has drawn the batch of its replica. Collective."""
+        """Join the batches that the processes of this replica have drawn, and return the result. Return
+        `batch` if each process has drawn the batch of its replica. Collective."""
         return batch if self._join is None else self._join.joined(batch)
 
     def _world_of(self, replicas: tuple[int, ...]) -> World:

@@ -106,9 +106,9 @@ class PiperStrategy(EvaluatingStrategy):
         accumulate: The meaning of `Trainer(accumulate_grad_batches=k)`. `batches` is the mean of the batches'
             losses, as in Lightning. `tokens` is the loss of all batches as one batch: each batch's loss is
             weighted by its denominator (its number of tokens or samples).
-        capture: How to handle a step that cannot be captured as a whole. With `auto`, Piper warns. It runs the
-            step uncaptured if the program only replicates it, or else captures the calls of annotated modules.
-            If this fails, or with `always`, there is an error. `never` runs all steps uncaptured.
+        capture: How to handle a step that cannot be captured as a whole. With `auto`, Piper warns. It runs
+            the step uncaptured if the program only replicates it, or else captures the calls of annotated
+            modules. If this fails, or with `always`, there is an error. `never` runs all steps uncaptured.
         compile: True, or options of Inductor, which then compiles each pass at the first batch. Results are
             equal within rounding.
         whole: With "auto", each process keeps the whole module as long as replicas fit into memory. Hooks and
@@ -201,9 +201,9 @@ class PiperStrategy(EvaluatingStrategy):
         return f"<PiperStrategy: {given}, transport={self._transport!r}>"
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Begin a run: set up an evaluation, or prepare a fit. For a fit, check that Piper supports it, make the
-        optimizers, and decide whether the step runs uncaptured and whether to search for a program. The first
-        batch then begins the training. Collective."""
+        """Begin a run: set up an evaluation, or prepare a fit. For a fit, check that Piper supports it, make
+        the optimizers, and decide whether the step runs uncaptured and whether to search for a program. The
+        first batch then begins the training. Collective."""
         self._begin_run()
         _lightning.forget_logs(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
@@ -473,8 +473,8 @@ class PiperStrategy(EvaluatingStrategy):
             return module_state(self.lightning_module, self.phase.fit.program.step.canonical)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state as one device would have it: all of it on rank 0, perhaps a part on other
-        ranks. For sharded checkpoints, the state has references in place of tensors. Collective."""
+        """Return the optimizer's state as one device would have it: all of it on rank 0, perhaps a part on
+        other ranks. For sharded checkpoints, the state has references in place of tensors. Collective."""
         if is_a(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         left = self.phase.left
@@ -496,7 +496,7 @@ class PiperStrategy(EvaluatingStrategy):
         return super().optimizer_state(optimizer) if state is None else state
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizers' states. Before the first batch, `Starting.load` may defer this to the batch."""
+        """Load the optimizers' states, or defer this to the first batch if it is to come: `Starting.load`."""
         states = checkpoint["optimizer_states"]
         if isinstance(self.phase, Eager) or (isinstance(self.phase, Starting) and self.phase.eager):
             if any(referenced(state) for state in states):

@@ -131,10 +131,10 @@ class EagerOptimizer:
     def _around(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Return a replacement of the optimizer's `step`, whose update works on shards.
 
-        Without a closure, the groups contain shards during the whole step. With a closure, they contain shards
-        from the end of the closure on. After the step, a plan gathers the updated shards. If the optimizer
-        does not call its closure exactly once, the step raises PiperError. After `close`, the original `step`
-        runs.
+        Without a closure, the groups contain shards during the whole step. With a closure, they contain
+        shards from the end of the closure on. After the step, a plan gathers the updated shards. If the
+        optimizer does not call its closure exactly once, the step raises PiperError. After `close`, the
+        original `step` runs.
         """
 
         # `wraps` keeps the attribute by which learning rate schedulers recognize a wrapped step.
@@ -237,8 +237,8 @@ class EagerOptimizer:
         now, old = self.optimizer.param_groups, self._whole
         if len(now) < len(old):
             self._check_groups_stay()
-        # `full_state` needs the parameters with which the state was divided. The options are the current ones.
-        # Groups that were added since then are not divided yet.
+        # `full_state` needs the parameters with which the state was divided. The options are the current
+        # ones. Groups that were added since then are not divided yet.
         self.optimizer.param_groups = [
             {**group, "params": list(own)} for group, own in zip(now, old, strict=False)
         ]

@@ -70,7 +70,8 @@ def _sum(x: torch.Tensor) -> torch.Tensor:
 
 
 def _gathered(x: torch.Tensor) -> torch.Tensor:
-    """Return the rows of all processes. Each process is a replica, and may have a different number of rows."""
+    """Return the rows of all processes, in the order of the ranks. Each process is a replica, and may have a
+    different number of rows. Collective."""
     rows = x.detach().contiguous()
     most = max(counts := _rows(rows))
     parts = [rows.new_empty(most, *rows.shape[1:]) for _ in counts]
@@ -216,8 +217,8 @@ class EagerReplicas:
         """Replace `torch.autograd.backward`. Run the backward pass, and average its gradients over the
         replicas unless the batch is not the `last` one of an accumulation."""
         if self._inside or not last:
-            # No averaging: gradients accumulate locally until the last batch. If activation checkpointing runs
-            # a backward pass inside the step's backward pass, the step's pass averages.
+            # No averaging: gradients accumulate locally until the last batch. If activation checkpointing
+            # runs a backward pass inside the step's backward pass, the step's pass averages.
             if not self._inside:
                 self._kept.update(name for name, x in self._params.items() if x.requires_grad)
             local(*args, **kwargs)

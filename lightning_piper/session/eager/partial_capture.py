@@ -1,7 +1,7 @@
 """Partial capture: a training step that cannot be captured as a whole, under a program that cuts it.
 
-Piper captures the calls of annotated modules. All other code of the step runs uncaptured, in the region of the
-previous captured call.
+Piper captures the calls of annotated modules. All other code of the step runs uncaptured, in the region of
+the previous captured call.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class InPart:
             history: Facts from earlier captures of the step.
 
         Raises:
-            CaptureError: `error`, if the calls of annotated modules cannot be captured either, or if the program
-                neither cuts the step nor shards parameters or gradients. Also if the settings do not allow a
-                partial capture, or if `error` comes too late, from the step's own code, or from communication
-                in a step that the program cuts.
+            CaptureError: `error`, if the calls of annotated modules cannot be captured either, or if the
+                program neither cuts the step nor shards parameters or gradients. Also if the settings do not
+                allow a partial capture, or if `error` comes too late, from the step's own code, or from
+                communication in a step that the program cuts.
         """
         settings, world = self._settings, self._world
         if not settings.in_part or error.late or error.raised is not None:
