@@ -14,8 +14,11 @@ _INDEX = re.compile(r"=([^,\]]*)(?=[,\]])")
 
 
 def rows_of(simulation: Simulation) -> dict[Row, list[Span]]:
-    """Return row -> its spans that take time. Rows are sorted by device. Of each device, streams with chunks
-    come first."""
+    """Return row -> its spans that take time, in the order of the timeline.
+
+    Rows are sorted by device. Of each device, streams with chunks come first, then streams are in
+    alphabetical order. A stream without a span that takes time has no row.
+    """
     rows: dict[Row, list[Span]] = {}
     for span in simulation.timeline:
         if span.end > span.start:
@@ -26,7 +29,8 @@ def rows_of(simulation: Simulation) -> dict[Row, list[Span]]:
 
 
 def is_chunk(span: Span) -> bool:
-    """Return whether a span is a chunk. Passes are in capitals, operations are not."""
+    """Return whether a span is a chunk. The kind of a chunk is its pass, in capitals (`F`). The kind of any
+    other node is in small letters (`send`)."""
     return span.kind.isupper()
 
 
@@ -36,8 +40,11 @@ def indices(span: Span) -> list[str]:
 
 
 def distinct_names(spans: Sequence[Span]) -> list[str]:
-    """Return the pass and the indices of each chunk, without indices that all chunks share: `F3`, or `F0.3`
-    among chunks of several stages.
+    """Return a short name for each of the chunks: its pass and the indices of its tags, without indices that
+    all chunks share.
+
+    For example, `F[PP=0,MB=3]` is `F3` if all chunks have `PP=0`, and `F0.3` among chunks of several stages.
+    A single chunk has all its indices.
     """
     found = [indices(span) for span in spans]
     depth = max((len(x) for x in found), default=0)

@@ -15,8 +15,11 @@ _OTHER_PASS = "#d5a6bd"
 
 
 def colour(kind: str) -> str:
-    """Return the colour of a pass or operation, as named in `simulate.Span.kind`, or of a communication
-    node's label.
+    """Return the colour of a kind of work as a hexadecimal RGB code, such as `#9cc3e6`.
+
+    Args:
+        kind: a pass (`F`), an instruction (`send`), or another kind in `simulate.Span.kind`. An unknown name
+            in capitals gets the colour of other passes, and any other unknown name the colour of collectives.
     """
     if kind in _PASSES:
         return _PASSES[kind]

@@ -15,7 +15,8 @@ from lightning_piper.viz.colours import BOOKKEEPING, COMMUNICATION, colour
 def dot_graph(dag: TrainingDAG, device: int) -> str:
     """Return the nodes of a device, and the edges between these nodes, as DOT text.
 
-    Solid edges carry data. Dashed edges only order nodes, and name the directive that added the edge.
+    Solid edges carry data. Dashed edges only order nodes. An edge that orders nodes for a directive has the
+    index of the directive as its label.
 
     Raises:
         PiperError: `dag` is not a DAG, or it does not have this device.
@@ -50,7 +51,11 @@ def dot_graph(dag: TrainingDAG, device: int) -> str:
 
 
 def _label(node: Node, device: int) -> str:
-    """Return the lines of a node's label."""
+    """Return the label of a node, with one fact a line.
+
+    The lines are: its id and name; the samples of a chunk, or the other device of a message; its stream,
+    except `compute`; the directive that made the node, if any.
+    """
     lines = [f"%{node.id} {node.label}"]
     if isinstance(node, Chunk):
         lines.append(f"samples {node.slice}")

@@ -26,8 +26,9 @@ _STYLE = (
 def svg_chart(simulation: Simulation) -> str:
     """Return the text of an SVG file.
 
-    If a box is wide enough, it shows stage and microbatch (the indices of the chunk's tags). Its tooltip
-    shows more. The colour is the colour of the pass or the kind of communication.
+    Each span that takes time is a box. The box of a chunk shows the indices of the chunk's tags, such as
+    stage and microbatch, if it is wide enough. The tooltip of each box shows its name, times and node. The
+    colour of a box shows the pass or the operation.
     """
     rows = rows_of(simulation)
     titles = [f"device {device}  {stream}" for device, stream in rows]
@@ -59,7 +60,7 @@ def svg_chart(simulation: Simulation) -> str:
 
 
 def _tops(rows: Iterable[Row]) -> list[int]:
-    """Return the upper edge of each row, with larger gaps between devices."""
+    """Return the y coordinate of each row's upper edge in pixels, with larger gaps between devices."""
     tops: list[int] = []
     before = None
     for device, _ in rows:
@@ -69,7 +70,8 @@ def _tops(rows: Iterable[Row]) -> list[int]:
 
 
 def _width(simulation: Simulation, rows: dict[Row, list[Span]]) -> int:
-    """Return the width of a row in pixels. Within `_WIDTHS`, the shortest chunk is `_BOX` wide."""
+    """Return the width of a row in pixels, which makes the shortest chunk `_BOX` wide, within the limits of
+    `_WIDTHS`. Without chunks, the width is the smallest."""
     shortest = min(
         (span.end - span.start for spans in rows.values() for span in spans if is_chunk(span)), default=0
     )
@@ -79,7 +81,14 @@ def _width(simulation: Simulation, rows: dict[Row, list[Span]]) -> int:
 
 
 def _box(span: Span, left: float, y: float, height: float, scale: float) -> str:
-    """Return the box of a span, with its title. The box also has a text if it is wide enough."""
+    """Return the SVG element of a span: a box with a tooltip. The box of a chunk also has a text if the box is
+    wide enough and has the full height of a row.
+
+    Args:
+        left: the x coordinate of time 0.
+        y: the y coordinate of the box.
+        scale: pixels for each unit of time.
+    """
     x, width = left + float(span.start) * scale, float(span.end - span.start) * scale
     by = "" if span.origin is None else f", directive {span.origin}"
     about = f"{span.kind} {span.label}" if not is_chunk(span) and span.label != span.kind else span.label
@@ -96,8 +105,10 @@ def _box(span: Span, left: float, y: float, height: float, scale: float) -> str:
 
 
 def _lanes(spans: Sequence[Span]) -> list[int]:
-    """Return the number of the first free lane for each span, from 0 on. A row needs several lanes if messages
-    of several channels overlap on one stream.
+    """Return the lane of each span, from 0 on: the first one that is free when the span starts.
+
+    The spans of a row are in one lane unless they overlap. Messages of several channels may overlap on one
+    stream.
     """
     free: list[object] = []
     lanes = []
@@ -109,7 +120,8 @@ def _lanes(spans: Sequence[Span]) -> list[int]:
 
 
 def _legend(simulation: Simulation, rows: dict[Row, list[Span]], left: int) -> list[str]:
-    """Return the legend: a colour for each kind of span, and the main figures."""
+    """Return the SVG elements of the legend: a colour for each kind of span in the rows, and the step time,
+    the share of the bubble and the share of exposed communication."""
     kinds = sorted({span.kind for spans in rows.values() for span in spans}, key=rank)
     parts, x = [], float(left)
     for kind in kinds:
@@ -137,8 +149,8 @@ def _axis(step: float, scale: float, left: int, bottom: int) -> list[str]:
 
 
 def _ticks(step: float, most: float) -> list[float]:
-    """Return multiples of 1, 2 or 5 times a power of ten, at most about `most` multiples, from 0 to
-    `step`."""
+    """Return the times of the axis's marks: equally spaced, from 0 up to `step`, about `most` of them or
+    fewer. Their distance is 1, 2 or 5 times a power of ten. If `step` is 0, return `[0.0]`."""
     if not step:
         return [0.0]
     least = step / max(most, 1)
@@ -148,4 +160,5 @@ def _ticks(step: float, most: float) -> list[float]:
 
 
 def _clean(text: str) -> str:
+    """Return text for an XML document, with `?` for each character that XML does not allow."""
     return escape(_FORBIDDEN.sub("?", text))

@@ -15,18 +15,19 @@ _IDLE, _REST = ".", "-"  # an idle column; the columns of a box after its name
 
 
 def text_chart(simulation: Simulation, width: int = 120) -> str:
-    """Return a chart of the chunks by device, and by stream if a device has several compute streams.
+    """Return a chart of the chunks by device, and by stream if a device has several streams with chunks.
 
-    `F3` starts a forward pass of microbatch 3, `-` continues it, and `.` is idle. A box that is too narrow
-    shows the pass only. Names do not have tag indices that are the same in a whole row. If no chunk takes any
-    time, the chart is a sentence that says so.
+    `F3` starts a forward pass of microbatch 3, `-` continues it, and `.` is idle. A box that is too narrow for
+    its name shows only the pass, cut to the box. A name leaves out the index of a tag if all chunks of the row
+    have the same index. If no chunk takes any time, the chart is a sentence that says so.
 
     Args:
         simulation: The simulation to show.
-        width: The width of the chart in characters, without the names of the rows (default: 120).
+        width: The largest width of the chart in characters, without the names of the rows (default: 120).
 
     Raises:
-        PiperError: `simulation` is not a simulation, or `width` is invalid.
+        PiperError: `simulation` is not a `Simulation`, or `width` is not an integer from 1 to
+            `common.limits.WIDTH`.
     """
     if not isinstance(simulation, Simulation):
         raise PiperError(
@@ -44,8 +45,8 @@ def text_chart(simulation: Simulation, width: int = 120) -> str:
     if not rows:
         return "no chunk takes any time"
     shortest = min(span.end - span.start for spans in rows.values() for span in spans)
-    # If the width allows, use a whole number of characters for the shortest chunk, so that equal work looks
-    # equal.
+    # If the width allows, use a whole number of characters (at most 6) for the shortest chunk, so that chunks
+    # of equal time have boxes of equal width.
     per_chunk = min(int(width * shortest / simulation.step_time), 6)
     scale = per_chunk / shortest if per_chunk else width / simulation.step_time
     columns = max(1, round(simulation.step_time * scale))
@@ -67,7 +68,10 @@ def text_chart(simulation: Simulation, width: int = 120) -> str:
 
 
 def _column(time: Number) -> int:
-    """Return the column of a time, rounded down so that equal work looks equal. The offset absorbs float
-    rounding errors.
+    """Return the column in which a time lies. The offset keeps a time just below a column, because of float
+    rounding, in this column.
+
+    Args:
+        time: the time in columns.
     """
     return math.floor(time + 1e-6)

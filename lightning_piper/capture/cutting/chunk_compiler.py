@@ -20,16 +20,19 @@ from lightning_piper.errors import PiperError
 from lightning_piper.ir.boxed_code import RUNS_KEY
 from lightning_piper.ir.regions import Code
 
+# Code of a pass: it takes the list of arguments, empties it, and returns the outputs, as `Code.run` does.
 Function = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 def checked_options(value: Any) -> Mapping[str, Any] | None:
     """Return Inductor's options from the argument of `PiperStrategy(compile=...)`.
 
-    Return None if compilation is off.
+    Returns:
+        For a dict, a copy of it. For True, an empty dict: Inductor uses its default options. For False, None:
+        Piper does not compile.
 
     Raises:
-        PiperError: the argument is neither a bool nor a dict of Inductor's options.
+        PiperError: the argument is neither a bool nor a dict, or Inductor does not have one of the options.
     """
     if isinstance(value, bool):
         return {} if value else None
@@ -48,20 +51,24 @@ def checked_options(value: Any) -> Mapping[str, Any] | None:
 
 
 class ChunkCompiler:
-    """A compiler of passes, which compiles each code object once.
+    """A compiler of passes, which compiles each `Code` object once.
+
+    Each process runtime has one if the user asks for compilation, and calls it with the code of a pass.
 
     Args:
         options: Inductor's options by name.
         device: the device on which the code will run.
 
     Attributes:
-        compiled: the number of passes that were compiled.
-        refused: reason -> number of passes that were not compiled for this reason. They run as captured.
+        compiled: the number of code objects that were compiled.
+        refused: reason -> number of code objects that were not compiled for this reason. They run as
+            captured.
     """
 
     def __init__(self, options: Mapping[str, Any], device: torch.device) -> None:
         self._options, self._device = options, device
-        # `id` of a code object -> that object, which keeps the id valid, and its function
+        # `id` of a code object -> (the object, its function). The entry keeps the object alive, so no other
+        # object gets its id.
         self._made: dict[int, tuple[Code, Function]] = {}
         self.compiled = 0
         self.refused: Counter[str] = Counter()
@@ -73,8 +80,11 @@ class ChunkCompiler:
         return self._made[id(code)][1]
 
     def _function(self, code: Code) -> Function:
-        """Compile a code object. If it runs the user's code, has no operations, or cannot be compiled, count
-        the reason in `refused`, and return `code.run`."""
+        """Compile a code object, and return its compiled function.
+
+        Return `code.run` instead, and count the reason in `refused`, if the code runs the user's code
+        uncaptured, if its graph is empty, or if Inductor raises an error.
+        """
         if not len(code.graph.nodes) or any(RUNS_KEY in node.meta for node in code.graph.nodes):
             self.refused["they run the user's code uncaptured"] += 1
             return code.run
@@ -92,7 +102,8 @@ class ChunkCompiler:
 
     @property
     def report(self) -> str | None:
-        """A message for the user about passes that were not compiled. None if all passes were compiled."""
+        """A message for the user about passes that were not compiled, with the most common reason. None if
+        there are no such passes."""
         if not self.refused:
             return None
         reason, _ = self.refused.most_common(1)[0]

@@ -28,15 +28,16 @@ def extract(
     routed: bool = False,
     rows: int | None = None,
 ) -> tuple[Interface, Code]:
-    """Return the interface and code of a pass whose inputs are known.
+    """Return the interface and the code of a pass. The joint graph does not change.
 
     Args:
-        p: The pass.
+        p: The pass, with its `inputs`, `outputs` and `reads` set.
         names: The names of the graph's placeholders.
         state: Placeholders of buffers that the step changes.
-        constants: The module that holds the graph's constant tensors.
+        constants: The module that holds the graph's constant tensors. None if it has no such tensors.
         routed: Whether the region receives rows by an exchange (`dispatch`, `combine`).
-        rows: The number of rows that the region dispatches. None if the number of arriving rows is fixed.
+        rows: The number of rows that the region dispatches. None if the number of arriving rows is fixed, or
+            if the region dispatches no rows.
     """
     # Each of these dicts has inputs of one kind: placeholder of the joint graph -> name or index. `current`
     # has the buffers that the step changes and that the pass does not receive from another pass.
@@ -84,16 +85,22 @@ def extract(
 
 
 def _emit(graph: torch.fx.Graph, env: dict[Node, Node], node: Node) -> Node:
-    """Copy a node of the joint graph into `graph`, after the nodes that it reads. Return the copy, or the
-    node of `graph` that stands for the result.
+    """Copy a node of the joint graph into `graph`, unless it was copied before. The nodes that it reads are
+    copied first.
 
     Args:
-        env: node of the joint graph -> its copy, for all nodes copied so far.
+        env: node of the joint graph -> node of `graph` with its result, for all nodes copied so far. The
+            function adds to it.
+
+    Returns:
+        The node of `graph` with the result. This is the copy of the node, or the copy of its input if the
+        operation needs no code in a pass.
     """
     if node not in env:
         for x in node.all_input_nodes:
             _emit(graph, env, x)
-        # A detach needs no code in a pass. The training DAG does the work of `BORDERS` between passes.
+        # A detach needs no code in a pass, because autograd does not run in it. The training DAG does the
+        # work of `BORDERS` between passes.
         if node.target in (aten.detach.default, *BORDERS):
             env[node] = env[node.all_input_nodes[0]]
         elif direction_of(node) is not None:
@@ -113,7 +120,10 @@ def _is_tensor(node: Node) -> bool:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements fill a block of memory without gaps or overlaps, in any dimension order."""
+    """Return whether the elements fill a block of memory without gaps or overlaps, in any dimension order.
+
+    For example, a transposed matrix is dense, and an expanded or sliced one is not.
+    """
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda d: (d[1], d[0])):
         if size > 1:
@@ -127,13 +137,12 @@ def _crossing(graph: torch.fx.Graph, copied: Node, node: Node) -> Node:
     """Return a node for a dense version of a value that leaves a region, so that a transfer can keep its
     strides.
 
-    A dense value is not copied, unless its placement changes between the passes: it must then be contiguous.
-        Any
-    other value, such as an expanded one, becomes a contiguous copy.
+    The result is `copied` itself if the value is dense. If the placement of the value changes after the pass,
+    it must even be contiguous. Any other value, such as an expanded one, becomes a contiguous copy.
 
     Args:
-        copied: the node in the pass's graph.
-        node: the node of the joint graph.
+        copied: the node of `graph` with the value.
+        node: the node of the joint graph with the value.
     """
     if _dense(node) is _source(node).meta["val"]:
         return copied
@@ -143,7 +152,10 @@ def _crossing(graph: torch.fx.Graph, copied: Node, node: Node) -> Node:
 def _arrived(graph: torch.fx.Graph, env: dict[Node, Node], node: Node) -> Node:
     """Return the node of the pass's graph that stands for the result of the exchange `node`.
 
-    The exchange itself runs outside of the code. The code only reads or returns the exchanged rows.
+    The exchange itself runs between passes. So the result is the input of the exchange, already copied to
+    `env`, with two exceptions. Counts from several devices become their sum. An input that is not contiguous
+    becomes a contiguous copy if the exchange keeps its shape, because the result of an exchange is
+    contiguous.
     """
     source = node.all_input_nodes[0]
     before, after = source.meta["val"], node.meta["val"]
@@ -158,8 +170,11 @@ def _arrived(graph: torch.fx.Graph, env: dict[Node, Node], node: Node) -> Node:
 
 
 def _source(node: Node) -> Node:
-    """Return the node inside of the pass that computes the output `node`. A change of placement happens after
-    the pass, and so does a combine that changes the shape: return the node before it."""
+    """Return the node of the joint graph whose value the pass computes for the output `node`.
+
+    Usually this is `node`. If `node` changes a placement, or is a combine that changes the shape, the
+    training DAG does this work after the pass. Then the result is the node before it.
+    """
     node = unchanged(node)
     divided = (
         direction_of(node) == COMBINE and node.meta["val"].shape != node.all_input_nodes[0].meta["val"].shape
@@ -168,7 +183,11 @@ def _source(node: Node) -> Node:
 
 
 def _dense(node: Node) -> torch.Tensor:
-    """Return a fake tensor for an output, with the strides that the output has when it leaves the region."""
+    """Return a fake tensor for an output, with the strides that the output has when it leaves the region.
+
+    This is the traced tensor itself (the same object) if it already has these strides. Callers compare
+    objects to see whether a copy is needed.
+    """
     value: torch.Tensor = _source(node).meta["val"]
     dense = value.is_contiguous() if node.target is CHANGE else _is_dense(value)
     return value if dense else value.contiguous()

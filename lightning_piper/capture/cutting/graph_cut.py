@@ -45,17 +45,25 @@ def cut(
     """Cut a joint graph into passes.
 
     Args:
-        weighed: a traced step.
-        canonical: each name of a parameter or buffer -> its canonical name.
+        weighed: a traced step. The function changes its graph: it adds nodes for sums and weights of
+            parameter gradients.
+        canonical: maps each name of a parameter or buffer to its canonical name.
         routed: the `Routed` regions, if the graph has only shards of their parameters. By default, the
             function finds these regions in the graph.
-        recomputed: the user's choices of values that backward passes compute again.
+        recomputed: the user's choices of values that backward passes compute again. A choice with a memory
+            budget stores its result in `Recomputation.chosen`.
 
     Returns:
-        The regions, their passes F and B, the parts of each B (BI, BW or both), and the routed regions.
+        - The regions, in trace order.
+        - (region, "F" or "B") -> interface and code. A pass without work and without outputs is missing.
+        - (region, "BI" or "BW") -> interface and code of the two parts of each B. If B has only one part, the
+          entry is the entry of B.
+        - Index of each routed region -> its experts: `routed`, or the regions that the function found.
 
     Raises:
-        CaptureError: Passes cannot run what the step does, such as a change of a parameter in place.
+        CaptureError: Passes cannot run an operation of the step. For example, the step changes a parameter in
+            place, the gradient of a parameter is sparse, or rows between dispatch and combine depend on each
+            other.
     """
     graph, plain = weighed.graph, weighed.plain
     names = PlaceholderNames.of(graph, canonical, weighed.tangents)
@@ -63,7 +71,7 @@ def cut(
     described = list(zip(results.args[0], results.meta["desc"], strict=True))  # type: ignore[arg-type]
     changed = changed_buffers(described, canonical)
     _refuse_changed_parameters(described, canonical)
-    # the placeholders of buffers that the step changes
+    # The placeholders of buffers that the step changes.
     state = frozenset(n for n, name in names.buffers.items() if name in changed)
     assignment = assign(graph, state)
     passes = {(r.index, p): RegionPass((r.index, p)) for r in assignment.regions for p in "FB"}
@@ -98,7 +106,7 @@ def cut(
         refuse_row_dependence(passes[region, "F"], *found[region, "F"], names, routed[region], tried)
     split: Extracted = {}
     for region, by_kind in parts.items():
-        if len(by_kind) == 1:  # the only part is B itself
+        if len(by_kind) == 1:  # the only part does all the work of B
             split |= {part.key: found[region, "B"] for part in by_kind.values()}
         else:
             split |= {part.key: extracted(part) for part in by_kind.values()}
@@ -127,13 +135,14 @@ def _refuse_changed_parameters(
 
 
 def _refuse_read_terms(assignment: RegionAssignment) -> None:
-    """Check that only later passes read a value that changes at the boundary between two passes.
+    """Check that only later passes read the result of an operation that runs between two passes (`BORDERS`).
 
     For example, a pass computes one term of a sum over the whole batch, and only a later pass receives the
     sum.
 
     Raises:
-        CaptureError: The pass that computes the term reads the sum, or the step returns the sum.
+        CaptureError: The pass that computes the term reads the sum, or the step returns the sum. The same for
+            the result of an exchange along an axis.
     """
     for node in assignment.of:
         for user in [x for x in node.users if x.target is not CHANGE] if node.target in BORDERS else ():
@@ -166,12 +175,16 @@ def _results(
     plain: Sequence[Output],
     routed: Mapping[int, Routed],
 ) -> None:
-    """Add every result (loss, logged value, new buffer, parameter gradient) to the outputs of its pass.
+    """Add every result of the step to the outputs of the pass that computes it.
+
+    Results are the loss, logged values, arguments of metric objects, returned tensors, new values of buffers,
+    and gradients of parameters. The terms of a parameter gradient that one region computes are added there.
 
     Args:
         described: each result of the graph with its descriptor. The result is None for a missing gradient.
         changed: canonical name -> new value of a buffer.
-        plain: the outputs of the step's code.
+        plain: the outputs of the traced function (`WeightedStep.plain`). `PlainAOTOutput.idx` is an index
+            into them.
 
     Raises:
         CaptureError: The gradient of a parameter is sparse.
@@ -221,8 +234,9 @@ def _results(
             users.setdefault(param, set()).add(region)
     for region, by_param in grads.items():
         # A bundle holds gradients of parameters that the same regions use, so that no gradient waits for the
-        # gradient of a tied parameter. Parameters that a `shard` may divide have separate bundles, because
-        # they may move to other devices.
+        # gradient of a tied parameter. Parameters that a `shard` may divide are not in one bundle with other
+        # parameters, because their gradients may be on other devices. The key of a bundle: whether a `shard`
+        # may divide its parameters, the regions that use them, and the placements of the gradients.
         bundles: dict[tuple[bool, tuple[int, ...], tuple[tuple[str, Placement], ...]], list[str]] = {}
         for param, terms in by_param.items():
             apart = region in routed and param in routed[region].params
@@ -236,16 +250,19 @@ def _results(
 
 
 def _region_of(node: Node, assignment: RegionAssignment) -> int:
-    """Return the region of a result.
+    """Return the index of the region whose pass outputs a result.
 
-    Results without a region (placeholders, views, constants) belong to the last region.
+    Nodes without a region (placeholders, and views and constants in `RegionAssignment.shared`) are outputs of
+    the last region.
     """
     return assignment.of.get(node, len(assignment.regions) - 1)
 
 
 def _sum(terms: list[Node], into: RegionPass, assignment: RegionAssignment) -> Node:
-    """Add the gradient terms of a parameter that one region uses several times, and return the node of the
-    sum. The additions become nodes of the pass `into`. A single term needs no addition.
+    """Return the node of the sum of a parameter's gradient terms in one region.
+
+    The additions become nodes of the joint graph and of the pass `into`, and are added to `assignment.of`. A
+    single term is returned unchanged.
     """
     total = terms[0]
     for term in terms[1:]:
@@ -266,8 +283,13 @@ def _sum(terms: list[Node], into: RegionPass, assignment: RegionAssignment) -> N
 def _weigh_gradients(
     weight: Node, names: PlaceholderNames, passes: Mapping[PassKey, RegionPass], assignment: RegionAssignment
 ) -> None:
-    """Multiply parameter gradients by `weight` over the loss gradient. In a step with weighted gradients, the
-    loss gradient is the same for every part of the batch, and `weight` contains it."""
+    """Multiply the parameter gradients by `weight` divided by the gradient of the loss. The products replace
+    the gradients in the outputs of their passes.
+
+    This is for a step with `StepCode.weighs_gradients`. There, the backward pass of each part of the batch
+    starts with the same gradient of the loss. `weight` is the product of this gradient and the weight of the
+    part, so the division leaves the weight of the part.
+    """
     loss, graph = next(x for x in names.tangents if x is not weight), weight.graph
     for p in passes.values():
         for _, _, nodes in p.bundles(Kind.GRAD):
@@ -288,7 +310,8 @@ def _weigh_gradients(
 
 
 def _drop_unused(passes: Mapping[PassKey, RegionPass]) -> None:
-    """Remove nodes on which no result depends, so that no pass sends inputs of these nodes.
+    """Remove the nodes on which no output depends from their passes. Otherwise other passes would send values
+    that only these nodes read.
 
     The removed nodes are unused operations of the user, and the additions of gradients that `_results` has
     split into terms. Such an addition would make a pass send the gradient of a tied weight with every
@@ -314,10 +337,13 @@ def _connect(
     """Find the values that each pass reads from other passes. Add each value to the outputs of the pass that
     computes it, and to the inputs of the passes that read it.
 
+    The function sets `reads`, `inputs` and the further `outputs` of all passes.
+
     Returns:
-        The parts of the backward passes, by region and name.
+        Region -> {"BI": pass, "BW": pass}, or only one of the two (see `split_backward`). Regions whose
+        backward pass outputs nothing are missing.
     """
-    # (value, pass that computes it, exchange) -> passes of other regions that read it
+    # (value, pass that computes it, exchange) -> passes that read it, except from a saved bundle
     crossing: dict[tuple[Node, PassKey, str], list[PassKey]] = {}
     # Region -> values that its forward pass saves for its backward pass: the forward pass computed or
     # received them.
@@ -368,8 +394,11 @@ def _connect(
 
 
 def _exchange(source: Region, reader: Region) -> str:
-    """Return the exchange (`Output.exchange`) between two regions. Return "" if both or neither of them work
-    on the whole batch."""
+    """Return the exchange (`Output.exchange`) for a value that `reader` reads from `source`.
+
+    This is `gather` if only the reader works on the whole batch, and `scatter` if only the source works on
+    the whole batch. In all other cases, this is "".
+    """
     if source.joined == reader.joined:
         return ""
     return "gather" if reader.joined else "scatter"
@@ -382,7 +411,12 @@ def _saved_by(
     assignment: RegionAssignment,
     state: frozenset[Node],
 ) -> bool:
-    """Return whether the forward pass of `region` saves the value `node` for the region's backward pass."""
+    """Return whether the forward pass of `region` saves the value `node` for the region's backward pass.
+
+    It does so for a forward value that it computes or receives, and for the old value of a buffer that the
+    step changes. It does not for backward values, nor for results of `BORDERS`, which the training DAG
+    computes after the forward pass.
+    """
     if _torch.is_backward(node) or node.target in BORDERS:
         return False
     if node in assignment.of:

@@ -27,18 +27,22 @@ def recomputed_nodes(
     shared: Collection[Node],
     wanted: Sequence[Recomputation],
 ) -> set[Node]:
-    """Return the forward nodes that the backward pass computes again instead of reading saved values. The set
-    is empty if no choice selects the region.
+    """Return the forward nodes that the backward pass computes again instead of reading saved values.
+
+    The set is new. It is empty if no choice selects the region, or if the forward pass saves all values that
+    the backward pass reads.
 
     Args:
         forward, backward: the passes of the region, with `reads` set.
         shared: nodes that every pass computes itself.
-        wanted: the user's choices. If several choices select the region, the last one counts.
+        wanted: the user's choices. If several choices select the region, only the last of them counts. If it
+            has a memory budget, the function may store the saved values in its `chosen`.
     """
     said = next((each for each in reversed(wanted) if matches(each.filter, region.tags)), None)
     if said is None:
         return set()
-    # the nodes that may run again: not random numbers, changes of placement, sums over the batch or exchanges
+    # The nodes that may run again. Operations that draw random numbers would draw others. The work of
+    # `BORDERS` and of an exchange (`ROUTE`) runs between passes.
     own = {
         node for node in forward.nodes if not _torch.is_random(node) and node.target not in (*BORDERS, ROUTE)
     }
@@ -98,12 +102,16 @@ def check_names(
 
 
 def _keeps_by_name(patterns: Sequence[str]) -> Callable[[Node], bool]:
+    """Return a function that returns whether the name of a node matches one of the patterns."""
     return lambda node: any(fnmatch.fnmatchcase(_name(node), pattern) for pattern in patterns)
 
 
 def _name(node: Node) -> str:
-    """Return the name of an operation without namespace and overload, such as `mm`. If an operation has
-    several results, each result has the operation's name."""
+    """Return the name of an operation without namespace and overload: `mm` for `aten.mm.default`.
+
+    A node that takes one of the results of an operation has the operation's name. A node whose target is not
+    of the form `namespace.name.overload` has its name in the graph.
+    """
     if node.target is operator.getitem:
         return _name(node.all_input_nodes[0])
     return str(node.target).split(".")[1] if str(node.target).count(".") == 2 else node.name
@@ -112,8 +120,11 @@ def _name(node: Node) -> str:
 def _keeps_by_budget(
     said: Recomputation, region: Region, forward: RegionPass, backward: RegionPass, shared: Collection[Node]
 ) -> Callable[[Node], bool]:
-    """Return a function that returns whether to save a node. The first call for a region chooses the saved
-    nodes, and stores their names in `said.chosen`, so that batches of other sizes save the same nodes."""
+    """Return a function that returns whether the forward pass saves a node.
+
+    The first call of `_keeps_by_budget` for a region chooses the saved nodes, and stores their names in
+    `said.chosen`. Later calls with other batch sizes read these names, so that all sizes save the same nodes.
+    """
     if region.index not in said.chosen:
         assert isinstance(said.keep, float)
         said.chosen[region.index] = frozenset(
@@ -124,10 +135,11 @@ def _keeps_by_budget(
 
 
 def _chosen(forward: RegionPass, backward: RegionPass, shared: Collection[Node], budget: float) -> list[Node]:
-    """Return the values that torch's partitioner saves, given a graph of the region's forward and backward
-    pass.
+    """Return the nodes of the joint graph whose values torch's partitioner saves. The partitioner gets a
+    separate graph of the region's forward and backward pass.
 
     Args:
+        shared: nodes that every pass computes itself.
         budget: see `Recomputation.keep`.
     """
     graph = torch.fx.Graph()
@@ -135,8 +147,9 @@ def _chosen(forward: RegionPass, backward: RegionPass, shared: Collection[Node],
     inside = {*forward.nodes, *backward.nodes}
 
     def emit(node: Node) -> Node:
-        """Copy a node, after the nodes that it reads. A value from outside of the passes becomes a
-        placeholder."""
+        """Copy a node into `graph`, after the nodes that it reads, and return the copy. A value from outside
+        of the two passes becomes a placeholder, whose name tells the partitioner who computes it: `tangents_`
+        for a backward value, `primals_` for any other value."""
         if node not in env:
             if node in inside or node in shared:
                 for x in node.all_input_nodes:

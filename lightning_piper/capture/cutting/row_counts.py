@@ -1,4 +1,4 @@
-"""Make code whose number of rows is known only when it runs.
+"""Make the code of passes for experts work with any number of rows.
 
 The router decides how many tokens reach a device's experts, but a captured graph has fixed sizes. So the step
 is traced with `routing.ROWS` rows. Sizes that do not follow from the number of rows are not multiples of
@@ -28,14 +28,18 @@ aten = torch.ops.aten
 
 
 def direction_of(node: Node) -> str | None:
-    """Return the direction of an exchange in a joint graph. Return None for all other operations."""
+    """Return the kind of an exchange in a joint graph: `COUNTS`, `DISPATCH` or `COMBINE`. Return None for all
+    other operations."""
     return str(node.args[3]) if node.target is ROUTE else None
 
 
 def arrives(node: Node, p: RegionPass) -> str:
-    """Return the role of the input `node` in the exchanges of a pass (`Interface.arrives`). Return "" if the
-    input does not have a role, or if it has several roles, or if the pass also reads it without an
-    exchange."""
+    """Return the role of the input `node` in the exchanges of a pass (`Interface.arrives`): `COUNTS`,
+    `DISPATCH` or `COMBINE`.
+
+    Return "" if the pass reads the input without an exchange (also if it reads the input in an exchange, too)
+    or outputs it, or if the input has several roles.
+    """
     own, directions = set(p.nodes), set()
     for user in node.users:
         if user in own:
@@ -46,18 +50,23 @@ def arrives(node: Node, p: RegionPass) -> str:
 
 
 def leaves(nodes: Iterable[Node]) -> str:
-    """Return the role of a pass's output in exchanges (`Interface.leaves`): `COMBINE`, or "" if the output
-    also has other values than combined rows."""
+    """Return the role of a pass's output in exchanges (`Interface.leaves`): `COMBINE` if all its values are
+    combined rows, otherwise (or if the output is empty) "".
+
+    Args:
+        nodes: the values of the output.
+    """
     return COMBINE if {direction_of(unchanged(node)) for node in nodes} == {COMBINE} else ""
 
 
 def routed_of(
     passes: Mapping[PassKey, RegionPass], params: Mapping[Node, str], shared: Collection[Node]
 ) -> dict[int, Routed]:
-    """Return region -> its dispatches, number of experts, and the experts' parameters. Regions that do not
-    dispatch tokens are missing.
+    """Return index of a region -> `Routed`, for each region whose forward pass has the result of a
+    `dispatch`. Other regions are missing.
 
     Args:
+        passes: the passes F and B of all regions, with their nodes.
         params: placeholder of the graph -> name of the parameter.
         shared: nodes that every pass computes itself.
 
@@ -70,8 +79,8 @@ def routed_of(
         sent = [node for node in p.nodes if kind == "F" and direction_of(node) == DISPATCH]
         if not sent:
             continue
-        # for each dispatch: whether every expert has the same number of rows (no counts), and number of
-        # experts
+        # For each dispatch: (whether it has no counts, so that every expert has the same number of rows; the
+        # number of experts).
         forms = {
             (counts is None, _value(x if counts is None else counts).shape[0])
             for x, counts in (n.args[:2] for n in sent)
@@ -97,18 +106,23 @@ def routed_of(
 
 
 def rows_of(p: RegionPass) -> int | None:
-    """Return the number of rows that a forward pass dispatches. Return None if it dispatches no rows, or if
-    the number of arriving rows is fixed."""
+    """Return the number of rows that a forward pass sends to experts, at the traced batch size. Return None
+    if it sends no rows, or if the number of arriving rows is fixed. If it has several dispatches, the first
+    one with an open number of rows counts."""
     sent = [n for n in p.nodes if direction_of(n) == DISPATCH and _value(n).shape[0] == ROWS]
     return int(_value(sent[0].args[0]).shape[0]) if sent else None
 
 
 def refuse_joined_rows(p: RegionPass) -> None:
-    """Check that a forward pass keeps rows apart, because no device has all rows if the experts are sharded.
+    """Check that the operations of a forward pass keep a dimension of rows, because no device has all rows if
+    the experts are sharded.
+
+    This check sees shapes only. `refuse_row_dependence` also finds operations that mix rows but keep the
+    shape.
 
     Raises:
-        CaptureError: an operation between dispatch and combine computes one value from several rows, or
-            calculates with the number of rows.
+        CaptureError: an operation between dispatch and combine reads rows, but its result does not have a
+            dimension of rows. Or it calculates with the number of rows.
     """
     for node in p.nodes:
         _refuse_arithmetic(node)
@@ -122,10 +136,13 @@ def refuse_joined_rows(p: RegionPass) -> None:
 
 
 def resize(graph: Graph, given: Mapping[Node, torch.Tensor]) -> None:
-    """Replace multiples of `ROWS` in a pass's graph by computations from the number of rows of an input.
+    """Replace each multiple of `ROWS` in the arguments of a graph's operations by a computation from the size
+    of an input. For example, `view(x, [2000006, 8])` becomes `view(x, [2 * rows, 8])`.
 
     Args:
-        given: input node of the graph -> its traced value.
+        graph: the graph of a pass, which is changed in place.
+        given: input node of the graph -> its traced value. If an argument has a multiple of `ROWS`, a
+            dimension of an input must have one, too.
     """
     measure: Node | None = None  # the node that computes the number of rows
     for node in list(graph.nodes):
@@ -148,8 +165,8 @@ def resize(graph: Graph, given: Mapping[Node, torch.Tensor]) -> None:
 
 
 def _measured(graph: Graph, given: Mapping[Node, torch.Tensor]) -> Node:
-    """Add nodes that compute the number of rows from the shape of an input, and return the last of these
-    nodes."""
+    """Add nodes that compute the number of rows from the shape of the first input with a multiple of `ROWS`
+    in its shape, and return the node with the number."""
     for node, value in given.items():
         for dim, size in enumerate(value.shape):
             if size and size % ROWS == 0:
@@ -172,7 +189,10 @@ def _per(total: int, factor: int) -> int:
 
 
 def _refuse_arithmetic(node: Node) -> None:
-    """Raise a `CaptureError` if an operand of the node is a number that follows from the number of rows."""
+    """Raise a `CaptureError` if a number among the operands of the node follows from the number of rows.
+
+    Such a number is a multiple of `ROWS` other than 0, or 1 divided by such a multiple (as in a mean).
+    """
     for number in operands(node):
         if number and (number % ROWS == 0 or (abs(number) < 1 and round(1 / number) % ROWS == 0)):
             raise CaptureError(
@@ -183,14 +203,19 @@ def _refuse_arithmetic(node: Node) -> None:
 
 
 def _mentions_rows(arguments: Any) -> bool:
+    """Return whether the nested arguments have an integer that is a multiple of `ROWS` other than 0."""
     found: list[Any] = []
     map_aggregate(arguments, found.append)
     return any(type(value) is int and value and value % ROWS == 0 for value in found)
 
 
 def spec_of(value: torch.Tensor, rows: int | None) -> TensorSpec:
-    """Return the spec of a traced tensor. If `rows` is not None, the number of arriving rows is open: assume
-    that `rows` rows arrive, which is the number of dispatched rows."""
+    """Return the spec of a traced tensor.
+
+    Args:
+        rows: None if the number of arriving rows is fixed. Otherwise the number of dispatched rows. The spec
+            assumes that as many rows arrive, so `rows` replaces `ROWS` in its shape and strides.
+    """
     spec = TensorSpec.of(value)
     if rows is None:
         return spec
@@ -202,7 +227,8 @@ def spec_of(value: torch.Tensor, rows: int | None) -> TensorSpec:
 
 
 def _open(node: Node) -> bool:
-    """Return whether a result of the node has a dimension that follows from the open number of rows."""
+    """Return whether a result of the node has a dimension that follows from the open number of rows: its size
+    is a multiple of `ROWS` other than 0."""
     value = node.meta.get("val")
     values = value if isinstance(value, list | tuple) else [value]
     return any(isinstance(v, torch.Tensor) and any(n and n % ROWS == 0 for n in v.shape) for v in values)

@@ -1,10 +1,10 @@
 """Check that experts work on each row separately.
 
 If experts are sharded over devices, a row is among other rows, and in another position, than on one device.
-The names of the operations do not show whether rows are kept apart: a softmax may run over features or over
+The names of the operations do not show whether the code mixes rows: a softmax may run over features or over
 rows. So the check runs the code on a few rows, and again on arrangements that mix some of these rows with new
-rows. The result for a row must stay the same. The check measures the effect of rounding by moving all rows by
-one unit in the last place.
+rows. The result for a row must stay the same, up to rounding. To measure the effect of rounding, the check
+also runs the code with all rows moved by one unit in the last place.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import Code, Interface, Routed
 from lightning_piper.routing import COMBINE, DISPATCH
 
-EACH = 4  # rows of each expert in the trial, if their number is open
+EACH = 4  # rows of each expert in the trial, if the step does not fix their number (`Routed.even`)
 ALLOWANCE = 16  # a row's result may differ by this multiple of the effect of rounding
 NEW = -1  # stands for a new row in an arrangement
 # (for each row: its index among the original rows, or `NEW`; the magnitude of the new rows)
@@ -33,19 +33,25 @@ Arrangement = tuple[Sequence[int], float]
 def refuse_row_dependence(
     p: RegionPass, interface: Interface, code: Code, names: PlaceholderNames, experts: Routed, known: set[Any]
 ) -> None:
-    """Raise an error for a forward pass of sharded experts in which one row depends on another row.
+    """Check that in a forward pass of sharded experts no row depends on another row.
 
-    A pass is not checked if it draws random numbers, or reads anything except dispatched rows, counts,
-    parameters and unchanged buffers. It is also not checked on a machine without an accelerator that the pass
-    needs.
+    The function does not check a pass if one of these holds:
+
+    - The experts are not sharded, or the region has no parameters of experts.
+    - The pass draws random numbers.
+    - The pass reads anything except dispatched rows, counts, parameters and unchanged buffers.
+    - The pass is traced for an accelerator, and the machine has none.
+    - A pass with the same graph was checked before (`known`).
 
     Args:
-        known: kinds of passes that need no further check, because layers are often copies. The function adds
-            the kind of this pass.
+        p, interface, code: the pass, and the interface and code of it.
+        experts: the experts of the pass's region.
+        known: keys of the passes that were checked before (`_RowTrial.kind`), because layers are often
+            copies. The function adds the key of this pass.
 
     Raises:
         CaptureError: the result for a row depends on other rows, on their number, or on its position among
-            them.
+            them. Or the code fails on the rows of the trial.
     """
     sent = [node for node in p.nodes if direction_of(node) == DISPATCH]
     divided = any(_spec(node).shape != _spec(node.args[0]).shape for node in sent)
@@ -86,9 +92,10 @@ def refuse_row_dependence(
 def _arrangements(n: int, even: bool) -> list[Arrangement]:
     """Return the arrangements of an expert's n rows on which the code runs.
 
-    In some arrangements, new rows (small, large or NaN) replace a part of the rows. In other arrangements,
-    all rows are in reverse order, or some rows occur twice. If the number of rows is open, there are also
-    arrangements with more and with fewer rows.
+    In some arrangements, new rows (of magnitude 1 or 100, or NaN) replace every second row. In another
+    arrangement, all rows are in reverse order. In another, the rows of the first half occur twice. Unless
+    `even` (every expert has the same number of rows), there are also arrangements with more and with fewer
+    rows.
     """
     halves = [[i if i % 2 == parity else NEW for i in range(n)] for parity in (0, 1)]
     found: list[Arrangement] = [(half, size) for size in (1.0, 100.0, torch.nan) for half in halves]
@@ -100,9 +107,10 @@ class _RowTrial:
     """A trial run of a pass on generated rows.
 
     Args:
-        fixed: specs of the pass's parameters and buffers.
-        arriving: for each input, the spec of the rows that arrive. None for an input with counts.
-        here: number of experts in the trial.
+        fixed: fake tensors with the shapes and dtypes of the pass's parameters and buffers.
+        arriving: for each input, a fake tensor with the shape and dtype of the rows that arrive. None for an
+            input with counts.
+        here: number of experts whose parameters the pass has, which is the number on one device.
         even: whether every expert has the same number of rows. If not, the number of rows is open.
         where: the user's line, which errors name.
     """
@@ -123,7 +131,8 @@ class _RowTrial:
         self._generator = torch.Generator().manual_seed(0)
 
     def kind(self) -> Any:
-        """Return a key that is equal for passes that compute the same function."""
+        """Return a key that is equal for passes with the same operations on inputs of the same shapes and
+        dtypes. Two equal layers have such passes."""
         place = {node: str(i) for i, node in enumerate(self._code.graph.nodes)}
         nodes = [
             (
@@ -168,8 +177,14 @@ class _RowTrial:
         return False
 
     def _new(self, spec: torch.Tensor, count: int, sizes: torch.Tensor | float = 1.0) -> torch.Tensor:
-        """Return `count` new rows with random values, times `sizes`. Integers may be indices, so they are 0
-        or 1."""
+        """Return `count` new rows: normally distributed values times `sizes`. Integers may be indices, so
+        they are 0 or 1, and `sizes` has no effect.
+
+        Args:
+            spec: a tensor with the dtype, the device and the shape of the rows: `[rows, ...]`, or
+                `[experts, rows, ...]` if every expert has the same number of rows.
+            sizes: one factor for each row, or one for all rows.
+        """
         shape = (count, *spec.shape[2 if self._even else 1 :])
         if not spec.is_floating_point():
             return torch.randint(2, shape, generator=self._generator).to(spec.dtype).to(spec.device)
@@ -179,8 +194,8 @@ class _RowTrial:
         return (made * scale).to(spec.dtype).to(spec.device)
 
     def _arranged(self, rows: torch.Tensor, source: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-        """Return the rows with the indices `source`. For `NEW`, draw a new row of the magnitude in
-        `sizes`."""
+        """Return the rows with the indices `source`, in a new tensor. For `NEW`, draw a new row of the
+        magnitude in `sizes`."""
         spec = rows.unsqueeze(0) if self._even else rows
         made, new = self._new(spec, len(source), sizes), source == NEW
         made[~new] = rows[source[~new].to(rows.device)]
@@ -189,12 +204,13 @@ class _RowTrial:
     def _run(
         self, rows: Sequence[torch.Tensor | None], places: Sequence[Sequence[int]], fixed: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Run the pass, and return each combined output, with one row for each given row.
+        """Run the pass without gradients. Return each output that goes to `combine`, with one row for each
+        given row. Other outputs are dropped.
 
         Args:
-            rows: for each input, its rows. None for an input with counts.
-            places: for each expert, the indices of its rows. Only their number is used.
-            fixed: parameters and buffers.
+            rows: for each input, its rows of all experts, sorted by expert. None for an input with counts.
+            places: for each expert, the indices of its rows. Only the number of indices is used.
+            fixed: values of the pass's parameters and buffers.
 
         Raises:
             CaptureError: the code fails on these rows, or returns another number of rows.
@@ -226,21 +242,24 @@ class _RowTrial:
 
 
 def _arrived(node: Node, sent: list[Node]) -> torch.Tensor | None:
-    """Return a tensor with the shape and dtype of the rows that arrive in an input of the pass. Return None
-    if the input has counts."""
+    """Return a fake tensor with the shape and dtype of the rows that arrive in the input `node` of the pass.
+    Return None if no dispatch in `sent` reads this input as rows, because it has counts."""
     return next((_spec(user) for user in sent if user.args[0] is node), None)
 
 
 def _counts(lengths: list[int], fixed: list[torch.Tensor]) -> torch.Tensor:
+    """Return an input with counts, as from one sending device: shape `[1, experts]`, int64."""
     return torch.tensor([lengths], device=fixed[0].device)
 
 
 def _made_up(specs: Sequence[torch.Tensor], here: int) -> list[torch.Tensor]:
-    """Return parameters and buffers with positive values that differ between experts. To save memory, they
-    are overlapping views of one tensor for each dtype and device.
+    """Return parameters and buffers for the trial, with positive values that differ between experts.
+
+    To save memory, all tensors of one dtype and device are overlapping views of one tensor. So the caller
+    must not change the tensors.
 
     Args:
-        specs: Tensors with the shapes and dtypes of the parameters and buffers.
+        specs: Tensors with the shapes, dtypes and devices of the parameters and buffers.
         here: The number of experts. A tensor whose first dimension has this size has a part for each expert.
     """
     width = max(max(spec.shape[-2:], default=1) for spec in specs)
@@ -259,9 +278,11 @@ def _made_up(specs: Sequence[torch.Tensor], here: int) -> list[torch.Tensor]:
 
 
 def _strided(spec: torch.Tensor, here: int) -> tuple[int, list[int]]:
-    """Return the number of elements that a parameter spans, and the parameter's strides. If its first
-    dimension has the size `here`, the part of each expert begins one element after the part of the previous
-    expert."""
+    """Return (number of elements of memory that a made-up parameter spans, its strides).
+
+    If its first dimension has the size `here`, the slice of each expert begins one element after the slice of
+    the expert before it, and the slices overlap. So `[4, 2, 3]` with `here=4` has the strides `[1, 3, 1]`.
+    """
     own = spec.shape[1:] if spec.ndim and spec.shape[0] == here else spec.shape
     strides = list(torch.empty(own, device="meta").stride())
     total = own.numel()
@@ -269,7 +290,8 @@ def _strided(spec: torch.Tensor, here: int) -> tuple[int, list[int]]:
 
 
 def _one_ulp(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return `x` with each element moved up or down by one unit in the last place. Integers stay the same."""
+    """Return a copy of `x` with each element moved up or down, at random, by about one unit in the last place.
+    A tensor of integers is returned unchanged."""
     if not x.is_floating_point():
         return x
     signs = torch.randint(2, x.shape, generator=generator).mul(2).sub(1).to(x.device)
@@ -277,13 +299,14 @@ def _one_ulp(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def _largest(*values: torch.Tensor) -> float:
+    """Return the largest absolute value of all finite elements, or 0 if there are none."""
     finite = [float(x[x.isfinite()].abs().max()) for x in values if x.isfinite().any()]
     return max(finite, default=0.0)
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return the largest difference between two elements in the same place. It is infinite if exactly one of
-    them is NaN, and 0 if both are NaN."""
+    """Return the largest absolute difference between two elements at the same index. Two NaN, or two equal
+    infinities, have the difference 0. A NaN and a number have an infinite difference."""
     same = (a == b) | ((a != a) & (b != b))
     if same.all():
         return 0.0
@@ -292,6 +315,7 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _spec(node: object) -> torch.Tensor:
+    """Return the fake tensor of a node of the joint graph."""
     assert isinstance(node, Node)
     value = node.meta["val"]
     assert isinstance(value, torch.Tensor)

@@ -1,9 +1,9 @@
 """Split the backward pass of a region into `BI`, the input-gradient pass, and `BW`, the weight-gradient pass.
 
 Other regions wait for the cotangents, so BI runs the operations that the cotangents need, and BW runs all
-other operations. BI also computes the values that BI and BW need, and passes these values to BW. Only views
-are computed twice. So apart from views, BI followed by BW runs the same operations as the whole backward pass
-B.
+other operations. BI passes the values that both need to BW. Only views, and the nodes that each pass computes
+itself, are computed twice. Apart from them, BI followed by BW runs the same operations as the whole backward
+pass B.
 """
 
 from __future__ import annotations
@@ -28,13 +28,17 @@ _FREE = VIEWS - {torch.ops.aten._to_copy.default}
 def split_backward(
     whole: RegionPass, shared: Collection[Node], kept: Collection[Node]
 ) -> dict[str, RegionPass]:
-    """Return the parts of a backward pass by name: BI and BW. The whole pass is the only part if no cotangent
-    leaves the region (named BW), or if no weight is trained (named BI).
+    """Split a backward pass, and return its parts by name. `whole` does not change.
 
     Args:
         whole: the pass B with its outputs and reads.
         shared: the nodes that every pass computes itself.
         kept: the values that the region's forward pass saves for `whole`.
+
+    Returns:
+        `{"BI": ..., "BW": ...}`, without `inputs`. If no cotangent leaves the region, only BW. If cotangents
+        leave the region but it computes no gradients of weights, only BI. The only part shares the lists of
+        `whole`.
     """
     region = whole.key[0]
     cotangents = [bundle for bundle in whole.outputs if bundle[0].kind == Kind.COTANGENT]
@@ -47,17 +51,18 @@ def split_backward(
     weights = RegionPass((region, "BW"), [n for n in whole.nodes if n not in first], grads)
     inputs.reads = reads_of(inputs.nodes, inputs.outputs, shared)
     weights.reads = reads_of(weights.nodes, weights.outputs, {*shared, *(n for n in first if _is_free(n))})
-    # Values from other regions also reach BW through BI. So BW reads from the same passes for every batch
-    # size, although a batch of one sample may run other operations.
+    # Values from other regions reach BW through BI, even if BI does not need them. So BW reads from the same
+    # passes for every batch size, although a batch of one sample may run other operations.
     handed = [n for n in weights.reads if n.op != "placeholder" and n not in kept]
     inputs.outputs = [*cotangents, (Output(Kind.SAVED, ("BW",)), handed)]
     return {"BI": inputs, "BW": weights}
 
 
 def _needed(whole: RegionPass, results: list[Node]) -> set[Node]:
-    """Return the nodes of the pass that `results` need, and all nodes that draw random numbers.
+    """Return the nodes of the pass that BI runs: those that `results` need, and those that nodes with random
+    numbers need.
 
-    BI draws all random numbers, in the order of B.
+    BI draws all random numbers, in the order of B, so that BI and BW draw the same numbers as B.
     """
     own = set(whole.nodes)
     needed: set[Node] = set()
@@ -67,8 +72,8 @@ def _needed(whole: RegionPass, results: list[Node]) -> set[Node]:
         if node in own and node not in needed:
             needed.add(node)
             stack += node.all_input_nodes
-    # An operation with several results runs once. It runs in BI if BI needs one of the results. BI can pass
-    # only tensors to BW, so it also takes the results out.
+    # An operation with several results runs in BI if BI needs one of its results. BI passes tensors to BW,
+    # not the tuple of results, so BI also takes each result out of the tuple.
     needed |= {
         n for n in whole.nodes if n.target is operator.getitem and n.args[0] in needed and not _is_free(n)
     }
@@ -76,8 +81,8 @@ def _needed(whole: RegionPass, results: list[Node]) -> set[Node]:
 
 
 def _is_free(node: Node) -> bool:
-    """Return whether BW computes the node again: it is a view, or takes one of several views out of a
-    list."""
+    """Return whether BW computes the node again instead of receiving it from BI: whether the node is a view,
+    or takes one view out of a list of views (such as the result of `split`)."""
     source = node.args[0] if node.args else None
     return node.target in _FREE and (
         node.target is not operator.getitem or (isinstance(source, Node) and _is_free(source))
@@ -86,13 +91,14 @@ def _is_free(node: Node) -> bool:
 
 def save_values(forward: RegionPass, parts: Mapping[str, RegionPass], kept: Collection[Node]) -> None:
     """Add the values that the backward pass reads to the forward pass's outputs, in one bundle for each set
-    of parts that reads them.
+    of readers: BI, BW, or both.
 
     With separate bundles, each value can be freed as soon as its readers are done. Every batch size has the
     same bundles, even if some bundles are empty.
 
     Args:
-        parts: the parts of the backward pass, by name.
+        forward: the forward pass of the region. The function adds to its outputs.
+        parts: the parts of the backward pass, by name. If there is only one part, there is one bundle.
         kept: the values that the backward pass reads from its region's forward pass.
     """
     readers = [("BI",), ("BW",), ("BI", "BW")] if len(parts) == 2 else [tuple(parts)]

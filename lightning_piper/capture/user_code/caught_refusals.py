@@ -1,6 +1,7 @@
 """Record errors of the capture that a step's own code has caught (`try: ... except Exception: ...`).
 
-A step that has caught one of them may do something that it would not do on a device.
+After the step has caught such an error, it may run other code than it would run on a device, where the error
+does not occur. So a trace of this code is not valid.
 """
 
 from __future__ import annotations
@@ -19,8 +20,12 @@ REFUSALS = (CaptureError, *_torch.WITHOUT_VALUES)  # classes of the capture's er
 
 @contextlib.contextmanager
 def recording_refusals() -> Iterator[Callable[[], Iterator[Exception]]]:
-    """Within this context, the step's code runs. Yield a function that returns the errors of the capture that
-    the step itself has caught. Errors that tracing code has caught do not count."""
+    """Record errors of the capture (`REFUSALS`) while the step's code runs in this context.
+
+    Yield a function that returns an iterator over the recorded errors that the step itself has caught, oldest
+    first. The step is all code outside of torch, Python's standard library and Piper. Errors that torch or
+    Piper has caught do not count.
+    """
     found: list[Exception] = []
     before: list[tuple[type[Exception], Any]] = [(kind, kind.__dict__.get("__init__")) for kind in REFUSALS]
 
@@ -49,6 +54,6 @@ def recording_refusals() -> Iterator[Callable[[], Iterator[Exception]]]:
 
 
 def _is_step(caught: TracebackType) -> bool:
-    """Return whether the step's code has caught the error. A traceback begins in the frame that caught the
-    error."""
+    """Return whether the step's code has caught the error of this traceback. The first entry of a traceback
+    is the frame that caught the error."""
     return not caught.tb_frame.f_code.co_filename.startswith(LIBRARIES)

@@ -15,24 +15,28 @@ from torch import nn
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.errors import PiperError
 
-# Parts of torch that run only on fake tensors, or behave differently on fake tensors. `_in_machinery` also
-# includes the parts with a leading underscore.
+# Sub-packages of torch that run only on fake tensors, or behave differently on fake tensors. `_in_machinery`
+# adds the sub-packages with a leading underscore.
 _MACHINERY = ("fx", "export", "compiler")
 _TORCH = Path(torch.__file__).parent
 _MINE = str(Path(__file__).parents[2]) + "/"
 
 
 def is_own(error: Exception, first: str) -> bool:
-    """Return whether a plain Trainer would also raise the error.
+    """Return whether a plain Trainer would also raise the error, as far as its traceback shows.
 
-    Return True if Python itself or a `raise` in the step raised the error, outside of code that traces, or if
-    the device ran out of memory. Return False for other errors from torch's C++ (a RuntimeError that no
-    `raise` in Python raised), because they look the same whether the step or a fake tensor caused them. Also
-    return False if the step's code caught an error of the capture before it raised this error.
+    Return True if the device ran out of memory. Otherwise return False in these cases, and True in all
+    others:
+
+    - The step's code caught an error of the capture before it raised this error.
+    - The step was not running, or Piper's function `first` itself raised the error.
+    - Code that traces (Piper, or parts of torch) raised the error.
+    - It is a RuntimeError that no `raise` or `assert` in Python raised. Errors of torch's C++ look the same
+      whether the step or a fake tensor caused them.
 
     Args:
         error: the error, with its traceback.
-        first: name of the function that calls the user's step.
+        first: name of the function of Piper that calls the user's step.
     """
     if isinstance(error, torch.OutOfMemoryError):
         return True
@@ -63,6 +67,7 @@ def _is_step_call(frame: TracebackType, first: str) -> bool:
 
 
 def _in_machinery(file: str) -> bool:
+    """Return whether a file belongs to Piper or to the parts of torch that trace."""
     if file.startswith(_MINE):
         return True
     parts = Path(file).relative_to(_TORCH).parts if Path(file).is_relative_to(_TORCH) else ()
@@ -70,17 +75,20 @@ def _in_machinery(file: str) -> bool:
 
 
 def _raises(frame: TracebackType) -> bool:
-    """Return whether the frame is at a `raise` or `assert`, not in a call of a function outside of Python."""
+    """Return whether the frame stopped at a `raise` or `assert`, not at a call of a function that is written
+    in C or C++."""
     operation = dis.opname[frame.tb_frame.f_code.co_code[frame.tb_lasti]]
     return operation in ("RAISE_VARARGS", "RERAISE")
 
 
 def where_kept(module: nn.Module, error: BaseException) -> str | None:
-    """Return the place of a tensor that an earlier run of the step has kept, if reading this tensor caused
-    the error. If the module does not hold the tensor, return a text that says so. For any other error, return
-    None.
+    """Return which attribute of the module holds a traced tensor that caused the error, such as
+    `self.encoder.cache['h']`.
 
-    A trace runs the step several times. A tensor that one of these runs has kept has no values.
+    A trace runs the step several times. A tensor that the step stores in an attribute in one of these runs
+    has no values, and an error occurs if a later run reads it. Return "something outside of the module" if no
+    attribute holds a traced tensor. Return None if the error has another cause. If several attributes hold
+    traced tensors, the result is the first of them, which need not be the cause.
     """
     if not _torch.is_kept_tensor(error):
         return None
@@ -95,7 +103,8 @@ def where_kept(module: nn.Module, error: BaseException) -> str | None:
 
 
 def _tensors_in(value: Any, depth: int) -> Iterator[str]:
-    """Iterate over the paths to traced tensors in a Python object, down to `depth` levels."""
+    """Yield the paths to traced tensors in a Python object, down to `depth` levels: `['h'][0]`, or "" if
+    `value` is a traced tensor. Submodules are not searched."""
     if isinstance(value, torch.Tensor):
         if _torch.is_traced(value):
             yield ""

@@ -19,10 +19,11 @@ CALLED_KEY = "piper_called"
 
 def line_in_backward() -> str:
     """Return `file:line` of the function that the backward pass is running: a hook, or the `backward` of an
-    autograd function.
+    autograd function. Call it only while a backward pass runs.
 
-    This is a line of the user's code, or a library's line if no user code runs. Return "" if torch runs one
-    of its formulas, or if Piper runs one of its functions.
+    If the user's code runs, this is the innermost line of it. If only code of installed libraries runs, this
+    is the innermost line of it. Return "" if the backward pass runs neither, but a formula of torch or a
+    function of Piper.
     """
     frame, found = sys._getframe(1), ""
     while frame is not None and frame.f_code.co_name != _torch.RUNS_BACKWARD:
@@ -36,7 +37,8 @@ def line_in_backward() -> str:
 
 
 def mark_called(node: torch.fx.Node) -> None:
-    """Mark a backward operation with the line of the function that the backward pass is running."""
+    """Mark a backward operation with the line of the function that the backward pass is running
+    (`line_in_backward`). Do nothing for a forward operation, or if that line is ""."""
     if _torch.is_backward(node) and (line := line_in_backward()):
         node.meta[CALLED_KEY] = line
 

@@ -14,11 +14,13 @@ SKIPPED = (
 
 
 def arguments(step: Callable[..., Any], batch: Any, batch_idx: Any, dataloader_idx: int | None) -> list[Any]:
-    """Return the arguments with which Lightning calls a step: the batch, and the indices that the step takes.
+    """Return the positional arguments with which Lightning calls a step, in a new list: the batch, then
+    `batch_idx` if the step takes it, then `dataloader_idx` if there is one.
 
     Args:
-        dataloader_idx: the index of the loader, or None if there is only one loader. Then a step that
-            requires the argument gets 0.
+        step: a bound method or a function, such as `module.training_step`.
+        dataloader_idx: the index of the loader, or None if there is only one loader. With None, a step with
+            three required arguments still gets the index 0.
     """
     given = [batch]
     spec = inspect.getfullargspec(inspect.unwrap(step))
