@@ -42,12 +42,11 @@ def cut(
     routed: Mapping[int, Routed] | None = None,
     recomputed: Sequence[Recomputation] = (),
 ) -> tuple[tuple[Region, ...], Extracted, Extracted, Mapping[int, Routed]]:
-    """Cut a joint graph into passes.
+    """Cut a joint graph into passes. Sums and weights of parameter gradients are added to the graph.
 
     Args:
-        weighed: a traced step. The function changes its graph: it adds nodes for sums and weights of
-            parameter gradients.
-        canonical: maps each name of a parameter or buffer to its canonical name.
+        weighed: a traced step. Its graph gets additional nodes.
+        canonical: each name of a parameter or buffer -> its canonical name.
         routed: the `Routed` regions, if the graph has only shards of their parameters. By default, the
             function finds these regions in the graph.
         recomputed: the user's choices of values that backward passes compute again. A choice with a memory
