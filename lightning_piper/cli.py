@@ -37,7 +37,13 @@ __all__ = ["main", "run"]
 
 
 def run(args: argparse.Namespace) -> str:
-    """Run a command, and return the text to print."""
+    """Run the command `args.command`, and return the text to print; empty if the command has written a file
+    instead.
+
+    Raises:
+        UsageError: An argument names an object that does not exist or does not fit.
+        PiperError: The command itself fails, such as a check.
+    """
     return COMMANDS[args.command](args)
 
 

@@ -88,10 +88,16 @@ class Compiled:
         return f"{self.step.name} on {degrees_of(self.dag, self.program, len(self.plans))}"
 
     def at(self, size: int, verify: bool = True) -> Compiled:
-        """Return the same program for a batch of `size` samples, such as a smaller last batch.
+        """Return the same program for a batch of `size` samples, such as a smaller last batch. Return this
+        object if it has this size.
+
+        Args:
+            size: Number of samples of the global batch.
+            verify: Whether to run the static check.
 
         Raises:
-            CaptureError: The size is not a positive number of samples.
+            CaptureError: The size is not a positive number of samples, or the step does not run with it.
+            DirectiveError: A directive does not fit this size.
         """
         number = integer(size)
         if number is None or not 0 < number < INDEX:
@@ -101,11 +107,13 @@ class Compiled:
     def shaped(
         self, batch_spec: BatchSpec, verify: bool = True, training: TrainingDAG | None = None
     ) -> Compiled:
-        """Return the same program for batches with this spec.
+        """Return the same program for batches with this spec. Return this object if it has this spec.
 
         Not only the number of samples may differ, but also other dimensions of the tensors.
 
         Args:
+            batch_spec: The spec of the global batch.
+            verify: Whether to run the static check.
             training: The first finished DAG of the training step, if it determines where parameters are
                 (default: `self.training`).
         """
@@ -120,7 +128,8 @@ class Compiled:
         return compile_step(step, self.program, size, verify, training or self.training, self.device)
 
     def params_on(self, device: int) -> frozenset[str]:
-        """Return the canonical names of the parameters that a device uses and therefore holds."""
+        """Return the canonical names of the parameters that a device uses and therefore holds. A parameter
+        counts as used even if the device holds only a shard of it."""
         return self._used[0].get(device, frozenset())
 
     def buffers_on(self, device: int) -> frozenset[str]:

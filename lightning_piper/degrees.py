@@ -43,7 +43,8 @@ ACCELERATOR, CPU = "h100-sxm", "cpu"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Degrees:
-    """A division of devices by degrees of parallelism. `parallel` documents each field.
+    """A division of devices by degrees of parallelism. `parallel` documents each field. If `dp` is None, the
+    method `on` chooses it.
 
     Raises:
         DirectiveError: A field has an invalid value, or two fields do not fit together.

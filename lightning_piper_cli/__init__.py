@@ -14,13 +14,16 @@ from lightning_piper_cli.targets import UsageError, check_program, check_target
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command, and return the exit status.
+    """Run one command, and print its text. If the command raises a PiperError, print the error to stderr.
 
     Args:
         argv: Arguments without the program's name (default: the arguments of the process).
 
+    Returns:
+        The exit status: 0, or 1 after a PiperError.
+
     Raises:
-        SystemExit: The command line is wrong (status 2), or the user asked for help.
+        SystemExit: The command line is wrong (status 2), or asks for the help or the version (status 0).
     """
     given = sys.argv[1:] if argv is None else list(argv)
     parser = parser_of(any(text.partition("=")[0] == "--run" for text in given))

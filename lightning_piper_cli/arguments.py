@@ -80,7 +80,15 @@ def parser_of(of_run: bool = False) -> argparse.ArgumentParser:
 
 
 def _command(commands: Any, name: str, about: str, first: str | None = None) -> argparse.ArgumentParser:
-    """Return the parser of one command, which reads a module and a batch."""
+    """Add the parser of one command to `commands`, and return it. The command reads a module and a batch, and
+    directives unless it is `search`.
+
+    Args:
+        commands: The subparsers of the command line.
+        name: Name of the command.
+        about: The command's description in the help.
+        first: Name of an argument before the module, a node's number; None for no such argument.
+    """
     sub: argparse.ArgumentParser = commands.add_parser(name, help=about, description=about)
     sub.set_defaults(command=name)
     if first is not None:

@@ -1,1 +1,2 @@
-"""Helpers that every package may import: limits, texts, files of users, lines of users' code."""
+"""Helpers that every package may import: limits, texts, users' files, lines of users' code, Lightning's two
+packages, and garbage collection."""

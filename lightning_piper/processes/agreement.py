@@ -97,6 +97,7 @@ class Agreed(NamedTuple):
 
     Attributes:
         together: Whether all processes compile, because some process does not have a program for its batch.
+            If not, a process without a program compiles it alone.
         apart: Whether each replica needs its own captures, because the replicas' batches have different
             shapes, or had different shapes in an earlier step.
     """

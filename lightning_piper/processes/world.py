@@ -1,7 +1,7 @@
 """The processes of a run, and the transfer of objects and tensors between them.
 
-With one process (`transport="local"`) every operation is the identity, so callers need not distinguish the
-cases.
+With one process, as with `transport="local"`, the operations have the same results without communication. So
+callers need not distinguish the cases.
 """
 
 from __future__ import annotations

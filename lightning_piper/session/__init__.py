@@ -1,2 +1,2 @@
-"""Running a module's steps as programs: each is captured, compiled, cached for similar batches, and run on
-this process's tensors."""
+"""Running a module's steps as programs. Piper captures each step, compiles it, keeps the program for similar
+batches, and runs it on this process's tensors."""

@@ -133,8 +133,9 @@ class Evaluation:
         return code.rebuild.and_keep(returned, given)
 
     def _missing(self, dataloader_idx: int) -> int:
-        """Count a batch of this replica. If it is the replica's last batch, return how many more batches the
-        replica with the most batches has; otherwise 0."""
+        """Count a batch of this replica. If it is the replica's last batch of a prediction, return how many
+        more batches the replica with the most batches has. Otherwise, or if a replica does not know its
+        number of batches, return 0."""
         if not self._batches:
             return 0
         self._seen[dataloader_idx] += 1

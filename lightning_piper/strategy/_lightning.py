@@ -101,7 +101,7 @@ class Strategy(ParallelStrategy):
 
     @property
     def num_processes(self) -> int:
-        """The number of processes on this machine."""
+        """The number of processes on this machine; 0 before the devices are known."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
@@ -223,8 +223,10 @@ def log_apart(trainer: pl.Trainer, step: str, captures: Sequence[Compiled], proc
     only its own batches.
 
     Each process has logged the values of the whole batch before. Now each process keeps a share of these
-    values, so that their total weight stays the same. The function divides a mean, its weight, and a sum over
-    samples by the number of processes. Other sums are the same on every process.
+    values, so that their total weight stays the same. The function divides the accumulated value and weight
+    of a mean, and a sum over samples, by the number of processes. Other sums are the same on every process.
+
+    From now on, Lightning reduces a value over processes if the step logs it with `sync_dist=True`.
 
     For the training step, the values of the validation loop are cleared, because Lightning rejects a change
     of `sync_dist` for a logged value.

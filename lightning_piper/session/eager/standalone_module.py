@@ -21,7 +21,8 @@ class Standalone:
     """The owner of a module for `validate`, `test` and `predict` without a fit, and for the sanity check
     before a fit's first batch.
 
-    The first step that runs distributes the module over the processes.
+    The first step that runs distributes the module over the processes. `close` makes the module whole again.
+    `EagerReplicas` and `Fit` take the module over with `distribute`.
 
     Args:
         module: The module with its values. The values of rank 0 count; parts may be on the meta device.
