@@ -10,20 +10,10 @@ from lightning_piper.directives.device_groups import settle
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.values import Partial, Replicate
-from lightning_piper.ops.arguments import Arguments
-from lightning_piper.ops.communication.bucket import Pack
-from lightning_piper.ops.communication.gather_samples import GatherSamples, ScatterSamples
 from lightning_piper.ops.communication.p2p import Recv, Send
-from lightning_piper.ops.communication.total import Total
-from lightning_piper.ops.host import Fetch, Store
 from lightning_piper.ops.metrics import Metrics, MetricsSum, Report
-from lightning_piper.ops.results import Result
-from lightning_piper.ops.samples import Concat, Cut
-from lightning_piper.ops.update import Accumulate, Update
 
 SEND_STREAM, RECV_STREAM = "send", "recv"
-# Kinds of nodes that run on the devices of the values that they read.
-FOLLOW = (Accumulate, Metrics, Pack, Update, Result, Arguments, Total, ScatterSamples, Store, Fetch)
 
 
 def place_around(dag: TrainingDAG, chunks: list[Chunk]) -> bool:
@@ -42,8 +32,8 @@ def place_around(dag: TrainingDAG, chunks: list[Chunk]) -> bool:
 
 
 def place_dependents(dag: TrainingDAG, chunks: Iterable[Chunk]) -> list[Node]:
-    """Place the nodes whose devices follow from `chunks`, such as sums, metrics, and nodes that a split
-    inserted.
+    """Place the nodes without devices whose devices follow from `chunks`: nodes that prepare a value for a chunk
+    (`Node.placed_by_reader`), and nodes that read a chunk's outputs directly or through such nodes.
 
     Returns:
         The nodes that were placed.
@@ -51,23 +41,34 @@ def place_dependents(dag: TrainingDAG, chunks: Iterable[Chunk]) -> list[Node]:
     placed: list[Node] = []
     for chunk in chunks:
         readers: list[Node] = [chunk]
+        makers: list[Node] = [chunk]
         while readers:
             for source in [dag.nodes[ref[0]] for ref in readers.pop().inputs]:
-                # A split inserted these nodes before the chunk, or they gather samples for the chunk. They
-                # run on the devices of their first reader.
-                if isinstance(source, Cut | Concat | Accumulate | GatherSamples) and not source.devices:
+                if source.placed_by_reader and _is_unplaced(source):
                     dag.change(source, devices=chunk.devices, placed_by=chunk.placed_by)
                     placed.append(source)
                     readers.append(source)
-        # These nodes run on the devices of the chunk. A pack or a store has further nodes after it.
-        makers: list[Node] = [chunk]
         while makers:
             for user in dag.users(makers.pop()):
-                if isinstance(user, FOLLOW) and not user.devices:
+                if _is_unplaced(user) and not _waits_for_reader(dag, user):
                     dag.change(user, devices=chunk.devices, placed_by=chunk.placed_by)
                     placed.append(user)
-                    makers += [user] if isinstance(user, Pack | Store) else []
+                    makers.append(user)
     return placed
+
+
+def _is_unplaced(node: Node) -> bool:
+    """Return whether the node has no devices, and gets its devices from other nodes. Chunks get theirs from a
+    directive.
+    """
+    return not (node.devices or node.everywhere or isinstance(node, Chunk))
+
+
+def _waits_for_reader(dag: TrainingDAG, node: Node) -> bool:
+    """Return whether the node gets its devices from a chunk that reads it."""
+    return node.placed_by_reader and any(
+        isinstance(user, Chunk) or user.placed_by_reader for user in dag.users(node)
+    )
 
 
 def connect(dag: TrainingDAG, nodes: Iterable[Node]) -> None:

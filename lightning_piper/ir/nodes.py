@@ -63,6 +63,9 @@ class Node:
         sums: Whether the node sums the members' values of a bucket over replicas.
         reads_from: Where the inputs are: on the node's `own` devices, at the other end of a `channel`, or on
             some of its `members`.
+        placed_by_reader: Whether the node runs on the devices of the chunk that reads it, because it prepares a
+            value for this chunk. Otherwise, or if no chunk reads it, it runs on the devices of the values that it
+            reads. This matters only for a node to which no directive has given devices before a `place`.
         everywhere: Whether the node runs on all devices of the step, replicas or not.
         shows_tags: Whether texts show the tags after the label.
     """
@@ -73,6 +76,7 @@ class Node:
     moves: ClassVar[bool] = False
     sums: ClassVar[bool] = False
     reads_from: ClassVar[str] = "own"
+    placed_by_reader: ClassVar[bool] = False
     everywhere: ClassVar[bool] = False
     shows_tags: ClassVar[bool] = True
 

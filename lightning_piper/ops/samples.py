@@ -25,6 +25,8 @@ class Cut(Node):
     A split region reads the output of an unsplit region through such a node.
     """
 
+    placed_by_reader = True
+
     dim: int
     start: int
     stop: int
@@ -41,6 +43,8 @@ class Concat(Node):
     An unsplit region reads the output of a split region through such a node.
     """
 
+    placed_by_reader = True
+
     dim: int
 
     @property
@@ -53,6 +57,8 @@ class CutInstruction(Instruction):
     """An instruction that cuts samples `start:stop` along `dim` out of a bundle."""
 
     op: ClassVar[str] = "cut"
+    placed_by_reader = True
+
     dim: int
     start: int
     stop: int

@@ -33,6 +33,8 @@ from lightning_piper.ops.reference import Bundle, Made, Reference, each, sum_in_
 class Accumulate(Node):
     """A node that sums one region's gradients of the same parameters over slices, in the order of inputs."""
 
+    placed_by_reader = True  # a split also joins gradients of an activation with it, which a chunk then reads
+
 
 @dataclass(frozen=True, kw_only=True)
 class Update(Node):

@@ -60,15 +60,13 @@ def complete(dag: TrainingDAG) -> None:
 
 
 def _all_have_devices(dag: TrainingDAG) -> None:
-    """Raise an error if a node has no devices.
-
-    A directive of another package must itself give devices to the nodes that it adds.
+    """Raise an error if a node has no devices: a directive of another package added it after every `place`, or it
+    does not depend on a chunk.
     """
     for node in dag.nodes.values():
         if not node.devices:
             by = "" if node.origin is None else f", made by directive {node.origin},"
             raise DirectiveError(
-                f"{node.label} %{node.id}{by} has no device, because a place moves only chunks and Piper's "
-                "own nodes between them. Put the directive that makes the node after every place, and let it "
-                "give the node the devices of the node that it reads [PIPER-D007]"
+                f"{node.label} %{node.id}{by} has no device. Let the directive give the node the devices of the "
+                "node that it reads, or put the directive before a place [PIPER-D007]"
             )

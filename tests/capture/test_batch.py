@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from queue import SimpleQueue
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -235,21 +235,29 @@ def test_a_list_with_one_entry_a_sample_cannot_be_read_in_microbatches_and_repli
             compile(module, named([1, 2, 3, 4]), program)
 
 
-def taken(queue: SimpleQueue[Any]) -> list[Any]:
-    """Return the items that a step has put into a queue. For a list in its place, Piper would raise an
-    error.
-    """
-    return [queue.get() for _ in range(queue.qsize())]
+class Unseen(list[Any]):
+    """A list that a step fills without a guard, because the step has only a weak reference to it (`put`)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.put = weakref.ref(self)
+
+    def taken(self) -> list[Any]:
+        """Return the entries, and remove them."""
+        entries = [*self]
+        self.clear()
+        return entries
 
 
 def test_what_a_step_may_do_with_a_list_with_one_entry_a_sample() -> None:
-    seen: SimpleQueue[Any] = SimpleQueue()
+    seen = Unseen()
+    put = seen.put
     module = Named()
     module.use = lambda more: (
-        seen.put((len(more), isinstance(more, list), isinstance(more, dict), more is None)) or len(more)
+        put().append((len(more), isinstance(more, list), isinstance(more, dict), more is None)) or len(more)
     )  # type: ignore[method-assign, func-returns-value]
     compile(module, named(["a", "b", "c", "d"]), SPLIT)
-    assert {*taken(seen)} == {(4, True, False, False), (2, True, False, False)}
+    assert {*seen.taken()} == {(4, True, False, False), (2, True, False, False)}
 
 
 def test_a_list_of_another_length_is_a_constant() -> None:
@@ -294,11 +302,12 @@ def test_a_list_that_may_be_samples_or_parts_is_read_whole_only(more: Any) -> No
     ],
 )
 def test_tensors_in_containers_are_cut_along_their_first_dimension(more: Any) -> None:
-    sizes: SimpleQueue[Any] = SimpleQueue()
+    sizes = Unseen()
+    put = sizes.put
     module = Named()
-    module.use = lambda more: sizes.put({len(x) for x in flatten(more)[0]}) or 1.0  # type: ignore[method-assign, func-returns-value]
+    module.use = lambda more: put().append({len(x) for x in flatten(more)[0]}) or 1.0  # type: ignore[method-assign, func-returns-value]
     compile(module, named(more), SPLIT)
-    found = taken(sizes)
+    found = sizes.taken()
     assert {4} in found and {2} in found
 
 

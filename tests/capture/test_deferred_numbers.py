@@ -80,6 +80,8 @@ USES: dict[str, Callable[[Any, Any, Any], Any]] = {
     "whole": lambda loss, n, h: round(10 * loss.item()),
     "floor": lambda loss, n, h: n.item() // 4 + n.item() % 4 + (-n.item()) // 4 + (-n.item()) % 4,
     "power": lambda loss, n, h: loss.item() ** 2 + 2 ** -loss.item() + abs(-loss.item()),
+    "power of an int": lambda loss, n, h: torch.arange(3).mul(n.item() ** 2).bitwise_and(6).double().sum()
+    + n.item() ** -1,
     "math": lambda loss, n, h: math.sqrt(loss.item()) + math.log(n.item()) + math.exp(-loss.item()),
     "ceil": lambda loss, n,
     h: math.ceil(10 * loss.item()) + math.floor(10 * loss.item()) + math.trunc(-10 * loss.item()),

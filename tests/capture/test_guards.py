@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import decimal
 import functools
+import io
+import logging
 import os
 import queue
 import threading
@@ -11,6 +14,7 @@ import weakref
 from array import array
 from collections import ChainMap
 from contextvars import ContextVar
+from decimal import Decimal
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -114,6 +118,7 @@ def last_ones(x: int) -> dict[str, float]:
 
 VARIABLE: ContextVar[float] = ContextVar("VARIABLE", default=1.0)
 HOLDING: ContextVar[Scale] = ContextVar("HOLDING", default=Scale())  # noqa: B039
+TABLE = {"x": 1.0}
 OF_THREAD = threading.local()
 OF_THREAD.x = 1
 
@@ -185,6 +190,41 @@ CHANGES: dict[str, tuple[Any, dict[str, Any], Any]] = {
         lambda self, x: x * self.waiting.qsize(),
         {"waiting": queue.Queue()},
         lambda m, p: m.waiting.put(1),
+    ),
+    "a queue without attributes": (
+        lambda self, x: x * self.waiting.qsize(),
+        {"waiting": queue.SimpleQueue()},
+        lambda m, p: m.waiting.put(1),
+    ),
+    "a text in memory": (
+        lambda self, x: x * len(self.text.getvalue()),
+        {"text": io.StringIO("a")},
+        lambda m, p: m.text.write("ab"),
+    ),
+    "a lock": (
+        lambda self, x: x * 2 if self.lock.locked() else x,
+        {"lock": threading.Lock()},
+        lambda m, p: m.lock.acquire(),
+    ),
+    "an event": (
+        lambda self, x: x * 2 if self.event.is_set() else x,
+        {"event": threading.Event()},
+        lambda m, p: m.event.set(),
+    ),
+    "values of a dict": (
+        lambda self, x: x * sum(self.values),
+        {"values": TABLE.values()},
+        lambda m, p: p.setitem(TABLE, "x", 2.0),
+    ),
+    "the precision of decimals": (
+        lambda self, x: x * float(self.decimals.divide(Decimal(1), Decimal(3))),
+        {"decimals": decimal.Context(prec=5)},
+        lambda m, p: setattr(m.decimals, "prec", 2),
+    ),
+    "the level of a logger": (
+        lambda self, x: x * 2 if self.log_of_loss.isEnabledFor(10) else x,
+        {"log_of_loss": logging.getLogger(__name__)},
+        lambda m, p: m.log_of_loss.setLevel(10),
     ),
     "a context variable": (lambda self, x: x * VARIABLE.get(), {}, lambda m, p: VARIABLE.set(2.0)),
     "an object in a context variable": (

@@ -52,6 +52,20 @@ def test_a_number_beside_a_tensor_is_as_a_python_number(
         assert same(found, wanted), name
 
 
+COMPLEX = (torch.complex64, torch.complex128)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int64, *COMPLEX], ids=str)
+def test_a_complex_number_beside_a_tensor_is_as_a_python_number(dtype: torch.dtype) -> None:
+    tensor = (torch.rand(5, dtype=torch.float64) * 5 + 1).to(dtype)
+    for name in ("t * n", "t + n", "n - t", "t / n", "n == t", "torch.mul"):
+        inputs = NumberInputs()
+        number = inputs.source("n", "n", lambda: 0.3)
+        with inputs.tracing(()):
+            found = OPERATIONS[name](tensor, number * 2j)
+        assert same(found, OPERATIONS[name](tensor, 0.3 * 2j)), name
+
+
 def test_a_number_that_a_cache_keeps_is_its_value() -> None:
     inputs, today = NumberInputs(), [0.5]
     number = inputs.source("n", "n", lambda: today[0])

@@ -9,7 +9,6 @@ import datetime
 import enum
 from collections.abc import Callable, Iterable, Sized
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import LOSS
 from lightning_piper.ops.build import build_dag
 from lightning_piper.verify import interpret
-from tests.capture.test_batch import REPLICAS, SPLIT, Named, named, taken
+from tests.capture.test_batch import REPLICAS, SPLIT, Named, Unseen, named
 from tests.strategy.graphs import Encoding, Graph, graph
 
 ONE = [piper.Place(filter={}, devices=[0])]
@@ -57,14 +56,15 @@ CARRIED = [Path("a"), np.array([object()]), np.array(["a"]), datetime.date(2020,
     [*CARRIED[:2], *(pytest.param(more, marks=pytest.mark.long) for more in CARRIED[2:-2]), *CARRIED[-2:]],
 )
 def test_what_is_not_read_is_in_no_spec_and_no_guard(more: Any) -> None:
-    seen: SimpleQueue[Any] = SimpleQueue()
+    seen = Unseen()
+    put = seen.put
 
     def look(x: Any) -> float:
-        seen.put((isinstance(x, type(more)), isinstance(x, dict), copy.deepcopy(x) is x))
+        put().append((isinstance(x, type(more)), isinstance(x, dict), copy.deepcopy(x) is x))
         return 1.0
 
     capture(reading(look), named(more)).at(4)
-    assert {*taken(seen)} == {(True, False, True)}
+    assert {*seen.taken()} == {(True, False, True)}
     step = capture(reading(lambda x: float(x is not None)), named(more))
     step.at(4), step.at(2)
     assert not any("more" in str(answer.where) for answer in step.reads.inputs.answers.values())
@@ -169,16 +169,17 @@ def test_what_is_carried_may_not_be_changed(use: Any) -> None:
 
 
 def test_a_stand_in_has_the_protocols_of_its_class() -> None:
-    found: SimpleQueue[Any] = SimpleQueue()
+    found = Unseen()
+    put = found.put
 
     def look(x: Any) -> float:
-        found.put((isinstance(x, Path), isinstance(x, Iterable), isinstance(x, Sized), callable(x)))
+        put().append((isinstance(x, Path), isinstance(x, Iterable), isinstance(x, Sized), callable(x)))
         return 1.0
 
     capture(reading(look), named(Path("a"))).at(4)
-    assert {*taken(found)} == {(True, False, False, False)}
+    assert {*found.taken()} == {(True, False, False, False)}
     capture(reading(look), named({1})).at(4)
-    assert {*taken(found)} == {(False, True, True, False)}
+    assert {*found.taken()} == {(False, True, True, False)}
 
 
 def test_objects_with_tensors_are_opened_and_put_together_again() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import io
 import itertools
 import os
 import queue
@@ -54,6 +55,9 @@ class Holder(nn.Module):
         self.waiting: Any = queue.Queue()
         self.variable, self.local = VARIABLE, threading.local()
         self.local.x = 1
+        self.text, self.event, self.simple = io.StringIO("ab"), threading.Event(), queue.SimpleQueue[int]()
+        self.text.read(1)
+        self.simple.put(1)
         self.cached: Any = functools.cache(lambda: [1])
         self.cached()
 
@@ -75,6 +79,7 @@ def seen(holder: Holder) -> list[Any]:
         draws,
         [holder.array.tolist(), bytes(holder.bytes), holder.waiting.qsize(), VARIABLE.get(), holder.local.x],
         [os.environ.get("PIPER_TEST"), list(holder.cached())],
+        [holder.text.getvalue(), holder.text.tell(), holder.event.is_set(), holder.simple.qsize()],
         sorted(vars(holder)),
         sorted(vars(holder.inner)),
     ]
@@ -98,6 +103,7 @@ def change(holder: Holder) -> None:
     holder.waiting.put(1)
     VARIABLE.set(2)
     holder.local.x = 2
+    holder.text.write("cd"), holder.event.set(), holder.simple.put(2)
     os.environ["PIPER_TEST"] = "1"
     holder.cached().append(2)
     holder.numbers.random(), holder.draws.random(), torch.rand(1, generator=holder.generator)

@@ -5,7 +5,7 @@ levels, such as first within machines and then between machines.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -18,6 +18,7 @@ from lightning_piper.errors import DirectiveError, ExecutionError, PiperError, V
 from lightning_piper.ir import Node, Replicate, TrainingDAG
 from lightning_piper.ir.nodes import IssuePriority
 from lightning_piper.ops import base
+from lightning_piper.ops.communication.p2p import Send
 from lightning_piper.ops.reference import sum_in_order
 from lightning_piper.passes import run_pipeline
 from lightning_piper.plan import check_plans, compile_plans
@@ -263,32 +264,55 @@ def test_what_a_function_raises_says_whose_it_is(part: str, says: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Between(Directive):
-    """A directive that inserts a node between the first chunk and the chunk's readers, on the devices of the
-    chunk.
+    """A directive that inserts a node between the first chunk and the chunk's readers.
+
+    Attributes:
+        placed: Whether the directive gives the node the devices of the chunk.
     """
 
     op: ClassVar[str] = "between"
     contract: ClassVar[Any] = "bitwise"
 
+    placed: bool = True
+
     def apply(self, dag: TrainingDAG) -> None:
         chunk = next(chunk for chunk in dag.of_type(ir.Chunk) if dag.users(chunk))
         value, readers = dag.value((chunk.id, 0)), dag.readers((chunk.id, 0))
         made = dag.add(
-            LineSum(inputs=((chunk.id, 0),), outputs=(value,), devices=chunk.devices, lines=((0,),))
+            LineSum(
+                inputs=((chunk.id, 0),),
+                outputs=(value,),
+                devices=chunk.devices if self.placed else (),
+                lines=((0,),),
+            )
         )
         for reader in readers:
             dag.substitute(reader, (chunk.id, 0), (made.id, 0))
 
 
-def test_a_node_before_the_place_of_what_it_reads_has_no_device() -> None:
-    placing = parse([{"op": "place", "filter": {}, "devices": [0]}])
+def placing(devices: Sequence[int]) -> list[Directive]:
+    return list(parse([{"op": "place", "filter": {"PP": n}, "devices": [d]} for n, d in enumerate(devices)]))
+
+
+@pytest.mark.parametrize("devices", [(0, 0), (0, 1), (1, 0)])
+def test_a_place_moves_a_node_of_an_earlier_directive_with_the_chunk_that_it_reads(
+    devices: list[int],
+) -> None:
     step = captured("exact").step
-    assert run_pipeline(step, [*placing, Between()]).of_type(LineSum), (
-        "the control: behind it, it has that of the chunk"
+    before, after = (
+        run_pipeline(step, program)
+        for program in ([Between(), *placing(devices)], [*placing(devices), Between()])
     )
-    for program in ([Between(), *placing], [Between()]):
-        with pytest.raises(
-            DirectiveError,
-            match=r"linesum %.* made by directive 0, has no device, because a place moves only chunks",
-        ):
-            run_pipeline(step, program)
+    (node,), (other,) = before.of_type(LineSum), after.of_type(LineSum)
+    assert node.devices == other.devices == before.nodes[node.inputs[0][0]].devices == (devices[0],)
+    assert [type(user) for user in before.users(node)] == [ir.Chunk if devices[0] == devices[1] else Send], (
+        "its value travels to the reader's device"
+    )
+    assert run_pipeline(step, [Between()]).of_type(LineSum)
+
+
+def test_a_node_without_devices_after_every_place_is_an_error() -> None:
+    with pytest.raises(
+        DirectiveError, match=r"linesum %.* made by directive 2, has no device. Let the directive give"
+    ):
+        run_pipeline(captured("exact").step, [*placing((0, 0)), Between(placed=False)])

@@ -53,7 +53,7 @@ def after_gathers(graph: torch.fx.Graph, apart: bool = False) -> set[Node]:
                 for x in inputs
                 if x in varies and x not in found and x not in rows and x.target is not GATHER
             ]
-            if not (numbers and node.target in ADDED.keys() | JOINED):
+            if not (numbers and node.target in ADDED | JOINED):
                 found.add(node)
     return found
 

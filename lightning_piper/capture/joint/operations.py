@@ -48,14 +48,14 @@ CHOSEN = {aten.where.self: (1, 2), aten.masked_fill.Scalar: (0, 2), aten.masked_
 ANY = {aten.gt.Scalar: 0, aten.ne.Scalar: 0, aten.ge.Scalar: 1}
 ZEROS = {aten.zeros_like.default, aten.new_zeros.default, aten.zeros.default}
 JOINED = {aten.stack.default, aten.cat.default}
-# Additions and subtractions -> the sign between the two operands.
+# Additions and subtractions of two operands.
 ADDED = {
-    aten.add.Tensor: 1.0,
-    aten.add.Scalar: 1.0,
-    aten.sub.Tensor: -1.0,
-    aten.sub.Scalar: -1.0,
-    aten.rsub.Scalar: -1.0,
-    aten.rsub.Tensor: -1.0,
+    aten.add.Tensor,
+    aten.add.Scalar,
+    aten.sub.Tensor,
+    aten.sub.Scalar,
+    aten.rsub.Scalar,
+    aten.rsub.Tensor,
 }
 MULTIPLIED = {aten.mul.Tensor, aten.mul.Scalar}
 DIVIDED = {aten.div.Tensor, aten.div.Scalar}

@@ -114,7 +114,7 @@ def assign(graph: torch.fx.Graph, state: frozenset[Node]) -> RegionAssignment:
     backward = [n for n in calls if _torch.is_backward(n)]
     joined = joined_nodes(forward, shared)
     behind = backward_cuts(forward, backward, shared)
-    regions = _segments([n for n in forward if n not in shared], joined, shared, weights, behind, of)
+    regions = _segments([n for n in forward if n not in shared], joined, weights, behind, of)
     _assign_backward(backward, regions, of, joined, shared)
     # A gradient after a change of placement in the backward pass of region 0 got a negative index. Add
     # regions for the negative indices before region 0, with empty forward passes. Then all indices begin at
@@ -205,7 +205,6 @@ Spot = tuple[int, bool, int]
 def _segments(
     forward: list[Node],
     joined: Collection[Node],
-    shared: set[Node],
     weights: set[Node],
     behind: tuple[Mapping[Node, set[Node]], Mapping[Node, int]],
     of: dict[Node, int],

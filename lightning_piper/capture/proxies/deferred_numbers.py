@@ -292,7 +292,6 @@ _BINARY: dict[str, tuple[Callable[..., torch.Tensor], bool]] = {
     "truediv": (torch.div, False),
     "floordiv": (_floor_divided, True),
     "mod": (torch.remainder, True),
-    "pow": (torch.pow, False),
 }
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 # operator -> torch's function
@@ -319,6 +318,14 @@ def _binary(
     return call
 
 
+def _power(base: Any, exponent: Any) -> Any:
+    """Return `base ** exponent`. Python's integers give an integer or a float, depending on the exponent's sign."""
+    whole = all(isinstance(x, int) for x in (base, exponent))
+    if whole and type(exponent) is DeferredNumber:
+        raise refusal()
+    return _apply(torch.pow, base, exponent, exact=whole and exponent >= 0)
+
+
 def _unary(function: Callable[..., torch.Tensor], integer: bool) -> Callable[[DeferredNumber], Any]:
     def call(self: DeferredNumber) -> Any:
         found = _apply(function, self)
@@ -330,6 +337,8 @@ def _unary(function: Callable[..., torch.Tensor], integer: bool) -> Callable[[De
 for _name, (_function, _exact) in _BINARY.items():
     setattr(DeferredNumber, f"__{_name}__", _binary(_function, _exact, swapped=False))
     setattr(DeferredNumber, f"__r{_name}__", _binary(_function, _exact, swapped=True))
+DeferredNumber.__pow__ = lambda self, other: _power(self, other)
+DeferredNumber.__rpow__ = lambda self, other: _power(other, self)
 for _name in _COMPARISONS:
     setattr(DeferredNumber, f"__{_name}__", _binary(getattr(torch, _name), True, swapped=False))
 for _name, _operation in _UNARY.items():

@@ -220,9 +220,11 @@ class NumberProxy:
                 return x
             if not x.inputs.active:
                 return x.value
-            return (
-                x.inputs.tensor(x, _dtype_beside(x.value, tensors)).to(tensors[0].device) if fits else x.ask()
-            )
+            if not fits or isinstance(
+                x.value, complex
+            ):  # torch has no rule for complex tensors without dimensions
+                return x.ask()
+            return x.inputs.tensor(x, _dtype_beside(x.value, tensors)).to(tensors[0].device)
 
         args, kwargs = _torch.tree_unflatten([known(x) for x in leaves], tree)
         result = function(*args, **kwargs)

@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import collections
 import contextvars
+import decimal
 import functools
 import gc
+import io
+import logging
 import mmap
 import os
 import queue
@@ -34,22 +37,45 @@ def _types_of_links() -> tuple[type, ...]:
 _LINKS = _types_of_links()
 ENVIRONMENT: Any = type(os.environ)
 # Classes of the standard library whose attributes are their content.
-_ATTRIBUTES = (queue.Queue, collections.UserList, collections.UserString, threading.local)
+ATTRIBUTES = (
+    queue.Queue, collections.UserList, collections.UserString, threading.local, threading.Event, threading.Semaphore,
+)  # fmt: skip
+_VIEW = type({}.values())
+_TEXT_OR_BYTES = (io.StringIO, io.BytesIO)
+# Functions that read the content of objects of the standard library which have no attributes for it. The flags of a
+# decimal context do not count, because every computation may set them.
+_READERS: dict[type | tuple[type, ...], Callable[[Any], Any]] = {
+    _TEXT_OR_BYTES: lambda file: None if file.closed else (file.getvalue(), file.tell()),
+    type(threading.Lock()): lambda lock: lock.locked(),
+    queue.SimpleQueue: lambda waiting: waiting.qsize(),
+    decimal.Context: lambda context: (
+        context.prec,
+        context.rounding,
+        context.Emin,
+        context.Emax,
+        context.clamp,
+    ),
+    logging.Logger: lambda logger: (logger.getEffectiveLevel(), logger.disabled),
+}
 _UNSET = object()
 _LARGE = 2**24  # in bytes; larger buffers are not saved
 _PLAIN = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
 
 
 def held_by(value: Any) -> dict[str, Any]:
-    """Return the objects that a context variable, a queue, another object of `_ATTRIBUTES` or a cached
-    function holds. Return an empty dict for an object of another kind. The keys are the end of the expression
-    that a user would write, such as ".get()"."""
+    """Return the objects that a context variable, a queue or another object of `ATTRIBUTES`, the view of a dict's
+    values, or a cached function holds. Return an empty dict for an object of another kind.
+
+    The keys are the end of the expression that a user would write, such as ".get()".
+    """
     if isinstance(value, contextvars.ContextVar):
         try:
             return {".get()": value.get()}
         except LookupError:
             return {".get()": _UNSET}
-    if isinstance(value, _ATTRIBUTES):
+    if isinstance(value, _VIEW):
+        return {f": value {i}": x for i, x in enumerate(value)}
+    if isinstance(value, ATTRIBUTES):
         return {f".{name}": x for name, x in vars(value).items()}
     if isinstance(value, MEMOISED):
         return {f"(): result {i}": x for i, x in enumerate(cached_results(value))}
@@ -66,6 +92,9 @@ def content_of(value: Any) -> Any:
         return None
     if found := held_by(value):
         return found
+    for kinds, read in _READERS.items():
+        if isinstance(value, kinds):
+            return ("content", read(value))
     try:
         view = memoryview(value)
     except (TypeError, ValueError, BufferError):
@@ -76,9 +105,9 @@ def content_of(value: Any) -> Any:
 
 
 def restoring(value: Any) -> Callable[[], None] | None:
-    """Return a function that restores the current content of a buffer or of a context variable. Return None
-    for any other object, a variable without a value, and a buffer that is read-only, larger than `_LARGE` or
-    not contiguous."""
+    """Return a function that restores the current content of a buffer, of a file in memory, of a context variable
+    or of a `queue.SimpleQueue` that was only added to. Return None for any other object, a closed file, a variable
+    without a value, and a buffer that is read-only, larger than `_LARGE` or not contiguous."""
     if isinstance(value, contextvars.ContextVar):
         try:
             before = value.get()  # the default, if no value was set
@@ -90,6 +119,10 @@ def restoring(value: Any) -> Callable[[], None] | None:
                 value.set(before)
 
         return set_again
+    if isinstance(value, _TEXT_OR_BYTES) and not value.closed:
+        return functools.partial(_rewrite, value, value.getvalue(), value.tell())
+    if isinstance(value, queue.SimpleQueue):
+        return functools.partial(_drop_newest, value, value.qsize())
     if isinstance(value, (bytes, mmap.mmap, *_PLAIN)):
         return None
     try:
@@ -110,6 +143,23 @@ def restoring(value: Any) -> Callable[[], None] | None:
         value[:] = content if isinstance(value, bytearray) else type(value)(value.typecode, content)
 
     return write_again
+
+
+def _rewrite(file: Any, content: str | bytes, position: int) -> None:
+    """Give a file in memory this content, and move to this position."""
+    if not file.closed and (file.getvalue(), file.tell()) != (content, position):
+        file.seek(0)
+        file.truncate()
+        file.write(content)
+        file.seek(position)
+
+
+def _drop_newest(waiting: queue.SimpleQueue[Any], size: int) -> None:
+    """Keep the oldest `size` entries of a queue."""
+    if waiting.qsize() > size:
+        entries = [waiting.get_nowait() for _ in range(waiting.qsize())]
+        for entry in entries[:size]:
+            waiting.put(entry)
 
 
 def cached_results(function: Any) -> Iterator[Any]:

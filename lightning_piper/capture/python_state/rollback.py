@@ -23,7 +23,7 @@ from torch import nn
 
 from lightning_piper.capture.proxies.numbers import NumberInputs
 from lightning_piper.capture.python_state.name_scan import reached_locations
-from lightning_piper.capture.python_state.object_content import MEMOISED, held_by, restoring
+from lightning_piper.capture.python_state.object_content import ATTRIBUTES, MEMOISED, held_by, restoring
 from lightning_piper.capture.python_state.state_locations import Guards, StateLocation
 from lightning_piper.capture.python_state.state_recorder import StateRecorder
 from lightning_piper.errors import CaptureError
@@ -162,7 +162,7 @@ class _SavedState:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # itertools warns that it will stop supporting copies
                     self._copies[id(value)] = copy.copy(value)
-        elif type(value).__module__.partition(".")[0] not in _FOREIGN:
+        elif isinstance(value, ATTRIBUTES) or type(value).__module__.partition(".")[0] not in _FOREIGN:
             self._keep_attributes(path, value, set())
 
     def _keep_place(self, place: StateLocation, before: Any) -> None:

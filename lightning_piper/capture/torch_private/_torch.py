@@ -130,6 +130,7 @@ __all__ = [
     "operands",
     "quietly",
     "recomputed",
+    "register_first_post_hook",
     "saved_values",
     "sequence_number",
     "storage_id",

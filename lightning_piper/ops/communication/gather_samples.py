@@ -45,6 +45,8 @@ class GatherSamples(OverBatch):
     Its inputs are the rows of the local slices, in order.
     """
 
+    placed_by_reader = True
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScatterSamples(OverBatch):
