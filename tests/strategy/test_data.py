@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 
+from tests.capture.test_batch import Unseen
 from tests.strategy.fitting import Batches, local, same, sharing_captures, trainer, values
 from tests.strategy.models import MLP, vectors
 

@@ -337,8 +337,8 @@ def _unary(function: Callable[..., torch.Tensor], integer: bool) -> Callable[[De
 for _name, (_function, _exact) in _BINARY.items():
     setattr(DeferredNumber, f"__{_name}__", _binary(_function, _exact, swapped=False))
     setattr(DeferredNumber, f"__r{_name}__", _binary(_function, _exact, swapped=True))
-DeferredNumber.__pow__ = lambda self, other: _power(self, other)
-DeferredNumber.__rpow__ = lambda self, other: _power(other, self)
+setattr(DeferredNumber, "__pow__", _power)  # noqa: B010
+setattr(DeferredNumber, "__rpow__", lambda self, other: _power(other, self))  # noqa: B010
 for _name in _COMPARISONS:
     setattr(DeferredNumber, f"__{_name}__", _binary(getattr(torch, _name), True, swapped=False))
 for _name, _operation in _UNARY.items():

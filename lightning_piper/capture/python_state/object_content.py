@@ -40,7 +40,7 @@ ENVIRONMENT: Any = type(os.environ)
 ATTRIBUTES = (
     queue.Queue, collections.UserList, collections.UserString, threading.local, threading.Event, threading.Semaphore,
 )  # fmt: skip
-_VIEW = type({}.values())
+_VIEW: Any = type({}.values())
 _TEXT_OR_BYTES = (io.StringIO, io.BytesIO)
 # Functions that read the content of objects of the standard library which have no attributes for it. The flags of a
 # decimal context do not count, because every computation may set them.
