@@ -93,8 +93,8 @@ def annotate(tag: str, index: int | None = None) -> AbstractContextManager[None]
 
     Args:
         tag: The name of the tag, for example ``"PP"`` for pipeline stages.
-        index: The value of the tag. Without one, entries are numbered 0, 1, ... per tag, in the order in
-            which they are traced.
+        index: The value of the tag. Without an index, the entries of each tag are numbered 0, 1, ... in the
+            order in which the step enters them.
 
     Raises:
         CaptureError: The tag is not a non-empty string, or is reserved; or the index is not a non-negative

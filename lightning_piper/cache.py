@@ -35,7 +35,8 @@ _READING = (
 
 
 def folder(kind: str) -> Path:
-    """Return the folder for files of this kind. For a user without a home it is a path that cannot exist."""
+    """Return the folder for files of this kind, which may not exist yet. For a user without a home, return a
+    path that cannot exist."""
     home = os.path.expanduser("~")
     own = os.environ.get(CACHE) or (os.devnull if home == "~" else os.path.join(home, ".cache"))
     return Path(own) / "lightning_piper" / kind

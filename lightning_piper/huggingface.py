@@ -8,7 +8,7 @@
 `transformers` (5.0 or later) has a table of expert implementations, which models look up by name. This module
 adds the implementation `"piper"`. It sorts tokens by expert and passes them through `piper.dispatch` and
 `piper.combine`. This work has the tag `EP`, which numbers the layers with experts in the order of the step.
-On one device it computes the same as the model's own `"eager"`.
+On one device, this implementation computes the same as the model's own `"eager"`.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     z = piper.gather_samples(self.encoder(x))        # the rows of all samples of the batch
     loss = contrastive(z)                            # runs once on each replica, on the whole batch
 
-On one device that has the whole batch it is the identity. A captured step is cut there. All computation from
-a gathered value is a separate part of the step, which no program divides along the batch. Other values that
-this part reads are also gathered.
+On one device that has the whole batch, `gather_samples` is the identity. A captured step is cut at each call.
+All computation from a gathered value is a separate part of the step, which no program divides along the
+batch. Other values that this part reads are also gathered.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     count, sums = total(x.new_tensor(len(x))), total(x.sum(0))        # over all samples of the batch
 
-On one device that has the whole batch it is the identity. A captured step is cut there. The code that makes
-the terms and the code that reads their sum are separate passes, and the program puts the sum between them.
-The gradient of each term is the gradient of the sum. All readers of the sum contribute to this gradient, so
-it is also summed over the replicas.
+On one device that has the whole batch, `total` is the identity. A captured step is cut at each call of
+`total`. The code that makes the terms and the code that reads their sum are separate passes, and the program
+puts the sum between them. The gradient of each term is the gradient of the sum. All readers of the sum
+contribute to this gradient, so the gradient is also summed over the replicas.
 """
 
 from __future__ import annotations

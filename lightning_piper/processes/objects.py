@@ -18,15 +18,19 @@ Place = tuple[int, torch.dtype, torch.Size]  # the tensor's number, dtype and sh
 
 
 class _Outline(pickle.Pickler):
-    """A pickler that leaves out large tensors. `tensors` has them: `id` of a tensor -> its place, the
-    tensor."""
+    """A pickler that leaves out large tensors. `tensors` has the tensors that were left out: `id` of a tensor
+    -> (its `Place`, the tensor)."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self.tensors: dict[int, tuple[Place, torch.Tensor]] = {}
 
     def persistent_id(self, obj: Any) -> Place | None:
-        """Return the place of a tensor that is sent outside of the pickle; None for any other object."""
+        """Return the `Place` of a tensor that is sent outside of the pickle; None for any other object.
+
+        Such a tensor has at least `APART` bytes. It is a plain, dense, contiguous CPU tensor without
+        `requires_grad`.
+        """
         if (
             type(obj) is not torch.Tensor
             or obj.device.type != "cpu"
@@ -42,7 +46,7 @@ class _Outline(pickle.Pickler):
 
 class _Filled(pickle.Unpickler):
     """An unpickler that makes an uninitialized tensor for each tensor that `_Outline` left out. `tensors` has
-    them: number of a tensor -> the tensor."""
+    these tensors by number, the first entry of their `Place`."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)

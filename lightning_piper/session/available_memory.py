@@ -65,8 +65,8 @@ def _own(module: nn.Module, device: torch.device, processes: int) -> int:
     host's memory. The limits of a container (cgroup) and of the address space can make this share smaller.
 
     Args:
-        module: The module. If the address space is limited, the memory of its CPU tensors counts as
-            available, because the program uses it too.
+        module: The module. If the address space is limited, the memory of the module's CPU tensors counts as
+            available, because the program uses these tensors.
         device: This process's device.
         processes: Number of processes that share the host.
     """

@@ -3,7 +3,7 @@ memory and clocks.
 
 If there are more processes than cores, as many processes measure at once as there are cores. In training,
 more processes than cores share the cores. How much this costs depends on the schedule, and the estimate of a
-program accounts for it.
+program accounts for this cost.
 """
 
 from __future__ import annotations

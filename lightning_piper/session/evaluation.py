@@ -85,7 +85,8 @@ class Evaluation:
         return self._programs.compiled
 
     def captures(self, name: str) -> list[Compiled]:
-        """Return the captured programs of one step, of all data loaders; empty if it was not captured."""
+        """Return the captured programs of one step, for all data loaders. Empty if the step was not
+        captured."""
         return [compiled for compiled in self.programs if compiled.step.name == name]
 
     def close(self, failed: bool = False) -> None:

@@ -84,7 +84,7 @@ def _loaded(code: types.CodeType, operations: Collection[str]) -> set[str]:
 
 
 def _named(hook: Any) -> Iterator[set[str]]:
-    """Iterate over the names used by a hook and by the user's code that it calls by name.
+    """Iterate over the names used by a hook and by the user's code that the hook calls by name.
 
     The search follows functions of the hook's module and of other modules, methods of the object that the
     hook belongs to, and methods of that object's attributes. Each item is the set of names of one code

@@ -1,10 +1,10 @@
 """Metric objects that steps update, on the processes of a run.
 
 The arguments that a step passes to an object are computed in one device group. One process of each replica in
-this group is an *owner* of the object. Only the owners update it, each with the samples of its replica. To
-compute it, which is collective, the owners sync its states in the order of the replicas and compute, and all
-processes receive the first owner's result. States and results travel, arguments do not. So an owner does what
-a process does under DDP.
+this group is an *owner* of the object. Only the owners update the object, each with the samples of its
+replica. Computing the object is collective. The owners sync its states in the order of the replicas, and each
+owner computes the result. All processes then receive the first owner's result. States and results travel,
+arguments do not. So an owner does the same as a process under DDP.
 
 This module relies on these names of torchmetrics (tested with 1.9):
 

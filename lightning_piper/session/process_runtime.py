@@ -65,8 +65,8 @@ class Settings:
         whole_norms: Whether all batch norms of the training step use the statistics of the whole batch.
         in_part: Whether Piper may capture only the calls of annotated modules if it cannot capture the
             training step.
-        compile: Inductor's options, if it compiles the code of passes; None if it does not.
-        device: The logical device of this process; None if all devices are in it.
+        compile: Options with which Inductor compiles the code of passes; None to run this code uncompiled.
+        device: The logical device of this process; None if all devices are in this process.
         simulated: Whether all devices are in this process and on a simulated accelerator.
     """
 
@@ -160,9 +160,10 @@ class ProcessRuntime:
 
         Raises:
             Exception: On a process where `work` fails, the error of `work`.
-            PiperError: `work` failed on another process, or the processes compiled different programs. The
-                first is a CaptureError or a DirectiveError if `work` raised one. The second is a CaptureError
-                if each process is a replica, and only the steps differ.
+            PiperError: `work` failed on another process. The error has the same class as there, if that is
+                CaptureError or DirectiveError.
+            PiperError: The processes compiled different programs. It is a CaptureError if each process is a
+                replica and only the traced steps differ.
         """
         failure: Exception | None = None
         # (checksum of the plans, number of samples, checksum of the step, checksum of the module's tensors)
@@ -458,8 +459,8 @@ def _sum_of_plans(compiled: Compiled) -> int:
     inner = (Kind.ACTIVATION, Kind.COTANGENT)  # their names come from the trace and differ between shapes
 
     def text(part: tuple[Any, ...], parts: Iterable[object]) -> str:
-        """Return `parts` as text. The text is cached by the identity of `part`, because many nodes share it,
-        and it may be long."""
+        """Return `parts` as text. The text is cached by the identity of `part`, because many nodes share
+        `part`, and its text may be long."""
         if id(part) not in texts:
             texts[id(part)] = str(list(parts))
         return texts[id(part)]

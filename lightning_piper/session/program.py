@@ -39,8 +39,8 @@ def given_or_from_environment(directives: Any | None) -> list[Directive] | None:
 
 
 def annotations_given(directives: Any | None) -> Annotations:
-    """Return the module annotations of the program that `given_or_from_environment` finds. Empty if it finds
-    no program, or if the program has no annotations."""
+    """Return the module annotations of the program that `given_or_from_environment` finds. Empty if that
+    function finds no program, or if the program has no annotations."""
     if directives is not None and not (isinstance(directives, str) and directives == AUTO):
         return annotations_of(directives)
     path = os.environ.get(VARIABLE)

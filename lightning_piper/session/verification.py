@@ -208,8 +208,8 @@ class LaterWarnings:
         traced: bool,
         own: Ownership | None,
     ) -> None:
-        """Warn if a program for a later batch gives a different result than one device, in a way of which no
-        earlier program was the cause.
+        """Warn if a program for a later batch gives a different result than one device, and no earlier
+        program had the same cause.
 
         Args:
             leaves: The tensors of this process's batch.

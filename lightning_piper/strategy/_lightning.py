@@ -32,7 +32,7 @@ behavior it relies on.
   on the default group and sets `received_sigterm`.
 - `_broadcast_sigterm_tensor` of the loop over batches: before each batch, rank 0 broadcasts whether it has
   `received_sigterm`. If so, all processes raise `SIGTERMException`. After a batch and after an epoch, a
-  process that has received it raises it alone.
+  process that has received SIGTERM raises the exception alone.
 - `_can_stop_early` of the loop over epochs: whether the loop may end when `should_stop` is set.
   `_num_ready_batches_reached` of the loop over batches: whether it has drawn all batches of its epoch.
 - `ThroughputMonitor._throughputs`: its measurements by stage. Each has the number of devices.

@@ -53,8 +53,8 @@ def check_fit(
     Args:
         module: The module to be trained.
         processes: Number of processes over which the module will be distributed.
-        layer_sync: The Trainer's plugin for synchronized layers. For `sync_batchnorm=True` it is Lightning's
-            own.
+        layer_sync: The Trainer's plugin for synchronized layers: Lightning's own with `sync_batchnorm=True`;
+            None without a plugin.
         known: Values from a checkpoint for tensors on the meta device.
 
     Raises:
@@ -274,7 +274,7 @@ def check_optimizer_stays(optimizer: Optimizer, now: Sequence[Optimizer]) -> Non
         now: The Trainer's optimizers.
 
     Raises:
-        PiperError: A hook has replaced it.
+        PiperError: A hook has replaced the optimizer, or the Trainer has another number of optimizers.
     """
     if len(now) != 1 or now[0] is not optimizer:
         raise PiperError(

@@ -239,8 +239,8 @@ class Fit:
         self._clipping = Clipping(plugin, self._norms, self.world)
 
     def _claim(self, compiled: Compiled, captured_now: bool, together: bool) -> None:
-        """Prepare for a new program. If it trains tensors that no earlier program trained, give these tensors
-        to the processes that use them in this program.
+        """Prepare for a new program. If the program trains tensors that no earlier program trained, give
+        these tensors to the processes that use them in this program.
 
         With `verify="static"`, also warn of differences from one device's result.
 
@@ -260,8 +260,8 @@ class Fit:
             self.evaluation.check_held()
 
     def _take_up(self, layout: Prepared) -> None:
-        """Make `layout` the current program: gradients go to the parameters that it trains. All processes
-        switch together."""
+        """Make `layout` the current program, so that gradients go to the parameters that this program trains.
+        All processes switch together."""
         self._layout = layout
         self._in_parts = self.world.size > 1 and not self.ownership.tensor_map.is_replicated
         self._handing = Handing(layout.compiled.dag, self.ownership, self.world)
@@ -328,8 +328,8 @@ class Fit:
         Raises:
             CaptureError, DirectiveError, BatchError: This batch cannot run as a captured step. Unless the
                 error is `late`, the caller may `give_up` and run the step uncaptured.
-            PiperError: The processes differ in their batches or settings, the optimizer was replaced, or it
-                runs the step twice while a process holds only a part of the parameters.
+            PiperError: The processes differ in their batches or settings. Or a process holds only a part of
+                the parameters, and the Trainer's optimizer was replaced or runs the step twice.
 
         Args:
             number: Number of the batch over the whole training, including earlier epochs and resumed fits.

@@ -496,7 +496,7 @@ class PiperStrategy(EvaluatingStrategy):
         return super().optimizer_state(optimizer) if state is None else state
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizers' states, or defer this to the first batch if it is to come: `Starting.load`."""
+        """Load the optimizers' states. Before the first batch, this may wait for it: see `Starting.load`."""
         states = checkpoint["optimizer_states"]
         if isinstance(self.phase, Eager) or (isinstance(self.phase, Starting) and self.phase.eager):
             if any(referenced(state) for state in states):

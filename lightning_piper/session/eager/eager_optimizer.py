@@ -184,8 +184,8 @@ class EagerOptimizer:
 
     @property
     def has_changed(self) -> bool:
-        """Whether the optimizer's groups have other parameters, or another order of them, than when its state
-        was divided."""
+        """Whether the optimizer's groups have changed since its state was divided: their parameters, or the
+        order of the parameters."""
         now = [group["params"] for group in self.optimizer.param_groups]
         return [list(map(id, params)) for params in now] != [list(map(id, params)) for params in self._whole]
 

@@ -97,8 +97,8 @@ def _rows(x: torch.Tensor) -> list[int]:
 
 
 def _buffers(module: nn.Module, found: dict[int, torch.Tensor], seen: set[int]) -> dict[int, torch.Tensor]:
-    """Add the buffers of a module and its submodules to `found`, id -> buffer, and return it. Leave out the
-    submodules whose ids are in `seen`, and add the other ids.
+    """Add the buffers of a module and its submodules to `found`, id -> buffer, and return `found`. Leave out
+    the submodules whose ids are in `seen`. Add the ids of the other submodules to `seen`.
 
     This function runs in each step, so it avoids `module.buffers()`, which builds names.
     """
@@ -214,8 +214,8 @@ class EagerReplicas:
             torch.autograd.backward, self._replaced = self._replaced, None
 
     def _backward(self, local: Local, last: bool, *args: Any, **kwargs: Any) -> None:
-        """Replace `torch.autograd.backward`. Run the backward pass, and average its gradients over the
-        replicas unless the batch is not the `last` one of an accumulation."""
+        """Replace `torch.autograd.backward`: run the backward pass with `local`. If the batch is the
+        `last` one of an accumulation, also average the gradients over the replicas."""
         if self._inside or not last:
             # No averaging: gradients accumulate locally until the last batch. If activation checkpointing
             # runs a backward pass inside the step's backward pass, the step's pass averages.

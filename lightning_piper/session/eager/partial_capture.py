@@ -107,8 +107,8 @@ class InPart:
 
     @contextlib.contextmanager
     def _joining(self, step: PartlyCaptured) -> Iterator[None]:
-        """Return a context for one run of the step. Afterwards it logs the step's values on all processes. An
-        error of the step's own code is raised as on one device. Collective.
+        """Return a context for one run of the step. At its end, the context logs the step's values on all
+        processes. It raises an error of the step's own code as one device would. Collective.
 
         Raises:
             PiperError: A parameter does not have a gradient.
