@@ -1,1 +1,1 @@
-"""Steps, and parts of steps, that run without a graph."""
+"""Steps, and parts of steps, that run the user's code under eager autograd instead of a captured graph."""

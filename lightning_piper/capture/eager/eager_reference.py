@@ -23,8 +23,9 @@ class Outcome:
     """The values that a training step computes.
 
     Attributes:
-        metrics: name -> float64 scalar, merged over slices: the loss under `ir.regions.LOSS`, and every
-            logged tensor. A value is missing if it cannot be merged from several slices.
+        metrics: name -> float64 scalar, merged over slices: the loss under `ir.regions.LOSS`, and each value
+            that the captured step logs as a tensor. A value is missing if it cannot be merged from several
+            slices.
         grads: canonical name -> gradient. Parameters without a gradient are missing.
         buffers: canonical name -> new value of a buffer that the step changed.
         results: for each replica of a forward-only step: name -> returned tensor. Empty for other steps.
@@ -51,11 +52,16 @@ def run_eagerly(
     `StepCode.weighs_gradients`, weight the gradients of each slice instead of its loss.
 
     Args:
-        step: has the module and its batch spec. The module does not change.
-        tensors: parameters and buffers by canonical name.
-        leaves: the batch's tensors.
-        slices: microbatches in order. Several slices are allowed only if the step is not `mixed`. A step that
-            reads sums over the whole batch, or gathers samples, runs once on the samples of all slices.
+        step: Has the module and its batch spec. The function changes neither the parameters nor the buffers
+            of the module, but the step's code may change Python attributes.
+        tensors: Values of the parameters and buffers by canonical name. The run copies them.
+        leaves: The batch's tensors. The run copies them.
+        slices: Adjacent slices of the batch, in order: the microbatches. Several slices are allowed only if
+            the step is not `mixed`. A step that reads sums over the whole batch, or gathers samples, runs
+            once on the samples of all slices.
+
+    Returns:
+        The outcome with new tensors. Its `results`, `slack` and `approximate` are empty.
     """
     if step.at(step.size).sums_over_batch or step.at(step.size).gathers_samples:
         slices = (Slice(slices[0].start, slices[-1].stop),)
@@ -115,7 +121,8 @@ def run_eagerly(
 
 
 def _add_weighed(loss: torch.Tensor, params: Mapping[str, torch.Tensor], weight: float) -> None:
-    """Run the backward pass of a loss, and add its gradients times `weight` to the existing gradients."""
+    """Run the backward pass of a loss, and add its gradients times `weight` to `x.grad` of each parameter. A
+    parameter that the loss does not use keeps its `grad`, which may be None."""
     before = {name: x.grad for name, x in params.items()}
     for x in params.values():
         x.grad = None
@@ -126,8 +133,8 @@ def _add_weighed(loss: torch.Tensor, params: Mapping[str, torch.Tensor], weight:
 
 
 def mixed(step: CapturedStep) -> bool:
-    """Return whether the loss or a logged value is a sum of terms with different weights. Then no single
-    weight of a slice is right for all terms."""
+    """Return whether the loss or a logged value is computed from several terms (`StepCode.terms`). Each term
+    has its own weight for a slice, so no single weight of the slice is right for the whole value."""
     seen: dict[str, set[int]] = {}
     for name, term in _terms(step):
         seen.setdefault(name, set()).add(term)
@@ -135,7 +142,8 @@ def mixed(step: CapturedStep) -> bool:
 
 
 def _terms(step: CapturedStep) -> list[tuple[str, int]]:
-    """Return the loss and the logged values that have a term, each with its index in `StepCode.terms`."""
+    """Return (name, index in `StepCode.terms`) for each term of the loss and of logged values. A value of
+    several terms has several entries."""
     outputs = [out for interface in step.at(step.size).interfaces.values() for out in interface.outputs]
     return [
         (LOSS if out.kind == Kind.LOSS else out.names[0], out.term) for out in outputs if out.term is not None
@@ -154,7 +162,8 @@ def _weights(
     leaves: Sequence[torch.Tensor],
     slices: Sequence[Slice],
 ) -> dict[str, torch.Tensor]:
-    """Return the weights of the slices in the loss and in each logged value."""
+    """Return the weights of the slices in the loss (`LOSS`) and in each logged value that has a term: name ->
+    float64 tensor with one weight for each slice. If a value has several terms, its last term counts."""
     weights = term_weights(step, tensors, leaves, slices)
     return {name: weights[term] for name, term in _terms(step)}
 
@@ -169,6 +178,7 @@ def term_weights(
     """Return the weights of the slices in each term, on one device that accumulates over the slices.
 
     Args:
+        step, tensors, leaves, slices: see `run_eagerly`.
         captured: whether the weights are for captured code, which divides by 1 instead of 0 if a slice counts
             nothing.
 
@@ -195,12 +205,13 @@ def term_weights(
 
 
 def merged(fold: str, values: list[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
-    """Merge the values of the slices into one value. In a sum, a slice with weight 0 counts 0, even if its
-    value is nan.
+    """Return the value of the whole batch, merged from the values of the slices.
 
     Args:
         fold: `sum`, `max` or `min`.
-        weights: the weights of the slices. Only a sum uses them.
+        values: the value of each slice, as a scalar.
+        weights: the weight of each slice. Only a sum uses the weights: each value is multiplied by its
+            weight. A slice with weight 0 then counts 0, even if its value is nan.
     """
     if fold != "sum":
         return getattr(torch.stack(values), f"a{fold}")()  # type: ignore[no-any-return]

@@ -1,8 +1,8 @@
 """Run the uncaptured code of a step of which only module calls are captured, as one operation of the graph.
 
 The uncaptured code reads the results of the captured calls, the batch, and the parameters and buffers that
-belong to no captured call. It computes the loss, and autograd runs the backward pass of this code. The
-capture does not know the operations of this code, so the loss of a part of the batch counts as a mean over
+belong to no captured call. The code computes the loss, and autograd runs its backward pass. The capture does
+not know the operations of this code. So Piper assumes that the loss of each part of the batch is a mean over
 the part's samples.
 """
 
@@ -35,11 +35,13 @@ Tensors = list[torch.Tensor]
 
 @dataclass(frozen=True)
 class CallResult:
-    """The result of a captured call, in the form that the uncaptured code receives.
+    """The structure of a captured call's result. With it, Piper makes the object that the uncaptured code
+    receives from the tensors of the graph.
 
     Attributes:
         spec: spec of the result. None if only another captured call reads the result.
-        trained: for each tensor of the result, whether the backward pass returns a gradient for it.
+        trained: for each tensor of the result, whether the backward pass returns a gradient for it. Empty
+            if `spec` is None.
     """
 
     spec: BatchSpec | None
@@ -51,8 +53,9 @@ class RemainderLog:
     """A `self.log` call in the uncaptured code of a step.
 
     Attributes:
-        name, value, kwargs: the arguments of the call.
-        samples: number of samples in the part of the batch that the code ran on.
+        name, kwargs: The arguments of the call.
+        value: The logged number: a scalar tensor without autograd history, which the log owns.
+        samples: Number of samples in the part of the batch that the code ran on.
     """
 
     name: str
@@ -64,14 +67,18 @@ class RemainderLog:
 class EagerRemainder:
     """The uncaptured code of a step, which runs once for each part of the batch.
 
+    `PartlyCaptured` makes it, and its trace puts `forward` and `backward` into the graph. The code that runs
+    the step calls `begin` before each step, and reads `logs`, `extras`, `used`, `updated` and `failure` after
+    the step.
+
     Args:
         module: A LightningModule.
         batch_spec: The spec of the step's batches.
         context: Returns a context manager, in which the step runs.
         history: Has the number of the current batch, and the batch's contents other than tensors.
-        trained, others: Canonical names of the tensors that the code may read because no captured call has
-            them. `trained` are parameters with gradients; `others` are parameters without gradients, and
-            buffers.
+        trained, others: Canonical names of the tensors that the code may read, because they belong to no
+            module of a captured call. `trained` are parameters with gradients; `others` are parameters
+            without gradients, and buffers.
         names: Each name of a parameter or buffer -> its canonical name.
 
     Attributes:
@@ -83,7 +90,7 @@ class EagerRemainder:
             than the loss, and the part's number of samples.
         used: Names of the parameters for which the current step's backward pass computed gradients.
         updated: Names of the metric objects that the code has updated in the current step. None if this
-            process has not run the code.
+            process has not finished a run of the code in this step.
         failure: The exception that ended the code in the current step. None if there was no exception.
     """
 
@@ -113,20 +120,25 @@ class EagerRemainder:
         self.logs, self.extras, self.used, self.updated, self.failure = [], [], set(), None, None
 
     def forward(self, trained: Tensors, others: Tensors, dtype: torch.dtype) -> Tensors:
-        """Run the user's code. Return its loss, and an empty tensor whose attribute holds the autograd graph
-        for `backward`. This method implements `REMAINDER`.
+        """Run the user's code. This method implements `REMAINDER`.
 
         Args:
             trained: the results of captured calls that have gradients, then the parameters `self.trained`.
             others: the results of captured calls without gradients, then `self.others`, then the batch.
             dtype: the dtype of the returned loss.
 
+        Returns:
+            The loss as a scalar without autograd history, and an empty tensor for `backward`. The attribute
+            `autograd` of the empty tensor holds the loss with its autograd graph, and the inputs of the graph.
+
         Raises:
             PiperError: the code changes a tensor other than the batch in place, does not repeat a captured
-                call, or returns no scalar loss. Or it reads a captured value, or communicates.
+                call, or returns no scalar loss that depends on a parameter. Or it reads a tensor of a module
+                whose call is captured (`CapturedValue`), or communicates although not every process runs it.
+            Exception: any error of the user's code. It is also stored in `failure`.
         """
         inputs = [x.detach().requires_grad_() for x in trained]
-        # `made`: number of tensors with gradients from captured calls
+        # `made`: the number of tensors in `trained` that come from captured calls.
         made, versions = len(inputs) - len(self.trained), [x._version for x in (*trained, *others)]
         with torch.enable_grad():
             given_out: list[torch.Tensor] = [_NonLeafIdentity.apply(x) for x in inputs[:made]]  # type: ignore[no-untyped-call]
@@ -156,7 +168,13 @@ class EagerRemainder:
     def _run(
         self, given: Mapping[Key, Any], own: Mapping[str, torch.Tensor], leaves: Tensors
     ) -> torch.Tensor:
-        """Run the user's `training_step` and return its loss."""
+        """Run the user's `training_step` and return its loss.
+
+        Args:
+            given: Key of a captured call -> its result.
+            own: Canonical name -> value of the parameters and buffers that the code may read.
+            leaves: The tensors of the batch, or of a part of it.
+        """
         samples = next((x.shape[0] for x in leaves if x.ndim), 1)
         with (
             torch.enable_grad(),
@@ -171,8 +189,8 @@ class EagerRemainder:
             return self._loss(step(*arguments(step, batch, self._history.batch_idx, None)), samples)
 
     def _updates(self) -> dict[str, int]:
-        """Return the number of updates of each metric object. Updates of nested objects count for the
-        outermost object."""
+        """Return name of each outermost metric object in the module -> number of its updates so far, with the
+        updates of the objects that it contains."""
         found = dict[str, int]()
         for name, metric in metric_objects(self._module).items():
             if not any(name.startswith(f"{outer}.") for outer in found):
@@ -180,8 +198,12 @@ class EagerRemainder:
         return found
 
     def _carried(self, leaves: Tensors, samples: int, item: Carried) -> Any:
-        """Return the content of the current batch at the position of `item`. The current content may differ
-        from `item`, which comes from the captured batch.
+        """Return the list or object of the current batch at the position of `item`. Its content may differ
+        from the content of `item`, which comes from the captured batch.
+
+        Args:
+            leaves: the tensors of the batch, which are put into the list or object.
+            samples: the number of samples in `leaves`.
 
         Raises:
             PiperError: the content is a list with an entry for each sample, and the code runs on a part of
@@ -199,13 +221,17 @@ class EagerRemainder:
         return batch.contents(leaves)[item.index]
 
     def backward(self, gradient: torch.Tensor, kept: torch.Tensor, trained: Tensors) -> Tensors:
-        """Run autograd on the loss. Return a gradient for each of `forward`'s inputs `trained`, with zeros
-        for an input that the loss does not use. Add the parameters with a gradient to `used`. This method
-        implements `REMAINDER_BACKWARD`.
+        """Run autograd on the loss, and return a gradient for each tensor of the argument `trained` of
+        `forward`, with zeros for a tensor that the loss does not use. This method implements
+        `REMAINDER_BACKWARD`.
+
+        The names of parameters with a gradient are added to `used`. The call frees the autograd graph, so it
+        works once for each call of `forward`.
 
         Args:
             gradient: the gradient of the loss.
             kept: the second result of `forward`.
+            trained: not used: `kept` holds these tensors.
         """
         loss, inputs = kept.autograd  # type: ignore[attr-defined]
         del kept.autograd  # type: ignore[attr-defined]
@@ -221,9 +247,12 @@ class EagerRemainder:
     def _given(
         self, key: Key, found: CallResult, flowing: Iterator[torch.Tensor], still: Iterator[torch.Tensor]
     ) -> Any:
-        """Return what a captured call returns to the uncaptured code: its captured result, made of the next
-        tensors of `flowing` (with a gradient) and `still`. If only another captured call reads the result,
-        return a `CapturedValue`."""
+        """Return the object that a captured call returns to the uncaptured code.
+
+        Its tensors are the next ones of `flowing` if they have a gradient, and the next ones of `still` if
+        not. If only another captured call reads the result, the object is a `CapturedValue`, and no tensor is
+        taken.
+        """
         if found.spec is None:
             return captured_value(
                 torch.empty(0),
@@ -240,8 +269,8 @@ class EagerRemainder:
         Args:
             returned: For each result of a captured call with a gradient, whether the code has changed it.
             params: For each parameter of `self.trained`, whether the code has changed it.
-            others: Whether the code has changed a result without a gradient, or a tensor of `self.others`.
-                The results come first.
+            others: For each result of a captured call without a gradient, and then for each tensor of
+                `self.others`, whether the code has changed it.
 
         Raises:
             PiperError: the code has changed such a tensor.
@@ -261,10 +290,12 @@ class EagerRemainder:
             )
 
     def _loss(self, made: Any, samples: int) -> torch.Tensor:
-        """Return the loss from the step's return value. If that is a dict, add its other values to `extras`.
+        """Return the loss from the step's return value, as a scalar. If the return value is a dict, add its
+        other values to `extras`.
 
         Raises:
-            PiperError: there is no loss, or it is not a tensor of one number that depends on a parameter.
+            PiperError: the step returned None, or a loss that is not a tensor of one number, or that does not
+                depend on a parameter.
         """
         loss = made["loss"] if isinstance(made, Mapping) else made
         if isinstance(made, Mapping):
@@ -293,13 +324,13 @@ class EagerRemainder:
             given: key of a captured call -> its result.
 
         Raises:
-            PiperError: at the end of the context: the step has not made one of the captured calls.
+            PiperError: at the end of the context, if the step has not made one of the captured calls.
         """
         missing = set(given)
 
         def handle(key: Key, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
-            """Return the result of a captured call. Make any other call. If that call fails and its module
-            also has a captured call, add to the error that the capture saw fewer calls."""
+            """Return the result of a captured call. Make any other call. If such a call raises a `PiperError`,
+            and the capture has other calls of this module, add a note: the capture saw fewer calls."""
             if key not in given:
                 try:
                     return call()
@@ -322,10 +353,14 @@ class EagerRemainder:
     @contextlib.contextmanager
     def _parameters(self, own: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """Within this context, the module has the parameters and buffers in `own`. A `CapturedValue` replaces
-        every other parameter or buffer.
+        every other parameter or buffer. At the end, the module gets its own tensors back.
+
+        Args:
+            own: canonical name -> tensor.
 
         Raises:
-            PiperError: the step has replaced a parameter or buffer, or the memory of one in `own`.
+            PiperError: at the end of the context, if the step has assigned another tensor to a parameter or
+                buffer, or other memory to a tensor in `own` (`x.data = ...`).
         """
         kept = [(store, name, store[name]) for store, name, _, _ in self._places]
         data = {full: x.data_ptr() for full, x in own.items()}
@@ -344,10 +379,11 @@ class EagerRemainder:
 
     @functools.cached_property
     def _places(self) -> list[tuple[dict[str, Any], str, str, torch.Tensor | None]]:
-        """The places in which the module stores its parameters and buffers.
+        """Where the module stores its parameters and buffers, with one entry for each name.
 
-        Each entry has the storing dict, the key in the dict, the canonical name, and a placeholder if the
-        uncaptured code must not read the tensor (None if the code may read it).
+        Each entry has the dict that stores the tensor (`_parameters` or `_buffers` of a submodule), the key
+        in this dict, the canonical name, and a `CapturedValue` that replaces the tensor. The last is None if
+        the uncaptured code may read the tensor.
         """
         free, found, stand_ins = {*self.trained, *self.others}, [], dict[str, torch.Tensor]()
         for path, part in self._module.named_modules():
@@ -364,11 +400,20 @@ class EagerRemainder:
     @contextlib.contextmanager
     def _logging(self, samples: int) -> Iterator[None]:
         """Within this context, `self.log` and `self.log_dict` add to `logs`. Unless every process runs the
-        code, communication by the module or the strategy raises an error."""
+        code, `self.all_gather` and the collective methods of the strategy raise an error.
+
+        Args:
+            samples: number of samples in the part of the batch on which the code runs.
+        """
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            """Record a number. If every process runs the code, pass any other value to Lightning. If not,
-            raise a `PiperError`. Also raise it if a number comes with positional arguments."""
+            """Record a number, with arguments by name. Pass any other value, such as a metric object, to
+            Lightning if every process runs the code.
+
+            Raises:
+                PiperError: the value is not a number and not every process runs the code, or a number has
+                    positional arguments.
+            """
             number = isinstance(value, int | float) or (
                 isinstance(value, torch.Tensor) and value.numel() == 1
             )
@@ -414,8 +459,8 @@ class EagerRemainder:
                     del vars(owner)[name]
 
     def _alone(self) -> contextlib.AbstractContextManager[None]:
-        """Within this context, communication by the user's code raises an error, because the code would wait
-        for processes that do not run it. If every process runs the code, the context has no effect."""
+        """Within this context, collectives of torch raise an error, because the code would wait for processes
+        that do not run it. If every process runs the code, the context has no effect."""
         return (
             contextlib.nullcontext()
             if self.everywhere
@@ -424,6 +469,7 @@ class EagerRemainder:
 
 
 def _communicates() -> PiperError:
+    """Return the error for code that communicates, with the running line of the user's code."""
     return PiperError(
         f"{user_line()}: training_step communicates with other processes, but Piper has captured only its "
         "module calls. Its other code runs only in the processes of one stage, so the other processes would "
@@ -463,23 +509,24 @@ _HANDED = (
 
 
 def _detached(nested: Any) -> Any:
+    """Return nested values in which tensors are detached. The tensors share memory with the given ones."""
     return _torch.tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, nested)
 
 
 class CapturedValue(torch.Tensor):
-    """A tensor without values, which uncaptured code must not read. All torch functions raise an error for
-    it, except attribute getters and questions about its shape and dtype.
+    """A tensor without values, which uncaptured code must not read. All torch functions raise a `PiperError`
+    for it, except attribute getters, `numel`, `size`, `dim` and `is_floating_point`.
 
     Attributes:
-        problem: one text: which value this is, and why the code must not read it.
+        problem: a tuple of one text: which value this is, and why the code must not read it.
     """
 
     problem: tuple[str]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer attribute getters and questions about shape and dtype. Raise a `PiperError` for all other
-        functions."""
+        """Run attribute getters and functions that return the shape or the kind of dtype. Raise a
+        `PiperError` for all other functions."""
         with torch._C.DisableTorchFunctionSubclass():
             if func.__name__ == "__get__" or func.__name__ in ("numel", "size", "dim", "is_floating_point"):
                 return func(*args, **(kwargs or {}))

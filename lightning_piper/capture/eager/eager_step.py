@@ -35,8 +35,8 @@ class EagerStep:
     """A step (see `ir.regions.Step`) that runs the user's code uncaptured.
 
     Attributes:
-        backward: returns the gradients of `trained` for this process's batch, with None for a parameter
-            without a gradient. The caller sets this function.
+        backward: Returns the gradients of `trained`, in this order, from this process's batch. The entry of a
+            parameter without a gradient is None. Whoever runs the step sets this function.
         found: for each trained parameter, whether this process had a gradient in the last step. Empty before
             the first step.
 
@@ -98,16 +98,19 @@ class EagerStep:
         return "\n".join(self.said.lines)
 
     def at(self, size: int, degrees: tuple[int, ...] = ()) -> StepCode:
-        """Return the step as one region.
+        """Return the step's code, which is one region.
 
-        For another `size` (number of batches), only the recorded number differs. Each replica runs one batch.
+        Args:
+            size: number of batches that the replicas run at once, one batch each. It is only recorded in the
+                code.
+            degrees: has no effect.
         """
         if size not in self._code:
             self._code[size] = self._code_for(size)
         return self._code[size]
 
     def _code_for(self, size: int) -> StepCode:
-        """Return the code of the step, which has one region. `size` is only recorded in the code."""
+        """Make the code that `at` returns."""
         specs = tuple(self.params[name].spec for name in self.trained)
         reads = tuple(self.params) if self._reads is None else tuple(self._reads)
         forward = Interface((), (Output(Kind.SAVED, ("B",)),), reads, tuple(self.buffers))
@@ -136,7 +139,11 @@ class EagerStep:
 
     def _backward(self, given: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Run the backward pass, set `found`, and return the weighted gradients of all trained parameters. A
-        parameter without a gradient gets -0.0 in each element. `given` has one tensor: the weight."""
+        parameter without a gradient gets -0.0 in each element; see the module's docstring.
+
+        Args:
+            given: one tensor: the weight of this replica's loss.
+        """
         (weight,) = given
         made = self.backward()
         self.found = tuple(x is not None for x in made)
@@ -150,8 +157,8 @@ class EagerStep:
 
 
 def _weighed(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return a gradient, dense and times the weight. Its first element is never -0.0. A dense `grad` is
-    changed in place."""
+    """Return a gradient, dense and times the weight. Its first element is never -0.0. If `grad` is dense, the
+    function changes it in place and returns it."""
     grad = (grad if grad.layout is torch.strided else grad.to_dense()).mul_(weight)
     grad[_FIRST[: grad.dim()]].add_(0.0)  # turns -0.0 into 0.0
     return grad
@@ -161,8 +168,12 @@ _FIRST = (slice(1),) * 64  # its first n entries select the first element of a t
 
 
 def is_of_none(total: torch.Tensor) -> torch.Tensor:
-    """Return, as a tensor of one bool, whether a gradient summed over replicas shows that no replica has used
-    the parameter."""
+    """Return, as a tensor of one bool, whether no replica has used a parameter.
+
+    Args:
+        total: the sum of the parameter's gradients over replicas. Its first element is -0.0 only if no
+            replica has used the parameter.
+    """
     first = torch.view_as_real(total) if total.is_complex() else total
     first = first[_FIRST[: first.dim()]]
     return (first.signbit() & (first == 0)).all()
@@ -184,7 +195,7 @@ class RegatherStep(EagerStep):
         super().__init__(module, replicas, (), device, names)
 
     def at(self, size: int, degrees: tuple[int, ...] = ()) -> StepCode:
-        """Return a step without work, whose only pass reads the parameters."""
+        """Return code that computes nothing. Its only pass, a forward pass, reads the parameters."""
         key, code = (0, "F"), super().at(size, degrees)
         reads = dataclasses.replace(code.interfaces[key], outputs=(), buffers=())
         return dataclasses.replace(

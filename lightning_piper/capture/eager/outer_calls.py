@@ -19,7 +19,9 @@ from lightning_piper.annotate import opened
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.capture.user_code.caught_refusals import recording_refusals
 
-Key = tuple[str, int]  # name of a module, and how many earlier calls of this module the step's own code made
+# (name of a module, number of calls of this module that the step's own code made before). The second call of
+# `self.encoder` is `("encoder", 1)`.
+Key = tuple[str, int]
 
 
 @dataclass(frozen=True)
@@ -28,11 +30,12 @@ class ModuleCall:
 
     Attributes:
         key: identifies the call.
-        tags, marks: Number of regions, and number of repeated blocks, that were annotated during the call.
-        has: Names of the parameters and buffers of the called module. If the step's module itself was called,
-            names of the parameters and buffers that the call read.
-        handed_on: Whether the result has tensors, and only other calls with annotated regions read them, as
-            far as the step was traced. Only `ModuleCallLog.captured` sets this.
+        tags, marks: Number of annotations, and number of repeated blocks, that were opened during the call.
+        has: All names of the parameters and buffers of the called module. If the step's module itself was
+            called, names of the parameters and buffers that the call read.
+        handed_on: Whether the result has tensors, and only other annotated calls read them, as far as the
+            step was traced. An annotated call is one with `tags` or `marks`. Only `ModuleCallLog.captured`
+            sets this; otherwise it is False.
     """
 
     key: Key
@@ -45,8 +48,15 @@ class ModuleCall:
 def replacing_outermost(
     module: nn.Module, handle: Callable[[Key, Callable[[], Any], tuple[Any, ...], Mapping[str, Any]], Any]
 ) -> contextlib.AbstractContextManager[None]:
-    """Within the returned context, each outermost call of `module` or of one of its submodules runs
-    `handle(key, call, args, kwargs)` instead. `call()` makes the original call."""
+    """Return a context in which `handle` replaces each outermost call of `module` or of one of its submodules.
+
+    A call that a called module makes is not outermost, and runs as usual. The context replaces
+    `nn.Module.__call__` in the whole process. It can be entered once, because it counts the calls.
+
+    Args:
+        handle: called with (key, call, args, kwargs), where `call()` makes the original call. The caller of
+            the module gets the result of `handle`.
+    """
     names = {id(part): name for name, part in module.named_modules()}
     turns: dict[str, int] = {}  # name of a module -> number of its outermost calls so far
     depth = 0
@@ -80,23 +90,24 @@ def replacing_outermost(
 
 @dataclass
 class ModuleCallLog:
-    """The module calls that a step has made.
+    """A log of the module calls that a step's own code has made. `following` fills it, and `captured` chooses
+    the calls that Piper captures.
 
     Attributes:
-        calls: the finished calls, in order.
+        calls: the finished calls, in order. `handed_on` is False in all of them.
     """
 
     calls: list[ModuleCall] = field(default_factory=list)
     _made: list[list[torch.Tensor]] = field(default_factory=list)  # the tensors that each call returned
-    # Ids of the tensors that operations outside of calls with annotated work read.
+    # Ids of the tensors that torch functions outside of annotated calls received.
     _read: set[int] = field(default_factory=set)
-    # Ids of the tensors that calls with annotated work received as arguments.
+    # Ids of the tensors that annotated calls received as arguments.
     _handed: set[int] = field(default_factory=set)
 
     @property
     def captured(self) -> list[ModuleCall]:
-        """The calls in which regions were annotated, in order. If no call has annotated regions, the calls
-        with repeated blocks."""
+        """The calls that Piper captures, in order: the calls with annotations or, if no call has any, the calls
+        with repeated blocks. Empty if no call has either."""
         tagged = any(call.tags for call in self.calls)
         found = []
         for call, made in zip(self.calls, self._made, strict=True):
@@ -109,7 +120,8 @@ class ModuleCallLog:
     def following(self, module: nn.Module) -> Iterator[None]:
         """Within this context, record the module calls of the step's code. Earlier records are dropped.
 
-        When the step's code has caught an error of the trace, later calls are not recorded.
+        A call that raises an error is not recorded. After the step's code has caught an error of the trace,
+        no more calls are recorded.
         """
         self.calls, self._made, self._read, self._handed = [], [], set(), set()
         reads = _ReadTensors()
@@ -117,12 +129,11 @@ class ModuleCallLog:
         def handle(
             key: Key, call: Callable[[], Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
         ) -> Any:
-            """Make the call, and record it with the annotations and reads that the call adds."""
+            """Make the call, and record it with its annotations and with the tensors that it has read."""
             before, outside = (opened().tags, opened().marks), reads.found
             reads.found = set()
             made = call()
-            # The step's code has caught an error of the trace. After that, the code may take another path
-            # than on a device.
+            # If the step's code has caught an error of the trace, it may now run other code than on a device.
             if next(caught(), None) is not None:
                 return made
             tags, marks = opened().tags - before[0], opened().marks - before[1]
@@ -166,4 +177,5 @@ class _ReadTensors(TorchFunctionMode):
 
 
 def _ids(nested: Any) -> set[int]:
+    """Return the ids of the tensors in nested values."""
     return {id(x) for x in _torch.tree_flatten(nested)[0] if isinstance(x, torch.Tensor)}

@@ -1,9 +1,10 @@
 """A training step of which Piper captures the calls of annotated modules. All other code runs uncaptured
 (`remainder`).
 
-The trace follows the step's code up to the last captured call. The graph also has the operations of the
-step's code before this call, because captured calls may read their results. The uncaptured part is the user's
-whole step: `training_step` runs once more, and the captured calls return their captured results.
+Piper uses this if it cannot capture the step as a whole. The trace follows the step's code up to the last
+captured call. The graph also has the operations of the step's code before this call, because captured calls
+may read their results. Then the uncaptured part runs the user's `training_step` once more, from its beginning
+to its end. In this run, the captured calls only return their captured results.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from lightning_piper.capture.tracing.step_trace import Fakes, TracedStep, fakes_
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.boxed_code import RUNS_KEY
 
-CALL_KEY = "piper_call"  # in the metadata of operations that are traced inside of a captured call
+CALL_KEY = "piper_call"  # metadata key of operations that are traced inside of a captured call
 
 
 class PartlyCaptured(CapturedStep):
-    """A `CapturedStep` of which only module calls are captured.
+    """A `CapturedStep` of which only module calls are captured. Its arguments are explained at `capture`.
 
     Attributes:
-        calls: the captured calls.
+        calls: the captured calls, in order.
         remainder: runs the uncaptured code.
 
     Raises:
@@ -55,8 +56,8 @@ class PartlyCaptured(CapturedStep):
         whole_norms: bool = False,
     ) -> None:
         super().__init__(module, batch_spec, device, context, history, whole_norms)
-        # This trace reads Python state of the whole step. Guards are needed only for the captured part, so
-        # these reads are not recorded in `self.reads`.
+        # This trace also reads Python state in code that runs uncaptured. Guards are needed only for the
+        # captured part, so these reads are not recorded in `self.reads`.
         reads = StateReads(dataclasses.replace(self.reads.history))
         followed = _FollowedStep(module, batch_spec, context, (), reads, self._blocks, whole_norms)
         # The trace ends with an error at the line that cannot be captured.
@@ -103,8 +104,9 @@ class PartlyCaptured(CapturedStep):
     def _trace(
         self, size: int, parts: Mapping[str, int], degrees: tuple[int, ...], fakes: Fakes = fakes_of
     ) -> tuple[TracedGraph, Specs, TracedStep]:
-        """Trace the step, and connect the uncaptured code to the operations that stand for this code. Add to
-        `remainder.captured` the parameters that captured operations read.
+        """Trace the step as `CapturedStep` does. Then set the methods of `remainder` as the functions that run
+        instead of the graph's operations for the uncaptured code (`RUNS_KEY`). Add to `remainder.captured`
+        the parameters that captured operations read.
 
         Raises:
             CaptureError: the code outside of captured calls draws random numbers, or changes a buffer or the
@@ -180,7 +182,8 @@ class _FollowedStep(TracedStep):
 
 
 class _TraceEnd(BaseException):
-    """Raised to end a trace after the last captured call."""
+    """Raised to leave the step's code after the last captured call. It derives from `BaseException`, so that
+    `except Exception` in the step's code does not catch it."""
 
 
 class _RemainderStep(TracedStep):
@@ -200,16 +203,16 @@ class _RemainderStep(TracedStep):
         self._last: Mapping[str, Any] = {}
 
     def _run(self, step: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """Run the step up to the last captured call, and return the result of each captured call by its key.
+        """Run the step up to the last captured call, and return {key of a captured call: its result}.
 
         Raises:
-            CaptureError: the step has not made one of the captured calls.
+            CaptureError: the step has ended without making one of the captured calls.
         """
         wanted, returned = {call.key for call in self._calls}, {}
 
         def handle(key: Key, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
-            """Make the call. If it is a captured call, mark its operations, and store its result. End the
-            trace after the last captured call."""
+            """Make the call. If it is a captured call, mark its operations with `CALL_KEY`, and store its
+            result. After the last captured call, leave the step's code."""
             if key not in wanted:
                 return call()
             with fx_traceback.annotate({CALL_KEY: True}):
@@ -229,16 +232,21 @@ class _RemainderStep(TracedStep):
         return returned
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the loss, which is the result of the operation that stands for the uncaptured code.
+        """Return the loss alone, which is the result of the operation that stands for the uncaptured code.
+
+        Args:
+            leaves: the tensors of the batch, then the Python numbers that are inputs of the trace.
 
         Raises:
-            CaptureError: no input of the uncaptured code needs a gradient.
+            CaptureError: no input of the uncaptured code needs a gradient. Or a captured call is missing, or
+                has a result of another structure than in an earlier trace.
         """
         returned = self._call(leaves)
         self.logs, self._logged = [], []  # only the uncaptured code logs
         self.metrics.clear()
         found = [self._returned(call, returned[call.key]) for call in self._calls]
-        # `flowing` and `still`: the inputs of the uncaptured code with and without a gradient.
+        # `flowing` and `still`: the inputs of the uncaptured code with and without a gradient. They have the
+        # order that `EagerRemainder.forward` expects.
         flowing = [
             x for tensors, known in found for x, flows in zip(tensors, known.trained, strict=True) if flows
         ]
@@ -261,12 +269,17 @@ class _RemainderStep(TracedStep):
         return (loss,)
 
     def _returned(self, call: ModuleCall, made: Any) -> tuple[list[torch.Tensor], CallResult]:
-        """Return the tensors of a call's result that the uncaptured code reads, with the structure of the
-        result. If only other captured calls read the result, there are no such tensors. Store the structure
-        of the first trace in the remainder.
+        """Return the tensors of a call's result that the uncaptured code receives, and the structure of the
+        result. If only other captured calls read the result, there are no such tensors.
+
+        The structure in the first trace is stored in `EagerRemainder.returned`, and is returned in all later
+        traces.
+
+        Args:
+            made: the result of the call.
 
         Raises:
-            CaptureError: the result has another structure than in an earlier trace.
+            CaptureError: the result has another structure than in the first trace.
         """
         if call.handed_on:
             self._remainder.returned[call.key] = CallResult(None)
@@ -284,7 +297,8 @@ class _RemainderStep(TracedStep):
 
 
 def _dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype:
-    """Return the dtype of the loss: float32, promoted with the dtypes of all `tensors`."""
+    """Return the dtype of the loss: float32, promoted with the dtypes of all `tensors`. For example, it is
+    float64 if one of them is, and float32 if all are bfloat16."""
     found = torch.float32
     for x in tensors:
         found = torch.promote_types(found, x.dtype)

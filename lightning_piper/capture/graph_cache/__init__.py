@@ -1,1 +1,1 @@
-"""Graphs of steps that were traced before."""
+"""Keep traced graphs in memory and in files, so that the same step is not traced again."""

@@ -50,21 +50,35 @@ def traced_once(
     without_data: Callable[[Any], AbstractContextManager[None]],
     trace: Callable[[], Graph],
 ) -> Graph:
-    """Return the graph of a step.
+    """Return the graph of a step: a known graph if the step has the same operations, otherwise a new graph.
+
+    The graph is a new object. To find out the operations, the step first runs on fake tensors. If this run
+    fails with another error than those below, the function calls `trace`: the error may be the step's own, or
+    the run cannot record an operation.
 
     Args:
-        module: the user's module.
+        module: the user's module. Its Python attributes are restored after the run.
         step: a module that returns the step's results; see `step_trace.TracedStep`.
         inputs: tensors like the step's inputs.
         device: the device of the trace.
         without_data: Returns a context in which the module has new tensors of the given fake mode. Each run
             needs new tensors, because the step may write to them.
-        trace: Returns a new graph. It is called if the graph is not known, and its errors are passed on.
+        trace: Returns a new graph. It is called if the graph is not known and the run's operations do not
+            determine it.
+
+    Raises:
+        ContainerGrowth, RandomDraw, CaptureError: Piper cannot capture the step, or must trace it again with
+            placeholders for Python state.
+        Exception: any error of `trace`.
     """
 
     def tracing_run() -> tuple[str, Graph | None, torch.device]:
-        """Run the step on fake tensors. Return the digest of its operations, its graph (None if the
-        operations do not determine the graph), and the device of the trace with its index."""
+        """Run the step on fake tensors.
+
+        Returns:
+            (Digest of the step's operations, the step's graph, device of the trace with its index). The graph
+            is None if the operations do not determine it.
+        """
         mode = _torch.FakeTensorMode()
         # `without_drawing` raises `RandomDraw` if the step draws random numbers in Python. The capture
         # rejects such a step, so it needs no trace.
@@ -95,8 +109,8 @@ def traced_once(
 
 
 def _untie(module: nn.Module) -> None:
-    """Give each name of a tied parameter or buffer a separate tensor, because a trace also has a separate
-    input for each name."""
+    """Give each name of a tied parameter or buffer a separate fake tensor, because a trace also has a separate
+    input for each name. The module is changed."""
     seen: set[int] = set()
     for part in module.modules():
         for store in (part._parameters, part._buffers):
@@ -116,10 +130,12 @@ def _graph(digest: str, own: torch.device, trace: Callable[[], Graph], same: Cal
     """Return the graph of a step with this digest: from memory, from a file, or new. Keep its content in
     memory and in a file, if the graph can be written.
 
+    While this process makes a graph, other processes that need the same graph wait, and then read its file.
+
     Args:
         own: the device of the trace, with its index.
         trace: returns a new graph.
-        same: returns whether the step still has this digest.
+        same: runs the step again, and returns whether its operations still have this digest.
     """
     name = hashlib.sha256(f"{VERSIONS}\n{digest}".encode()).hexdigest()
     path = cache.folder("graphs") / name
@@ -141,6 +157,8 @@ def _graph(digest: str, own: torch.device, trace: Callable[[], Graph], same: Cal
 
 
 def _read(content: bytes | None, own: torch.device) -> Graph | None:
+    """Return the graph that a file's content describes. Return None if there is no content, if it is
+    `REFUSED`, or if it is not valid."""
     try:
         return deserialize(content, own) if content else None
     except NotSerializable:
@@ -150,11 +168,12 @@ def _read(content: bytes | None, own: torch.device) -> Graph | None:
 def _made(
     path: Path, own: torch.device, trace: Callable[[], Graph], same: Callable[[], bool]
 ) -> tuple[bytes, Graph]:
-    """Make a graph, and write it to the file `path`. Return its content, and the graph as read from this
-    content, so that the first run uses the same graph as later runs.
+    """Make a graph, and write it to the file `path`.
 
-    If the graph cannot be written, write and return `REFUSED` with the new graph. If the step no longer has
-    its digest, write nothing, and return `REFUSED` with the new graph.
+    Returns:
+        (Content of the file, graph). The graph is read from this content, so that the first run uses the same
+        graph as later runs. If the graph cannot be written, the content is `REFUSED`, and the graph is the
+        new one. If the step no longer has its digest, the result is the same, but no file is written.
     """
     graph = trace()
     if not same():  # the step depends on a clock or a file, for example, so its graph may differ next time

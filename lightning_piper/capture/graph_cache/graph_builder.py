@@ -1,6 +1,6 @@
 """Build the graph of a step from the operations that a tracing run records.
 
-If these operations determine the graph, no full trace is needed.
+Usually these operations determine the graph, so no full trace is needed.
 
     operation, arguments, results --> node            add_(x, 1) on memory without another alias --> add(x, 1)
 
@@ -30,11 +30,15 @@ aten = torch.ops.aten
 
 
 class NotBuildable(Exception):
-    """Raised if the graph cannot be built from the operations alone."""
+    """Raised if the recorded operations do not determine the graph. The step is then traced in full."""
 
 
 class GraphBuilder:
     """A builder that adds operations to a graph in the order in which they run.
+
+    The caller calls `note` for each operation of the forward pass, `goes_back`, `note` for each operation of
+    the backward pass, and at last `graph`. Until then, it keeps all tensors of the run alive, because the
+    builder knows them by `id`. After a `NotBuildable`, the builder must not be used.
 
     Args:
         module: the module that runs. Its parameters and buffers are the first inputs of the graph.
@@ -47,12 +51,12 @@ class GraphBuilder:
 
     def __init__(self, module: nn.Module, inputs: Sequence[torch.Tensor], joint: bool) -> None:
         self._graph = Graph(GraphModule({}, Graph()))
-        self._nodes: dict[int, Node] = {}  # by `id` of the tensor; the caller keeps the tensors alive
-        self._names: dict[int, set[int]] = {}  # storage -> ids of the tensors that share it
-        # `id` of the previous operation's result, if the operation read no values of other tensors. None if
-        # not.
+        self._nodes: dict[int, Node] = {}  # `id` of a tensor -> the node of its current value
+        self._names: dict[int, set[int]] = {}  # id of a storage -> ids of the tensors that share it
+        # `id` of the previous operation's result if it is a newly created tensor: the operation read no
+        # tensors, or only the properties of one (`zeros_like`). Otherwise None.
         self._fresh: int | None = None
-        # `id` of the tensor that the previous operation changed in place. None if it changed no tensor.
+        # `id` of the tensor that the previous operation changed in place. None if it did not change a tensor.
         self._changed: int | None = None
         self._joint, self._phase = joint, FORWARD
         self._kept: list[torch.Tensor] = []  # constants; keeping them alive keeps their ids valid
@@ -88,11 +92,16 @@ class GraphBuilder:
             self._input(tangent, "tangents_1", _torch.TangentAOTInput(_torch.PlainAOTOutput(0)))
 
     def note(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any) -> None:
-        """Add a node for an operation that has run, and whose result is `made`. A detach of a new tensor gets
-        no node.
+        """Add a node for an operation that has run. A detach directly after the creation of a tensor gets no
+        node.
+
+        Args:
+            function, args, kwargs: the operation, and its arguments.
+            made: its result: a tensor, or a list or tuple of tensors and None.
 
         Raises:
-            NotBuildable: the graph cannot be built from this operation.
+            NotBuildable: the graph cannot have this operation. For example, a trace would decompose it, it
+                changes memory with an alias, or it returns a number.
         """
         if not isinstance(function, torch._ops.OpOverload):
             raise NotBuildable(str(function))
@@ -135,12 +144,13 @@ class GraphBuilder:
             raise NotBuildable(f"{function} gives a {type(made).__name__}")
 
     def graph(self, results: Sequence[torch.Tensor], gradients: Mapping[int, torch.Tensor | None]) -> Graph:
-        """Finish the graph and return it.
+        """Finish the graph and return it, without operations on which no output depends. Its outputs are the
+        results and, if there is a backward pass, one entry for each input: the gradient or None.
 
         Args:
             results: the results of the step.
-            gradients: `id` of an input that needs a gradient -> its gradient. None if the loss does not
-                depend on the input.
+            gradients: `id` of an input that needs a gradient -> its gradient. The gradient is None if the
+                loss does not depend on the input.
 
         Raises:
             NotBuildable: a result or a gradient comes from an operation that was not recorded.
@@ -158,9 +168,9 @@ class GraphBuilder:
         return self._graph
 
     def _mark_backward(self) -> None:
-        """Copy annotations from the forward pass to the backward pass: from the first operation with a
-        sequence number to the backward operations with the same number. Additions of gradients are left
-        out."""
+        """Copy annotations and lines from the forward pass to the backward pass. The first forward operation
+        with a sequence number gives its own to the backward operations with the same number, except to
+        additions of gradients."""
         first: dict[int, Node] = {}
         for node in self._graph.nodes:
             number = node.meta.get("seq_nr")
@@ -182,6 +192,7 @@ class GraphBuilder:
         mark_called(node)
 
     def _made(self, node: Node, x: torch.Tensor) -> None:
+        """Record that a tensor is the value of a node."""
         self._nodes[id(x)] = node
         self._names.setdefault(_torch.storage_id(x), set()).add(id(x))
 
@@ -203,8 +214,8 @@ class GraphBuilder:
         return node
 
     def _without_change(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the functional variant of an operation that changes its first argument, such as `add` for
-        `add_`.
+        """Return the functional variant of an operation that has changed its first argument: `aten.add.Tensor`
+        for `aten.add_.Tensor`.
 
         Raises:
             NotBuildable: there is no such variant, or its result has another layout than the argument. Or the

@@ -28,7 +28,8 @@ _NOT_DATA = (
     "lightning_piper.rest_backward.default",
     "aten.from_file.default",
 )
-# Types of arguments that are attributes of `torch` -> the word that marks them in JSON
+# Type whose values are attributes of `torch` -> the word that marks such a value in JSON. For example,
+# `torch.float32` becomes `["dtype", "float32"]`.
 _CONSTANTS = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory"}
 # Name of a class -> the class. Its objects describe the inputs and outputs of a graph.
 _DESCRIPTORS = {
@@ -49,7 +50,8 @@ MANY = 1 << 20  # the largest size of a constant, in bytes
 
 
 class NotSerializable(Exception):
-    """Raised if a graph contains something that cannot be written, or if a content is not a written graph."""
+    """Raised if a graph has an operation or value that cannot be written, or if a file's content is not a
+    written graph."""
 
 
 def serialize(graph: Graph, own: torch.device) -> bytes:
@@ -140,7 +142,8 @@ class _GraphWriter:
         raise NotSerializable(f"a {type(value).__name__}")
 
     def _value(self, value: Any) -> Any:
-        """Return the value traced for a node: specs of tensors, and numbers."""
+        """Return the value traced for a node as JSON: a number, None, the spec of a tensor, or a list of
+        these."""
         if value is None or type(value) in (bool, int, float):
             return value
         if isinstance(value, list | tuple):
@@ -158,7 +161,8 @@ class _GraphWriter:
         ]
 
     def _constant(self, value: Any) -> Any:
-        """Return the shape, dtype and elements of a tensor that the step makes from Python numbers."""
+        """Return a tensor that the step makes from Python numbers as JSON: [shape, dtype, elements in
+        base64]."""
         if not is_constant(value):
             raise NotSerializable(f"a {type(value).__name__}")
         return [list(value.shape), str(value.dtype).removeprefix("torch."), bytes_of(value)]
@@ -176,7 +180,7 @@ class _GraphReader:
         self._values: dict[str, torch.Tensor] = {}  # spec as text -> fake tensor
 
     def graph(self, found: Any) -> Graph:
-        """Return the graph that the JSON form describes."""
+        """Return the graph that is described by the JSON `found`, which `_GraphWriter.content` wrote."""
         graph = Graph(self._constants)
         for op, name, target, args, kwargs, about in found:
             given = tuple(self._data(args)), self._data(kwargs)
@@ -235,7 +239,8 @@ class _GraphReader:
         return found
 
     def _value(self, value: Any) -> Any:
-        """Return the traced value. Equal specs share one fake tensor, because fake tensors have no data."""
+        """Return the traced value of a node from its JSON. Equal specs share one fake tensor, because fake
+        tensors have no data."""
         if not isinstance(value, list):
             return value
         word, *rest = value
@@ -255,8 +260,8 @@ class _GraphReader:
 
 
 def name_of(device: torch.device, own: torch.device) -> str:
-    """Return the text for a device in a written graph. `own` is the device of the trace: its text is the same
-    for every index, so a process with another device index can read the graph."""
+    """Return the text for a device in a written graph: "own" for the device `own` of the trace, and otherwise
+    its name, such as "cpu". So a process whose device has another index can read the graph."""
     return _OWN if device == own else str(device)
 
 
@@ -290,7 +295,8 @@ def _described(found: Any) -> Any:
 
 
 def is_constant(value: Any) -> bool:
-    """Return whether the value is a contiguous CPU tensor with data, of at most `MANY` bytes."""
+    """Return whether the value is a plain tensor or parameter on the CPU with data that can be written into a
+    graph: contiguous, and of at most `MANY` bytes."""
     plain = (
         type(value) in (torch.Tensor, nn.Parameter)
         and value.layout is torch.strided

@@ -28,22 +28,21 @@ from lightning_piper.capture.user_code.source import line_in_backward
 from lightning_piper.common.limits import OPERATIONS
 from lightning_piper.errors import LongStepError
 
-# types of arguments that `repr` identifies
+# Types whose values are equal if their `repr` is equal.
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format)
 
 
-# the argument `if_true` of the innermost `long_steps_refused`. None outside of it.
+# The argument `if_true` of the innermost `long_steps_refused`. None outside of such a context.
 _may_leave: ContextVar[Callable[[], bool] | None] = ContextVar("may_leave", default=None)
 
 
 @contextlib.contextmanager
 def long_steps_refused(if_true: Callable[[], bool]) -> Iterator[None]:
-    """In this context, the tracing run raises an error for a step whose forward pass calls more than
-    `limits.OPERATIONS` operations.
+    """Within this context, the tracing run raises a `LongStepError` for a step whose forward pass calls more
+    than `limits.OPERATIONS` operations. The caller can then run the step uncaptured instead.
 
     Args:
-        if_true: called when the run finds such a step. If it returns False, the step continues without an
-            error.
+        if_true: Called once when the run finds such a step. The error is raised only if it returns True.
     """
     token = _may_leave.set(if_true)
     try:
@@ -53,14 +52,15 @@ def long_steps_refused(if_true: Callable[[], bool]) -> Iterator[None]:
 
 
 class NotLoggable(Exception):
-    """Raised if the step does something that the log of operations cannot record."""
+    """Raised if the log of operations cannot record an argument of an operation. The step is then traced in
+    full."""
 
 
 def log_operations(
     step: nn.Module, inputs: Sequence[torch.Tensor], own: torch.device
 ) -> tuple[str, Graph | None]:
-    """Run a step once. Return a digest of its operations, and its graph. The graph is None if the operations
-    do not determine it (`graph_builder.py`).
+    """Run a step once, forward and, if gradients are enabled, backward. Return a digest of its operations,
+    and its graph. The graph is None if the operations do not determine it (`graph_builder.py`).
 
     Args:
         step: a module that returns the step's results. If the step has a backward pass, the first result is
@@ -128,14 +128,19 @@ class _OperationLog(_torch.TorchDispatchMode):
         return self._hash.hexdigest()
 
     def enter(self, name: str, tensor: torch.Tensor) -> None:
-        """Give a number to a tensor that no operation of the step makes, and add the tensor to the digest."""
+        """Give a number to a tensor that no operation of the step makes (an input or a tangent), and add the
+        tensor to the digest. A tensor with two names keeps its first number."""
         self._numbers.setdefault(id(tensor), len(self._kept))
         self._kept.append(tensor)
         self.say(name, tensor)
 
     def goes_back(self, results: Sequence[torch.Tensor]) -> torch.Tensor:
         """Start the backward pass. Return a fake tensor for the gradient of the loss, which is an input of
-        the graph. If another result also needs a gradient, the graph is not built."""
+        the graph. If another result also needs a gradient, the graph is not built.
+
+        Args:
+            results: the results of the step. The first result is the loss.
+        """
         loss, self._goes_back = results[0], True
         with _torch.with_data(), loss.fake_mode:  # type: ignore[attr-defined]
             tangent = torch.empty_strided(loss.shape, loss.stride(), dtype=loss.dtype, device=loss.device)
@@ -157,7 +162,7 @@ class _OperationLog(_torch.TorchDispatchMode):
         graph.
 
         Args:
-            gradients: see `GraphBuilder.graph`.
+            results, gradients: see `GraphBuilder.graph`.
         """
         try:
             return None if self._calls is None else self._calls.graph(results, gradients)
@@ -175,7 +180,7 @@ class _OperationLog(_torch.TorchDispatchMode):
             LongStepError: the forward pass is too long; see `long_steps_refused`.
         """
         kwargs = kwargs or {}
-        # the operation only reads properties that are recorded with the tensor
+        # Such an operation needs no record, because the properties are recorded with the tensor.
         if _torch_calls.only_asks(function):
             return function(*args, **kwargs)
         called = line_in_backward() if self._goes_back else ""
@@ -200,7 +205,7 @@ class _OperationLog(_torch.TorchDispatchMode):
         return made
 
     def _shown(self, value: Any) -> Iterator[str]:
-        """Yield the words by which the log of operations identifies an argument.
+        """Yield the words by which the log of operations identifies an argument or a result.
 
         Raises:
             NotLoggable: The argument has another type than the log can record.
@@ -224,10 +229,11 @@ class _OperationLog(_torch.TorchDispatchMode):
             raise NotLoggable(f"a {type(value).__name__}")
 
     def _tensor(self, x: torch.Tensor) -> str:
-        """Return a tensor as text: its number, memory and layout, or the content of a constant.
+        """Return a tensor as text: its number, storage, layout, dtype and device. A tensor without a number is
+        a constant, and its text has its content.
 
         Raises:
-            NotLoggable: The tensor has no number, and is not a constant.
+            NotLoggable: The tensor does not have a number, and cannot be a constant (`is_constant`).
         """
         number = self._numbers.get(id(x))
         if number is None:

@@ -1,1 +1,1 @@
-"""Captured steps, with their code for each batch size."""
+"""Captured steps: `capture` makes them, and `CapturedStep.at` makes their code for each batch size."""

@@ -1,4 +1,5 @@
-"""Find parameters and buffers that share memory without being one tensor.
+"""Find parameters and buffers that share memory although they are different tensors, such as a matrix and a
+view of one of its rows.
 
 On one device, a write to one tensor also changes the other. On several devices, each tensor has its own
 memory, so the two would diverge.
@@ -19,7 +20,8 @@ Pair = tuple[str, str]
 def sharing_memory(tensors: Mapping[str, torch.Tensor]) -> list[Pair]:
     """Return the pairs of names whose tensors have elements in common, in the order of `tensors`.
 
-    Tensors without data are in no pair.
+    Tensors without data, sparse tensors and tensors of a subclass are in no pair. A pair may also have no
+    element in common if its dtypes differ (see `_meet`).
     """
     # (device, first address, address after the last element, position in `tensors`, name)
     spans = sorted(
@@ -55,8 +57,8 @@ def refuse_sharing(pairs: Sequence[Pair], changing: Collection[str], params: Col
 
 
 def _problem(one: str, two: str, changing: Collection[str], params: Collection[str]) -> str:
-    """Return the text of an error for two tensors with these names, which share memory. `changing` has the
-    names whose tensors change, and `params` has the names of the parameters."""
+    """Return the text of the error for two tensors that share memory. See `refuse_sharing` for `changing` and
+    `params`."""
     if one in params and two in params:
         return (
             f"the parameters {one!r} and {two!r} are two tensors that share memory. On one device training "
@@ -80,8 +82,8 @@ def _problem(one: str, two: str, changing: Collection[str], params: Collection[s
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Return the address of the tensor's data. Return 0 if it has no data, is not strided, or is of a
-    subclass."""
+    """Return the address of the tensor's first element. Return 0 if the tensor has no elements or no data, is
+    not strided, or is of a subclass other than `Parameter`."""
     if (
         tensor.is_meta
         or type(tensor) not in (torch.Tensor, nn.Parameter)
@@ -99,8 +101,9 @@ def _extent(tensor: torch.Tensor) -> int:
 def _meet(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether two tensors with overlapping memory ranges have an element in common.
 
-    Two columns of a matrix have overlapping ranges, but no element in common. If the dtypes differ, or an
-    element of `b` begins inside an element of `a`, return True.
+    Two columns of a matrix have overlapping ranges, but no element in common. For tensors whose elements
+    cannot be compared by index, return True: the dtypes differ, or an element of `b` begins inside an element
+    of `a`.
     """
     dense = a.numel() == _extent(a) and b.numel() == _extent(b)
     if dense or a.dtype != b.dtype or (a.data_ptr() - b.data_ptr()) % a.element_size():
@@ -110,5 +113,6 @@ def _meet(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _places(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the offset of each element from the first one, in elements."""
+    """Return the offset of each element from the first element, in elements: a one-dimensional int64
+    tensor."""
     return torch.arange(_extent(tensor)).as_strided(tensor.shape, tensor.stride()).reshape(-1)

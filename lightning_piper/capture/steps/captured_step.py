@@ -53,9 +53,10 @@ from lightning_piper.ir.regions import StepCode
 from lightning_piper.ir.values import Kind, Shard
 from lightning_piper.placements.local_graph import localize
 
-# If the step has code for this many numbers of samples, a trace with symbols is tried for the next one.
+# If the step has code for this many numbers of samples, Piper tries a trace with symbols for the next number.
 MANY_SIZES = 8
-# The code for this many sets of sample shapes is kept. The number of samples is not a part of such a set.
+# A step keeps copies for at most this many sets of shapes. A further set replaces the oldest one. The number
+# of samples is not a part of such a set.
 MANY_SHAPES = 64
 
 
@@ -72,8 +73,10 @@ class CapturedStep:
         canonical: Each name of a parameter or buffer -> its canonical name.
         reads: Everything that the step has read in Python. The capture is valid while `reads.hold()`.
         executed: Describes the part of the step that runs uncaptured; empty if the whole step is captured.
-        divisions: The tensors that the ranks of each axis shard. The step is cut at each change of placement.
-        recomputed: Says which values backward passes compute again instead of keeping them.
+        divisions: For each axis of tensor-parallel ranks, the tensors that they shard. The step is cut at
+            each change of placement. Empty if no tensors are sharded.
+        recomputed: For some regions, the values that backward passes compute again instead of reading saved
+            values.
     """
 
     name = TracedStep.name
@@ -103,30 +106,35 @@ class CapturedStep:
         self._calls: dict[int, Calls] = {}  # number of samples -> the calls of the traced graph
         # Number of samples -> the traced graph, and the specs of the Python numbers among its inputs.
         self._graphs: dict[int, tuple[torch.fx.Graph, Specs]] = {}
-        # If True, a trace at another size is impossible, for example if the batch has a list with one entry
-        # per sample.
+        # If True, no trace at another number of samples is possible: the batch has a list with one entry for
+        # each sample, or such a trace has failed.
         self._alone = _is_alone(batch_spec)
         self._blocks = repeated_blocks(module)
-        # Copies for other sizes and shapes share these attributes.
-        # `_first`: the copy that was traced first, its number of samples and the trace's text.
-        # `_shaped`: copies for other shapes, by the specs of one sample.
+        # The copies that `resized` and `shaped` make share these attributes.
+        # `_first`: one entry after the first trace: the copy that was traced, its number of samples and the
+        # trace's text.
+        # `_shaped`: specs of the batch's tensors with one sample -> the copy for these shapes.
         # `_symbolic`: traces that serve many shapes.
         self._first: list[tuple[CapturedStep, int, TraceText]] = []
         self._shaped: dict[Specs, CapturedStep] = {}
         self._symbolic = SymbolicTraces()
 
     def resized(self, size: int) -> CapturedStep:
-        """Return the same step for global batches of `size` samples. Both steps share their traces and
-        code."""
+        """Return a copy of the step with another `size`: the number of samples in the batch of all replicas.
+        Both steps share their traces and code."""
         other = copy.copy(self)
         other.size = size
         return other
 
     def shaped(self, batch_spec: BatchSpec) -> CapturedStep:
-        """Return the step for batches of these shapes, which is `self` if only the number of samples differs.
+        """Return the step for batches with the shapes of `batch_spec`.
 
-        If the step's Python code allows it, one trace serves all shapes. Steps for `MANY_SHAPES` shapes are
-        kept.
+        This is `self` if only the number of samples differs. Otherwise it is a copy with its own code, which
+        later calls return again (see `MANY_SHAPES`). If the step's Python code allows it, one trace serves
+        all shapes.
+
+        Args:
+            batch_spec: has the same structure as the spec of the step.
         """
         sample = tuple(resized(spec, 1) for spec in batch_spec.specs)
         if sample == self._specs(1):
@@ -141,10 +149,13 @@ class CapturedStep:
         return self._shaped[sample]
 
     def divided(self, divisions: Sequence[Division]) -> CapturedStep:
-        """Return the same step, cut where the ranks of an axis change the placement of a value. If it already
-        has these divisions, return `self`.
+        """Return a copy of the step that is cut where the ranks of an axis change the placement of a value. If
+        the step already has these divisions, return `self`.
 
         The code of the result works on whole tensors. Its `member` has the code of one rank with its shards.
+
+        Raises:
+            CaptureError: see `at`. The method makes the code for `size` samples.
         """
         if tuple(divisions) == self.divisions:
             return self
@@ -160,8 +171,8 @@ class CapturedStep:
         return other
 
     def recomputing(self, recomputation: Recomputation) -> CapturedStep:
-        """Return the same step with backward passes that compute some values again. If the step already has
-        this recomputation, return `self`."""
+        """Return a copy of the step whose backward passes also compute the values of `recomputation` again. If
+        the step already has this recomputation, return `self`."""
         if recomputation in self.recomputed:
             return self
         other = copy.copy(self)
@@ -171,15 +182,15 @@ class CapturedStep:
 
     @cached_property
     def member(self) -> CapturedStep:
-        """The step as one rank runs it, with its shards of parameters and values along the axes of
-        `divisions`."""
+        """A copy of the step with the code of one rank, which works on shards of parameters and values along
+        the axes of `divisions`."""
         other = copy.copy(self)
         other._whole, other._codes, other._shaped = self, {}, {}
         return other
 
     @property
     def traces(self) -> int:
-        """The number of traces, at all shapes, that the step's code comes from."""
+        """The number of traces, at all sizes and shapes, from which Piper has made code of the step."""
         return self._symbolic.others + len(self._symbolic.steps)
 
     def _step(self, degrees: tuple[int, ...]) -> TracedStep:
@@ -188,17 +199,18 @@ class CapturedStep:
         )
 
     def alone(self) -> TracedStep:
-        """Return the user's step as a module that runs uncaptured, with real values, on one device."""
+        """Return a new module that runs the user's step uncaptured, with real values, on one device."""
         return TracedStep(self.module, self.batch_spec, self.context)
 
     @property
     def draws(self) -> bool:
-        """Whether the step draws random numbers."""
+        """Whether the captured code draws random numbers, such as dropout masks."""
         return any(interface.random for interface in self.at(self.size).interfaces.values())
 
     def inputs(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the arguments of the code for a batch of these tensors: the tensors, followed by the current
-        values of the Python numbers that were inputs of the trace."""
+        values of the Python numbers that were inputs of the trace, as tensors. If there is no code yet for
+        this number of samples, all known numbers follow."""
         code = self._codes.get((next((x.shape[0] for x in leaves if x.ndim), 0), ()))
         known = None if code is None else len(code.batch_specs) - len(leaves)
         return [*leaves, *self.reads.inputs.values(self._device)[:known]]
@@ -208,9 +220,20 @@ class CapturedStep:
     ) -> tuple[TracedGraph, Specs, TracedStep]:
         """Trace the step. Repeat the trace while it finds another Python number that must become an input.
 
+        Args:
+            size: number of samples.
+            parts: name of a parameter of experts -> number of parts of its first dimension; see `trace`.
+            degrees: see `ir.regions.Step`.
+            fakes: makes the fake tensors of the inputs.
+
+        Returns:
+            The traced graph, the specs of its inputs (the batch's tensors, then Python numbers), and the step
+            that was traced.
+
         Raises:
             CaptureError: the step cannot be captured, for example because it draws Python or NumPy random
                 numbers.
+            Exception: an error of the step itself.
         """
         batch = self._specs(size)
         while True:
@@ -275,11 +298,15 @@ class CapturedStep:
             )
 
     def at(self, size: int, degrees: tuple[int, ...] = ()) -> StepCode:
-        """Return the code for `size` samples. See `ir.regions.Step` for `degrees`.
+        """Return the code for `size` samples: the code of an earlier call, or new code from a trace. See
+        `ir.regions.Step` for `degrees`.
+
+        If the batch must not be cut, there is only the code of the captured batch, whatever the `size`.
 
         Raises:
-            CaptureError: the step cannot be captured, or its structure at this size differs from the first
-                size's.
+            CaptureError: the step cannot be captured, it changes memory that two tensors share, or the code
+                has another structure than at the first size.
+            Exception: an error of the step itself.
         """
         if self.batch_spec.undivided is not None and size != self.batch_spec.size:
             return dataclasses.replace(self.at(self.batch_spec.size, degrees), size=size)
@@ -311,10 +338,12 @@ class CapturedStep:
         return self._codes[size, degrees]
 
     def depends_on_size(self, size: int) -> bool:
-        """Return whether the step's Python code computes something else for `size` samples than for the whole
-        batch.
+        """Return whether the step's Python code computes another function for `size` samples than for the
+        whole batch. Examples are `if len(x) > 100` and `h * math.log(len(x))`.
 
-        Examples are `if len(x) > 100` and `h * math.log(len(x))`.
+        The method makes the code for both sizes, and compares their traces. Return False if both sizes are
+        equal, or if one of them has no trace of its own because a trace with symbols serves it or the batch
+        must not be cut.
         """
         self.at(self.size), self.at(size)
         calls = {each: found for each in (size, self.size) if (found := self._calls.get(each)) is not None}
@@ -325,12 +354,16 @@ class CapturedStep:
         return len(calls) > 1 and not same_calls(calls)
 
     def _beside(self, size: int, known: bool = False, but: int = 0) -> tuple[torch.fx.Graph, int] | None:
-        """Return a trace of the step at another size, and that size. Return None if the step cannot be traced
-        at another size, or if `known` is true and no such trace exists.
+        """Return (graph of the step at another number of samples, that number). The graph may be of the
+        forward pass only, and the caller must not change it.
+
+        Return None if the step cannot be traced at another size, or if `known` is true and no such trace
+        exists. The trace must have read the same Python numbers as the latest trace.
 
         Args:
+            size: a size that the trace must not have.
             known: if True, do not make a new trace.
-            but: a size that the trace must not have.
+            but: another size that the trace must not have.
         """
         if self._alone:
             return None
@@ -357,7 +390,7 @@ class CapturedStep:
 
     def _by_substitution(self, size: int) -> StepCode | None:
         """Return the code from a trace that has symbols for sizes. Return None if no such trace serves this
-        size.
+        size, if the batch must not be cut, or if tensors are sharded (`divisions`).
 
         A new symbolic trace is made if dimensions other than the number of samples differ from the first
         trace, or if code exists for `MANY_SIZES` numbers of samples. The number of such traces is limited.
@@ -375,11 +408,12 @@ class CapturedStep:
         return found
 
     def _trace_symbolic(self, size: int) -> SymbolicStep | None:
-        """Trace the step with symbols, and compare the trace with one of plain numbers: the first trace, or a
-        new trace of the current shapes.
+        """Trace the step with symbols, and compare the trace with a trace with plain numbers: the first trace,
+        or a new trace of the current shapes.
 
-        Return None if the step cannot be traced with symbols, if the two traces differ, or if weights of the
-        loss or arguments of metric objects depend on sizes.
+        Return the trace, already cut into code. Return None if the step cannot be traced with symbols, if the
+        two traces differ, or if weights of the loss or arguments of metric objects depend on sizes. Also
+        return None if the step itself raises an error.
         """
         first, samples, said = self._first[0]
         free, hint = self._symbolic.free(self._specs(size), first._specs(size))
@@ -460,16 +494,15 @@ class CapturedStep:
         )
 
     def joint_graph(self) -> tuple[torch.fx.Graph, PlaceholderNames]:
-        """Trace the step once more at the captured size. Return the graph and the meaning of its
-        placeholders."""
+        """Trace the step once more at its `size`. Return the new graph and the meaning of its placeholders."""
         return (graph := self._trace(self.size, {}, ())[0].graph), PlaceholderNames.of(graph, self.canonical)
 
     def _divide(self, weighed: WeightedStep) -> dict[str, tuple[str, Shard]]:
-        """Choose the placement of each value of the graph along the axes of `divisions`. In a `member`, also
-        reduce the graph to one rank's shards.
+        """Choose the placement of each value of the graph along the axes of `divisions`, and add changes of
+        placement to the graph. In a `member`, also reduce the graph to one rank's shards.
 
         Returns:
-            Name of a sharded parameter -> (axis, shard).
+            Canonical name of a sharded parameter -> (axis, shard). Empty without `divisions`.
         """
         names = PlaceholderNames.of(weighed.graph, self.canonical, weighed.tangents)
         propagations = propagate_placements(weighed.graph, self.divisions, names) if self.divisions else []
@@ -482,7 +515,8 @@ class CapturedStep:
         }
 
     def _check_memory(self, code: StepCode) -> None:
-        """Raise an error if the step would change one of two tensors that share memory."""
+        """Raise a `CaptureError` if the step or the optimizer would change one of two parameters or buffers
+        that share memory."""
         outputs = [out for interface in code.interfaces.values() for out in interface.outputs]
         changing = {name for out in outputs if out.kind == Kind.BUFFER for name in out.names}
         if not code.forward_only:
@@ -490,8 +524,8 @@ class CapturedStep:
         refuse_sharing(self._sharing, changing, self.params)
 
     def _parts(self, code: StepCode, degrees: tuple[int, ...]) -> dict[str, int]:
-        """Return name -> number of parts for each parameter of experts that these degrees divide, under all
-        of the parameter's names."""
+        """Return name -> number of parts, for each parameter of experts that these degrees divide into more
+        than one part. Each name of a tied parameter has an entry."""
         found: dict[str, int] = {}
         for routed in code.routed.values():
             degree = max(degrees[site] for site in routed.sites)

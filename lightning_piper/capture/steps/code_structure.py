@@ -22,9 +22,9 @@ class AtenCall(NamedTuple):
     """A call of an operation in a graph.
 
     Attributes:
-        name: name of the operation.
-        numbers: scalar arguments, which the user's code may choose.
-        sizes: numbers that follow from the call's tensors, such as shapes.
+        name: Name of the operation.
+        numbers: Scalar arguments, which the user's code may choose, such as the factor of `mul`.
+        sizes: Numbers in lists, such as shapes, and scalar arguments that follow from the call's tensors.
     """
 
     name: str
@@ -33,7 +33,7 @@ class AtenCall(NamedTuple):
 
 
 Calls = list[AtenCall]
-# These operations have N, C and H x W of their input as scalar arguments.
+# The first three scalar arguments of these operations are sizes of the input: N, C and H x W.
 GROUP_NORMS = (aten.native_group_norm.default, aten.native_group_norm_backward.default)
 
 
@@ -65,8 +65,11 @@ def _undoes_expand(node: torch.fx.Node) -> bool:
 
 
 def choices(calls: Mapping[int, Calls]) -> bool:
-    """Return whether scalar arguments, which the code may choose, differ between the graphs of two numbers of
-    samples."""
+    """Return whether the scalar arguments that the user's code may choose differ between two graphs.
+
+    Args:
+        calls: number of samples -> calls of the graph, with exactly two entries.
+    """
     one, other = ([call.numbers for call in found] for found in calls.values())
     return one != other
 
@@ -76,8 +79,8 @@ def same_calls(calls: Mapping[int, Calls]) -> bool:
     inversely proportional to the number of samples.
 
     Args:
-        calls: number of samples -> the step's calls. A third graph may be a forward pass only. Then the
-            operations up to its end are compared.
+        calls: number of samples -> the step's calls, with two or three entries. The third graph may be a
+            forward pass only. Then the operations up to its end are compared.
     """
     (one, other), sizes = [*calls.values()][:2], [*calls]
     if len(one) != len(other):
@@ -94,10 +97,14 @@ def same_calls(calls: Mapping[int, Calls]) -> bool:
 
 
 def same_structure(a: StepCode, b: StepCode) -> None:
-    """Raise an error if the code of two numbers of samples differs in more than sizes.
+    """Check that the code of two numbers of samples differs only in sizes.
+
+    Args:
+        a: the code for the first number of samples that was captured.
+        b: the code for another number. The error says that this code has another structure.
 
     Raises:
-        CaptureError: regions, interfaces, logged values, metric calls or weights differ.
+        CaptureError: regions, interfaces (see `public`), logged values, metric calls or weights differ.
     """
 
     def shape_of(code: StepCode) -> tuple[Any, ...]:
@@ -136,14 +143,16 @@ def same_structure(a: StepCode, b: StepCode) -> None:
 
 
 def _at(code: StepCode, key: PassKey) -> Any:
+    """Return the public parts of a pass's interface. Return None if the code does not have this pass."""
     return public(code.interfaces[key]) if key in code.interfaces else None
 
 
 def public(interface: Interface) -> Any:
-    """Return the parts of an interface that must be the same at all sizes.
+    """Return the parts of an interface that must be the same at all sizes, as nested tuples to compare.
 
-    The result does not have the names of values in the graph, or the number of blocks of a shard. It has
-    changes of placement, because one node of the training DAG makes a change at all sizes.
+    The result leaves out the names of activations and cotangents, which are names in the graph, and the
+    number of blocks of a shard. It has changes of placement, because one node of the training DAG makes a
+    change at all sizes.
     """
 
     def kind(output: Output) -> tuple[Any, ...]:
@@ -163,7 +172,8 @@ def public(interface: Interface) -> Any:
 
 
 def _same_weights(a: StepCode, b: StepCode) -> None:
-    """Raise an error if the terms of the loss or of logged values have different weights in `a` and `b`."""
+    """Raise a `CaptureError` if the terms of the loss or of logged values have different weights in `a` and
+    `b`."""
     one, other = ([(term.weighing, term.label) for term in code.terms] for code in (a, b))
     if one != other:
         differ = next((x, y) for x, y in zip_longest(one, other, fillvalue=("", "nothing")) if x != y)

@@ -28,8 +28,9 @@ def capture(
     history: History | None = None,
     whole_norms: bool = False,
 ) -> CapturedStep:
-    """Return the step `name` of `module`, captured for batches with the layout of `batch`. `CapturedStep.at`
-    traces the step when it needs new code.
+    """Return the step `name` of `module`, to be captured for batches with the layout of `batch`.
+
+    This function runs no code of the step. `CapturedStep.at` traces the step when it needs new code.
 
     A `training_step` is captured with its backward pass. Other steps, such as `validation_step`, are captured
     without a backward pass. Each submodule keeps its mode (train or eval).
@@ -38,11 +39,13 @@ def capture(
         module: a LightningModule, or any module with the method `name`. Traces run it without data, and do
             not change it.
         batch: nested dicts, lists, tuples, dataclasses and objects that hold tensors; or a `BatchSpec`.
-        device: `torch.device` on which the captured code will run; only its type matters.
-        context: entered around the step during the trace, e.g. `torch.autocast`.
+        device: `torch.device` on which the captured code will run.
+        context: returns a new context, which is entered around the step during the trace, e.g.
+            `torch.autocast`.
         name: The name of the method to capture.
-        dataloader_idx: the loader's index, passed to the step if there are several loaders.
-        history: `History` with the findings of the step's earlier captures.
+        dataloader_idx: the loader's index, which a step without a backward pass receives. None if there is
+            only one loader.
+        history: the findings of the step's earlier captures. With None, the step starts a new `History`.
         whole_norms: if True, all batch norms of a training step use the statistics of the whole batch, like
             `nn.SyncBatchNorm`.
 
@@ -66,7 +69,8 @@ class CapturedForward(CapturedStep):
     """A captured step without a backward pass, e.g. `validation_step`.
 
     Attributes:
-        dataloader_idx: the step's `dataloader_idx`, if there are several loaders.
+        dataloader_idx: the index of the loader, which is an argument of the step. None if there is only one
+            loader.
     """
 
     def __init__(

@@ -16,8 +16,14 @@ from lightning_piper.ir.values import Shard, TensorSpec
 def named_tensors(
     module: nn.Module,
 ) -> tuple[dict[str, ParamInfo], dict[str, TensorSpec], dict[str, str], list[Pair]]:
-    """Return four tables: canonical name -> parameter, canonical name -> buffer, each name -> its canonical
-    name, and the pairs of names whose tensors share memory.
+    """Return the names and specs of a module's parameters and buffers.
+
+    Returns:
+        - canonical name -> parameter
+        - canonical name -> spec of a buffer
+        - each name of a parameter or buffer -> its canonical name: the first name of the same tensor, with
+          parameters before buffers
+        - pairs of canonical names whose tensors are different but share memory
 
     Raises:
         PiperError: a tensor is not dense. Messages, shards and checkpoints need dense tensors.
@@ -73,9 +79,16 @@ _INSTEAD = {
 
 
 def laid_out(info: ParamInfo, placement: Shard, degree: int) -> ParamInfo:
-    """Return the parameter with a memory order in which its shards are contiguous: the sharded dimension
-    comes first. If the order is already like this, return the parameter with its own order. Ranges of the
-    parameter's elements refer to the result's order."""
+    """Return the parameter with a memory order in which each of its shards is contiguous: the sharded
+    dimension comes first. Ranges of the parameter's elements refer to this order.
+
+    The module's tensor keeps its own order, which the result stores in `strides`. If the sharded dimension
+    already comes first and the shard has one block, the result is `info` itself.
+
+    Args:
+        placement: the shard. Its `blocks` go into `TensorSpec.runs`.
+        degree: the number of ranks that divide the parameter.
+    """
     order, dim = info.spec.dim_order, placement.dim
     if placement.blocks > 1:
         spec = dataclasses.replace(info.spec, runs=(placement.blocks, degree))
@@ -92,7 +105,7 @@ def laid_out(info: ParamInfo, placement: Shard, degree: int) -> ParamInfo:
 
 
 def resized(spec: TensorSpec, size: int) -> TensorSpec:
-    """Return the contiguous spec of a batch tensor cut to `size` samples. A tensor without dimensions keeps
-    its spec."""
+    """Return the spec of a contiguous batch tensor with `size` instead of its first dimension. A tensor
+    without dimensions keeps its spec."""
     shape = (size, *spec.shape[1:]) if spec.shape else ()
     return TensorSpec.of(torch.empty(shape, dtype=spec.dtype, device="meta"))

@@ -63,16 +63,20 @@ class SymbolicTraces:
         self._changing: Dims = frozenset()
 
     def find(self, specs: Specs, size: int) -> StepCode | None:
-        """Return the code for `size` samples and these specs from the latest trace that serves them. Return
-        None if no trace does."""
+        """Return the code for `size` samples and these specs, from the latest trace that serves such batches.
+        Return None if no trace serves them.
+
+        Args:
+            specs: specs of the batch's tensors, then of the Python numbers among the inputs.
+        """
         return next((code for step in self.steps if (code := step.at(specs, size)) is not None), None)
 
     def free(self, specs: Specs, first: Specs) -> tuple[Dims, int]:
-        """Return the dimensions that become symbols, and the number of samples to trace with.
+        """Return the dimensions that become symbols, and the number of samples with which to trace.
 
-        Symbols are the dimensions of the samples, and the dimensions in which batches have differed so far.
-        The number of samples is the current batch's. If another symbolic dimension has the same size, a
-        larger number is returned.
+        Symbols are the first dimensions, and the dimensions in which batches have differed so far, unless
+        their size is 0 or 1. The number of samples is the current batch's, or the next larger number that no
+        other symbolic dimension has. Otherwise torch could take both for the same symbol.
 
         Args:
             specs: specs of the current batch.
@@ -90,15 +94,15 @@ class SymbolicTraces:
         return free, size
 
     def add(self, step: SymbolicStep | None) -> None:
-        """Add a trace. None stands for a trace that has failed. A failed trace reduces `left` by more than
-        one, because further traces would probably also fail."""
+        """Add a trace, and reduce `left` by 1. None stands for a trace that has failed, and reduces `left` by
+        3, because further traces would probably also fail. So `left` may become negative."""
         self.left -= 1 if step is not None else 3
         if step is not None:
             self.steps.insert(0, step)
 
 
 class SymbolicStep:
-    """A step's code for batches of many shapes.
+    """A step's code for batches of many shapes. Call `text`, then `cut` once, then `at` for each batch.
 
     Args:
         traced: the trace with symbols for sizes. This class changes its graph.
@@ -106,7 +110,8 @@ class SymbolicStep:
         rebuild: builds the step's return value from its result tensors, see `StepCode.rebuild`.
 
     Raises:
-        NotSymbolic: the step needs a trace with plain numbers.
+        NotSymbolic: the step needs a trace with plain numbers, for example because it dispatches rows to
+            experts.
     """
 
     def __init__(self, traced: TracedGraph, symbols: SizeSymbols, rebuild: Rebuild | None) -> None:
@@ -142,7 +147,7 @@ class SymbolicStep:
         return text_of(traced, partial(fill_sizes, numbers=numbers), self._specs_at(values))
 
     def _specs_at(self, values: Sequence[int]) -> Callable[[torch.Tensor], TensorSpec]:
-        """Return a function from a tensor of the trace to its spec at these values of the symbols."""
+        """Return a function that returns the spec of a tensor of the trace at these values of the symbols."""
         sizes = SizeNumbers(self._symbols)
         for node in self._traced.graph.nodes:
             for tensor in tensors_of(node):
@@ -165,7 +170,7 @@ class SymbolicStep:
             canonical: each name of a parameter or buffer -> its canonical name.
             specs, size: the specs of the traced batch, and its number of samples.
             beside: Returns a trace at another size, to find out which numbers follow the size.
-            recomputed: Says which values backward passes compute again.
+            recomputed: For some regions, the values that backward passes compute again.
 
         Raises:
             NotSymbolic: weights of the loss, or logged values, depend on sizes.
@@ -204,8 +209,8 @@ class SymbolicStep:
         self._holds = self._symbols.conditions()
 
     def at(self, specs: Specs, size: int) -> StepCode | None:
-        """Return the code for a batch of these specs and `size` samples. Return None if the trace does not
-        serve the batch."""
+        """Return new code for a batch of these specs and `size` samples: the graphs of the trace, with the
+        numbers of this batch. Return None if the trace does not serve the batch."""
         values = self._values(specs)
         if values is None:
             return None
@@ -242,8 +247,11 @@ class SymbolicStep:
         )
 
     def _logs_at(self, known: Sequence[Any]) -> tuple[Logged, ...]:
-        """Return the logs with numbers for the sizes in their arguments. `known` has the value of each
-        expression of `_numbers`."""
+        """Return the logs with numbers instead of symbols in their arguments.
+
+        Args:
+            known: the value of each expression of `_numbers`.
+        """
         return tuple(
             replace(
                 log,
@@ -254,6 +262,8 @@ class SymbolicStep:
         )
 
     def _values(self, specs: Specs) -> tuple[int, ...] | None:
+        """Return the symbols' values for a batch of these specs. Return None if the trace does not serve the
+        batch."""
         values = self._symbols.values(specs)
         return values if values is not None and self._holds(*values) else None
 
@@ -265,6 +275,7 @@ class SymbolicStep:
 
 
 def _numbered_term(term: Term, numbers: Sequence[Any]) -> Term:
+    """Return a term whose denominator is computed with these values of `sizes`."""
     if term.denominator is None:
         return term
     run: Callable[..., tuple[torch.Tensor, ...]] = term.denominator.run
