@@ -26,6 +26,10 @@ def backward_cuts(
     If a change is between two gradients, the forward node of the later gradient must be in an earlier region.
     This holds even if the forward pass has no change between the two forward nodes.
 
+    Args:
+        forward, backward: the operations of each pass, in the order of the graph.
+        shared: forward nodes that belong to no region, such as views of parameters.
+
     Returns:
         Two dicts, which are empty if the backward pass has no change of placement. The first one: forward
             node -> the nodes whose regions must come before the node's region. The second one: forward node

@@ -1,4 +1,7 @@
-"""Keys that identify equal computations in a graph: the same operations on the same inputs."""
+"""Numbers that identify equal computations in a graph: the same operations on the same inputs.
+
+`loss_terms.py` uses them to see that two sums over the batch are the same sum.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,17 @@ from torch.fx import Node
 
 
 class ComputationKeys:
-    """A numbering of computations that gives equal computations the same number."""
+    """A numbering of the computations of one graph, which gives equal computations the same number.
+
+    Placeholders and constants are equal only to themselves. Random operations on equal inputs count as equal.
+    """
 
     def __init__(self) -> None:
         self._forms: dict[Any, int] = {}
         self._found: dict[Node, int] = {}
 
     def form(self, form: Any) -> int:
-        """Return the number of a hashable description. Equal descriptions have the same number."""
+        """Return the number of a hashable description of a computation. A new description gets a new number."""
         return self._forms.setdefault(form, len(self._forms))
 
     def of(self, node: Node) -> int:

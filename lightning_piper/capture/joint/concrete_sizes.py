@@ -1,5 +1,8 @@
-"""Temporarily replace a graph's symbols by numbers. Code that runs meanwhile needs numbers, but its results
-hold at all sizes."""
+"""Temporarily replace a graph's symbols by numbers.
+
+`SymbolicStep` analyses the terms of the loss (`weigh`) meanwhile: the analysis needs numbers, but its result
+holds at all sizes.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Find the joined part of a step, which works on the whole batch: all nodes that are computed from gathered
-samples (`gather_samples`).
+"""Find the joined part of a step: the nodes that work on the whole batch, because the step gathers samples
+(`gather_samples`).
 
     x -> z -> GATHER -> logits -> loss           parts of the batch: x, z, GATHER        joined: logits, loss
     y -----------------^                         `join_batch` also puts a GATHER here
@@ -32,7 +32,8 @@ OF_PARTS = "piper_of_parts"
 
 
 def after_gathers(graph: torch.fx.Graph, apart: bool = False) -> set[Node]:
-    """Return the forward nodes that depend on a gathered value.
+    """Return the forward nodes that depend on a gathered value. The GATHER nodes themselves are left out, unless
+    they do. If the graph gathers no samples, the set is empty.
 
     Args:
         apart: if True, leave out additions and concatenations of a gathered value with a number that each
@@ -59,7 +60,7 @@ def after_gathers(graph: torch.fx.Graph, apart: bool = False) -> set[Node]:
 
 
 def joined_nodes(forward: list[Node], shared: Collection[Node], apart: bool = False) -> set[Node]:
-    """Return the forward nodes of the joined part.
+    """Return the forward nodes of the joined part. If the graph gathers no samples, the set is empty.
 
     These are the nodes that depend on a gathered value, and the nodes that only the joined part reads. A
     value with one row for each sample does not move into the joined part, because the joined part gathers its
@@ -94,7 +95,8 @@ def joined_nodes(forward: list[Node], shared: Collection[Node], apart: bool = Fa
 
 
 def rows_of_samples(forward: list[Node]) -> set[Node]:
-    """Return the batch's tensors and the forward nodes that have one row for each sample.
+    """Return the batch's tensors and the forward nodes that have one row for each sample. If the batch has no
+    tensor with dimensions, the set is empty. `forward` must not be empty.
 
     A node has such rows if `known_rows` returns it. A node that depends on the samples, or draws random
     numbers, also has such rows if its first dimension has the size of the batch, unless it is a
@@ -185,11 +187,11 @@ def is_sampled(node: Node) -> bool:
 
 
 def join_batch(graph: torch.fx.Graph) -> None:
-    """Let the joined part gather the batch's tensors, and compute the values that depend only on the batch
-    from the gathered tensors.
+    """Change the graph in place so that the joined part reads gathered tensors of the batch.
 
-    A mask made of labels is an example of such a value. Sums over the whole batch become identities in the
-    joined part. The graph is changed in place, unless it gathers no samples.
+    A value that depends only on the batch, such as a mask made of labels, gets a copy that is computed from the
+    gathered tensors. Sums over the whole batch become identities in the joined part. A graph that gathers no
+    samples stays unchanged.
     """
     if not (after := after_gathers(graph)):
         return

@@ -1,5 +1,9 @@
-"""Tables of operations for the terms of a loss: operations that reduce over samples, pass on a reduced value,
-or calculate with it."""
+"""Tables of torch operations, by what they do with samples: reduce over them, pass on a reduced value, or
+calculate with it.
+
+`losses` uses the tables to find how a loss on parts of the batch combines, and `joined_part` to find the joined
+part. To support a further operation there, add it to its table.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +22,9 @@ LOSSES = {
     aten.binary_cross_entropy.default: 3, aten.binary_cross_entropy_with_logits.default: 4,
     aten.multilabel_margin_loss_forward.default: 2, aten.multi_margin_loss.default: 5,
 }  # fmt: skip
+# Negative log likelihoods. Results: the loss, and the total weight of the labels that count.
 NLL = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
-# Operations that pass on a reduced value, its negative, or a part of it.
+# Operations that return a reduced value unchanged, reshaped, cast or negated, or some of its elements.
 SAME = {
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.clone.default,
     aten.detach.default,
@@ -67,7 +72,11 @@ CHAINED = {*SAME, *SUMS, *MEANS, *JOINED, *ADDED, *MULTIPLIED, *DIVIDED, *CHOSEN
 
 
 def is_zero(value: Any) -> bool:
-    """Return whether the value is certainly 0: the number 0, or a tensor whose operation fills it with 0."""
+    """Return whether the value, a number or a node, is certainly 0.
+
+    True for the number 0, a node whose operation fills a tensor with 0, and a chain of operations in `SAME` on
+    such a node.
+    """
     while isinstance(value, Node) and value.target in SAME:
         value = value.args[0]
     if isinstance(value, Node) and value.target is aten.full.default:
@@ -77,7 +86,7 @@ def is_zero(value: Any) -> bool:
 
 def is_coarser(node: Node) -> bool:
     """Return whether the node is a cast from floating-point or complex numbers to integers, or from any other
-    dtype to booleans."""
+    dtype to booleans. The sum of such casts of parts is not the cast of the parts' sum."""
     source: Any = node.args[0]
     if node.target is not aten._to_copy.default:
         return False
@@ -88,16 +97,20 @@ def is_coarser(node: Node) -> bool:
 
 
 def extreme_of(node: Node) -> tuple[str, Node] | None:
-    """Return "max" or "min" and the reduced value, if the node is the maximum or minimum of a value.
-    Otherwise return None."""
+    """Return "max" or "min" and the reduced value, if the node is the maximum or minimum of elements of a value.
+    Otherwise return None.
+
+    `any` counts as a maximum and `all` as a minimum. For `x.max(dim)`, whose results are values and indices, the
+    node is the `getitem` of the values.
+    """
     made: Any = node.args[0] if node.target is operator.getitem and node.args[1] == 0 else node
     which = _EXTREMES.get(made.target) if made is node else _FIRST_EXTREMES.get(made.target)
     return None if which is None else (which, made.args[0])
 
 
 # Operations that read only the shape of their input -> the value of all elements, or None if the last
-# argument is this value. Later operations overwrite the elements of `empty_like` and `new_empty`, so any
-# value is right for them. The table has 0.
+# argument is this value. For `empty_like` and `new_empty` the table has 0: their elements are undefined, and
+# correct code overwrites them before it reads them.
 CONSTANTS = {aten.new_zeros.default: 0.0, aten.new_ones.default: 1.0, aten.zeros_like.default: 0.0,
     aten.ones_like.default: 1.0,
              aten.new_full.default: None, aten.full_like.default: None, aten.empty_like.default: 0.0,

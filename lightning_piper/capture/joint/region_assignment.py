@@ -53,6 +53,7 @@ from lightning_piper.totals import TOTAL
 aten = torch.ops.aten
 BORDERS = (TOTAL, CHANGE)  # the training DAG does the work of these nodes between two passes
 ENDS = (*BORDERS, GATHER)  # a pass ends at these nodes, and their readers are in other passes
+# Cheap operations. Applied to a parameter only, each region that uses the result computes it.
 VIEWS = {
     aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default, aten._unsafe_view.default,
     aten.expand.default,
@@ -84,8 +85,8 @@ def tags_of(node: Node) -> dict[str, int]:
 
 
 def source_line(node: Node) -> str:
-    """Return the source line that opened the innermost annotation around a node. If there is none, return a
-    text that says so."""
+    """Return the user's source line that opened the innermost annotation around a node, or the text "outside
+    of any annotation"."""
     return str(node.meta.get("custom", {}).get(SOURCE_KEY, "outside of any annotation"))
 
 
@@ -102,10 +103,14 @@ def _first_line(node: Node) -> str:
 
 
 def assign(graph: torch.fx.Graph, state: frozenset[Node]) -> RegionAssignment:
-    """Assign every node of a joint graph to a region.
+    """Assign every operation and constant of a joint graph to a region. The graph is not changed.
 
     Args:
         state: placeholders of buffers that the step changes.
+
+    Raises:
+        CaptureError: a sum over the whole batch, a change of placement, or work on gathered samples is
+            between dispatch and combine.
     """
     calls = [n for n in graph.nodes if n.op != "placeholder" and n.op != "output"]
     forward = [n for n in calls if not _torch.is_backward(n)]
@@ -116,9 +121,9 @@ def assign(graph: torch.fx.Graph, state: frozenset[Node]) -> RegionAssignment:
     behind = backward_cuts(forward, backward, shared)
     regions = _segments([n for n in forward if n not in shared], joined, weights, behind, of)
     _assign_backward(backward, regions, of, joined, shared)
-    # A gradient after a change of placement in the backward pass of region 0 got a negative index. Add
-    # regions for the negative indices before region 0, with empty forward passes. Then all indices begin at
-    # 0.
+    # A change of placement in the backward pass of region 0 gives the gradients after it negative indices.
+    # Add regions for the negative indices before region 0, with empty forward passes. Then all indices begin
+    # at 0.
     if (more := -min(of.values(), default=0)) > 0:
         regions = [
             *(replace(regions[0], index=i) for i in range(more)),
@@ -129,10 +134,11 @@ def assign(graph: torch.fx.Graph, state: frozenset[Node]) -> RegionAssignment:
 
 
 def settle_glue(graph: torch.fx.Graph) -> None:
-    """Give glue, and the gradients of glue, the tags of the region to which each of them belongs. The graph
-    is changed in place.
+    """Give each glue node, and each gradient of a glue node, the tags of the region to which it belongs. The
+    graph is changed in place.
 
-    So a change of placement can cut the graph at glue.
+    `tensor_sharding.propagation` calls this before changes of placement are inserted, so that such a change can
+    cut the graph at glue.
     """
     calls = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
     forward = [n for n in calls if not _torch.is_backward(n)]
@@ -174,7 +180,8 @@ def _tag_as(node: Node, other: Node) -> None:
 
 
 def _shared(forward: list[Node], state: frozenset[Node]) -> tuple[set[Node], set[Node]]:
-    """Return two sets: the views and constants, and the parameters that are used, with their views."""
+    """Return two sets: the views and constants that regions share, and the parameters that are used, with their
+    views. Nodes that read `state`, the placeholders of buffers that the step changes, are not constants."""
     shared: set[Node] = set()
     weights: set[Node] = set()
     for node in forward:
@@ -209,7 +216,12 @@ def _segments(
     behind: tuple[Mapping[Node, set[Node]], Mapping[Node, int]],
     of: dict[Node, int],
 ) -> list[Region]:
-    """Return the regions of the forward pass, and record the region of each forward node in `of`."""
+    """Return the regions of the forward pass, at least one, and record the region of each forward node in `of`.
+
+    Args:
+        forward: the forward nodes that are not shared.
+        shared, weights: the results of `_shared`. The argument after them has both results of `backward_cuts`.
+    """
     places = _places(forward, joined, weights, *behind)
     first: dict[Spot, Node] = {}  # spot -> its first node that may begin a region
     for node, (place, own) in places.items():
@@ -288,8 +300,8 @@ def _places(
             depth = {
                 x: places[x][0][2] for x in node.all_input_nodes if x in places and places[x][0][:2] == here
             }
-            # the numbers of boundaries that must be before the node: after its inputs, so that the backward
-            # pass can be cut (`after`), and as `AFTER` says
+            # Each entry is a lower limit for the number of boundaries before the node. The limits come from
+            # its inputs, from `after` (so that the backward pass can be cut), and from its metadata `AFTER`.
             behind = [before + (x.target in BORDERS) for x, before in depth.items()]
             for x in after.get(node, ()):
                 if x not in places and tags_of(x) == tags_of(node):
@@ -336,7 +348,7 @@ def _combines(node: Node) -> bool:
 
 def _parts(nodes: list[Node], away: set[Node]) -> dict[Node, int]:
     """Return for each node whether it comes before (0), within (1) or after (2) the work on dispatched tokens
-    in its run of equal tags."""
+    in its run of equal tags. In a run without such work, all nodes have 0."""
     parts: dict[Node, int] = {}
     for _, run in itertools.groupby(nodes, tags_of):
         together = list(run)

@@ -19,9 +19,11 @@ class RegionPass:
     """One pass of one region while the joint graph is cut.
 
     Attributes:
+        key: The index of the region, and the pass.
         nodes: The nodes that the pass runs, in the order of the joint graph.
         outputs: The pass's output bundles, each with the nodes that the bundle holds.
-        reads: Placeholders, and nodes of other passes, in the order of use. The values are None.
+        reads: The placeholders and nodes of other passes that this pass reads, in the order of use. It is a
+            dict only to keep the order: its values are None.
         inputs: The pass's input bundles -> the nodes that each bundle holds.
     """
 
@@ -32,13 +34,19 @@ class RegionPass:
     inputs: dict[OutputRef, list[Node]] = field(default_factory=dict)
 
     def take(self, bundles: Iterable[OutputRef], passes: Mapping[PassKey, RegionPass]) -> None:
-        """Set the inputs. A pass receives a whole bundle, even if it reads only a part of the bundle."""
+        """Set `inputs` to these bundles. A pass receives all nodes of a bundle, even if it reads only some.
+
+        Args:
+            bundles: The bundles that the pass reads. Repetitions are ignored.
+            passes: All passes, with the bundles in their `outputs`.
+        """
         # The bundles are sorted because a batch of one sample may run different operations, which read the
         # bundles in another order.
         self.inputs = {ref: passes[ref[0], ref[1]].outputs[ref[2]][1] for ref in sorted(set(bundles))}
 
     def bundles(self, kind: str) -> list[tuple[OutputRef, Output, list[Node]]]:
-        """Return each output bundle of a kind: its reference, its description, and its nodes."""
+        """Return each output bundle of a kind, in the order of `outputs`: its reference, its description, and
+        its nodes."""
         return [
             ((*self.key, i), out, nodes) for i, (out, nodes) in enumerate(self.outputs) if out.kind == kind
         ]
@@ -47,10 +55,12 @@ class RegionPass:
 def reads_of(
     nodes: list[Node], outputs: list[tuple[Output, list[Node]]], shared: Collection[Node]
 ) -> dict[Node, None]:
-    """Return the nodes outside of a pass that its nodes and outputs read, in the order of use.
+    """Return the nodes outside of a pass that its nodes and outputs read, in the order of use. The values of
+    the dict are None.
 
     Args:
         nodes: the nodes of the pass.
+        outputs: the output bundles of the pass, each with its nodes.
         shared: nodes that each reader computes again. The reader reads the inputs of these nodes.
     """
     own, seen = set(nodes), set()

@@ -1,5 +1,5 @@
-"""The operation that stands for the uncaptured code of a step in a joint graph, and the operation of its
-backward pass."""
+"""Two operations in a joint graph: one stands for the uncaptured code of a step, the other for the backward pass
+of that code."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def remainder(trained: Tensors, others: Tensors, dtype: torch.dtype) -> Tensors:
 
 @torch.library.custom_op("lightning_piper::rest_backward", mutates_args=())
 def remainder_backward(gradient: torch.Tensor, kept: torch.Tensor, trained: Tensors) -> Tensors:
-    """Return the gradients of `trained`. `gradient` is the gradient of the loss, and `kept` is the empty
-    tensor that `remainder` returned."""
+    """Return the gradients of `trained`, contiguous and in their order. `gradient` is the gradient of the loss,
+    and `kept` is the empty tensor that `remainder` returned. Like `remainder`, this only stands for code."""
     raise NotImplementedError("it runs as the code of its step")
 
 

@@ -1,5 +1,5 @@
-"""Find values of a traced graph that certainly have the batch's samples along their first dimension, at every
-size.
+"""Find values of a traced graph that certainly have the batch's samples along their first dimension, whatever
+the number of samples is.
 
 A value counts only if its operation makes this certain. For all other values, `losses.batch_dependence`
 compares a second trace.
@@ -17,7 +17,7 @@ from torch.fx import Node
 from lightning_piper.capture.torch_private import _torch
 
 aten = torch.ops.aten
-# Operations that keep the first dimension of one operand -> the index of that operand.
+# Operations that keep the first dimension of one operand -> the index of that operand among the arguments.
 _KEEP = {
     aten.addmm.default: 1, aten.mm.default: 0, aten.bmm.default: 0, aten.convolution.default: 0,
     aten.embedding.default: 1,
@@ -43,16 +43,21 @@ _ALONG = {
     aten.sum.dim_IntList, aten.mean.dim, aten.logsumexp.default,
 }  # fmt: skip
 _ARANGE = {aten.arange.default, aten.arange.start, aten.arange.start_step}
+# Operations that reorder dimensions.
 TURN = {aten.t.default, aten.transpose.int, aten.permute.default}
 _SHAPED = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 
 
 def known_rows(graph: torch.fx.Graph, size: int) -> set[Node]:
-    """Return the batch's tensors and the forward values whose first dimension certainly follows the samples:
-    it has the samples in their order, perhaps merged with the dimensions after it.
+    """Return the nodes whose first dimension certainly follows the samples: it has the samples in their order,
+    perhaps merged with the dimensions after it, as in a view of `[n, tokens, dim]` as `[n * tokens, dim]`.
 
     Args:
         size: the number of samples in the trace.
+
+    Returns:
+        Placeholders of the batch's tensors that have dimensions, and forward operations. Of an operation with
+            several results, the first result counts.
     """
     found: set[Node] = set()
     for node in graph.nodes:
@@ -116,15 +121,16 @@ def _follows(node: Node, found: set[Node], size: int) -> bool:
 
 
 def _along_first(node: Node, ndim: int) -> bool:
-    """Return whether the second argument of an operation of `_ALONG` includes the first dimension, or stands
-    for all dimensions."""
+    """Return whether an operation of `_ALONG` works along the first dimension: its second argument names that
+    dimension, or is missing, None or empty, which stands for all dimensions."""
     given: Any = node.args[1] if len(node.args) > 1 else 0
     dims = given if isinstance(given, tuple | list) else [given]
     return any(dim is None or dim in (0, -ndim, -ndim - 1) for dim in dims) or not dims
 
 
 def _counts(node: Any, size: int) -> bool:
-    """Return whether the value consists of the indices of all samples, in order."""
+    """Return whether the value is certainly `arange(size)`: the index of each sample, in order. Copies and
+    casts of it count too."""
     if not isinstance(node, Node) or shape_of(node) != (size,):
         return False
     if node.target in (aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default):
@@ -160,8 +166,8 @@ def _operand(node: Node) -> Any:
 
 
 def shape_of(node: Any) -> tuple[int, ...]:
-    """Return the shape of a value in a graph. If the value has several results, return the shape of the first
-    one. Return () for a value that is not a tensor."""
+    """Return the shape of a node's value. If the node has several results, return the shape of the first
+    one. Return () for a tensor without dimensions, and for anything that is not a tensor."""
     value = node.meta.get("val") if isinstance(node, Node) else None
     if isinstance(value, tuple | list) and value and isinstance(value[0], torch.Tensor):
         value = value[0]

@@ -1,4 +1,7 @@
-"""Sizes as symbols, and the numbers of a graph that are computed from them."""
+"""Sizes of the batch as symbols, and the numbers of a graph that are computed from these sizes.
+
+`SymbolicStep` traces a step once with symbols, and then fills in the numbers of each batch size.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,13 @@ _NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class NotSymbolic(Exception):
-    """Raised if the step cannot be traced with symbols for its sizes."""
+    """Raised if the step cannot be traced with symbols for its sizes. The message names the reason."""
 
 
 @dataclass(frozen=True)
 class SymbolicSize:
-    """A number in a graph that depends on the shapes: the entry `index` in the code's list of numbers."""
+    """A number in a graph that depends on sizes of the batch: the entry `index` of the list of numbers that
+    `SizeNumbers.at` computes. Its text, `sizes[3]`, is valid code."""
 
     index: int
 
@@ -33,13 +37,15 @@ class SymbolicSize:
 
 
 class SizeSymbols:
-    """The symbols of one trace.
+    """The symbols of one trace: which dimension of the batch is which symbol, and for which sizes the trace is
+    valid.
 
     Args:
         free: the dimensions that become symbols.
 
     Attributes:
-        names: names of the symbols, in order.
+        names: names of the symbols, in the order in which all methods take and return values. Empty before
+            `fakes` is called.
     """
 
     def __init__(self, free: Dims) -> None:
@@ -53,8 +59,10 @@ class SizeSymbols:
     def fakes(
         self, specs: Specs, device: torch.device
     ) -> tuple[_torch.FakeTensorMode, tuple[torch.Tensor, ...]]:
-        """Return fake tensors with symbols of this trace, and their fake mode. Each call makes new
-        symbols."""
+        """Return a fake mode, and fake tensors of these specs in which symbols replace the free dimensions.
+
+        Each call makes new symbols. `values` and `conditions` then refer to them.
+        """
         self._specs, self._shapes, self._of = specs, _torch.ShapeSymbols(), {}
         tensors = []
         for leaf, spec in enumerate(specs):
@@ -70,7 +78,7 @@ class SizeSymbols:
         return self._shapes.mode, tuple(tensors)
 
     def values(self, specs: Specs) -> tuple[int, ...] | None:
-        """Return the symbols' values for tensors of these specs.
+        """Return the symbols' values for tensors of these specs, in the order of `names`.
 
         Return None if the tensors do not fit the trace: another number of tensors, another dtype or number of
         dimensions, another size of a fixed dimension, or two values for one symbol.
@@ -88,7 +96,8 @@ class SizeSymbols:
         return tuple(found[name] for name in self.names)
 
     def conditions(self) -> Callable[..., bool]:
-        """Return a function that returns whether the trace is valid for given values of the symbols.
+        """Return a function of the symbols' values, in the order of `names`, that returns whether the trace is
+        valid for them.
 
         Raises:
             NotSymbolic: the trace is valid for one value of a symbol only.
@@ -115,7 +124,8 @@ class SizeNumbers:
         self._evaluate: Callable[..., tuple[Any, ...]] | None = None
 
     def of(self, size: Any) -> int:
-        """Return the index of an expression of symbols. A new expression is added."""
+        """Return the index of a size, which is a number or an expression of symbols. A new expression is
+        added."""
         self._evaluate = None
         return self._known.setdefault(_torch.expression(size), len(self._known))
 
@@ -128,13 +138,13 @@ class SizeNumbers:
         self, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> SymbolicSize:
         """Add a number of the graph that Python computes from other numbers of the graph. Return its
-        `SymbolicSize`."""
+        `SymbolicSize`. In `args` and `kwargs`, each such other number is a `SymbolicSize`."""
         self._sources.append((operation, args, kwargs))
         return SymbolicSize(len(self._sources) - 1)
 
     def at(self, values: Sequence[int]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Return two tuples for these values of the symbols: the values of the expressions, and the graph's
-        numbers."""
+        """Return two tuples for these values of the symbols: the value of each expression by the index from
+        `of`, and each number of the graph by the `index` of its `SymbolicSize`."""
         if self._evaluate is None:
             self._evaluate = _torch.evaluator(self._symbols.names, list(self._known))
         known, found = self._evaluate(*values), list[Any]()
@@ -148,7 +158,7 @@ class SizeNumbers:
 
 
 def fill_sizes(argument: Any, numbers: Sequence[Any]) -> Any:
-    """Return an argument in which each `SymbolicSize` is replaced by its number."""
+    """Return an argument, also a nested one, in which each `SymbolicSize` is replaced by its number."""
     return map_aggregate(argument, lambda x: numbers[x.index] if isinstance(x, SymbolicSize) else x)
 
 
@@ -183,14 +193,17 @@ def take_numbers(graph: torch.fx.Graph, numbers: SizeNumbers) -> None:
         graph.erase_node(node)
 
 
-# (shape, dtype, stride) of a tensor. A size or stride is the index of an expression of `SizeNumbers`.
+# (shape, dtype, stride) of a tensor. Each size and stride is the index of an expression in a `SizeNumbers`.
 Places = tuple[tuple[int, ...], torch.dtype, tuple[int, ...]]
-Outputs = tuple[tuple[Places, ...], ...]  # of the tensors of each output bundle of a pass, then of its inputs
+# One entry for each output bundle of a pass, then one for all its inputs. Each entry has the tensors' specs.
+Outputs = tuple[tuple[Places, ...], ...]
 
 
+# Return a spec with indices instead of sizes. New expressions are added to `numbers`.
 def places(numbers: SizeNumbers, spec: TensorSpec) -> Places:
     return tuple(map(numbers.of, spec.shape)), spec.dtype, tuple(map(numbers.of, spec.stride))
 
 
+# Return a spec with sizes instead of indices. `known` is the first result of `SizeNumbers.at`.
 def spec_at(spec: Places, known: Sequence[Any]) -> TensorSpec:
     return TensorSpec(tuple(known[i] for i in spec[0]), spec[1], tuple(known[i] for i in spec[2]))

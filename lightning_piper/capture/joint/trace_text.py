@@ -1,4 +1,7 @@
-"""A traced step as text, operation by operation. Two traces are equal if their texts are equal."""
+"""A traced step as text, operation by operation. Two traces are equal if their texts are equal.
+
+Piper compares the traces of different batch sizes, and of a step that is traced twice.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,9 @@ class TraceText:
     Attributes:
         lines: One line for each node of the graph, then one for each logged value and each use of a metric
             object.
-        sources: The user's source line for each of `lines`. Empty if it is not known.
-        specs: For each node of the graph, the specs of the tensors that it returns. They differ between
-            traces with equal lines only if a trace with symbols is wrong.
+        sources: The user's source line for each of `lines`, or "" if the source line is not known.
+        specs: For each node of the graph, the specs of the tensors that it returns. For batches of the same
+            shapes, they differ between traces with equal lines only if a trace with symbols is wrong.
     """
 
     lines: tuple[str, ...]
@@ -43,8 +46,9 @@ def text_of(
     """Return a trace as text.
 
     Args:
-        filled: returns the argument to show for an operation's argument.
-        spec: returns a tensor's spec.
+        filled: returns the argument to show for an operation's argument. A trace with symbols shows numbers
+            instead of each `SymbolicSize`.
+        spec: returns the spec of a tensor of the trace.
     """
     numbers: dict[Node, int] = {}
     lines, sources, specs = [], [], []
@@ -82,14 +86,14 @@ def _laid_out(spec: TensorSpec) -> TensorSpec:
 
 
 def tensors_of(node: Node) -> list[torch.Tensor]:
-    """Return the tensors of a node's value in the trace."""
+    """Return the tensors of a node's value in the trace: none, one, or all tensors of a list of results."""
     value = node.meta.get("val")
     return [x for x in (value if isinstance(value, list | tuple) else [value]) if isinstance(x, torch.Tensor)]
 
 
 def difference(before: TraceText, after: TraceText) -> str | None:
-    """Return a text that shows the first line that differs, with its source line. Return None if the lines
-    are equal."""
+    """Return a text that shows the first line that differs, with its source line if that is known. Return None
+    if the lines are equal. Specs are not compared."""
     if before.lines == after.lines:
         return None
     at = next(

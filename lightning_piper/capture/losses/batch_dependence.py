@@ -96,6 +96,7 @@ class BatchDependence:
             With n samples: a constant, a multiple of n, a constant over n, n plus an integer, or the inverse
                 of n plus an integer. None if the number depends on n in another way, or if the node has no
                 counterpart in the trace at another size. Without such a trace, every number is a constant.
+                0, NaN and any other value than a number count as constants.
         """
         if not isinstance(value, int | float) or not value or value != value:
             return ConstantExpression(value)
@@ -186,7 +187,11 @@ class BatchDependence:
 
     def is_made_of_size(self, node: Node) -> bool:
         """Return whether the node's arguments that are numbers, or its constant, depend on the number of
-        samples."""
+        samples.
+
+        The trace at another size decides. Without such a trace, the result is False. For a forward node without
+        a counterpart in it, the result is whether one of the numbers may come from the number of samples.
+        """
         if node.op == "placeholder":
             return False
         if node.op == "get_attr":
@@ -271,7 +276,7 @@ class BatchDependence:
     def _beside(self) -> dict[Node, Node] | None:
         """Node -> the node's counterpart in the trace at another size, as far as the two graphs agree.
 
-        None if no trace at another size exists. Otherwise, this also sets `_there` to the graph of that
+        None if a trace at another size cannot be made. Otherwise, this also sets `_there` to the graph of that
         trace, and `_other_size` to its number of samples.
         """
         found = self._ask(False)
@@ -294,7 +299,8 @@ def _is_element_by_element(node: Node) -> bool:
 
 
 def results_of(graph: torch.fx.Graph) -> list[Node]:
-    """Return the step's results in order, followed by new values of buffers, without gradients."""
+    """Return the nodes among the graph's outputs that the step's code returns, or that are new values of its
+    inputs (buffers), in the order of the outputs. Gradients and constants are left out."""
     output = graph.output_node()
     described = zip(output.args[0], output.meta["desc"], strict=True)  # type: ignore[arg-type]
     kinds = (_torch.PlainAOTOutput, _torch.InputMutationAOTOutput)

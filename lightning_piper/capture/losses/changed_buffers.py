@@ -16,7 +16,7 @@ def changed_buffers(described: Iterable[tuple[Any, Any]], canonical: Mapping[str
     """Return canonical name -> node of the new value, for each buffer that the step changes in place.
 
     Args:
-        described: the results of a traced graph, with their descriptors.
+        described: pairs of a result of a traced graph and the result's descriptor.
         canonical: every name of a buffer -> its canonical name.
     """
     return {

@@ -18,7 +18,7 @@ from lightning_piper.ir.boxed_code import compile_boxed
 from lightning_piper.ir.terms import Denominator
 
 aten = torch.ops.aten
-# operation that fills a tensor -> the number with which it does. None: the number is the last argument.
+# operation that fills a tensor with a number -> the number. None: the number is the last argument.
 _VALUES: dict[Any, float | None] = dict(CONSTANTS)
 # In float64, sums of counts are exact, and sums of weights have small rounding errors.
 _DOUBLE: dict[str, Any] = {"dtype": torch.float64}
@@ -107,7 +107,10 @@ def over(a: Expression, b: Expression) -> Expression:
 
 def simplified(expression: Expression) -> Expression:
     """Return `SAMPLES` for a denominator that is proportional to the number of samples, and `ONE` for a
-    constant denominator. Return any other denominator unchanged."""
+    constant denominator other than 0. Return any other denominator unchanged.
+
+    An expression without sums over the batch is judged by its values for 1 and 2 samples.
+    """
     if not stats_of(expression):
         one, two = (
             float(_evaluate(expression, {}, [torch.tensor(n, dtype=torch.float64)])) for n in (1.0, 2.0)
@@ -118,7 +121,8 @@ def simplified(expression: Expression) -> Expression:
 
 
 def described(expression: Expression) -> str:
-    """Return a denominator as text. `CapturedStep` compares these texts between numbers of samples."""
+    """Return a denominator as text, such as `div(sum over the batch, samples)`. `CapturedStep` compares these
+    texts between traces with different numbers of samples."""
     match expression:
         case ConstantExpression():
             return (
@@ -149,12 +153,16 @@ def denominator_of(
     """Return the denominator as code.
 
     Args:
+        expression: the denominator.
         batch: placeholder of the joint graph -> index of a tensor of the batch.
         buffers: placeholder -> name of a buffer.
         constants: the module that holds the graph's constant tensors.
         again: The losses over labels whose value, or a value computed from it, the backward pass reads. They
             need a guard (`Denominator.guarded`), because the value is 0 / 0 on a part of the batch in which
             no label counts.
+
+    Raises:
+        NotSymbolic: the sums need a tensor whose shape depends on the number of samples.
     """
     stats = {stat.key: stat for stat in stats_of(expression)}
     emit = _SumCodeBuilder()
@@ -194,7 +202,8 @@ def denominator_of(
 
 
 def stats_of(expression: Expression) -> list[BatchSum]:
-    """Return the sums over the batch in a denominator."""
+    """Return the sums over the batch in a denominator, in the order of its arguments. A sum that occurs twice is
+    returned twice."""
     if isinstance(expression, BatchSum):
         return [expression]
     inside = expression.arguments if isinstance(expression, ElementwiseExpression) else ()
@@ -202,7 +211,7 @@ def stats_of(expression: Expression) -> list[BatchSum]:
 
 
 def _evaluate(expression: Expression, columns: Mapping[int, int], values: Sequence[torch.Tensor]) -> Any:
-    """Return the value of an expression.
+    """Return the value of an expression: a number, or a tensor like `values`.
 
     Args:
         columns: key of a sum -> its index in `values`.

@@ -39,8 +39,8 @@ class GraphResults:
         return list(zip(self.nodes, self.descriptors, strict=True))
 
     def of_kinds(self, *kinds: Kind) -> list[tuple[int, Any, Output]]:
-        """Return the step's own outputs of these kinds: the index of the result, the result, and the
-        output."""
+        """Return the outputs of the step's code of these kinds, in order. Each entry is the index of the result,
+        the result (a node or a constant), and the description of the output."""
         plain = (
             (place, node, self.plain[desc.idx])
             for place, (node, desc) in enumerate(self.described())
@@ -49,7 +49,7 @@ class GraphResults:
         return [(place, node, output) for place, node, output in plain if output.kind in kinds]
 
     def weigh(self, place: int, term: int | None) -> None:
-        """Set the term of the output at the index `place`."""
+        """Set the term of the output at the index `place`. None: the output is not weighted."""
         index = self.descriptors[place].idx
         self.plain[index] = replace(self.plain[index], term=term)
 

@@ -29,7 +29,7 @@ def try_linearity(node: Node, moving: Collection[Node]) -> str | None:
         moving: the arguments in which the operation should be jointly linear.
 
     Returns:
-        `LINEAR` if the operation is linear, or always returns zeros. `STILL` if its result does not depend on
+        `LINEAR` if the operation is linear, or always returns floating-point zeros. `STILL` if its result does not depend on
         these arguments. None if the operation is not linear, or if the trial is not possible.
     """
     place = {x: f"%{i}{x in moving}{_spec(x)}" for i, x in enumerate(node.all_input_nodes)}

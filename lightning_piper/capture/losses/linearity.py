@@ -153,7 +153,8 @@ class _LossGradientStates:
         return ZERO if value is None or (isinstance(value, int | float) and value == 0) else STILL
 
     def enter(self, node: Node) -> None:
-        """Determine and record how a node depends on the gradient of the loss."""
+        """Determine and record how a node depends on the gradient of the loss. Nodes must be entered in the order
+        of the graph."""
         inputs = [self._found[x] for x in node.all_input_nodes if x in self._found]
         found: _Found = STILL
         broken = next((x for x in inputs if isinstance(x, Nonlinearity)), None)
@@ -177,7 +178,7 @@ class _LossGradientStates:
         # `called`: a hook or a custom `backward` calls the operation. `number` identifies torch's derivative
         # formula to which the operation belongs.
         called, number = CALLED_KEY in node.meta, _torch.sequence_number(node)
-        # The operation continues a formula that has an operation which the table does not contain.
+        # An input belongs to the same formula, and the table does not contain the operation of that input.
         if (
             not called
             and number is not None
@@ -235,8 +236,12 @@ class _LossGradientStates:
 
 
 def _products(node: Node) -> _Products | None:
-    """Return the products whose sum an operation computes, as positions of its arguments. Return None if the
-    table does not contain the operation, or if the result is rounded to integers or to 8 bits."""
+    """Return the products whose sum an operation computes, as positions of its arguments.
+
+    For a backward operation of torch, such as `convolution_backward`, each gradient that it reads is a product,
+    and so is its first argument if that is a tensor. Return None if the table does not contain the operation, or
+    if the result is rounded to integers or to 8 bits.
+    """
     target: Any = node.target
     name = _name(node)
     if not name or target.namespace not in ("aten", "prims"):
@@ -260,7 +265,7 @@ def _products(node: Node) -> _Products | None:
 
 
 def _name(node: Node) -> str:
-    """Return the name of a torch operation, without its overload."""
+    """Return the name of a torch operation, without its overload. Return "" for any other node."""
     target: Any = node.target
     return str(target.overloadpacket.__name__) if isinstance(target, torch._ops.OpOverload) else ""
 
@@ -274,10 +279,10 @@ def _arguments(node: Node) -> list[Any]:
 
 
 def _each(arguments: list[Any], factors: tuple[int, ...]) -> Iterator[list[Any]]:
-    """Iterate over the products that a list of factor positions stands for, each as the values of its
-    factors.
+    """Iterate over the products at these positions of the arguments. Each product is the list of its factors.
 
-    If the first factor is a list of tensors that are added or joined, each tensor is a product.
+    Usually this is one product. If the first factor is a list of tensors that are added or joined, each tensor
+    is a product.
     """
     values = [arguments[i] if i < len(arguments) else None for i in factors]
     if isinstance(values[0], list | tuple):
@@ -308,7 +313,8 @@ def _reads_shapes_alone(node: Node) -> bool:
 
 
 def _is_zero(node: Node) -> bool:
-    """Return whether the node is certainly a tensor of zeros."""
+    """Return whether the node is certainly a tensor of zeros. A constant counts only if it is on the CPU and not
+    empty."""
     if node.op == "get_attr":
         value = getattr(node.graph.owning_module, str(node.target), None)
         if (

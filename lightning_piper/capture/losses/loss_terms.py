@@ -88,7 +88,7 @@ WHOLE, ROWS, LINEAR, MIXED, MAX, MIN, OTHER = Reduction
 
 @dataclass(frozen=True)
 class Combination:
-    """How the whole batch's value of a node follows from its values on parts of the batch, with its divisor.
+    """How the whole batch's value of a node follows from its values on parts of the batch.
 
     Attributes:
         reduction: how the parts combine.
@@ -262,8 +262,8 @@ class LossTerms:
         """Return the expression that divides each row of a value. Return None if the rows do not have a
         common divisor.
 
-        A number of the whole batch that is added to each row counts once for each sample, so it is divided by
-        the number of samples.
+        A linear value, such as a mean, may be added to each row. Then it counts once for each sample, so the
+        result is its denominator divided by the number of samples.
         """
         found = self.of(value) if isinstance(value, Node) else Combination(WHOLE)
         if found.reduction == LINEAR and found.denominator is not None:
@@ -289,8 +289,11 @@ class LossTerms:
     # Reductions over the samples.
 
     def _nll(self, node: Node) -> Combination:
-        """Return how a result of a negative log likelihood combines. Its second result, the total weight of
-        the labels, counts as `OTHER`."""
+        """Return how a result of a negative log likelihood combines.
+
+        `OTHER` for the second result, the total weight of the labels, and for a mean whose labels or class
+        weights depend on parameters.
+        """
         made: Any = node.args[0]
         reduction = made.args[3]
         if node.args[1] != 0 or reduction == 0:
@@ -306,7 +309,10 @@ class LossTerms:
         return Combination(LINEAR, BatchSum(key, made, "labels"))
 
     def _reduced(self, node: Node, reduction: Any) -> Combination:
-        """Return how a torch loss combines whose argument `reduction` is 0 (none), 1 (mean) or 2 (sum)."""
+        """Return how a torch loss combines whose argument `reduction` is 0 (none), 1 (mean) or 2 (sum).
+
+        `OTHER` for a mean or sum of inputs without rows of samples.
+        """
         if reduction == 0:
             return Combination(ROWS)
         rows = any(self.of(x).reduction == ROWS for x in node.all_input_nodes)
@@ -357,7 +363,8 @@ class LossTerms:
     # Values computed from reduced values.
 
     def _together(self, nodes: Iterable[Any]) -> Combination:
-        """Return how the sum of `nodes` combines. Some of these nodes may not depend on the batch."""
+        """Return how a sum, stack or concatenation of `nodes` combines. An entry may be a number, or a node
+        that does not depend on the batch."""
         nodes = list(nodes)
         found = [known for x in nodes if self._varies(x) and (known := self.of(x)).reduction != WHOLE]
         if not found:
@@ -390,8 +397,11 @@ class LossTerms:
         return inner if counts and asked.arguments[0] in stats_of(inner.denominator) else None
 
     def _added(self, node: Node) -> Combination:
-        """Return how a sum or a difference combines. A value that is the same on every part may be added to a
-        maximum or minimum: the result is a maximum or minimum."""
+        """Return how a sum or a difference combines.
+
+        The first operand may be a maximum or minimum, if the second is the same on every part. The result is
+        then a maximum or minimum. `rsub` negates the first operand, so it exchanges maximum and minimum.
+        """
         first, second = node.args[:2]
         if (
             not self._varies(second)

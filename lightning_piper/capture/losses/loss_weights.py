@@ -231,8 +231,12 @@ class _LossWeighting:
             self._met = first_cross_sample(losses, surely)
 
     def _loss(self, node: Any, made: Output) -> dict[int, Node]:
-        """Return term -> part of the loss, and give each term its tangent. If the tangent cannot be divided,
-        the loss is one term, and its weights are assumed."""
+        """Return the terms of the loss: index of the term -> node for the part of the loss that belongs to it.
+        Give each term its tangent.
+
+        If the tangent cannot be divided, the loss is one term. Its weights are then assumed, unless the loss
+        reads samples only through gathered values.
+        """
         parts, tangent = self._parts(node, made), self.names.tangent
         if tangent is None or self.weight is not None:
             return parts
@@ -284,9 +288,11 @@ class _LossWeighting:
         self.tangents = {tangent: 0, weight: self._term(SAMPLES)}
 
     def _log(self, node: Any, made: Output, losses: list[Any]) -> list[tuple[Output, Mapping[int, Node]]]:
-        """Return the outputs of a logged value, each with term -> part. The outputs are the value itself, or
-        the values from which it is computed once per batch. If the logged value cannot be combined from parts
-        of the batch, add its name to `unknown`."""
+        """Return the outputs of a logged value, each with its terms as `_parts` returns them.
+
+        The outputs are the value itself, or the values from which it is computed once per batch. Add the name
+        of the logged value to `unknown` if neither weights nor its `reduce_fx` combine it exactly.
+        """
         (name,), known = made.names, not isinstance(node, Node) or self._alike or self._is_known(node)
         sources = None if known else sources_of(node, self.found, self._is_known)
         meeting = first_cross_sample([node], self._meetings)
@@ -331,8 +337,12 @@ class _LossWeighting:
 
     def _parts(self, node: Any, made: Output) -> dict[int, Node]:
         """Return the terms of a result: index of the term -> node for the part of the result that belongs to
-        this term. If the result is a loss without known weights, it is one term, and `assumed` becomes
-        True."""
+        this term.
+
+        A result without known weights is one term: a logged value as its `reduce_fx` says, and a loss as a mean
+        over samples. For such a loss, `assumed` becomes True, unless the loss reads samples only through gathered
+        values.
+        """
         found = self.found.of(node) if isinstance(node, Node) and not self._alike else Combination(WHOLE)
         if found.reduction == LINEAR:
             return {self._term(found.denominator): node}
@@ -402,8 +412,8 @@ class _LossWeighting:
     # Sums of several terms.
 
     def _base(self, value: Any) -> int | None:
-        """Return the term that a summand belongs to. Return None if the summand is itself a sum of several
-        terms."""
+        """Return the index of the term that a summand belongs to. Return None if the summand is itself a sum of
+        several terms, or does not combine as a weighted sum."""
         found = self.found.of(value) if isinstance(value, Node) else Combination(WHOLE)
         if found.reduction == WHOLE:
             # The value is the same on every part.
@@ -424,8 +434,8 @@ class _LossWeighting:
         return [first]
 
     def _kinds_in(self, node: Node) -> list[int] | None:
-        """Return the terms in a sum, in the order in which they are found. Return None if the sum cannot be
-        split into terms, or has more than `MANY` terms."""
+        """Return the indices of the terms in a sum, in the order of its summands. Return None if the sum cannot
+        be split into terms, or has more than `MANY` terms."""
         kinds: dict[int, None] = {}
         stack: list[Any] = [node]
         seen: set[Node] = set()
@@ -444,8 +454,8 @@ class _LossWeighting:
         return list(kinds) if len(kinds) <= MANY else None
 
     def _part(self, node: Node, term: int) -> Node:
-        """Return a copy of the sum `node` with the summands of `term` only. The sum must have such a
-        summand."""
+        """Return a copy of the sum `node` with the summands of `term` only. If these are a single summand, and
+        it is `node` itself, return `node`. If the sum has no summand of this term, return None."""
         made: dict[Any, Any] = {}  # value -> its part; None if no summand of the value belongs to the term
         stack: list[Any] = [node]
         while stack:
@@ -491,8 +501,8 @@ class _LossWeighting:
             return self._add(node.target, tuple(map(of_argument, node.args)), node, node.kwargs)
 
     def _zeros(self, value: Node, reader: Node) -> Node:
-        """Return a node for zeros like `value`. The node is in the region of `reader`, because `value` may be
-        a parameter, which is in no region."""
+        """Return a new node for zeros like `value`. The node has the tags of `reader` and so is in its region,
+        because `value` may be a parameter, which does not belong to a region."""
         given = value.meta["val"]
         if given.ndim or not self.found.joined:
             zeros = self._add(aten.zeros_like.default, (value,), reader)
@@ -513,8 +523,8 @@ class _LossWeighting:
         return made
 
     def _divide(self, loss: Node, parts: Mapping[int, Node]) -> dict[Node, int]:
-        """Give each term of the loss a tangent. Return tangent -> term. The result is empty if this is not
-        possible."""
+        """Give each term of the loss a tangent, by changing the backward pass of the graph in place. Return
+        placeholder of the tangent -> index of the term. If this is not possible, return {}."""
         assert self.names.tangent is not None
         alone = {
             value for value in self.graph.nodes if value.op == "placeholder" and self.found.is_whole(value)

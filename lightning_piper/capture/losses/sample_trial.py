@@ -1,5 +1,5 @@
-"""Decide by a trial whether an operation keeps samples apart: if one sample is drawn again, the results for
-other samples must keep all bits.
+"""Decide by a trial whether an operation keeps samples apart: if random values replace one sample, the results
+for other samples must keep all bits.
 
 Rules decide this for most operations (`placements.rules`). Any other operation runs here on random values, on
 the CPU and without the batch, once for each combination of arguments and shapes. Large shapes are made small

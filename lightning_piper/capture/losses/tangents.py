@@ -1,10 +1,11 @@
 """Give each term of a loss a separate tangent, by copying the backward pass from the loss to its terms.
 
-A tangent is an input of the graph: the gradient of the loss, or of one term. In the copied part of the
-backward pass, gradients are computed from the tangent and from values that do not depend on the batch. This
-part ends at - the summands, each of which belongs to one term;
-- a parameter that is a summand itself, and has the same value on every part of the batch;
-- the gradient of parameters that are multiplied by a vector of terms. This gradient becomes a sum with one
+A tangent is an input of the graph: the gradient of the loss, or of one term. The copied nodes of the backward
+pass compute gradients from the tangent and from values that do not depend on the batch. They end in three
+cases:
+- at a summand of the loss, because it belongs to one term;
+- at a parameter that is itself a summand, because it has the same value on every part of the batch;
+- at the gradient of parameters that are multiplied by a vector of terms. This gradient becomes a sum with one
   gradient for each term.
 """
 
@@ -21,7 +22,7 @@ from lightning_piper.capture.losses.loss_terms import MIXED, LossTerms
 from lightning_piper.capture.torch_private import _torch
 
 aten = torch.ops.aten
-# Operations whose backward pass adds no node to the graph.
+# Operations whose backward pass may add no node to the graph.
 _PASSING = {
     aten.add.Tensor,
     aten.add.Scalar,
@@ -70,10 +71,11 @@ class _GradientPath:
 def divide_tangent(
     graph: torch.fx.Graph, tangent: Node, loss: Node, terms: Sequence[int], sums: LossSum, results: list[Any]
 ) -> dict[Node, int]:
-    """Give each term a tangent, and return placeholder -> term. If this is not possible, return {} and leave
-    the graph unchanged.
+    """Give each term a tangent by changing the graph in place, and return placeholder -> index of the term. If
+    this is not possible, return {} and leave the graph unchanged.
 
     Args:
+        tangent: The placeholder of the gradient of the loss. It becomes the tangent of the first term.
         terms: The indices of the loss's terms.
         results: The results of the graph. The function may replace gradients in this list.
     """
@@ -215,7 +217,11 @@ def _put_together(
 
 
 class _TermGradients:
-    """Copies of the loss's gradients, one for each term. The first term keeps the original nodes."""
+    """Copies of the loss's gradients, one for each term. The first term keeps the original nodes.
+
+    Attributes:
+        tangents: index of a term -> the placeholder of its tangent.
+    """
 
     def __init__(self, graph: torch.fx.Graph, tangent: Node, terms: Sequence[int]) -> None:
         self._graph = graph

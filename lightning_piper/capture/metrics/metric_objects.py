@@ -46,13 +46,14 @@ def is_metric_object(part: nn.Module) -> bool:
 
 
 def metric_objects(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the metric objects of a module by name, including metric objects inside of other modules."""
+    """Return name -> metric object for all metric objects among a module's submodules, at any depth. The module
+    itself does not count."""
     return {name: part for name, part in module.named_modules() if name and is_metric_object(part)}
 
 
 def object_of(argument: str) -> str:
     """Return the name of the metric object that receives an argument. `argument` is the argument's name: the
-    name of the object and a number."""
+    name of the object and a number. The object of `"acc 3"` is `"acc"`."""
     return argument.rpartition(" ")[0]
 
 
@@ -92,8 +93,20 @@ class MetricRecorder:
         return MetricCalls(tuple(self._events), used=frozenset(self._used))
 
     def call(self, metric: nn.Module, method: str, after: int, args: Any, kwargs: Any) -> Any:
-        """Record a call of a metric object. Return a placeholder for the result of `forward` or `compute`,
-        and None for other methods. `after` is a field of `MetricCall`."""
+        """Record a call of a metric object.
+
+        Args:
+            method: one of `METHODS`, or `values` for an access to the metrics of a collection.
+            after: the number of recorded logs of tensors and numbers before the call.
+            args, kwargs: the arguments of the call.
+
+        Returns:
+            A placeholder for the result of `forward` or `compute`. For a metric collection, it is a dict of
+                placeholders. None for any other method.
+
+        Raises:
+            CaptureError: an argument holds a value that a captured step does not support.
+        """
         name = self._names[id(metric)]
         args = tuple(stack_dicts(x, self._samples) for x in args)
         kwargs = {key: stack_dicts(x, self._samples) for key, x in kwargs.items()}
@@ -113,8 +126,9 @@ class MetricRecorder:
         return MetricResults(value, keys(keep_base=False)) if keys is not None else value
 
     def known(self, value: Any) -> str | Later | None:
-        """Return the name of a metric object, and the description of a metric object's result. Return None
-        for any other value, and for a dict of results that the step has changed."""
+        """Return the name of a metric object if `value` is that object, or a description of the result if
+        `value` is the placeholder of a result. Return None for any other value, and for a dict of results that
+        the step has changed."""
         if isinstance(value, MetricValueProxy):
             return value.computed
         if isinstance(value, MetricResults):
@@ -223,7 +237,7 @@ def _linking(own: Callable[..., Any], call: Callable[[nn.Module, str, Any, Any],
 
 
 def uncopied(node: Node) -> Node:
-    """Follow copies back to the node whose value was copied.
+    """Return the node whose value `node` copies by clones and detaches, or `node` itself.
 
     A graph does not change tensors in place, so several metric objects may share a tensor.
     """

@@ -36,7 +36,8 @@ def _dtype_of(dtype: np.dtype[Any]) -> torch.dtype | None:
 
 
 def to_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """Convert an array of the batch to a tensor. The array is copied if it is read-only or not contiguous."""
+    """Convert an array of the batch to a tensor. The tensor shares the array's memory, unless the array is
+    read-only or not contiguous."""
     return torch.from_numpy(array if array.flags.c_contiguous and array.flags.writeable else array.copy())
 
 
@@ -106,10 +107,8 @@ def tensor_of(stand_in: Any) -> torch.Tensor:
 def converted(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> torch.Tensor | None:
-    """Return the result of `torch.as_tensor`, `asarray` or `tensor` for an array of the batch.
-
-    Return None for any other call.
-    """
+    """Return the result of a call of `torch.as_tensor`, `asarray` or `tensor` on a placeholder of an array of the
+    batch. Return None for any other call."""
     if function not in _CONVERSIONS or not args:
         return None
     # An array in `BatchSpec.carried` is not an input of the graph. `content_of` guards its content, so the

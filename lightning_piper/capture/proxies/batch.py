@@ -71,7 +71,8 @@ class BatchSpec:
     def undivided(self) -> Undivided | None:
         """Why the batch cannot be cut by samples.
 
-        None if it can be cut: all tensors with a dimension have the same first dimension.
+        None if it can be cut: at least one tensor has a dimension, and all such tensors have the same first
+        dimension.
         """
         if len({spec.shape[0] for spec in self.specs if spec.shape}) == 1:
             return None
@@ -102,8 +103,11 @@ class BatchSpec:
         return first
 
     def times(self, replicas: int) -> BatchSpec:
-        """Return the spec of the batches of all replicas together, if each replica has a batch of this
-        spec."""
+        """Return the spec of the batches of all replicas together, if each replica has a batch of this spec.
+
+        The first dimension of each tensor is multiplied by `replicas`. A batch that cannot be cut keeps its
+        tensors' specs, and only `batches` changes.
+        """
         if self.undivided is not None:
             return dataclasses.replace(self, batches=replicas)
         shapes = [(x.shape[0] * replicas, *x.shape[1:]) if x.shape else () for x in self.specs]
@@ -186,7 +190,8 @@ class BatchSpec:
         return (self.structure, tuple((spec.shape, spec.dtype) for spec in self.specs))
 
     def described(self) -> dict[str, str]:
-        """Return path -> text for the parts of `key`."""
+        """Return path -> short text for each tensor, constant, list and object of the batch. Messages use it to
+        show what differs between two batches."""
         return {path: _short(item, self.specs) for path, item in _walk(self.skeleton, "")}
 
 
@@ -194,9 +199,10 @@ def flatten(batch: Any, what: str = "batch") -> tuple[list[torch.Tensor], BatchS
     """Return the tensors of a batch in a fixed order, and the spec of everything else.
 
     Tensors are found in dicts, lists, tuples, dataclasses, and attributes of objects. They are made
-    contiguous, because a captured graph has fixed strides.
+    contiguous, because a captured graph has fixed strides. Numeric numpy arrays are converted to tensors.
 
     Args:
+        batch: the structure, which is not changed.
         what: the name of the structure in errors. Only a "batch" may hold objects without tensors.
 
     Raises:

@@ -23,7 +23,7 @@ def own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
 
 def contents(batch: Any) -> dict[str, Any]:
     """Return path -> value for all entries of a batch's containers, attributes of its objects, and attributes
-    of its tensors."""
+    of its tensors. If an object occurs several times, only the contents at its first path are included."""
     return dict(_contents(batch, "", set()))
 
 

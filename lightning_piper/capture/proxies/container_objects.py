@@ -59,8 +59,12 @@ class ContainerObject:
 
 @dataclass(frozen=True)
 class RepeatedObject:
-    """The entry of a batch spec for a repeated occurrence of an object that holds tensors. If `weak`, the
-    batch has a weak reference to the object."""
+    """The entry of a batch spec for a repeated occurrence of an object that holds tensors.
+
+    Attributes:
+        index: the index of the object's `ContainerObject`.
+        weak: whether the batch has a weak reference to the object here, not the object itself.
+    """
 
     index: int
     weak: bool

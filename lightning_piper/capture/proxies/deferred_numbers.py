@@ -77,7 +77,8 @@ def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def deferred(tensor: torch.Tensor) -> DeferredNumber:
-    """Return a deferred number for the value of a one-element tensor."""
+    """Return a deferred number for the value of a one-element tensor. It holds a detached copy of the tensor, in
+    the dtype that matches Python's number: bool, int64, float64 or complex128."""
     kinds = ((tensor.dtype == torch.bool, torch.bool), (tensor.is_complex(), torch.complex128))
     dtype = next(
         (d for is_it, d in kinds if is_it), torch.float64 if tensor.is_floating_point() else torch.int64
@@ -200,7 +201,9 @@ def call_with_deferred(function: Callable[..., Any], args: tuple[Any, ...], kwar
 
 
 def _dtype_beside(number: torch.Tensor, tensors: Iterable[torch.Tensor]) -> torch.dtype:
-    """Return the dtype with which a deferred number enters an operation with `tensors`."""
+    """Return the dtype with which a deferred number enters an operation with `tensors`. A float gets the default
+    dtype if no tensor has a floating-point or complex dtype, because torch gives the result this dtype. Any other
+    number keeps its dtype."""
     inexact = any(x.is_floating_point() or x.is_complex() for x in tensors)
     return number.dtype if inexact or not number.is_floating_point() else torch.get_default_dtype()
 
@@ -419,13 +422,14 @@ NAMES: dict[str, Any] = {
 
 @contextlib.contextmanager
 def accepting_deferred(namespaces: Iterable[Namespace]) -> Iterator[None]:
-    """Within this context, `float`, `int`, `max`, `min` and functions of `math` and torch accept deferred
-    numbers.
+    """Within this context, `float`, `int`, `max`, `min`, `torch.full` and common functions of `math` accept
+    deferred numbers.
 
     Functions that take sizes, such as `torch.zeros`, raise a `CaptureError` for a deferred size.
 
     Args:
-        namespaces: pairs of a globals dict of the step's code and the global names that this code calls.
+        namespaces: pairs of a globals dict of the step's code and the global names that this code calls. The
+            context adds replacements of the builtins to these dicts, unless the user's code defines the name.
     """
     put = [
         (names, name) for names, called in namespaces for name in called & NAMES.keys() if name not in names

@@ -104,7 +104,7 @@ class NumberInputs:
     Attributes:
         numbers: The graph's inputs, in their order: key -> (function that evaluates the expression, dtype of
             the tensor).
-        answers: Key -> expression whose value Python used.
+        answers: Key of an expression -> the expression, whose value Python used. Each is a guard.
         plain: Whether the step gets plain values instead of `NumberProxy`s, with a guard on each value,
             because some code does not accept a `NumberProxy`.
         given: Whether the step has received a number other than `batch_idx`.
@@ -122,7 +122,8 @@ class NumberInputs:
         return tuple(TensorSpec((), dtype, ()) for _, dtype in self.numbers.values())
 
     def values(self, device: torch.device) -> list[torch.Tensor]:
-        """Return the current values of the graph's inputs."""
+        """Return the current values of the graph's inputs as new tensors without dimensions, in the order of
+        `numbers`."""
         return [torch.tensor(value(), dtype=dtype, device=device) for value, dtype in self.numbers.values()]
 
     def source(self, key: Any, where: str, get: Callable[[], Any]) -> Any:
@@ -284,10 +285,11 @@ def _told(value: Any) -> Any:
 
 
 def _dtype_beside(value: Any, tensors: Sequence[torch.Tensor]) -> torch.dtype:
-    """Return the dtype of a tensor that stands for a Python number in an operation with `tensors`. A float
-    gets the default dtype if no tensor has a floating-point or complex dtype, because torch gives the result
-    this dtype.
-    All other numbers keep their full precision."""
+    """Return the dtype of a tensor that stands for a Python number in an operation with `tensors`.
+
+    A float gets the default dtype if no tensor has a floating-point or complex dtype, because torch gives the
+    result this dtype. Beside such a tensor, a float is a float64.
+    """
     if isinstance(value, bool):
         return torch.bool
     if isinstance(value, int):

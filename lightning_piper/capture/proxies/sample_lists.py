@@ -43,7 +43,8 @@ class SampleList:
 
 
 def entries(item: Any) -> Iterator[tuple[str, Any]]:
-    """Iterate over the entries of a container, each with the last part of its path."""
+    """Iterate over the entries of a container, each with the last part of its path, such as `['x']`, `[0]` or
+    `.x`. Yield nothing for a value that is not a mapping, list, tuple or dataclass."""
     if isinstance(item, dict):
         yield from ((f"[{key!r}]", value) for key, value in item.items())
     elif isinstance(item, tuple) and hasattr(item, "_fields"):
@@ -57,7 +58,7 @@ def entries(item: Any) -> Iterator[tuple[str, Any]]:
 
 
 def tensors_of(item: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
-    """Iterate over all tensors in a value, in containers and objects.
+    """Iterate over all tensors in a value, which may be a tensor, a container or an object with attributes.
 
     Args:
         seen: the ids of the objects that the recursion has visited.

@@ -171,8 +171,8 @@ def global_hooks() -> dict[str, dict[int, Any]]:
 
 @cache
 def dict_version_follows_attributes() -> bool:
-    """Return whether a write to an attribute changes the version of the object's `__dict__` (not in Python
-    3.13)."""
+    """Return whether a write to an attribute changes the version of the object's `__dict__`. From Python 3.13 on,
+    it does not."""
     for each in (types.SimpleNamespace(), _Attributes()):
         _write(each)
         before = dict_version(vars(each))
@@ -450,7 +450,8 @@ def recomputed(module: nn.Module) -> set[str]:
 
 
 def operands(node: torch.fx.Node) -> list[Any]:
-    """Return the numbers with which an operation calculates, without its sizes, dimensions and indices."""
+    """Return the Python numbers with which an operation calculates, such as the 2 of `x * 2`. Sizes, dimensions
+    and indices do not count. If the node is not an operation of torch, the list is empty."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
     found = []
@@ -489,7 +490,7 @@ def is_view(target: Any) -> bool:
 def saved_values(
     graph: torch.fx.Graph, constants: nn.Module | None, results: int, budget: float
 ) -> list[torch.fx.Node]:
-    """Return the values that a forward pass saves for its backward pass, according to torch's min-cut
+    """Return the nodes whose values a forward pass saves for its backward pass, according to torch's min-cut
     partitioner.
 
     Args:

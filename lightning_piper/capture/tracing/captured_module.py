@@ -1,5 +1,5 @@
-"""The module while its step is traced: `self.log` is recorded, `self.trainer` is watched, and tensors do not
-have data."""
+"""Contexts in which a step is traced: Piper records `self.log`, watches reads of `self.trainer`, and replaces
+parameters and buffers by fake tensors."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def as_captured(module: nn.Module, step: TracedStep) -> Iterator[None]:
-    """Within this context, a subclass replaces the class of the module. It records `log` and `log_dict`, and
-    watches `trainer`. Calls of metric objects are also recorded.
+    """Within this context, a subclass replaces the class of the module. The subclass passes calls of `log` and
+    `log_dict` to `step`. If the step records its reads, the subclass also watches reads of `trainer`. Calls of
+    metric objects go to `step.metrics`.
 
     Raises:
-        CaptureError: the step has set a class attribute.
+        CaptureError: the step has set a new attribute of the module's class. Raised at the end.
     """
     cls = type(module)
     original = getattr(cls, "log", None)
@@ -87,7 +88,7 @@ def without_data(
     A parameter in `parts` gets the shape of one part along its first dimension.
 
     Raises:
-        CaptureError: the step has set a Python attribute of a parameter or buffer.
+        CaptureError: the step has set or removed a Python attribute of a parameter or buffer. Raised at the end.
     """
     divided = {
         id(x): parts[name] for name, x in module.named_parameters(remove_duplicate=False) if name in parts
@@ -126,8 +127,8 @@ def replacing_tensors(module: nn.Module, other: Callable[[torch.Tensor], torch.T
     """Within this context, put `other(tensor)` in the place of every parameter and buffer. A tensor with
     several names gets one replacement.
 
-    `torch.func.functional_call` works by names. It does not restore a module that is registered under two
-    names.
+    `torch.func.functional_call` would not do: it works by names, and does not restore a module that is
+    registered under two names.
     """
     kept = [
         (store, name, x)

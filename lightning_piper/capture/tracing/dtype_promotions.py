@@ -10,11 +10,11 @@ aten = torch.ops.aten
 
 
 def settle_dtypes(graph: torch.fx.Graph) -> None:
-    """Convert the integers that elementwise operations read, if torch would convert them to the default
-    dtype, and this dtype differs between the trace and run time.
+    """Insert conversions of the integers and bools that elementwise operations read, if torch would convert them
+    to the default dtype, and this dtype was different during the step. The graph is changed in place.
 
     For example, `mask.sum() + 1e-6` has the default dtype. Lightning's `64-true` and `bf16-true` set the
-    default dtype only around the step.
+    default dtype only around the step, so call this outside of the step's context.
     """
     for node in graph.nodes:
         value = node.meta.get("val")

@@ -1,4 +1,5 @@
-"""Trace a step without a backward pass: the tensors that it returns, keeps in attributes, and logs."""
+"""A step without a backward pass, as a module that can be traced. Its outputs are the tensors that the user's
+method returns, keeps in attributes, and logs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Trace a step into one functional graph for one batch size. A `training_step` is traced with its backward
-pass, other steps without."""
+pass, and any other step without a backward pass."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ Fakes = Callable[
 def fakes_of(
     specs: tuple[TensorSpec, ...], device: torch.device
 ) -> tuple[_torch.FakeTensorMode, tuple[torch.Tensor, ...]]:
-    """Return fake tensors of these specs, and their fake mode."""
+    """Return a new fake mode, and fake tensors of this mode with these specs. All sizes are numbers."""
     with (mode := _torch.FakeTensorMode()):
         return mode, tuple(
             torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=device) for s in specs
@@ -86,9 +86,13 @@ def trace(
     parts: Mapping[str, int],
     fakes: Fakes = fakes_of,
 ) -> TracedGraph:
-    """Trace a step on fake tensors with these `specs`. Parameters may be on the meta device.
+    """Return a step as one graph, traced on fake tensors. Parameters may be on the meta device.
+
+    The graph is ready for the analysis of the loss: its dtypes are settled (`settle_dtypes`), and its joined part
+    reads gathered tensors of the batch (`join_batch`).
 
     Args:
+        specs: the specs of the tensors of the batch, followed by the specs of the step's Python numbers.
         parts: parameter name -> number of equal parts of its first dimension. The traced device has one part.
         fakes: makes the fake tensors of the batch and their fake mode.
 
@@ -343,15 +347,18 @@ class TracedStep(nn.Module):
             )
 
     def log(self, name: str, value: Any, call: Mapping[str, Any]) -> None:
-        """Record a call of `self.log`, so that the value becomes an output of the graph.
+        """Record a call of `self.log`.
+
+        A tensor, or a number that depends on tensors, becomes an output of the graph. Any other number is
+        recorded as a constant, and a number that changes from step to step as a function that returns it. A
+        metric object or its result is recorded in `metrics`.
 
         Args:
             call: the other arguments of `self.log` by name.
 
         Raises:
             CaptureError: a captured step cannot log this value, cannot log here, or has already logged a
-                value
-            under this name.
+                value under this name.
         """
         if not self._runs:
             raise CaptureError(
@@ -421,7 +428,7 @@ def _is_of_step(on_step: object, name: str) -> bool:
     epoch.
 
     Args:
-        on_step: the argument of `self.log`.
+        on_step: the argument of `self.log`. None stands for Lightning's default: True in `training_step` only.
         name: the name of the step.
     """
     return name == TracedStep.name if on_step is None else bool(on_step)
@@ -481,7 +488,8 @@ def _communicates(step: str) -> CaptureError:
 
 
 def _refuse_metric(step: TracedStep, error: BaseException) -> None:
-    """Raise an error if `error` comes from a metric object of torchmetrics that is not a submodule.
+    """Raise an error if `error` comes from a metric object of torchmetrics that is not a submodule. Otherwise do
+    nothing.
 
     Raises:
         CaptureError: `error` comes from such a metric object. The message names the line that runs it.
