@@ -97,7 +97,7 @@ class MetricRecorder:
 
         Args:
             method: one of `METHODS`, or `values` for an access to the metrics of a collection.
-            after: the number of recorded logs of tensors and numbers before the call.
+            after: see `MetricCall`.
             args, kwargs: the arguments of the call.
 
         Returns:
