@@ -1,5 +1,5 @@
 """Find where a joint graph's forward pass must be cut, so that its backward pass can be cut at each change of
-placement."""
+placement. A gradient belongs to the region of its forward operation, so both passes are cut together."""
 
 from __future__ import annotations
 

@@ -127,9 +127,11 @@ def differentiates_joined(
     backward: list[Node], joined: Collection[Node], shared: Collection[Node]
 ) -> Collection[Node]:
     """Return the backward nodes of the joined part: the gradients of its operations, and the sums of these
-    gradients. The result leaves out gradients of terms with `OF_PARTS`, and all nodes that read them.
+    gradients. Nodes that depend on a gradient with the mark `OF_PARTS` are left out.
 
     Args:
+        backward: the backward operations, in the order of the graph.
+        joined: the forward nodes of the joined part. If there are none, the result is empty.
         shared: forward nodes that belong to no region, such as views of parameters.
     """
     found: set[Node] = set()
@@ -212,8 +214,8 @@ def join_batch(graph: torch.fx.Graph) -> None:
 
 
 def _plain(graph: torch.fx.Graph, joined: Collection[Node]) -> set[Node]:
-    """Return the placeholders of the batch's tensors, and the forward nodes outside of `joined` that depend
-    only on these tensors and on sizes.
+    """Return the placeholders of the batch's tensors with dimensions, and the forward nodes outside of `joined`
+    that depend only on these tensors and on sizes.
 
     Such nodes do not depend on parameters, random numbers or gathered values.
     """

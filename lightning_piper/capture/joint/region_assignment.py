@@ -15,7 +15,8 @@ Three kinds of nodes do not decide where regions begin:
 - *constants*: untagged work that reads only tensors of the batch and constant buffers (masks, positions,
   slices of the batch). Each region that uses a constant computes it again.
 - *glue*: other untagged work that reads no parameter (a metric after the last stage, a loss outside of the
-  context). It belongs to the region that computed the latest of its inputs.
+  context). It belongs to the region that computed the latest of its inputs. If no region computes its inputs, it
+  belongs to the region of its first reader.
 """
 
 from __future__ import annotations
@@ -369,7 +370,8 @@ def _assign_backward(
     this region in `of`.
 
     If the node reads a gradient of an earlier region, it is in that earlier region, so that passes never wait
-    for each other in a circle. An addition that merges gradients of a value used several times has no tags.
+    for each other in a circle. At a change of placement, the index of this region may be negative (see `assign`).
+    An addition that merges gradients of a value used several times has no tags.
     It is in the earliest region of its inputs.
     """
     by_sequence: dict[Any, int] = {}

@@ -110,6 +110,7 @@ class LossTerms:
         beside: Returns a trace at another size, like `ask` of `BatchDependence`.
 
     Attributes:
+        dependence: An analysis of which values depend on the number of samples.
         joined: Nodes that are computed from gathered samples, and so have the same value on every part.
         uses: Key of a sum over the batch (`BatchSum.key`) -> (a node that reads the sum, the argument through
             which it does) -> the argument's value divided by the sum.
@@ -336,7 +337,11 @@ class LossTerms:
         return Combination(LINEAR, times(ONE if node.target in SUMS else SAMPLES, inner.denominator or ONE))
 
     def _scattered(self, node: Node) -> Combination:
-        """Return how a scatter combines: it adds rows of samples, at indices, to a tensor without samples."""
+        """Return how a scatter combines, which adds rows of samples, at indices, to a tensor without samples.
+
+        `LINEAR` if each sample has an index, and if the tensor is zero or has the denominator of the rows.
+        `OTHER` in all other cases, such as a scatter that overwrites elements.
+        """
         target: Any = node.target
         into, source = node.args[0], node.args[SCATTERED[target]]
         places = [x for x in node.all_input_nodes if x not in (into, source)]

@@ -96,8 +96,8 @@ class WeightedStep:
 
 
 def weigh(traced: TracedGraph, size: int, canonical: Mapping[str, str], beside: Ask | None) -> WeightedStep:
-    """Find the terms of the loss and of logged values, and give each term a tangent. The graph is changed in
-    place.
+    """Return a traced step with the terms of its loss and of its logged values. Each term of the loss has its own
+    tangent. The graph is changed in place.
 
     Weights combine means, sums, ratios whose denominators follow from the batch alone, and sums of such
     values. Maxima and minima combine without weights. Any other loss is weighted as a mean over samples, and

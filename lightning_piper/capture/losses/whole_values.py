@@ -25,7 +25,7 @@ MANY = 2**16  # the most numbers from which logged values are computed, because 
 def sources_of(value: Node, found: LossTerms, is_known: Callable[[Node], bool]) -> list[Node] | None:
     """Return the tensors from which `value` is computed, and which weights can combine from parts of the
     batch. Return None if `value` also depends on other values, such as samples, or if these tensors have more
-    than `MANY` numbers.
+    than `MANY` numbers. If `value` is computed from constants alone, the list is empty.
 
     Args:
         is_known: returns whether weights can combine a node's values on parts of the batch.

@@ -50,6 +50,9 @@ class _TensorPosition:
 class BatchSpec:
     """The layout of a batch without its values: its containers, and the shape and dtype of each tensor.
 
+    The result of a step has such a spec too. Its entries `FunctionResult`, `Later` and `NumberProxy` are computed
+    when the result is rebuilt.
+
     Attributes:
         skeleton: the batch with an entry of the spec in place of each tensor (`_TensorPosition`), each list
             with one entry per sample (`SampleList`), each object with tensors (`ContainerObject`) and each

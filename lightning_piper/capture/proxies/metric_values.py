@@ -15,8 +15,8 @@ class MetricValueProxy:
     """A placeholder for the result of a metric object.
 
     The step may log or return the placeholder, one of its items, or the result of arithmetic with numbers and
-    other such placeholders. Texts show `LATER` in place of the value. Any other use raises the error of the
-    constructor's `refuse`.
+    other such placeholders. Such a result does not have items. Texts show `LATER` in place of the value. Any other
+    use raises the error of the constructor's `refuse`.
 
     Attributes:
         computed: describes the result for which the placeholder stands.

@@ -198,6 +198,11 @@ class TracedStep(nn.Module):
         reads: Records what the step reads in Python. If None, the step runs uncaptured on real values.
         blocks: Name -> module whose calls become regions if the step has no annotations.
         whole_norms: All batch norms use the statistics of the whole batch, like `nn.SyncBatchNorm`.
+
+    Attributes:
+        batch_idx: The step's `batch_idx` if `reads` is None. Otherwise `reads` supplies it.
+        logs: The `self.log` calls of the last call of the step, without logs of metric objects.
+        metrics: The calls and logs of metric objects in the last call of the step.
     """
 
     name = "training_step"
