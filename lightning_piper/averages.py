@@ -33,10 +33,11 @@ def mean(values: torch.Tensor, count: torch.Tensor | float) -> torch.Tensor:
 
     Args:
         values: A tensor of any shape, with zeros for elements that do not count.
-        count: The number of elements that count in this batch, or in this part of it. Give a tensor without
-            dimensions, or a number that is the same for every part, such as a number of elements of the whole
-            batch. The count must depend on the batch alone, not on parameters, because the counts are added
-            up before the first backward pass. No gradient flows through the count.
+        count: The number of elements that count, in the samples that this step or microbatch has. Give a
+            tensor without dimensions. Or give a number that is the same for all microbatches and replicas,
+            such as a number of elements of the whole batch. The count must depend on the batch alone, not on
+            parameters, because the counts are added up before the first backward pass. No gradient
+            flows through the count.
 
     Raises:
         CaptureError: The count is a tensor with more than one element.

@@ -1,4 +1,5 @@
-"""Batch norms with the statistics of the whole batch, however it is divided over replicas.
+"""Batch norms with the statistics of the whole batch, however it is divided over replicas. They serve
+`nn.SyncBatchNorm`, and with `Trainer(sync_batchnorm=True)` all batch norms, in captured and uncaptured steps.
 
 Each replica sums over its samples, channel by channel. The sums are added up (`totals.total`), and mean and
 variance are computed from them. The variance of a replica is computed around its own mean, which is

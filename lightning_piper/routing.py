@@ -162,7 +162,7 @@ def combine(outputs: torch.Tensor) -> torch.Tensor:
 def _route(
     x: torch.Tensor, counts: torch.Tensor | None, shape: Sequence[int], direction: str, site: int
 ) -> torch.Tensor:
-    """Return a placeholder for an exchange in a captured graph. Run alone, it is an identity.
+    """Return a copy of `x`. In a captured graph, this operation is the placeholder of an exchange.
 
     Args:
         counts: The number of rows for each expert; None if the exchange sends equal parts, or returns rows.

@@ -74,8 +74,8 @@ def gathering() -> Iterator[None]:
 
 @contextmanager
 def exchanging_rows(gather: Gather, scatter: Scatter) -> Iterator[None]:
-    """Return a context in which `gather_samples` joins rows immediately, with `gather`. No step is captured
-    meanwhile.
+    """Return a context in which `gather_samples` joins rows immediately, with `gather`. Do not capture a
+    step inside of it.
 
     The backward pass calls `scatter` with the gradients of all rows and the number of this process's rows.
     """

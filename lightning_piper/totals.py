@@ -31,8 +31,8 @@ def total(x: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def summing(over: Sum) -> Iterator[None]:
-    """Return a context in which `total` and its backward pass sum immediately, with this function. No step is
-    captured meanwhile."""
+    """Return a context in which `total` and its backward pass sum immediately, with this function. Do not
+    capture a step inside of it."""
     global _sum
     before, _sum = _sum, over
     try:

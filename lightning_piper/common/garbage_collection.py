@@ -11,8 +11,8 @@ from collections.abc import Iterator
 def uncollected() -> Iterator[None]:
     """Turn off garbage collection inside the context.
 
-    A capture and a compilation make little garbage before they are done, and repeated collections would take
-    up to a quarter of the time of a capture or compilation.
+    A capture or a compilation makes little garbage before its end. Repeated collections would take up to a
+    quarter of its time.
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -8,10 +8,10 @@ shuffle depends on the rank. It detects such differences: the processes all-redu
 the background while the step runs. A process usually continues without the result. It waits, for example, if
 its batch has a different batch spec than its previous batch, because a step on different plans could hang.
 
-If each process is a replica of the whole module and already all-reduces its reported values, that message
-carries a digest instead (`digest`): a checksum of everything that is compared except the batch's values. The
-processes make the full comparison when digests differ, in the first steps, and in steps whose number is a
-power of two.
+If each process is its own replica, the processes often all-reduce the values that the step reports. Then this
+message carries a digest instead (`digest`): a checksum of everything that is compared except the batch's
+values. The processes make the full comparison when digests differ, in the first steps, and in steps whose
+number is a power of two.
 
 After replicas had batches of different shapes once, all processes wait in each step. A process may need a
 program that the other processes already have, and all processes compile together. In the first step with
@@ -34,7 +34,8 @@ from lightning_piper.errors import BatchError, CaptureError, ExecutionError, Pip
 from lightning_piper.processes.settings import Settings, always_alike, check_alike
 from lightning_piper.processes.world import World
 
-# The least integer, so that the entry of any other process wins a maximum.
+# The least integer. A message has it in the entries of other replicas, so that each replica's own entries win
+# the all-reduced maximum.
 NOTHING = torch.iinfo(torch.int64).min
 SAMPLE = 2048  # At least this many elements of a tensor enter the checksum, or all of a smaller tensor.
 # Steps between checks of values in GPU memory, which are rare because reading a GPU tensor makes the host

@@ -156,7 +156,10 @@ class FailureWatch:
 
     def _listen(self) -> None:
         """Read rank 0's messages, in the watch's thread, until there is a verdict or the connection ends.
-        After a verdict, end the children that did not answer, and this process if it does not end in time."""
+        After a verdict, end the children that did not answer, and this process if it does not end in time.
+
+        If the connection ends without a verdict, and no fit is over, the verdict is that rank 0 failed first.
+        """
         lead_left, lead = False, None  # whether rank 0's fit is over, and its progress
         while True:
             message = _receive(self._line)

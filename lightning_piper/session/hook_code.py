@@ -1,5 +1,6 @@
 """Decides from the bytecode of a user's hooks whether the hooks read or change gradients, before the hooks
-run."""
+run. If they may, the processes must sum the gradients of each batch of an accumulation, not only with the
+last batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The tensors and communicators of one process, on which compiled programs of any kind run."""
+"""The tensors and communicators of one process, on which compiled programs of any kind run.
+
+A fit, an evaluation and uncaptured replicas each have a `ProcessRuntime`. It checks that all processes run
+the same program before it makes executors for the program.
+"""
 
 from __future__ import annotations
 
@@ -489,7 +493,8 @@ def check_placed(program: Sequence[Directive], processes: int) -> None:
         PiperError: There are more or fewer processes.
     """
     if processes == 1 or not all(type(each).__module__.startswith(f"{PACKAGE}.") for each in program):
-        # On one device, the step may run uncaptured. Directives of other packages may place chunks unseen.
+        # On one device, the step may run uncaptured. Where directives of other packages place chunks is
+        # unknown.
         return
     placed = {device for each in program if isinstance(each, Place) for device in each.group}
     if placed and placed == set(range(len(placed))):

@@ -1,4 +1,7 @@
-"""The programs of a module's steps and their executors: one for each batch spec and Python state."""
+"""The programs of a module's steps and their executors: one for each batch spec and Python state.
+
+`Fit` has a store for the training step, and `Evaluation` has a store for all other steps.
+"""
 
 from __future__ import annotations
 

@@ -47,10 +47,11 @@ class Given:
         self._lists = batch_spec.contents(leaves)
 
     def __call__(self, what: Any) -> Any:
-        """Return the value in place of a placeholder: a list of the batch, or the result of a metric object.
+        """Return the value for a placeholder of the capture: a list of the batch, or the result of a metric
+        object or an entry of that result.
 
         Raises:
-            PiperError: The metric object's result does not have the part that the step uses.
+            PiperError: The metric object's result does not have the entry that the step uses.
         """
         if not isinstance(what, Later):
             return self._lists[what.index]
@@ -225,7 +226,7 @@ def _value(
 
     Args:
         log: The log call.
-        places: For each value from which the logged value is computed, its place in the result's metrics.
+        places: For each value from which the logged value is computed, its slice of `StepResult.metrics`.
         kept: Name of a value of the step -> the dtype in which Lightning keeps it.
         wide: The dtype in which Lightning keeps values that are neither float32 nor float64.
     """

@@ -251,8 +251,9 @@ def _trial(compiled: Compiled, world: World) -> tuple[int, bool] | None:
 def _tried(
     compiled: Compiled, module: nn.Module, leaves: Sequence[torch.Tensor], world: World
 ) -> Difference | None:
-    """On rank 0, run the step on a few samples and on their parts, if the program divides the batch. Return
-    the difference that this trial found, on rank 0; otherwise None. Collective.
+    """On rank 0, run the step on a few samples together and on parts of these samples, and compare the
+    results. Return the difference on rank 0. Return None without a difference, on the other ranks, and if the
+    program does not divide the batch or the module has no values. Collective.
 
     If the step's Python code depends on the number of samples, try as many samples as all replicas have, with
     copies of rank 0's samples for the other replicas.

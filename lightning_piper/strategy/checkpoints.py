@@ -192,8 +192,8 @@ class Saves:
         self._behind.wait()
 
     def end(self, failed: bool) -> None:
-        """Finish writing at the end of the run. After a failure, wait only as long as other processes may
-        take to end.
+        """Finish writing at the end of the run. After a failure, wait at most `GRACE` seconds, in which other
+        processes may also end.
 
         Raises:
             Exception: The last write failed; after a failed run this is a warning instead.

@@ -477,7 +477,7 @@ class Fit:
 
     def _drop_gradients(self) -> None:
         """Drop old gradients before the step. Lightning would drop the old gradients only after the plan has
-        allocated new gradients, so old and new gradients would take memory."""
+        allocated new gradients, so both would take memory at the same time."""
         for group in self._optimizer.param_groups:
             for param in group["params"]:
                 param.grad = None

@@ -1,2 +1,2 @@
-"""Training steps that cannot be captured whole: such steps run uncaptured in replicas, or with a captured
-part."""
+"""Training steps that cannot be captured as a whole. Piper runs such a step uncaptured in replicas, or
+captures only the calls of annotated modules."""
