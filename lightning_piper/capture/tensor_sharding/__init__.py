@@ -1,1 +1,1 @@
-"""The shard of each value that a rank holds if tensors are sharded, and the communication that this needs."""
+"""Decide which shard of each value a rank holds if tensors are sharded, and where ranks communicate."""

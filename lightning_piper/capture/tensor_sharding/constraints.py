@@ -1,4 +1,4 @@
-"""Find the values that `Division.values` shards. They are among the values that one region's forward pass
+"""Find the values that `Division.values` shards: some of the values that the forward pass of one region
 outputs to another region."""
 
 from __future__ import annotations
@@ -17,13 +17,20 @@ from lightning_piper.placements.rule import shape_of
 
 
 def constraint_lookup(graph: Graph, values: Mapping[str, Shard]) -> Callable[[Node], Shard | None]:
-    """Return a function from a value to its shard, according to the first pattern that matches the value's
-    region. The function returns None if the value is not sharded.
+    """Return a function from a node to the shard of its value, according to the first pattern that matches
+    the region of the node.
 
-    If a value has fewer dimensions than another value of the same pattern, its positions are merged into
-    another dimension: tokens [n * length, features] beside [n, length, features]. Such a value is not sharded
-    along its last dimension. A dimension of one element, as in masks [n, 1, length, length], is also not
-    sharded.
+    The function returns None if the user does not shard the value. This is so if no pattern matches, or if
+    the value is not a floating-point activation that the forward pass of another region reads.
+
+    The function also returns None if the value does not have the dimension of the shard, or has one element
+    along it, as in masks [n, 1, length, length]. Some values have fewer dimensions than another value of the
+    same pattern, such as tokens [n * length, features] beside [n, length, features]. Their positions are
+    merged into another dimension, so their last dimension is not the sharded one, and the function returns
+    None for a shard of the last dimension.
+
+    Args:
+        values: see `Division.values`.
     """
     # text of a region's tags -> the largest number of dimensions of a value that the region outputs
     ranks: dict[str, int] = defaultdict(int)
@@ -37,7 +44,7 @@ def constraint_lookup(graph: Graph, values: Mapping[str, Shard]) -> Callable[[No
     }
 
     def pinned(node: Node) -> Shard | None:
-        """Return the shard of a value, or None if the value is not sharded."""
+        """Return the shard of a value, or None if the user does not shard the value."""
         if not values or not _is_handed_on(node):
             return None
         rank, label = len(shape_of(node)), label_of(node)
@@ -51,7 +58,7 @@ def constraint_lookup(graph: Graph, values: Mapping[str, Shard]) -> Callable[[No
 
 
 def label_of(node: Node) -> str:
-    """Return the tags of the region that computes a value, as text."""
+    """Return the tags of the region that computes a value, as text: "PP=0,layer=3", or "untagged"."""
     return ",".join(f"{tag}={index}" for tag, index in tags_of(node).items()) or "untagged"
 
 

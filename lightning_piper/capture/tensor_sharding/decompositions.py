@@ -41,16 +41,19 @@ Written = Node | tuple[Node, ...] | None
 
 
 class Decomposer:
-    """A writer that replaces one operation by several operations.
+    """A writer that replaces an operation along a sharded dimension by several operations.
+
+    Each `Propagation` has one. The functions of this module and of `ring_attention` get it as `writer`. They
+    call it to add an operation: `writer(aten.exp.default, x)` returns the node of exp(x).
 
     Args:
         held: the placements along the axis of `division`.
         gone: replaced operation -> its replacement. The writer adds entries.
         place: sets the placements of an operation along all axes.
-        changed: returns a value with another placement for a reader.
+        changed: takes (value, placement, reader), and returns the value with this placement for the reader.
 
     Attributes:
-        dense: values sent between ranks -> their contiguous copies.
+        dense: value that ring attention sends between ranks -> its contiguous copy, or the value itself.
     """
 
     def __init__(
@@ -81,7 +84,8 @@ class Decomposer:
         """Replace a node by several operations if it works along a sharded dimension. Return whether the node
         was replaced.
 
-        The readers of the node then read the replacements.
+        The node is then erased from the graph, its readers read the replacements, and `gone` has an entry for
+        it. `getitem` nodes that take its results are replaced in the same way.
         """
         if (written := _WRITTEN.get(node.target)) is None:
             return False
@@ -106,8 +110,13 @@ class Decomposer:
         return True
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """Write one operation, and return its result. If another axis replaces this operation in turn, return
-        the replacement. For an item of a tuple of nodes, write nothing and return the item."""
+        """Write one operation before the operation that is being replaced, and place its results along all
+        axes. Return its node.
+
+        If the placement along an axis replaces this operation in turn, return the replacement: a node, or a
+        tuple with one node for each result. For a `getitem` of such a tuple, write nothing and return the
+        item.
+        """
         if target is operator.getitem and isinstance(args[0], tuple):
             return args[0][args[1]]  # type: ignore[no-any-return]
         value = self._at.meta["val"]
@@ -123,18 +132,24 @@ class Decomposer:
         return stands  # type: ignore[no-any-return]
 
     def whole(self, x: Node) -> Node:
-        """Return the value replicated on every rank. Partial sums are summed immediately."""
+        """Return the value replicated on every rank: `x` itself, or a change of its placement. If `x` is a
+        partial sum, the change comes before the operation that is being replaced, not later."""
         return x if self.held[x] == Replicate() else self._changed(x, Replicate(), self._at)
 
     def changed(self, x: Node, wanted: Placement) -> Node:
-        """Return the value with another placement. The operation that is being replaced reads the result."""
+        """Return the value with the placement `wanted`. The operation that is being replaced counts as the
+        reader of the change."""
         return self._changed(x, wanted, self._at)
 
     def ids(self, size: int, like: Node, part: Shard | None = None) -> Node:
-        """Return the indices 0 to `size` - 1 of a dimension, sharded, on the device of `like`.
+        """Return the indices 0 to `size` - 1 of a dimension, as a sharded vector on the device of `like`. So
+        each rank has the indices of its own shard of the dimension.
+
+        Operations in the same region share one vector.
 
         Args:
-            part: the shard of dimension 2 whose blocks the indices follow (default: contiguous shards).
+            part: the shard of the dimension, whose blocks and turn the indices follow (default: contiguous
+                shards).
         """
         wanted = Shard(0) if part is None else replace(part, dim=0)
         key, whole = ((size, held, str(self._at.meta.get("custom"))) for held in (wanted, Replicate()))
@@ -145,7 +160,8 @@ class Decomposer:
         return self._ids[key]
 
     def apart(self, x: Node, dim: int) -> Node:
-        """View a sharded dimension as two dimensions. The first one counts the ranks."""
+        """Return a view of `x` in which two dimensions replace the sharded dimension `dim`: [ranks, elements of
+        one shard]."""
         shape = list(shape_of(x))
         return self(
             aten.view.default, x, [*shape[:dim], self.degree, shape[dim] // self.degree, *shape[dim + 1 :]]
@@ -153,19 +169,20 @@ class Decomposer:
 
 
 def _along(writer: Decomposer, x: Any, dim: Any) -> int | None:
-    """Return the dimension `dim` of `x`, counted from the first, along which an operation works. Return None
-    if `x` is not sharded along this dimension, or if the dimension is so small that gathering costs less.
+    """Return the dimension `dim` of `x` as a number from 0 on, if an operation along this dimension must be
+    replaced. Return None if `x` is not sharded along it, if its shards have several blocks, or if it is so
+    small that gathering costs less.
 
     For each row, the new operations exchange one maximum of each rank, two sums in the forward pass and one
-    in the backward pass.
+    sum in the backward pass. So they pay if the row has more than `degree` + 3 elements.
     """
     along = int(dim) % len(shape_of(x))
     return along if writer.held[x] == Shard(along) and shape_of(x)[along] > writer.degree + 3 else None
 
 
 def _softmax(writer: Decomposer, node: Node) -> Node | None:
-    """Write a softmax, or its logarithm, along a sharded dimension. Return None if `_along` returns None, or
-    if the operation also changes the dtype."""
+    """Write a softmax, or its logarithm, along a sharded dimension. Return None, without a replacement, if
+    `_along` returns None, or if the operation also changes the dtype."""
     x, along, raised = node.args
     if raised or (dim := _along(writer, x, along)) is None:
         return None
@@ -199,8 +216,11 @@ def _softmax_backward(writer: Decomposer, node: Node) -> Node | None:
 
 def _argmax(writer: Decomposer, node: Node) -> Node | None:
     """Write the index of the first maximum along a sharded dimension. Return None if `_along` returns None,
-    or if the operation works along all dimensions. Shards are consecutive, so the first rank that has the
-    maximum has the first index."""
+    or if the operation works along all dimensions.
+
+    The shards of the ranks follow one after another. So the first rank that has the maximum has the first
+    index of it.
+    """
     x: Any = node.args[0]
     if len(node.args) < 2 or node.args[1] is None or (dim := _along(writer, x, node.args[1])) is None:
         return None
@@ -214,9 +234,12 @@ def _argmax(writer: Decomposer, node: Node) -> Node | None:
 
 
 def _nll(writer: Decomposer, node: Node) -> Written:
-    """Write the loss and its total weight. If classes are sharded, the target's column is the only class of
-    the new loss. If rows are sharded, the ranks' losses are summed. Return None in all other cases, and if
-    the user gives weights to the classes."""
+    """Write the loss and its total weight, which are the two results of `nll_loss`.
+
+    If classes are sharded, the column of the target is picked, and is the only class of the new loss. If rows
+    are sharded and the loss is a sum or mean, the losses of the ranks are summed. Return None in all other
+    cases, and if the user gives weights to the classes.
+    """
     scores, target, weight, reduction, ignored = node.args
     x: Any = scores
     if weight is None and reduction and isinstance(writer.held[x], Shard) and writer.held[x] != Shard(1):
@@ -249,9 +272,10 @@ def _nll_backward(writer: Decomposer, node: Node) -> Node | None:
 
 
 def _attention(writer: Decomposer, node: Node) -> Written:
-    """Replace attention by ring attention if the division asks for it. Otherwise, if causal attention reads
-    sharded queries and replicated keys, replace `is_causal` by a mask of positions. Return None for all other
-    attention, which needs no replacement."""
+    """Write ring attention if the division asks for it and the attention allows it (`ring_sharding`).
+    Otherwise, if causal attention will read sharded queries and gathered keys, write the same attention with
+    a mask of positions instead of `is_causal`. Return None for all other attention, which needs no
+    replacement."""
     if (part := ring_sharding(writer, node)) is not None:
         return attend_backward(writer, node, part) if is_backward(node) else attend(writer, node, part)
     q, k, _ = attended(node)
@@ -273,8 +297,8 @@ def _attention(writer: Decomposer, node: Node) -> Written:
 
 
 def _dropped(writer: Decomposer, node: Node) -> Written:
-    """Draw the mask of the whole value on every rank, and use only the rank's shard of the mask. Return None
-    if the value is not sharded."""
+    """Write a dropout that draws the mask of the whole value on every rank, and uses only the rank's shard of
+    the mask. So the mask is the same as on one device. Return None if the value is not sharded."""
     value, probability, train = node.args
     x: Any = value
     if not isinstance(writer.held[x], Shard):
@@ -287,8 +311,12 @@ def _dropped(writer: Decomposer, node: Node) -> Written:
 
 
 def _targets(writer: Decomposer, target: Any, ignored: Any) -> tuple[Node, Node]:
-    """Return the target with a dimension for the classes, and the target for a loss with a single column: 0,
-    or `IGNORED` if the row is ignored."""
+    """Return two tensors that are made from the target.
+
+    - The class of each row, with a dimension of one element for the classes, or `IGNORED` if the row is
+      ignored.
+    - The target for a loss with a single class: 0, or `IGNORED` if the row is ignored.
+    """
     nothing = writer(aten.eq.Scalar, target, ignored)
     index = writer(aten.where.ScalarSelf, nothing, IGNORED, target)
     return writer(aten.unsqueeze.default, index, 1), writer(aten.where.Scalar, nothing, IGNORED, 0)

@@ -18,15 +18,16 @@ from lightning_piper.placements.rule import shape_of
 from lightning_piper.placements.views import regrouping
 
 aten = torch.ops.aten
-# metadata keys that say to which place in the step a node belongs
+# Metadata keys with a node's annotations, sequence number, stack trace, and pass (forward or backward). A new
+# node gets the entries of the node to whose region it belongs.
 PLACE = ("custom", "seq_nr", "stack_trace", "partitioner_tag")
 
 
 class PlacementWriter:
-    """A writer of placement changes along one axis into a graph.
+    """A writer of placement changes along one axis into a graph. Each `Propagation` has one.
 
     Args:
-        held: the placements along the axis.
+        held: the placements along the axis. The writer adds the placements of its nodes.
         said: the shards that the user declares for values of the step.
         beside: sets the placements of a new node along the other axes.
     """
@@ -46,12 +47,22 @@ class PlacementWriter:
         self._made: dict[tuple[Node, Placement, Any], Node] = {}
 
     def made(self, x: Node, wanted: Placement, reader: Node) -> Node | None:
-        """Return an existing change of `x` whose result the reader may use. Return None if no such change
-        exists."""
+        """Return the result of an existing change of `x` to `wanted` that the reader may use. Return None if
+        there is no such change."""
         return self._made.get(self._key(x, wanted, reader))
 
     def changed(self, x: Node, wanted: Placement, reader: Node) -> Node:
-        """Return the value of `x` with another placement. Readers with the same `_key` share one change."""
+        """Return the value of `x` with the placement `wanted` to be read by `reader`. Insert the nodes that
+        compute it.
+
+        Readers with the same `_key` share one change. The result is an existing node if one has this value:
+        for example, if `x` is itself a change of a value that already has the wanted placement. If a view
+        computes `x`, the change may come before the view. A change of shards with several blocks may need
+        further views or two changes.
+
+        Args:
+            x: a value whose placement is not `wanted`.
+        """
         if x.target is CHANGE and x.args[1] == self.axis:  # one change replaces two
             x = x.all_input_nodes[0]
             if self.held[x] == wanted:
@@ -59,9 +70,10 @@ class PlacementWriter:
         if (source := self._seen_through(x, wanted)) is not None:
             return self._changed_before(x, source, wanted, reader)
         parts = [p for p in (self.held[x], wanted) if isinstance(p, Shard)]
-        runs = [p.blocks for p in parts if p.blocks > 1]  # of how many runs (blocks) each shard consists
+        runs = [p.blocks for p in parts if p.blocks > 1]  # the numbers of runs (blocks) of such shards
         if runs and not is_shift(self.held[x], wanted):
-            # If the degree divides the number of runs, each part of the dimension consists of whole runs.
+            # Replicate first if both shards consist of runs. Also if both shards are along one dimension,
+            # unless the degree divides the number of runs: then each contiguous shard consists of whole runs.
             along = len({p.dim for p in parts}) < len(parts)
             by_whole = len(runs) == 2 or (along and runs[0] % self.degree)
             return (self._changed_by_whole if by_whole else self._changed_in_runs)(x, wanted, reader)
@@ -89,10 +101,11 @@ class PlacementWriter:
         return x, wanted, None if has_own_region(x) else tuple(sorted(tags_of(reader).items()))
 
     def _seen_through(self, x: Node, wanted: Placement) -> Placement | None:
-        """Return the placement of a view's source that gives the view the placement `wanted`.
+        """Return the placement to which the source of the view `x` must change so that `x` gets the placement
+        `wanted`.
 
-        Return None if the change cannot come before the view, for example because the number of blocks would
-        depend on the number of samples.
+        Return None if `x` is not a view, or if the change cannot come before the view. For example, `x` is a
+        partial sum, or the number of blocks would depend on the number of samples.
         """
         if x.target not in VIEWS or FOLLOWS in x.meta:  # `FOLLOWS` marks a view that `_changed_in_runs` made
             return None
@@ -110,14 +123,22 @@ class PlacementWriter:
     def _of_any_size(self, part: Shard) -> bool:
         """Return whether the number of runs of a shard is the same for any number of samples.
 
-        It is not the same if one dimension holds both samples and positions.
+        This is so for one run, and for a number of runs that the user declares. In all other cases, one
+        dimension may hold both samples and positions, with a run for each sample.
         """
         return part.blocks == 1 or any(
             part.blocks == said.blocks and (part.dim > 0 or said.dim == 0) for said in self.said
         )
 
     def _changed_before(self, x: Node, placement: Placement, wanted: Placement, reader: Node) -> Node:
-        """Change the placement of a view's source, and repeat the view on the result."""
+        """Change the placement of a view's source, and return the view of the result. Readers in one region
+        and pass share it.
+
+        Args:
+            x: the view.
+            placement: the new placement of the source.
+            wanted: the placement of the new view.
+        """
         key = (x, wanted, (tuple(sorted(tags_of(reader).items())), _torch.is_backward(reader)))
         if key not in self._made:
             (source,) = x.all_input_nodes
@@ -135,7 +156,8 @@ class PlacementWriter:
         return self._made[key]
 
     def _changed_by_whole(self, x: Node, wanted: Placement, reader: Node) -> Node:
-        """Change the placement of a value in two steps: replicate the value first."""
+        """Change the placement of a value in two steps, and return the result: first replicate the value, then
+        cut it. An `alias` between the two changes keeps them from being merged."""
         whole = self.changed(x, Replicate(), reader)
         with self.graph.inserting_before(reader):
             at = reader if reader.op == "call_function" else x
@@ -144,9 +166,12 @@ class PlacementWriter:
         return self.changed(made, wanted, reader)
 
     def _changed_in_runs(self, x: Node, wanted: Placement, reader: Node) -> Node:
-        """Change a placement whose shards consist of runs, or change to such a placement. The change happens
-        in a view that has a separate dimension for the runs, because the number of runs may depend on the
-        number of samples."""
+        """Change a placement whose shards consist of runs, or change to such a placement. Return the result,
+        in the shape of `x`.
+
+        The change happens in a view that has a separate dimension for the runs. The reason is that a change
+        must be the same for all batch sizes, but the number of runs may depend on the number of samples.
+        """
         key = (x, wanted, (tuple(sorted(tags_of(reader).items())), _torch.is_backward(reader)))
         if key not in self._made:
             (runs,) = (p for p in (self.held[x], wanted) if isinstance(p, Shard) and p.blocks > 1)
@@ -169,15 +194,16 @@ class PlacementWriter:
         return self._made[key]
 
     def _place(self, node: Node, placement: Placement) -> None:
-        """Set the placement of a new node, and give it a sequence number that no gradient has."""
+        """Set the placements of a new node along all axes. If it is a forward node, give it a sequence number
+        that no backward operation has."""
         self.held[node] = placement
         if not _torch.is_backward(node):
             node.meta["seq_nr"] = (node.name,)
         self._beside(node)
 
     def _before(self, x: Node, reader: Node) -> Node:
-        """Return the first operation after `x` that is the reader or has the reader's tags. Return the reader
-        if there is no such operation."""
+        """Return the first operation after `x`, in the order of the graph, that is the reader or has the
+        reader's tags. Return the reader if there is no such operation."""
         found = x.op != "call_function"
         for node in self.graph.nodes:
             if found and node.op == "call_function" and (node is reader or tags_of(node) == tags_of(reader)):
@@ -188,8 +214,12 @@ class PlacementWriter:
 
 
 def make_like(graph: Graph, node: Node, target: Any, args: tuple[Any, ...], val: Any = None) -> Node:
-    """Return a new operation with the metadata of `node`, and with the same traced value unless `val` is
-    given."""
+    """Add an operation to the graph at its current insertion point, and return its node.
+
+    Args:
+        node: the new node gets the metadata `PLACE` of this node.
+        val: the traced value of the new node (default: the traced value of `node`).
+    """
     made = graph.call_function(target, args)
     made.meta = {key: node.meta[key] for key in PLACE if key in node.meta} | {
         "val": node.meta["val"] if val is None else val
@@ -207,11 +237,16 @@ def has_own_region(x: Node) -> bool:
 
 
 def _in_runs(placement: Placement, runs: Shard) -> Placement:
-    """Return the placement of a value after a view has given its runs a separate dimension."""
+    """Return the placement of a value after a view has given its runs a separate dimension.
+
+    Args:
+        placement: the placement before the view.
+        runs: the shard that consists of runs. The view splits its dimension into [runs, elements of a run].
+    """
     if not isinstance(placement, Shard):
         return placement
-    # The dimension of the runs comes before the dimension along which `runs` cuts each run. A shard along the
-    # same dimension that does not consist of runs holds some of the runs whole, so it follows the first of
-    # the two dimensions.
+    # The view replaces `runs.dim` by two dimensions: the number of the run, and the position in the run. The
+    # shard `runs` cuts each run, so it is along the second of them. A contiguous shard along `runs.dim`
+    # consists of whole runs, so it is along the first of them.
     dim = placement.dim + (placement.dim > runs.dim or placement == runs)
     return Shard(dim, turn=placement.turn)

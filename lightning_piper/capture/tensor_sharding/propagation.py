@@ -4,8 +4,9 @@ devices, and insert placement changes.
     h[R] -> mm with W[S(1)] -> [S(1)] -> gelu -> [S(1)] -> mm with V[S(0)] -> [P] --change--> [R] -> + x[R]
 
 Operations keep their order and their values. Some operations cannot work on the partial sums or shards that
-they read. Several operations replace such an operation, for example a product and the addition of a bias. The
-graph of one rank has the same nodes (`placements.local_graph`).
+they read. Several other operations then replace such an operation. For example, a product and the addition of
+the bias replace `addmm`. The changed graph still computes with whole tensors. `placements.local_graph` makes
+the graph of one rank from it, with the same nodes.
 """
 
 from __future__ import annotations
@@ -44,8 +45,15 @@ PRODUCTS = {aten.mm.default, aten.addmm.default}
 def propagate_placements(
     graph: Graph, divisions: Sequence[Division], names: PlaceholderNames
 ) -> list[Propagation]:
-    """Give every value of a joint graph a placement along each axis (`placement_changes.PLACEMENTS`). Return
-    the propagation of each division. The graph is changed in place.
+    """Give every value of a joint graph a placement along each axis, and store the placements in the metadata
+    of the nodes (`PLACEMENTS`). The graph is changed in place.
+
+    Args:
+        divisions: one for each axis; at least one.
+        names: the meaning of the graph's placeholders.
+
+    Returns:
+        The finished propagation of each division, in the same order.
 
     Raises:
         CaptureError: an operation cannot work on a shard of a parameter, or two axes would shard the same
@@ -63,6 +71,9 @@ def propagate(graph: Graph, propagations: Sequence[Propagation]) -> None:
     """Give every value of a joint graph a placement along the axes of these propagations. The graph is
     changed in place.
 
+    Args:
+        propagations: new propagations along all axes of the graph; at least one.
+
     Raises:
         CaptureError: an operation cannot work on a shard of a parameter.
     """
@@ -76,11 +87,12 @@ def propagate(graph: Graph, propagations: Sequence[Propagation]) -> None:
 
 
 def _check_apart(graph: Graph, propagations: Sequence[Propagation]) -> None:
-    """Raise an error for a value of which two axes shard the same dimension, because the order of the two
-    shardings is not defined.
+    """Check that no two axes shard the same dimension of a value, because the order of the two shardings is
+    not defined.
 
     Raises:
-        CaptureError: two axes shard the same dimension of a value. The message names the value.
+        CaptureError: two axes shard the same dimension of a value. The message names the operation that
+            computes the value, and its line.
     """
     for node in graph.nodes if len(propagations) > 1 else ():
         for propagation in propagations:
@@ -99,22 +111,30 @@ def _check_apart(graph: Graph, propagations: Sequence[Propagation]) -> None:
 class Propagation:
     """The placements of a graph's values along one axis.
 
+    `place` sets the placements of one node after another, in the order of the graph. All later decisions use
+    the placements of earlier nodes.
+
     Args:
-        seek: Weights that may be sharded -> the number of runs of which a shard consists.
-        axes: The propagations along all axes of this graph. This propagation is appended.
+        seek: Weights that may be sharded, by canonical name -> the number of runs of which a shard consists
+            (default: no weights; only the division shards parameters).
+        axes: The propagations along all axes of this graph. This propagation is appended. By default, this
+            axis is the only one.
 
     Attributes:
-        held: The placement of each value along the axis.
+        held: The placement of each value along the axis. An operation with several results has a tuple of
+            placements. A node that was not placed yet has R.
         fixed: Parameters, and views of parameters.
         free: Parameters whose placement is not chosen yet, and views of these parameters.
         sought: Weights of `seek` whose placement is not chosen yet, and views of these weights, each with its
             number of runs.
         views: Views of free parameters -> the parameter or view that they read.
-        gathered: Each sharded value that an operation of the forward pass reads replicated, with the
-            operation.
-        refused: Sharded parameters on whose shards an operation cannot work.
-        gone: Replaced operations -> the nodes that replace them. All axes share this dict.
-        along: (number of dimensions, shard) of each value that the user shards.
+        gathered: (sharded value, operation) for each operation of the forward pass that reads a sharded value
+            replicated.
+        refused: Names of the sharded parameters on whose shards an operation cannot work, after `place` has
+            raised an error.
+        gone: Replaced operation -> the node that replaces it, or one node for each of its results. All axes
+            share this dict.
+        along: (number of dimensions, shard) of each value that the user shards (`Division.values`).
     """
 
     def __init__(
@@ -149,14 +169,21 @@ class Propagation:
 
     @property
     def params(self) -> dict[str, Shard]:
-        """Name -> shard of each sharded parameter: parameters that the division names, weights of `seek`, and
-        biases that follow from their weights."""
+        """Canonical name -> shard of each sharded parameter that the graph reads: parameters that the division
+        names, weights of `seek`, and biases that follow from their weights."""
         placed = ((name, self.held[x]) for x, name in self.names.items() if x.users)
         return {name: placement for name, placement in placed if isinstance(placement, Shard)}
 
     def place(self, node: Node) -> None:
-        """Set the placements of a node's results along all axes: first by its operation's rules, then as the
-        program requests."""
+        """Set the placements of a node's results along all axes.
+
+        First, the rules of its operation decide, which may insert changes of its inputs or replace the
+        operation. Then its readers get a change if the user declares another placement for this value, or if
+        it is the gradient of gathered keys or values.
+
+        Raises:
+            CaptureError: no rule allows the placements of its inputs, or a declared shard is not even.
+        """
         for propagation in self.axes:
             if node.op == "output":
                 propagation._results(node)
@@ -177,8 +204,10 @@ class Propagation:
                 propagation._operation(node)
 
     def _operation(self, node: Node) -> None:
-        """Set the placement of an operation's results along this axis, and change the placements of its
-        inputs where the chosen rule needs it.
+        """Set the placement of an operation's results along this axis, and change the placements of inputs
+        for which the chosen rule needs another placement. Several operations may replace the operation.
+
+        A view or cast of a parameter whose placement is not chosen yet gets none either: it joins `free`.
 
         Raises:
             CaptureError: no rule allows the placements of its inputs.
@@ -206,7 +235,9 @@ class Propagation:
         elif node.target in _VIEWED and (part := self._is_for_rows(node)) is not None:
             node.replace_input_with(inputs[0], self.changes.changed(inputs[0], part, node))
         inputs = tensors_of(node)
-        for x in inputs:  # if another reader needed the sum, this reader also reads it
+        for (
+            x
+        ) in inputs:  # if an earlier reader needed the sum of partial sums, this reader also reads the sum
             if self.held[x] == P and (total := self.changes.made(x, R, node)) is not None:
                 node.replace_input_with(x, total)
         inputs = tensors_of(node)
@@ -243,15 +274,16 @@ class Propagation:
             self.fixed.add(node)
 
     def elsewhere(self, node: Node) -> set[int]:
-        """Return the dimensions of a value that other axes shard."""
+        """Return the dimensions of a value that axes other than this one shard; empty if there are none."""
         others = [propagation.held.get(node) for propagation in self.axes if propagation is not self]
         return {held.dim for held in others if isinstance(held, Shard)}
 
     def _is_vocabulary(self, node: Node) -> bool:
-        """Return whether the node looks up rows of a shardable weight by indices from the batch.
+        """Return whether the embedding `node` looks up rows of a weight that this axis may shard evenly, by
+        indices from the batch, without options other than a padding index.
 
-        Indices made in the step are positions. Tables of positions are too small to be worth a sum over the
-        ranks.
+        Indices that the step computes without the batch are positions. Tables of positions are too small to
+        be worth a sum over the ranks.
         """
         table, index, *options = node.args
         if table not in self.sought or any(options[1:]) or shape_of(table)[0] % self.degree:  # type: ignore[arg-type]
@@ -265,8 +297,12 @@ class Propagation:
         return False
 
     def _is_for_columns(self, view: Node) -> bool:
-        """Return whether a product with a column-sharded weight reads this view of a sharded value. One
-        change before the view then serves all such products."""
+        """Return whether the source of this view should be replicated before the view.
+
+        This is so if the source is sharded, but not along its last dimension, the view keeps the last
+        dimension, and a product with a column-sharded weight reads the view. One change before the view then
+        serves all such products.
+        """
         (x,) = tensors_of(view)
         if not isinstance(self.held[x], Shard) or x in self.fixed or shape_of(x)[-1] != shape_of(view)[-1]:
             return False
@@ -276,11 +312,13 @@ class Propagation:
         return any(self._has_columns(y) for y in rights if isinstance(y, Node))
 
     def _is_for_rows(self, view: Node) -> Shard | None:
-        """Return the shards in which the source of this view can stay, if only products with replicated
-        weights read the view. Otherwise return None.
+        """Return the shard to which the source of this view should change before the view. Return None if
+        another case than the following holds.
 
-        The source is sharded along its last dimension, but these products need the whole last dimension. The
-        result is a shard that the user has declared for values with the same number of dimensions.
+        The source is sharded along its last dimension, the view keeps this dimension, and products read the
+        view, all with replicated weights. These products need the whole last dimension. The result is a shard
+        along another dimension that the user has declared for values with the same number of dimensions, and
+        that is even. So the source stays sharded.
         """
         (x,) = tensors_of(view)
         last = len(shape_of(x)) - 1
@@ -300,20 +338,23 @@ class Propagation:
         return y in self.names and y not in self.sought and self.held[y] == R
 
     def _along(self, x: Any) -> int | None:
-        """Return the dimension along which a value is sharded. Return None if the value is not sharded."""
+        """Return the dimension along which a value is sharded. Return None if the value is replicated or a
+        partial sum."""
         placement = self.held[x]
         return placement.dim if isinstance(placement, Shard) else None
 
     def _has_columns(self, y: Node) -> bool:
-        """Return whether the factor `y` of a product is a parameter, or a view of one, that is sharded along
-        its columns or whose placement is not chosen yet."""
+        """Return whether the factor `y` of a product is sharded along its columns, and is a parameter or a
+        transposed or cast parameter. Also return True if `y` is in `sought`, whose placement is not chosen
+        yet."""
         turned = False
         while y.target in TURNED or y.target is CAST:
             y, turned = y.all_input_nodes[0], turned != (y.target in TURNED)
         return y in self.sought or (y in self.names and self._along(y) == (0 if turned else 1))
 
     def _settle(self, x: Node, wanted: Placement) -> None:
-        """Set the placement of a parameter that does not have a placement yet, and of all of its views."""
+        """Set the placement of a parameter in `free`, and of all of its views. `x` is the parameter or one of
+        its views, and `wanted` is the placement of `x`."""
         if x in self.views:
             turned = next(
                 rule for rule in rules_for(x, self.degree, _blocks(wanted)) if rule.outputs == (wanted,)
@@ -332,8 +373,8 @@ class Propagation:
                 self._settle(view, rule.outputs[0] or R)
 
     def _as_made(self, node: Node) -> Any:
-        """Return the placement of an operation without tensor inputs, or of one result of an operation with
-        several results."""
+        """Return the placement of a node without tensor inputs. For a `getitem`, it is the placement of one
+        result of its operation. Any other node is replicated: R, or a tuple of R for several results."""
         if node.all_input_nodes and isinstance(held := self.held[node.all_input_nodes[0]], tuple):
             return held[int(node.args[1])]  # type: ignore[arg-type]
         count = len(made_by(node))
@@ -343,11 +384,15 @@ class Propagation:
 
     def _without_bias(self, node: Node) -> bool:
         """If the ranks' products are partial sums, replace `addmm` by a product and an addition, so that the
-        bias is added once. Return whether the node was replaced."""
+        bias is added once, to the sum. Return whether the node was replaced.
+
+        If a view is the only reader of the `addmm` and keeps the last dimension, the addition comes after the
+        view.
+        """
         if node.target is not aten.addmm.default or node.kwargs:
             return False
         bias, x, y = node.args
-        # whether `y` is sharded along its rows, or will be because `x` is sharded along its columns
+        # Whether `y` is sharded along its rows, or will be sharded so because `x` is sharded along its columns.
         rows = self._along(y) == 0 or (y in self.sought and self._along(x) == 1)
         if not rows:
             return False
@@ -374,7 +419,8 @@ class Propagation:
         return True
 
     def _pin(self, node: Node) -> None:
-        """Shard the node's value as the user declares for outputs of its region.
+        """If the user declares a shard for the node's value (`Division.values`), let all readers read the value
+        with this placement. Parameters and their views are left unchanged.
 
         Raises:
             CaptureError: the ranks cannot have equal shards.
@@ -396,15 +442,20 @@ class Propagation:
         self._hand_on(node, wanted)
 
     def _hand_out(self, node: Node) -> None:
-        """Give the readers of a value the placement that the user declares, or that attention needs."""
+        """Insert a change after a value if the user declares a placement for it, or if it is the gradient of
+        gathered keys or values."""
         if tensors_of(node):
             self._pin(node)
         else:
             self._sum_of_keys(node)
 
     def _sum_of_keys(self, node: Node) -> None:
-        """Reduce-scatter the gradients of gathered keys and values to the shards that were gathered, if the
-        positions can be sharded evenly."""
+        """Reduce-scatter the gradients of gathered keys and values along the positions, if the positions can
+        be sharded evenly. Do nothing for any other node.
+
+        If the queries are sharded along the positions, the gradients get the same shard. Otherwise they get
+        contiguous shards.
+        """
         if (
             self.held[node] != P
             or node.target is not operator.getitem
@@ -417,7 +468,7 @@ class Propagation:
             self._hand_on(node, part)
 
     def _hand_on(self, node: Node, wanted: Placement) -> None:
-        """Let all readers of a value read it with the placement `wanted`."""
+        """Insert a change after a value, so that all its readers read it with the placement `wanted`."""
         users = list(node.users)
         with self.graph.inserting_after(node):
             change = self.changes.changed(node, wanted, node.next)
@@ -427,10 +478,11 @@ class Propagation:
                 self.held[user] = wanted
 
     def _results(self, output: Node) -> None:
-        """Replicate all results of the step except gradients.
+        """Change the placements of the graph's results, where needed.
 
-        A gradient gets the placement of its parameter. If all terms of the gradient of a replicated parameter
-        are partial sums, they stay partial sums.
+        Loss, logged values, buffers and other results become replicated. A gradient gets the placement of its
+        parameter. Exception: if all terms of the gradient of a replicated parameter are partial sums, they
+        stay partial sums, because the sum over replicas can also add up the terms of the ranks.
 
         Raises:
             CaptureError: a result would have to become a partial sum.
@@ -442,7 +494,7 @@ class Propagation:
             for _, desc in described
         ]
         # Several regions may compute terms of one gradient. The terms stay partial sums only if all of them
-        # are partial sums, because the sum over the batch also adds up the ranks' terms.
+        # are partial sums: the sum over replicas would count a replicated term once for each rank.
         terms = [
             (x, node)
             for x, (node, _) in zip(of, described, strict=True)
@@ -467,8 +519,8 @@ class Propagation:
         output.args = (tuple(results) if isinstance(output.args[0], tuple) else results,)
 
     def _refusal(self, node: Node) -> CaptureError:
-        """Return the error for an operation that cannot work on shards of its inputs. Record in `refused`
-        which parameters among them are sharded."""
+        """Return the error for an operation that cannot work on shards of its inputs. Set `refused` to the
+        names of the sharded parameters among its inputs."""
         held = {self.param_of(x): self.held[x] for x in tensors_of(node) if x in self.fixed}
         self.refused = [name for name, placement in held.items() if placement != R]
         read = ", ".join(f"{name} as {held[name]}" for name in self.refused) or "its inputs"
@@ -481,11 +533,13 @@ class Propagation:
         )
 
     def param_of(self, x: Node) -> str:
-        """Return the name of the parameter `x`, or of the parameter of which `x` is a view."""
+        """Return the canonical name of the parameter `x`, or of the parameter of which `x` is a view."""
         while x not in self.names:
             x = x.all_input_nodes[0]
         return self.names[x]
 
 
 def _blocks(placement: Placement) -> set[int]:
+    """Return the number of blocks of a shard, as a set for `rules_for`. Return an empty set for any other
+    placement."""
     return {placement.blocks} if isinstance(placement, Shard) else set()

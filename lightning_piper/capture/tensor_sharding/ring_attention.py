@@ -35,12 +35,12 @@ aten = torch.ops.aten
 
 
 def ring_sharding(writer: Decomposer, node: Node) -> Shard | None:
-    """Return the sharding of the sequence if an attention can run as ring attention. Return None if it
-    cannot.
+    """Return the shard of the queries, keys and values if an attention can run as ring attention. Return None
+    if it cannot, or if the division does not ask for ring attention.
 
-    Ring attention needs queries, keys and values with the same sharding of the sequence, and no dropout. A
-    mask must be additive. Warn if the queries are sharded along the sequence, but another condition is not
-    met.
+    Ring attention needs queries, keys and values with the same shard of the sequence, and no dropout. A mask
+    must be a floating-point mask that is added. Warn, in the forward pass, if the queries are sharded along
+    the sequence, but another condition is not met.
     """
     held = [writer.held[x] for x in attended(node)]
     part, backward = held[0], is_backward(node)
@@ -66,8 +66,13 @@ def ring_sharding(writer: Decomposer, node: Node) -> Shard | None:
 
 
 def attend(writer: Decomposer, node: Node, part: Shard) -> tuple[Node, Node]:
-    """Write attention to the keys of one rank after another, each as soon as the attention to the previous
-    keys is done. Return the output and the logsumexp."""
+    """Write attention to the keys of one rank after another, and merge the results. Return the output and the
+    logsumexp, which are the results of `node`.
+
+    Args:
+        writer: replaces `node`.
+        part: the shard of the queries, keys and values.
+    """
     q, k, v = attended(node)
     about = _about(writer, node, 4, part)
     own = [_dense(writer, x) for x in (k, v)]
@@ -90,10 +95,10 @@ def attend(writer: Decomposer, node: Node, part: Shard) -> tuple[Node, Node]:
 
 def attend_backward(writer: Decomposer, node: Node, part: Shard) -> tuple[Node, ...]:
     """Write the gradients of `attend`, in the same order of shards. Return the gradients of queries, keys and
-    values.
+    values, which are the results of `node`.
 
-    The gradient of keys that comes back from another rank is added only after the next shard is done, which
-    gives it time to arrive.
+    A rank that computes with the keys of another rank returns the gradients of these keys to their owner. The
+    owner adds them only after the next shard is done, so that they have time to arrive.
     """
     grad, q, k, v, *kept = tensors_of(node)[:6]
     out, lse = (_itself(x) for x in kept)  # the saved values, without the copies of the backward pass
@@ -125,14 +130,19 @@ def attend_backward(writer: Decomposer, node: Node, part: Shard) -> tuple[Node, 
 
 
 def _about(writer: Decomposer, node: Node, causal: int, part: Shard) -> tuple[Any, ...]:
-    """Return further arguments of the attention to one shard of keys: the mask, whether it is causal, the
-    scale, the degree, and the number of blocks of a shard. `causal` is the index of the node's argument."""
+    """Return further arguments of `ATTEND` and `ATTEND_BACKWARD`: the mask or None, whether the attention is
+    causal, the scale or None, the degree, and the number of blocks of a shard.
+
+    Args:
+        causal: the index of the argument `is_causal` of `node`.
+    """
     mask, scale = (node.kwargs.get(name) for name in ("attn_mask", "scale"))
     return mask, bool(argument(node, causal, False)), scale, writer.degree, part.blocks
 
 
 def _ids(writer: Decomposer, q: Node, k: Node, part: Shard, turn: int) -> tuple[Node, Node]:
-    """Return the positions of the queries, and the positions of the keys that the rank has in a turn."""
+    """Return the positions of the rank's queries, and the positions of the keys that it has in turn `turn`, as
+    two vectors of indices."""
     return writer.ids(shape_of(q)[2], q, part), writer.ids(shape_of(k)[2], k, replace(part, turn=turn))
 
 
@@ -156,8 +166,8 @@ def _arrived(
 
 
 def _dense(writer: Decomposer, x: Node) -> Node:
-    """Return a contiguous copy of a value, which all shifts send. If the value is already contiguous, return
-    the value."""
+    """Return a contiguous copy of a value, or the value itself if it is contiguous. All shifts of a value,
+    forward and backward, send the same copy."""
     if x not in writer.dense:
         dense = x.meta["val"].is_contiguous()
         writer.dense[x] = x if dense else writer(aten.clone.default, x, memory_format=torch.contiguous_format)
@@ -165,11 +175,14 @@ def _dense(writer: Decomposer, x: Node) -> Node:
 
 
 def _turned(writer: Decomposer, x: Node, part: Shard, turn: int) -> Node:
+    """Return `x` shifted so that each rank has the shard of turn `turn`. With `turn` 0, the rank has its own
+    shard."""
     wanted = replace(part, turn=turn)
     return x if writer.held[x] == wanted else writer.changed(x, wanted)
 
 
 def _cast(writer: Decomposer, x: Node, dtype: torch.dtype) -> Node:
+    """Return a new node with `x` in this dtype: a conversion, or an alias if it already has this dtype."""
     if x.meta["val"].dtype == dtype:
         return writer(aten.alias.default, x)
     return writer(aten._to_copy.default, x, dtype=dtype)

@@ -20,20 +20,27 @@ from lightning_piper.placements.views import regrouped
 def find_params(
     make: Callable[[], tuple[Graph, PlaceholderNames]], axis: str, degree: int, values: Mapping[str, Shard]
 ) -> dict[str, Shard]:
-    """Return name -> shard for the weights that can be sharded over an axis: along columns in the first
-    product, along rows in the next product.
+    """Return canonical name -> shard for the weight matrices that can be sharded over an axis: along columns
+    in the first of two products, along rows in the second. The result is empty if there are no such weights.
 
-    A weight is not sharded if another operation needs its result, or the weight itself, replicated before
-    another product reads it. If the reason is that the weight consists of several weights next to each other
-    (queries, keys and values), each of these weights is sharded.
+    A weight is not sharded if sharding it would need a gather: an operation reads the weight or the result of
+    its product replicated. Exception: the weight may consist of several weights next to each other (queries,
+    keys and values). Then each of them is sharded: `Shard.blocks` is their number.
+
+    Each round tries placements on a new graph. The next round leaves out the weights that failed.
 
     Args:
-        make: returns a joint graph of the step, a new one with each call.
+        make: Returns a joint graph of the step. Each call must return a new one, because a trial changes it.
+        axis: The name of the axis.
+        degree: The number of its ranks.
+        values: The values that the user shards; see `Division.values`.
 
     Raises:
-        CaptureError: the values cannot be placed, even if the weights involved are not sharded.
+        CaptureError: An operation cannot work on the shards of its inputs, and none of these shards comes from
+            a weight that the function may leave out.
     """
-    # weight -> number of equal blocks, each sharded separately; 0 if the weight must not be sharded
+    # Weight -> number of its equal blocks, each of which is sharded separately. 0 if the weight must not be
+    # sharded. Weights without an entry have one block.
     runs: dict[str, int] = {}
     while True:
         graph, names = make()
@@ -49,8 +56,8 @@ def find_params(
             continue
         found = propagation.params
         parts = found.keys() & seek.keys()
-        # Each sharded weight whose result, or the weight itself, is gathered -> the number of equal blocks
-        # into which the reader splits it. 0 if there are no equal blocks.
+        # Sharded weight that is gathered, or that makes a value that is gathered -> the number of equal blocks
+        # into which the reader splits the value. 0 if there are no equal blocks.
         needed = {
             name: _beside(propagation, x, reader)
             for x, reader in propagation.gathered
@@ -60,13 +67,13 @@ def find_params(
         if not needed:
             return {name: found[name] for name in weights if name in found}
         beside = {name: count for name, count in needed.items() if count > 1 and runs.get(name, 1) == 1}
-        # the next round may choose other placements for other values
+        # If some weights can have several blocks, try only these first: the other gathers may then disappear.
         runs |= beside or dict.fromkeys(needed, 0)
 
 
 def _beside(propagation: Propagation, x: Node, reader: Node) -> int:
-    """Return the number of equal blocks into which `reader` splits the sharded dimension of a value. Return 0
-    if it does not split this dimension into equal blocks."""
+    """Return the number of equal blocks into which `reader` splits the sharded dimension of the value `x`, as
+    `chunk` or a view do. Return 0 if it does not split this dimension into equal blocks."""
     placement = propagation.held[x]
     if not isinstance(placement, Shard):
         return 0
@@ -81,8 +88,8 @@ def _beside(propagation: Propagation, x: Node, reader: Node) -> int:
 
 
 def _followed(propagation: Propagation, params: Collection[str]) -> set[str]:
-    """Return the given parameters. For each vector among them, also return the weights with which it is
-    combined."""
+    """Return the names `params`, and for each vector among them (a bias) also the names of the sharded
+    weights whose values it meets in an operation. The placement of a bias follows from these weights."""
     found = set(params)
     for x, name in propagation.names.items():
         if name in params and len(shape_of(x)) == 1:
@@ -91,7 +98,8 @@ def _followed(propagation: Propagation, params: Collection[str]) -> set[str]:
 
 
 def _made_with(propagation: Propagation, x: Node) -> set[str]:
-    """Return the sharded weights that determine the placement of a value since its last placement change."""
+    """Return the names of the sharded parameters that determine the placement of the value `x`: all from
+    which it is computed without a change of placement or a replicated value in between."""
     found: set[str] = set()
     stack, seen = [x], {x}
     while stack:
