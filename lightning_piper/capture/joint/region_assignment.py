@@ -297,7 +297,8 @@ def _places(
             if (tags_of(node), parts[node]) != current:  # the node begins a run
                 run, current = run + 1, (tags_of(node), parts[node])
             here = (run, node in joined)
-            # input -> the number of boundaries before it, if the input is in the same run and part
+            # Input -> the number of boundaries before it. Only inputs in the same run count, which are joined
+            # if the node is joined.
             depth = {
                 x: places[x][0][2] for x in node.all_input_nodes if x in places and places[x][0][:2] == here
             }

@@ -62,6 +62,9 @@ class SizeSymbols:
         """Return a fake mode, and fake tensors of these specs in which symbols replace the free dimensions.
 
         Each call makes new symbols. `values` and `conditions` then refer to them.
+
+        Raises:
+            NotImplementedError: a size is too large for a symbol (`_torch.LARGEST`).
         """
         self._specs, self._shapes, self._of = specs, _torch.ShapeSymbols(), {}
         tensors = []
@@ -101,6 +104,7 @@ class SizeSymbols:
 
         Raises:
             NotSymbolic: the trace is valid for one value of a symbol only.
+            NotImplementedError: the trace is valid only if assertions on values hold at run time.
         """
         if self._shapes.is_fixed(self.names):
             raise NotSymbolic("the step's Python code takes a size as a number")

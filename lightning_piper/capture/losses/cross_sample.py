@@ -145,8 +145,8 @@ class _SampleDependence:
             self.held[node] = self._made(place, node)
 
     def _made(self, place: int, node: Node) -> Held:
-        """Return the states of an operation's results. Record the operation in `found` or `curved` if it
-        mixes or may mix samples, and in `beside` if a result belongs there."""
+        """Return the states of an operation's results. Record the operation in `found` if it mixes samples, in
+        `curved` if it may mix samples, and in `beside` if it combines rows with a number of the whole batch."""
         inputs, backward = tensors_of(node), _torch.is_backward(node)
         given = [self.held[x][0] for x in inputs]
         if backward:  # the forward pass has already shown how a number of the whole batch enters the loss
