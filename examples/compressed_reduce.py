@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_piper as piper
 from lightning_piper import ops
-from lightning_piper.ir import Node, Replicate, TrainingDAG
+from lightning_piper.ir import Node, Replicated, TrainingDAG
 from lightning_piper.ir.nodes import IssuePriority
 from lightning_piper.ops.reference import sum_in_order
 
@@ -30,7 +30,7 @@ HALF_ULP = 2.0**-8  # of bfloat16, relative
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompressedReduce(Node):
     """A node that sums a bucket of gradients over its group, rounding each member's to bfloat16: `Partial` ->
-    `Replicate`.
+    `Replicated`.
     """
 
     turn = IssuePriority.ON_DEMAND
@@ -59,7 +59,7 @@ def check(facts: ops.Facts, node: CompressedReduce) -> Iterable[str]:
             f"{facts.at(node)} sums {facts.named(node.inputs[0])}, which is {value.placement}: it takes a "
             "partial sum in a bucket"
         )
-    if made != dataclasses.replace(value, placement=Replicate()):
+    if made != dataclasses.replace(value, placement=Replicated()):
         yield (
             f"{facts.at(node)} describes its output differently from its input {facts.named(node.inputs[0])}"
         )

@@ -14,7 +14,7 @@ from lightning_piper.capture.tensor_sharding.shardable_params import find_params
 from lightning_piper.common.limits import integer, shown
 from lightning_piper.directives import Directive, Place, Shard
 from lightning_piper.errors import PiperError
-from lightning_piper.ir.values import Shard as Part
+from lightning_piper.ir.values import Sharded
 
 AXIS = "tp"
 
@@ -50,7 +50,7 @@ def tensor_parallel(module: nn.Module, batch: Any, degree: int, *, sequence: boo
     step = capture(module, batch, device.type if device.type != "meta" else "cpu")
     values = {"*": 1} if sequence else {}
     step.at(step.size)  # generates the code, which says which parameters the step reads
-    params = find_params(step.joint_graph, AXIS, number, {name: Part(dim) for name, dim in values.items()})
+    params = find_params(step.joint_graph, AXIS, number, {name: Sharded(dim) for name, dim in values.items()})
     if not params:
         raise PiperError(
             f"tensor_parallel: no weight of {type(module).__name__} can be sharded over {number} devices, "
@@ -73,7 +73,7 @@ def tensor_parallel(module: nn.Module, batch: Any, degree: int, *, sequence: boo
     ]
 
 
-def _patterns(parts: Mapping[str, Part], names: Mapping[str, Any]) -> dict[str, int | tuple[int, int]]:
+def _patterns(parts: Mapping[str, Sharded], names: Mapping[str, Any]) -> dict[str, int | tuple[int, int]]:
     """Return name -> dimension, or (dimension, number of blocks), to shard. If all layers are sharded
     equally, one entry with `*` instead of the layer's number stands for all layers.
 

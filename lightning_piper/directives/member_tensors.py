@@ -29,8 +29,7 @@ from lightning_piper.ir.mesh import DATA, Mesh
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.policies import ShardingPolicy
 from lightning_piper.ir.regions import Step
-from lightning_piper.ir.values import Kind, Partial, Replicate, Value
-from lightning_piper.ir.values import Shard as Part
+from lightning_piper.ir.values import Kind, Partial, Replicated, Sharded, Value
 from lightning_piper.ops.chunk import make_chunk
 from lightning_piper.ops.communication.gather_samples import GatherSamples, ScatterSamples, exchanged
 from lightning_piper.ops.communication.p2p import Recv, Send
@@ -74,16 +73,16 @@ def _is_dimension(value: Any) -> bool:
 
 
 def _is_placement(value: Any) -> bool:
-    """Return whether `value` is a dimension, or a pair of a dimension and a number of blocks (`Shard.blocks`)."""
+    """Return whether `value` is a dimension, or a pair of a dimension and a number of blocks (`Sharded.blocks`)."""
     if isinstance(value, Sequence) and len(value) == 2:
         return _is_dimension(value[0]) and type(value[1]) is int and value[1] > 0
     return _is_dimension(value)
 
 
-def _part(said: int | Sequence[int]) -> Part:
+def _part(said: int | Sequence[int]) -> Sharded:
     """Return the placement for an entry of `params` or `values`: a dimension, or (dimension, number of
     runs)."""
-    return Part(said) if isinstance(said, int) else Part(*said)
+    return Sharded(said) if isinstance(said, int) else Sharded(*said)
 
 
 def divided_step(directive: Shard, step: Step, program: Sequence[Directive]) -> Step:
@@ -181,11 +180,11 @@ def lines_of(
     )
 
 
-def _params(directive: Shard, step: Step, degree: int) -> dict[str, Part]:
+def _params(directive: Shard, step: Step, degree: int) -> dict[str, Sharded]:
     """Return, by canonical name, the division of each parameter that a pattern of the directive matches. If
     several patterns match, the last one counts. Raise an error if a pattern matches nothing, or if the
     dimension cannot be divided evenly."""
-    found: dict[str, Part] = {}
+    found: dict[str, Sharded] = {}
     for pattern, said in (directive.params or {}).items():
         names = [
             name
@@ -367,7 +366,7 @@ def _changed(dag: TrainingDAG, chunk: Chunk, ref: Ref, change: Change, stream: s
     changed = dataclasses.replace(
         value, tensors=specs, others=held_after(value.others, change.axis, change.after)
     )
-    kind = CutOut if isinstance(change.before, Replicate) else Redistribute
+    kind = CutOut if isinstance(change.before, Replicated) else Redistribute
     tags = {tag: index for tag, index in chunk.tags.items() if tag != "PASS"}
     return dag.add(
         kind(

@@ -429,7 +429,7 @@ class Shard(Directive):
         owners = mesh.size(self.axis)
         here = experts.count // owners
         spec = TensorSpec((owners, here), value.tensors[0].dtype, (here, 1))
-        return dataclasses.replace(value, tensors=(spec,), others=((self.axis, values.Shard(0)),))
+        return dataclasses.replace(value, tensors=(spec,), others=((self.axis, values.Sharded(0)),))
 
     def _sent(self, value: Value, experts: Routed, mesh: Mesh) -> Value:
         """Return the value of the rows that a device's experts receive, given the `value` that devices send.
@@ -446,4 +446,4 @@ class Shard(Directive):
             stride.append(steps)
             steps *= max(size, 1)
         spec = TensorSpec(shape, spec.dtype, tuple(reversed(stride)))
-        return dataclasses.replace(value, tensors=(spec,), others=((self.axis, values.Shard(0)),))
+        return dataclasses.replace(value, tensors=(spec,), others=((self.axis, values.Sharded(0)),))

@@ -21,7 +21,7 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import DATA, Mesh
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.policies import ShardingPolicy
-from lightning_piper.ir.values import Kind, Partial, Shard, Value
+from lightning_piper.ir.values import Kind, Partial, Sharded, Value
 from lightning_piper.ops.communication.bucket import Pack
 from lightning_piper.ops.update import Accumulate, Update
 
@@ -138,7 +138,7 @@ def _total(
     """
     alone = bucket.members == 1
     value = Value(
-        Kind.GRAD, bucket.names, (bucket.whole,), Shard(0) if alone else Partial(), bucket, bucket.others
+        Kind.GRAD, bucket.names, (bucket.whole,), Sharded(0) if alone else Partial(), bucket, bucket.others
     )
     first = terms[0][0]
     tags = {tag: index for tag, index in first.tags.items() if tag in dag.regions[first.region].tags}

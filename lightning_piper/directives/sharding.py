@@ -21,7 +21,7 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.policies import ShardingPolicy
-from lightning_piper.ir.values import Kind, Partial, Replicate, Shard, Value
+from lightning_piper.ir.values import Kind, Partial, Replicated, Sharded, Value
 from lightning_piper.ops.communication.bucket import Pack
 from lightning_piper.ops.communication.gather import AllGather, Parameters
 from lightning_piper.ops.communication.reduce import AllReduce, ReduceScatter
@@ -176,7 +176,7 @@ def gather_at(dag: TrainingDAG, devices: Group, buckets: Iterable[Bucket], polic
                 "their uses"
             )
         if found is None:
-            value = Value(Kind.PARAM, bucket.names, (bucket.part,), Shard(0), bucket, others=bucket.others)
+            value = Value(Kind.PARAM, bucket.names, (bucket.part,), Sharded(0), bucket, others=bucket.others)
             found = dag.add(
                 Parameters(
                     outputs=(value,), devices=devices, placed_by=dag.origin, kept=not policy.parameters
@@ -399,7 +399,7 @@ def scatter(dag: TrainingDAG, total: Node, policy: ShardingPolicy, ref: Ref | No
     ref = ref or (total.id, 0)
     bucket = dag.value(ref).bucket
     assert bucket is not None
-    value = Value(Kind.GRAD, dag.value(ref).names, (bucket.part,), Shard(0), bucket, others=bucket.others)
+    value = Value(Kind.GRAD, dag.value(ref).names, (bucket.part,), Sharded(0), bucket, others=bucket.others)
     return dag.add(
         ReduceScatter(
             inputs=(ref,),
@@ -414,7 +414,7 @@ def scatter(dag: TrainingDAG, total: Node, policy: ShardingPolicy, ref: Ref | No
 
 def _all_reduce(dag: TrainingDAG, total: Accumulate, policy: ShardingPolicy) -> AllReduce:
     """Add an all-reduce over replicas of a sum of gradients."""
-    value = dataclasses.replace(total.outputs[0], placement=Replicate())
+    value = dataclasses.replace(total.outputs[0], placement=Replicated())
     return dag.add(
         AllReduce(
             inputs=((total.id, 0),),
@@ -431,7 +431,7 @@ def _all_gather(dag: TrainingDAG, source: Parameters, chunk: Chunk, policy: Shar
     """Add the gather of a bucket's parameters for a chunk."""
     value, bucket = source.outputs[0], source.outputs[0].bucket
     assert bucket is not None
-    whole = dataclasses.replace(value, tensors=(bucket.whole,), placement=Replicate())
+    whole = dataclasses.replace(value, tensors=(bucket.whole,), placement=Replicated())
     # Only a gather that belongs to one chunk has the chunk's tags. Other gathers are shared by several chunks.
     tags = {tag: index for tag, index in chunk.tags.items() if tag != "PASS"} if policy.parameters else {}
     return dag.add(

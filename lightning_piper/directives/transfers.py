@@ -9,9 +9,10 @@ from typing import Any
 from lightning_piper.directives.device_groups import settle
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Node, Ref
-from lightning_piper.ir.values import Partial, Replicate
+from lightning_piper.ir.values import Partial, Replicated
 from lightning_piper.ops.communication.p2p import Recv, Send
-from lightning_piper.ops.metrics import Metrics, MetricsSum, Report
+from lightning_piper.ops.metrics import Metrics, MetricsSum, StepReport
+from lightning_piper.ops.update import Update
 
 SEND_STREAM, RECV_STREAM = "send", "recv"
 
@@ -59,9 +60,9 @@ def place_dependents(dag: TrainingDAG, chunks: Iterable[Chunk]) -> list[Node]:
 
 def _is_unplaced(node: Node) -> bool:
     """Return whether the node has no devices, and gets its devices from other nodes. Chunks get theirs from a
-    directive.
+    directive, and updates from `settle`, because several regions may share their parameters.
     """
-    return not (node.devices or node.everywhere or isinstance(node, Chunk))
+    return not (node.devices or node.everywhere or isinstance(node, Chunk | Update))
 
 
 def _waits_for_reader(dag: TrainingDAG, node: Node) -> bool:
@@ -132,7 +133,7 @@ def connect_report(dag: TrainingDAG) -> None:
     """Make the loss and logged values reach every device. With several devices, each device makes a vector of
     all values, with zeros for the values of other devices, and a node sums these vectors.
     """
-    report = next(dag.of_type(Report))
+    report = next(dag.of_type(StepReport))
     devices = dag.devices()
     metrics = list(dag.of_type(Metrics))
     parts = tuple((m.id, 0) for m in metrics)
@@ -143,7 +144,7 @@ def connect_report(dag: TrainingDAG) -> None:
         dag.change(m, outputs=(dataclasses.replace(m.outputs[0], placement=Partial()),))
     total = next(dag.of_type(MetricsSum), None)
     if total is None:
-        value = dataclasses.replace(metrics[0].outputs[0], placement=Replicate())
+        value = dataclasses.replace(metrics[0].outputs[0], placement=Replicated())
         total = dag.add(MetricsSum(inputs=parts, outputs=(value,), stream="metrics"))
         dag.rewire(report, inputs=((total.id, 0),))
     dag.change(total, devices=devices, placed_by=dag.origin)

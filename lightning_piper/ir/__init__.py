@@ -6,7 +6,7 @@ from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.regions import Interface, Region
-from lightning_piper.ir.values import Kind, Partial, Placement, Replicate, Shard, Slice, TensorSpec, Value
+from lightning_piper.ir.values import Kind, Partial, Placement, Replicated, Sharded, Slice, TensorSpec, Value
 
 __all__ = [
     "Bucket",
@@ -18,8 +18,8 @@ __all__ = [
     "Placement",
     "Ref",
     "Region",
-    "Replicate",
-    "Shard",
+    "Replicated",
+    "Sharded",
     "Slice",
     "TensorSpec",
     "TrainingDAG",

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_piper.ir.mesh import DATA, Mesh
-from lightning_piper.ir.values import Shard, TensorSpec, view_as
+from lightning_piper.ir.values import Sharded, TensorSpec, view_as
 
 if TYPE_CHECKING:
     from lightning_piper.ir.regions import ParamInfo
@@ -134,9 +134,9 @@ class Bucket:
         return self.mesh.size(DATA)
 
     @property
-    def others(self) -> tuple[tuple[str, Shard], ...]:
+    def others(self) -> tuple[tuple[str, Sharded], ...]:
         """The placements along `along`, in the form of `Value.others`."""
-        return tuple((axis, Shard(0)) for axis in self.along)
+        return tuple((axis, Sharded(0)) for axis in self.along)
 
     @property
     def degree(self) -> int:
@@ -180,10 +180,10 @@ class Bucket:
             return placement.parts(whole, self.degree)[part]
         return whole.chunk(self.degree, placement.dim)[part]
 
-    def placement_of(self, name: str) -> Shard:
+    def placement_of(self, name: str) -> Sharded:
         """Return how a parameter is divided: along its slowest dimension, so that parts are contiguous."""
         spec = self.tensors[self.names.index(name)]
-        return Shard(spec.dim_order[0], 1 if spec.runs is None else spec.runs[0])
+        return Sharded(spec.dim_order[0], 1 if spec.runs is None else spec.runs[0])
 
     def local_shards(self, replica: int) -> Iterator[tuple[str, int, int, int]]:
         """Yield (name, `start`, `stop`, `offset`) for each parameter with elements in the shard of group rank

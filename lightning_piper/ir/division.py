@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lightning_piper.ir.values import Placement, Shard
+from lightning_piper.ir.values import Placement, Sharded
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Division:
 
     axis: str
     degree: int
-    params: Mapping[str, Shard] = field(default_factory=dict)
-    values: Mapping[str, Shard] = field(default_factory=dict)
+    params: Mapping[str, Sharded] = field(default_factory=dict)
+    values: Mapping[str, Sharded] = field(default_factory=dict)
     stream: str = "alltoall"
     attention: str | None = None

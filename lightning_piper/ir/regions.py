@@ -21,7 +21,7 @@ from lightning_piper.ir.division import Change, Division
 from lightning_piper.ir.metric_calls import MetricCalls
 from lightning_piper.ir.recomputation import Recomputation
 from lightning_piper.ir.terms import Term
-from lightning_piper.ir.values import Kind, Placement, Shard, Slice, TensorSpec, view_as
+from lightning_piper.ir.values import Kind, Placement, Sharded, Slice, TensorSpec, view_as
 
 # The name of the returned loss among the metrics. It has a space, because users may log a value named "loss".
 LOSS = "returned loss"
@@ -281,7 +281,7 @@ class StepCode:
     nonlinear: str | None = None
     weighs_gradients: bool = False
     local: frozenset[str] = frozenset()
-    divided: Mapping[str, tuple[str, Shard]] = field(default_factory=dict)
+    divided: Mapping[str, tuple[str, Sharded]] = field(default_factory=dict)
 
     def samples(self, leaf: int, part: Slice) -> Slice | None:
         """Return the samples of batch tensor `leaf` that the chunks of `part` get. None: the chunks get the

@@ -6,7 +6,7 @@ import operator
 
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.regions import Output, PassKey
-from lightning_piper.ir.values import Kind, Partial, Placement, Shard
+from lightning_piper.ir.values import Kind, Partial, Placement, Sharded
 
 
 def take_parts(dag: TrainingDAG, training: TrainingDAG | None = None) -> None:
@@ -47,5 +47,5 @@ def others_of(dag: TrainingDAG, key: PassKey, index: int) -> tuple[tuple[str, Pl
         if dag.member_axes and not (summed and isinstance(held, Partial))
     ]
     if key[0] in dag.meshes and not (output.kind == Kind.GRAD and output.names[0] not in dag.divided):
-        parts += [(axis, Shard(0)) for axis in dag.routed_axes(dag.meshes[key[0]])]
+        parts += [(axis, Sharded(0)) for axis in dag.routed_axes(dag.meshes[key[0]])]
     return tuple(sorted(parts, key=operator.itemgetter(0)))

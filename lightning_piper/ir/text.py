@@ -49,7 +49,7 @@ def line_of(dag: TrainingDAG, node: Node) -> str:
     if node.outputs:
         shown = []
         for value in node.outputs:
-            kind = "" if value.placement.__class__.__name__ == "Replicate" else f" {value.placement}"
+            kind = "" if value.placement.__class__.__name__ == "Replicated" else f" {value.placement}"
             spec = f" {value.tensors[0]}" if len(value.tensors) == 1 else f" x{len(value.tensors)}"
             shown.append(value.label + spec + kind)
         words.append("-> " + ", ".join(shown))

@@ -103,10 +103,10 @@ def flattened(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return found.reshape(-1)
 
 
-# Placements, which say what each member of a node's device group holds. torch.distributed.tensor uses the
-# same names.
+# Placements, which say what each member of a node's device group holds. torch.distributed.tensor calls them
+# Replicate, Shard and Partial.
 @dataclass(frozen=True)
-class Replicate:
+class Replicated:
     """A placement in which every member holds the whole value."""
 
     def __str__(self) -> str:
@@ -114,7 +114,7 @@ class Replicate:
 
 
 @dataclass(frozen=True)
-class Shard:
+class Sharded:
     """A placement in which member i holds the i-th of equal parts along `dim`.
 
     With several `blocks`, `dim` consists of that many equal runs (such as the heads of each sample, if
@@ -162,12 +162,12 @@ class Partial:
         return "P(sum)"
 
 
-Placement = Replicate | Shard | Partial
+Placement = Replicated | Sharded | Partial
 
 
 def is_shift(before: Placement, after: Placement) -> bool:
     """Return whether a change of placement only makes each member send its part to another member."""
-    if not isinstance(before, Shard) or not isinstance(after, Shard):
+    if not isinstance(before, Sharded) or not isinstance(after, Sharded):
         return False
     return before != after and replace(before, turn=0) == replace(after, turn=0)
 
@@ -219,14 +219,14 @@ class Value:
         bucket: The layout of the named parameters (or their gradients) in one flat tensor; None if each is a
             tensor of its own.
         others: Axis -> placement along the other axes of the mesh. Axes along which the value is replicated
-            are absent. A parameter that is divided along "ep" is `Shard(0)` along it. So are the rows that
+            are absent. A parameter that is divided along "ep" is `Sharded(0)` along it. So are the rows that
             are dispatched to experts, although members may have different numbers of rows.
     """
 
     kind: Kind
     names: tuple[str, ...]
     tensors: tuple[TensorSpec, ...]
-    placement: Placement = field(default_factory=Replicate)
+    placement: Placement = field(default_factory=Replicated)
     bucket: Bucket | None = None
     others: tuple[tuple[str, Placement], ...] = ()
 

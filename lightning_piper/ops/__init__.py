@@ -27,7 +27,7 @@ from lightning_piper.ops.communication.total import Total
 from lightning_piper.ops.facts import Facts
 from lightning_piper.ops.host import Fetch, Store
 from lightning_piper.ops.instruction import Collective, Instruction, Read
-from lightning_piper.ops.metrics import Metrics, MetricsSum, Report
+from lightning_piper.ops.metrics import Metrics, MetricsSum, StepReport
 from lightning_piper.ops.order import Barrier
 from lightning_piper.ops.reference import Reference
 from lightning_piper.ops.results import Result
@@ -62,10 +62,10 @@ __all__ = [
     "Recv",
     "ReduceScatter",
     "Reference",
-    "Report",
     "Result",
     "ScatterSamples",
     "Send",
+    "StepReport",
     "Store",
     "Total",
     "Update",

@@ -11,7 +11,7 @@ from lightning_piper.ops.arguments import Arguments
 from lightning_piper.ops.chunk import make_chunk
 from lightning_piper.ops.communication.gather_samples import GatherSamples, ScatterSamples
 from lightning_piper.ops.communication.total import Total
-from lightning_piper.ops.metrics import Metrics, Report, first_log, metrics_value
+from lightning_piper.ops.metrics import Metrics, StepReport, first_log, metrics_value
 from lightning_piper.ops.results import Result
 from lightning_piper.ops.update import Accumulate, Update
 
@@ -166,7 +166,7 @@ def _report(dag: TrainingDAG, chunks: dict[PassKey, Chunk]) -> None:
                 slices=(chunk.slice,) * len(scalars),
             )
             parts.append((dag.add(node).id, 0))
-    dag.add(Report(inputs=tuple(parts)))
+    dag.add(StepReport(inputs=tuple(parts)))
 
 
 def _terms(dag: TrainingDAG, chunk: Chunk) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from lightning_piper.ir.nodes import Chunk, Ref
 from lightning_piper.ir.regions import Output, PassKey
 from lightning_piper.ir.seeds import chunk_seed
 from lightning_piper.ir.sharded_values import is_summed, others_of
-from lightning_piper.ir.values import Kind, Partial, Placement, Replicate, Slice, Value
+from lightning_piper.ir.values import Kind, Partial, Placement, Replicated, Slice, Value
 from lightning_piper.ops.base import Binding, Bound, Operation, Planning, about, register_operation
 from lightning_piper.ops.communication import all_to_all
 from lightning_piper.ops.communication.gather_samples import read_as_exchanged
@@ -67,7 +67,7 @@ def held(dag: TrainingDAG, output: Output) -> Placement:
     if is_summed(dag, output):
         return Partial()
     terms = output.kind == Kind.GRAD or output.partial or output.exchange == "scatter"
-    return placement_of_terms(dag) if terms else Replicate()
+    return placement_of_terms(dag) if terms else Replicated()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +233,7 @@ def _params(facts: Facts, node: Chunk) -> Iterable[str]:
         value = facts.dag.value(ref)
         if value.kind != Kind.PARAM or value.bucket is None or name not in value.names:
             yield f"{facts.at(node)} reads parameter {name} from {facts.named(ref)}, which does not hold it"
-        elif not isinstance(value.placement, Replicate):
+        elif not isinstance(value.placement, Replicated):
             yield f"{facts.at(node)} reads parameter {name} from a shard: gather it first"
 
 

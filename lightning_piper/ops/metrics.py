@@ -14,7 +14,7 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import DATA
 from lightning_piper.ir.nodes import IssuePriority, Node, Ref
 from lightning_piper.ir.regions import LOSS, StepCode
-from lightning_piper.ir.values import Kind, Partial, Replicate, Slice, TensorSpec, Value
+from lightning_piper.ir.values import Kind, Partial, Replicated, Slice, TensorSpec, Value
 from lightning_piper.ops.base import Binding, Bound, Operation, Planning, about, register_operation
 from lightning_piper.ops.communication.reduce import (
     AllReduce,
@@ -69,11 +69,15 @@ class MetricsSum(AllReduce):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report(Node):
+class StepReport(Node):
     """A node that outputs the loss and logged values on every device: the sum of its inputs."""
 
     turn = IssuePriority.LAST
     everywhere = True
+
+    @property
+    def label(self) -> str:
+        return "report"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +184,7 @@ def check_metrics(facts: Facts, node: Metrics) -> Iterable[str]:
     metric, the inputs must cover the local batch once."""
     names = node.outputs[0].names
     parts: dict[tuple[int, int], Contributions] = {}
-    if replace(node.outputs[0], placement=Replicate()) != metrics_value(facts.dag):
+    if replace(node.outputs[0], placement=Replicated()) != metrics_value(facts.dag):
         yield (
             f"{facts.at(node)} declares {node.outputs[0].label}, but the step has other metrics or another "
             "placement of them"
@@ -208,13 +212,13 @@ def check_metrics(facts: Facts, node: Metrics) -> Iterable[str]:
             yield f"metric {names[metric]} ({facts.at(node)}): {problem}"
 
 
-def check_report(facts: Facts, node: Report) -> Iterable[str]:
+def check_report(facts: Facts, node: StepReport) -> Iterable[str]:
     return ()
 
 
 def reported(facts: Facts) -> Iterable[str]:
     """Every metric must reach the report once, and the report must reach every device."""
-    reports = list(facts.dag.of_type(Report))
+    reports = list(facts.dag.of_type(StepReport))
     if len(reports) != 1:
         yield f"there are {len(reports)} reports of the loss; there must be one"
         return
@@ -305,7 +309,7 @@ def _merged(run: Reference, node: Metrics, replica: int) -> torch.Tensor:
     return vector.flatten()
 
 
-def interpret_report(run: Reference, node: Report) -> Made:
+def interpret_report(run: Reference, node: StepReport) -> Made:
     """Sum the vectors, merge the replicas' elements of each metric, and set `run.metrics`."""
     if node.inputs:  # the step has a loss or a logged value
         vector = sum_in_order([run.values[ref, 0] for ref in node.inputs])[0]
@@ -359,7 +363,7 @@ def lower_metrics(plan: Planning, node: Metrics) -> None:
     )
 
 
-def lower_report(plan: Planning, node: Report) -> None:
+def lower_report(plan: Planning, node: StepReport) -> None:
     """Emit the report of the inputs that this device makes. Raise an error if it makes none of them."""
     own = tuple(plan.read(ref, node) for ref in node.inputs if plan.has(ref))
     if node.inputs and not own:
@@ -519,7 +523,7 @@ register_operation(
 )
 register_operation(
     Operation(
-        Report,
+        StepReport,
         check_report,
         interpret_report,
         lower_report,

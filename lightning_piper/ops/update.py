@@ -13,7 +13,7 @@ from lightning_piper.errors import VerificationError
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.mesh import DATA
 from lightning_piper.ir.nodes import IssuePriority, Node, Ref
-from lightning_piper.ir.values import Kind, Partial, Shard, Slice
+from lightning_piper.ir.values import Kind, Partial, Sharded, Slice
 from lightning_piper.ops.base import (
     Binding,
     Bound,
@@ -201,7 +201,7 @@ def interpret_update(run: Reference, node: Update) -> Made:
             mesh = value.bucket.mesh if value.bucket else run.dag.mesh_of(value.names[0])
             groups = [mesh.line(DATA, r) for r in run.places]
             held = [sum_in_order([held[s] for s in group]) for group in groups]
-        elif isinstance(placement, Shard):
+        elif isinstance(placement, Sharded):
             assert value.bucket is not None
             held = [[torch.cat([held[s][0] for s in value.bucket.shard_group(r)])] for r in run.places]
         summands.append(held)
@@ -229,7 +229,7 @@ def interpret_update(run: Reference, node: Update) -> Made:
     return [[] for _ in run.places]
 
 
-def _joined(parts: list[Bundle], held_as: Sequence[Shard]) -> Bundle:
+def _joined(parts: list[Bundle], held_as: Sequence[Sharded]) -> Bundle:
     """Join parts to whole tensors."""
     return [placement.joined(xs) for xs, placement in zip(zip(*parts, strict=True), held_as, strict=True)]
 
@@ -246,7 +246,7 @@ def lower_update(plan: Planning, node: Update) -> None:
     """Complete the sum of the inputs, and emit the instruction that outputs the sum."""
     value = plan.dag.value(node.inputs[0])
     total = plan.add_up(node)
-    shard = plan.place if isinstance(value.placement, Shard) else None
+    shard = plan.place if isinstance(value.placement, Sharded) else None
     plan.emit(
         Deliver(
             **about(node),

@@ -18,7 +18,7 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import DATA, Mesh
 from lightning_piper.ir.nodes import Chunk, IssuePriority, Node, Ref
 from lightning_piper.ir.terms import Denominator, Term, Weighing
-from lightning_piper.ir.values import Kind, Partial, Replicate, Slice, TensorSpec, Value
+from lightning_piper.ir.values import Kind, Partial, Replicated, Slice, TensorSpec, Value
 from lightning_piper.ops.base import Binding, Bound, Operation, Planning, about, register_operation
 from lightning_piper.ops.communication.reduce import AllReduce, check_all_reduce, lower_all_reduce
 from lightning_piper.ops.facts import Facts, slices_of
@@ -109,7 +109,7 @@ def counted(dag: TrainingDAG, terms: tuple[int, ...], slices: tuple[Slice, ...])
     """Return the outputs of a `Counts`: the counts of each slice, and the total counts."""
     width = sum(_denominator(dag, term).width for term in terms)
     names = tuple(dag.code.terms[term].label for term in terms)
-    shared = Partial() if dag.replicas > 1 else Replicate()
+    shared = Partial() if dag.replicas > 1 else Replicated()
     own = Value(Kind.COUNT, names, (TensorSpec((len(slices), width), torch.float64, (width, 1)),), shared)
     return own, Value(Kind.COUNT, names, (TensorSpec((width,), torch.float64, (1,)),), shared)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Node, Ref
-from lightning_piper.ir.values import Replicate, Slice
+from lightning_piper.ir.values import Replicated, Slice
 from lightning_piper.ops.weights import Counts, CountsSum, Weights, counted, share_of, wanted_by, weighed
 
 STREAM = "counts"
@@ -64,7 +64,7 @@ def _make(dag: TrainingDAG, group: Group, terms: tuple[int, ...]) -> Weights:
     counts = dag.add(Counts(outputs=values, devices=devices, terms=terms, slices=slices))
     total: Node = counts
     if dag.replicas > 1 and not dag.mean_of_replicas:
-        summed = replace(values[1], placement=Replicate())
+        summed = replace(values[1], placement=Replicated())
         total = dag.add(
             CountsSum(
                 inputs=((counts.id, 1),), outputs=(summed,), devices=devices, stream=STREAM, mesh=dag.mesh

@@ -9,7 +9,7 @@ from lightning_piper.directives.base import Contract
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Node, Ref
-from lightning_piper.ir.values import Shard
+from lightning_piper.ir.values import Sharded
 from lightning_piper.ops.communication.bucket import Pack
 from lightning_piper.ops.update import Accumulate
 from lightning_piper.plan.order import global_order
@@ -134,6 +134,6 @@ def _scatters(dag: TrainingDAG, chunk: Chunk) -> list[Node]:
         user
         for pack in packs
         for user in dag.users(pack)
-        if user.sums and isinstance(user.outputs[0].placement, Shard)
+        if user.sums and isinstance(user.outputs[0].placement, Sharded)
     ]
     return [scatter for scatter in found if len(dag.users(scatter)) == 1]

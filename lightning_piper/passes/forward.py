@@ -30,7 +30,7 @@ from lightning_piper.directives.transfers import connect, connect_report, place_
 from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
-from lightning_piper.ops.metrics import Report
+from lightning_piper.ops.metrics import StepReport
 from lightning_piper.ops.results import Result
 from lightning_piper.passes.base import Pass
 
@@ -150,6 +150,6 @@ def _return_everywhere(dag: TrainingDAG, groups: list[Group]) -> None:
         others = [group for group in groups if group != result.devices]
         connect(dag, [dag.add(dataclasses.replace(result, id=-1, devices=group)) for group in others])
     dag.change(
-        next(dag.of_type(Report)), devices=tuple(sorted({device for group in groups for device in group}))
+        next(dag.of_type(StepReport)), devices=tuple(sorted({device for group in groups for device in group}))
     )
     connect_report(dag)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from lightning_piper.ir.values import Shard
+from lightning_piper.ir.values import Sharded
 from lightning_piper.placements.rule import P, R, Rule, along_of, argument, made_by, shape_of, tensors_of
 
 aten = torch.ops.aten
@@ -40,11 +40,11 @@ def attention_rules(node: Node) -> Iterator[Rule]:
     for d in (1, 0):
         # If there are fewer heads of keys than of queries, both are divided in the same way: each member has
         # a run of them.
-        held = [Shard(d) if len(shape_of(x)) > 2 and shape_of(x)[d] > 1 else R for x in inputs]
-        yield Rule(tuple(held), (Shard(d),) * len(outputs))
+        held = [Sharded(d) if len(shape_of(x)) > 2 and shape_of(x)[d] > 1 else R for x in inputs]
+        yield Rule(tuple(held), (Sharded(d),) * len(outputs))
     if argument(node, 7 if backward else 4, False):
         return  # causal: the keys that a query sees depend on its position, which a shard does not have
-    q = Shard(2)
+    q = Sharded(2)
     mask = [along_of(shape_of(x), len(shape_of(x)) - 2) for x in inputs[6 if backward else 3 :]]
     if backward:  # inputs: gradient of the output, queries, keys, values, output and its log-sum-exp
         yield Rule((q, q, R, R, q, q, *mask), (q, P, P))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch.fx import Node
 
-from lightning_piper.ir.values import Partial, Placement, Replicate, Shard, is_shift
+from lightning_piper.ir.values import Partial, Placement, Replicated, Sharded, is_shift
 from lightning_piper.placements.attention import ATTENTION, attended
 from lightning_piper.placements.placement_changes import PlacementMap
 from lightning_piper.placements.rule import Rule, shape_of, tensors_of
@@ -33,7 +33,7 @@ def choose(
     degree: int,
     fixed: Collection[Node],
     free: Collection[Node],
-    along: Collection[tuple[int, Shard]],
+    along: Collection[tuple[int, Sharded]],
     sought: Mapping[Node, int] | None = None,
     attention: str | None = None,
 ) -> Rule | None:
@@ -50,14 +50,14 @@ def choose(
         free: Parameters without a given placement that no node has read yet. They take any placement.
         along: Pairs: a number of dimensions, and the shard into which the user divides a value with that
             many dimensions. A sum with that many dimensions may be scattered into this shard.
-        sought: Node -> number of runs (`Shard.blocks`). These are weights without a placement, and views of
+        sought: Node -> number of runs (`Sharded.blocks`). These are weights without a placement, and views of
             such weights. Piper prefers to divide them into that many runs, if nothing else has to change.
         attention: See `by_keys`.
     """
     inputs = tensors_of(node)
     best: tuple[float, int] | None = None
     sought = sought or {}
-    blocks = {placement.blocks for x in inputs if isinstance(placement := held[x], Shard)} | {
+    blocks = {placement.blocks for x in inputs if isinstance(placement := held[x], Sharded)} | {
         part.blocks for _, part in along
     }
     rules = rules_for(node, degree, blocks | {sought[x] for x in inputs if x in sought})
@@ -66,19 +66,19 @@ def choose(
         parts = [
             (x, p.blocks)
             for x, p in zip(inputs, rule.inputs, strict=True)
-            if x in sought and isinstance(p, Shard)
+            if x in sought and isinstance(p, Sharded)
         ]
         seeks = [x for x, count in parts if count == sought[x]]
         if len(seeks) < len(parts):
             continue
-        moves = node.target in ATTENTION and any(isinstance(held[x], Shard) for x in inputs)
+        moves = node.target in ATTENTION and any(isinstance(held[x], Sharded) for x in inputs)
         # Rule 0 reads whole values. If `by_keys` is true, consider only the rule that divides sequences
         # besides it, otherwise only the rules that divide heads or samples.
         if index and node.target in ATTENTION:
             queries = dict(zip(inputs, rule.inputs, strict=True))[attended(node)[0]]
             # `moves` allows a rule that no input asks for. It does not allow the rule that divides samples,
             # because a batch may have any number of samples.
-            moves = moves and queries != Shard(0)
+            moves = moves and queries != Sharded(0)
             if _is_sequence(queries) is not by_keys(node, held, degree, attention):
                 continue
         # Any rule except rule 0 needs a reason: it divides a node of `sought`, or `moves` or an input asks
@@ -122,21 +122,21 @@ def by_keys(node: Node, held: PlacementMap, degree: int, attention: str | None) 
 
 
 def _is_sequence(placement: Placement) -> bool:
-    return isinstance(placement, Shard) and placement.dim == 2
+    return isinstance(placement, Sharded) and placement.dim == 2
 
 
 def _wanted(
-    rule: Rule, inputs: Sequence[Node], held: PlacementMap, along: Collection[tuple[int, Shard]]
+    rule: Rule, inputs: Sequence[Node], held: PlacementMap, along: Collection[tuple[int, Sharded]]
 ) -> bool:
     """Return whether a rule reads a shard or a partial sum without a change, or scatters a sum into a shard
     of `along`."""
     for x, placement in zip(inputs, rule.inputs, strict=True):
         have = held[x]
-        if not isinstance(placement, Replicate) and have == placement:
+        if not isinstance(placement, Replicated) and have == placement:
             return True
         if (
             isinstance(have, Partial)
-            and isinstance(placement, Shard)
+            and isinstance(placement, Sharded)
             and (len(shape_of(x)), placement) in along
         ):
             return True
@@ -148,7 +148,7 @@ def _meets(
 ) -> bool:
     """Return whether a rule divides a dimension that another axis divides."""
     pairs = [*zip(inputs, rule.inputs, strict=True), *((node, placement) for placement in rule.outputs)]
-    return any(isinstance(placement, Shard) and placement.dim in elsewhere(x) for x, placement in pairs)
+    return any(isinstance(placement, Sharded) and placement.dim in elsewhere(x) for x, placement in pairs)
 
 
 def _cost(have: Placement, want: Placement, elements: int, degree: int, fixed: bool, free: bool) -> float:
@@ -165,13 +165,13 @@ def _cost(have: Placement, want: Placement, elements: int, degree: int, fixed: b
     if free:
         return 0.0
     match have, want:
-        case Partial(), Replicate():
+        case Partial(), Replicated():
             return 2.0 * elements
-        case (Partial(), Shard()) | (Shard(), Replicate()):
+        case (Partial(), Sharded()) | (Sharded(), Replicated()):
             return 1.0 * elements
-        case Shard(), Shard() if is_shift(have, want):
+        case Sharded(), Sharded() if is_shift(have, want):
             return 1.0 * elements / degree
-        case Shard(), Shard():
+        case Sharded(), Sharded():
             both = have.blocks > 1 and want.blocks > 1
             apart = have.dim == want.dim and (have.blocks * want.blocks) % degree > 0
             return math.inf if both or apart else elements / degree

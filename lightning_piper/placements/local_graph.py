@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from lightning_piper.errors import CaptureError
-from lightning_piper.ir.values import Placement, Shard
+from lightning_piper.ir.values import Placement, Sharded
 from lightning_piper.placements.placement_changes import CHANGE, part_shape
 from lightning_piper.placements.ring import PARTS
 
@@ -69,9 +69,11 @@ def _localize(node: Node, held: Mapping[Node, Any], degree: int) -> None:
         node.args = (*node.args[:index], list(shape), *node.args[index + 1 :])
     along = _tuple(placement)[0]
     # Ring attention: a member has one part of the sequences, and its keys have been shifted already.
-    if (at := PARTS.get(target)) is not None and isinstance(along, Shard) and along.dim == 2:
+    if (at := PARTS.get(target)) is not None and isinstance(along, Sharded) and along.dim == 2:
         node.args = (*node.args[:at], 1, node.args[at + 1], 0)
-    if target in SPLIT and held.get(node.all_input_nodes[0]) == Shard(_split_along(node), len(_tuple(value))):
+    if target in SPLIT and held.get(node.all_input_nodes[0]) == Sharded(
+        _split_along(node), len(_tuple(value))
+    ):
         node.args = (node.args[0], _fewer(node.args[1], degree), *node.args[2:])
     # Compute the value on the member's inputs, and check its shape.
     if any(p is not None and not _same(p) for p in _tuple(placement)) or _reads_parts(node, held):

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 
 from lightning_piper.ir.division import Change
-from lightning_piper.ir.values import Partial, Placement, Replicate, Shard
+from lightning_piper.ir.values import Partial, Placement, Replicated, Sharded
 
 FOLLOWS = "piper_follows"  # metadata key. A node that has it belongs to the region that makes its input.
 # Metadata key for a dict: earlier node -> by how many regions, at least, this node comes after the earlier
@@ -65,22 +65,22 @@ def parsed(text: str) -> Placement:
     """Return the placement whose `str` is `text`."""
     if text.startswith("S("):
         part, _, turn = text.partition("+")
-        return replace(Shard(*map(int, part[2:-1].split(","))), turn=int(turn or 0))
-    return Replicate() if text == "R" else Partial()
+        return replace(Sharded(*map(int, part[2:-1].split(","))), turn=int(turn or 0))
+    return Replicated() if text == "R" else Partial()
 
 
 class PlacementMap(dict[Node, Any]):
-    """A mapping from each value to its placement along an axis; `Replicate` for values without an entry.
+    """A mapping from each value to its placement along an axis; `Replicated` for values without an entry.
 
     The entry of a value that is several tensors is a tuple of placements.
     """
 
     def __missing__(self, node: Node) -> Placement:
-        return Replicate()
+        return Replicated()
 
 
 def part_shape(shape: tuple[int, ...], placement: Placement, degree: int) -> tuple[int, ...]:
     """Return the shape of the part that one of `degree` members holds."""
-    if not isinstance(placement, Shard):
+    if not isinstance(placement, Sharded):
         return shape
     return tuple(size // degree if d == placement.dim else size for d, size in enumerate(shape))

@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, Interpreter, Node
 
 from lightning_piper.errors import CaptureError, VerificationError
-from lightning_piper.ir.values import Partial, Placement, Shard
+from lightning_piper.ir.values import Partial, Placement, Sharded
 from lightning_piper.placements.attention import ATTENTION
 from lightning_piper.placements.local_graph import SHAPED, SPLIT, VIEWS, localize
 from lightning_piper.placements.ring import ATTEND, ATTEND_BACKWARD, NUMBERS, PARTS
@@ -25,7 +25,7 @@ from lightning_piper.placements.views import regrouped
 from lightning_piper.placements.vocabulary import LOOKUPS, SIZES
 
 ROUNDING = 1e-12  # absolute and relative difference of results that agree
-RUNS = 3  # `Shard.blocks` in the small shapes, if a shard has more than one block
+RUNS = 3  # `Sharded.blocks` in the small shapes, if a shard has more than one block
 SMALL = 1 << 12  # the average number of elements of an operation's tensors up to which shapes stay unchanged
 
 aten = torch.ops.aten
@@ -152,8 +152,8 @@ def _with_few_blocks(placement: Placement | None, pieces: int) -> Placement | No
 
     A shard with as many blocks as the operation has pieces stays unchanged. So does every other placement.
     """
-    changes = isinstance(placement, Shard) and placement.blocks not in (1, pieces)
-    return Shard(placement.dim, RUNS) if isinstance(placement, Shard) and changes else placement
+    changes = isinstance(placement, Sharded) and placement.blocks not in (1, pieces)
+    return Sharded(placement.dim, RUNS) if isinstance(placement, Sharded) and changes else placement
 
 
 def _pieces(node: Node) -> int:
@@ -185,7 +185,7 @@ def _sizes(node: Node, rule: Rule, degree: int) -> dict[tuple[Node, int], int]:
     distinct = sorted({int(size) for x in known for size in x.meta["val"].shape if size > 1})
     runs = (
         math.lcm(RUNS, _pieces(node))
-        if any(isinstance(p, Shard) and p.blocks > 1 for p in rule.inputs)
+        if any(isinstance(p, Sharded) and p.blocks > 1 for p in rule.inputs)
         else 1
     )
     target: Any = node.target
@@ -240,7 +240,7 @@ def _sizes_of_view(node: Node, rule: Rule) -> dict[tuple[Node, int], int]:
     dimensions into several dimensions.
     """
     (source,) = tensors_of(node)
-    divided = {p.dim for p in rule.inputs if isinstance(p, Shard)}
+    divided = {p.dim for p in rule.inputs if isinstance(p, Sharded)}
     found: dict[tuple[Node, int], int] = {}
     for mine, theirs in regrouped(shape_of(source), shape_of(node)):
         if divided & set(mine) or (len(mine) > 1 and len(theirs) > 1):
@@ -311,7 +311,7 @@ def _parts(
     x: torch.Tensor, placement: Placement, degree: int, generator: torch.Generator
 ) -> list[torch.Tensor]:
     match placement:
-        case Shard():
+        case Sharded():
             return placement.parts(x, degree)
         case Partial():
             terms = [_drawn(x, 2, generator) for _ in range(degree - 1)]
@@ -322,7 +322,7 @@ def _parts(
 def _joined(parts: Sequence[torch.Tensor], placement: Placement) -> list[torch.Tensor]:
     """Return the tensors that must equal the whole value: the joined `parts`, their sum, or each of them."""
     match placement:
-        case Shard():
+        case Sharded():
             return [placement.joined(parts)]
         case Partial():
             return [torch.stack(list(parts)).sum(0)]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from lightning_piper.ir.values import Placement, Shard
+from lightning_piper.ir.values import Placement, Sharded
 from lightning_piper.placements.rule import R, Rule, along_of, shape_of, tensors_of
 
 aten = torch.ops.aten
@@ -50,7 +50,7 @@ def _attend(
     Returns:
         The output, and `lse` [n, heads, length], both in float32 or a wider dtype.
     """
-    of_queries, of_keys = Shard(2, runs), Shard(2, runs, turn)
+    of_queries, of_keys = Sharded(2, runs), Sharded(2, runs, turn)
     columns: Iterator[Any] = zip(
         of_queries.parts(q, parts),
         of_keys.parts(k, parts),
@@ -106,7 +106,7 @@ def _attend_backward(
         The term of the queries' gradient that comes from these keys, in float32 or a wider dtype, and the
         gradients of `k` and `v`.
     """
-    of_queries, of_keys = Shard(2, runs), Shard(2, runs, turn)
+    of_queries, of_keys = Sharded(2, runs), Sharded(2, runs, turn)
     columns: Iterator[Any] = zip(
         *(of_queries.parts(x, parts) for x in (grad, q, out, lse)),
         *(of_keys.parts(x, parts) for x in (k, v)),
@@ -294,17 +294,17 @@ def _precise(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _ids(ids: Tensor, placement: Shard, parts: int) -> list[Tensor]:
+def _ids(ids: Tensor, placement: Sharded, parts: int) -> list[Tensor]:
     """Return the positions in the sequence of each of `parts` parts."""
-    return Shard(0, placement.blocks, placement.turn).parts(ids, parts)
+    return Sharded(0, placement.blocks, placement.turn).parts(ids, parts)
 
 
-def _rows(mask: Tensor | None, placement: Shard, parts: int) -> Sequence[Tensor | None]:
+def _rows(mask: Tensor | None, placement: Sharded, parts: int) -> Sequence[Tensor | None]:
     """Return the rows of a mask for the queries of each part. A mask with one row serves all queries, and a
     missing mask stays None."""
     if mask is None or mask.shape[-2] == 1:
         return [mask] * parts
-    return Shard(mask.dim() - 2, placement.blocks).parts(mask, parts)
+    return Sharded(mask.dim() - 2, placement.blocks).parts(mask, parts)
 
 
 # Rules
@@ -315,10 +315,10 @@ def _attend_rules(node: Node) -> Iterator[Rule]:
     samples."""
     at = PARTS[node.target]  # type: ignore[index]
     runs, turn = (int(x) for x in node.args[at + 1 : at + 3])  # type: ignore[arg-type]
-    q, k = Shard(2, runs), Shard(2, runs, turn)
-    ids: tuple[Placement, ...] = (Shard(0, runs), Shard(0, runs, turn))
+    q, k = Sharded(2, runs), Sharded(2, runs, turn)
+    ids: tuple[Placement, ...] = (Sharded(0, runs), Sharded(0, runs, turn))
     masks = [shape_of(x) for x in tensors_of(node)[NUMBERS[node.target][1] + 1 :]]  # type: ignore[index]
-    rows = tuple(Shard(len(s) - 2, runs) if along_of(s, len(s) - 2) != R else R for s in masks)
+    rows = tuple(Sharded(len(s) - 2, runs) if along_of(s, len(s) - 2) != R else R for s in masks)
     if node.target is ATTEND:
         yield Rule((q, k, k, *ids, *rows), (q, q))
     else:
@@ -326,12 +326,14 @@ def _attend_rules(node: Node) -> Iterator[Rule]:
     count = NUMBERS[node.target][0]  # type: ignore[index]
     for d in (1, 0):  # heads and samples are independent of each other
         mask = tuple(along_of(s, len(s) - 4 + d) for s in masks)
-        yield Rule(((Shard(d),) * count + (R, R, *mask)), (Shard(d),) * (2 if node.target is ATTEND else 3))
+        yield Rule(
+            ((Sharded(d),) * count + (R, R, *mask)), (Sharded(d),) * (2 if node.target is ATTEND else 3)
+        )
 
 
 def _merge_rules(node: Node) -> Iterator[Rule]:
     for d in range(len(shape_of(tensors_of(node)[1]))):
-        yield Rule((Shard(d),) * 4, (Shard(d),) * 2)
+        yield Rule((Sharded(d),) * 4, (Sharded(d),) * 2)
 
 
 RING: dict[Any, Callable[[Node], Iterator[Rule]]] = {

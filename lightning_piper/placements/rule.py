@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from lightning_piper.ir.values import Partial, Placement, Replicate, Shard
+from lightning_piper.ir.values import Partial, Placement, Replicated, Sharded
 
-R, P = Replicate(), Partial()
+R, P = Replicated(), Partial()
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def along_of(shape: Sequence[int], d: int) -> Placement:
     An operand that is broadcast along `d` stays whole: its size is 1 there, or it lacks the dimension
     (`d` < 0).
     """
-    return Shard(d) if d >= 0 and shape[d] > 1 else R
+    return Sharded(d) if d >= 0 and shape[d] > 1 else R
 
 
 def argument(node: Node, index: int, default: Any = None) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from lightning_piper.ir.values import Placement, Shard
+from lightning_piper.ir.values import Placement, Sharded
 from lightning_piper.placements.attention import ATTENTION, attention_rules
 from lightning_piper.placements.local_graph import SPLIT
 from lightning_piper.placements.ring import PARTS, RING
@@ -30,7 +30,7 @@ def rules_for(node: Node, degree: int, blocks: Collection[int] = ()) -> list[Rul
     """Return the sharding rules of an operation; first the rule for whole tensors.
 
     Args:
-        blocks: Values of `Shard.blocks`. The result has rules for shards with these numbers of runs.
+        blocks: Values of `Sharded.blocks`. The result has rules for shards with these numbers of runs.
     """
     inputs, outputs = tensors_of(node), made_by(node)
     whole = Rule((R,) * len(inputs), tuple(R if isinstance(x, torch.Tensor) else None for x in outputs))
@@ -60,7 +60,9 @@ def _in_blocks(rule: Rule, count: int) -> Rule:
 
     def blocked(placement: Placement | None) -> Placement | None:
         return (
-            replace(placement, blocks=placement.blocks * count) if isinstance(placement, Shard) else placement
+            replace(placement, blocks=placement.blocks * count)
+            if isinstance(placement, Sharded)
+            else placement
         )
 
     return Rule(tuple(blocked(p) or R for p in rule.inputs), tuple(map(blocked, rule.outputs)))
@@ -75,7 +77,7 @@ def _divides(rule: Rule, node: Node, inputs: Sequence[Node], outputs: Sequence[A
         if isinstance(x, torch.Tensor) and p
     ]
     return all(
-        not isinstance(placement, Shard)
+        not isinstance(placement, Sharded)
         or (
             placement.dim < len(shape)
             and shape[placement.dim] > 1
@@ -108,8 +110,8 @@ def _pointwise(node: Node) -> Iterator[Rule]:
     rank = max(map(len, shapes), default=0)
     for d in range(rank):
         held = tuple(along_of(shape, d - (rank - len(shape))) for shape in shapes)
-        if any(isinstance(placement, Shard) for placement in held):
-            yield Rule(held, (Shard(d),) * count)
+        if any(isinstance(placement, Sharded) for placement in held):
+            yield Rule(held, (Sharded(d),) * count)
     if node.target in _ADDITIVE and len(inputs) == 2:
         yield Rule((P, P), (P,))
     elif node.target in _LINEAR and node.meta["val"].is_floating_point():
@@ -125,17 +127,17 @@ def _pointwise(node: Node) -> Iterator[Rule]:
 
 
 def _mm(node: Node) -> Iterator[Rule]:
-    yield Rule((Shard(0), R), (Shard(0),))
-    yield Rule((R, Shard(1)), (Shard(1),))
-    yield Rule((Shard(1), Shard(0)), (P,))
+    yield Rule((Sharded(0), R), (Sharded(0),))
+    yield Rule((R, Sharded(1)), (Sharded(1),))
+    yield Rule((Sharded(1), Sharded(0)), (P,))
     yield from (Rule((P, R), (P,)), Rule((R, P), (P,)))
 
 
 def _bmm(node: Node) -> Iterator[Rule]:
-    yield Rule((Shard(0), Shard(0)), (Shard(0),))
-    yield Rule((Shard(1), R), (Shard(1),))
-    yield Rule((R, Shard(2)), (Shard(2),))
-    yield Rule((Shard(2), Shard(1)), (P,))
+    yield Rule((Sharded(0), Sharded(0)), (Sharded(0),))
+    yield Rule((Sharded(1), R), (Sharded(1),))
+    yield Rule((R, Sharded(2)), (Sharded(2),))
+    yield Rule((Sharded(2), Sharded(1)), (P,))
     yield from (Rule((P, R), (P,)), Rule((R, P), (P,)))
 
 
@@ -144,8 +146,8 @@ def _addmm(node: Node) -> Iterator[Rule]:
     the whole bias."""
     bias = shape_of(tensors_of(node)[0])
     last = len(bias) - 1
-    yield Rule((along_of(bias, last), R, Shard(1)), (Shard(1),))
-    yield Rule((along_of(bias, 0) if last else R, Shard(0), R), (Shard(0),))
+    yield Rule((along_of(bias, last), R, Sharded(1)), (Sharded(1),))
+    yield Rule((along_of(bias, 0) if last else R, Sharded(0), R), (Sharded(0),))
 
 
 # Views, permutations and concatenations of the same elements
@@ -171,7 +173,7 @@ def _moves(
         outputs = made_by(node)
         for d, to in enumerate(order(node, len(shape_of(tensors_of(node)[0])))):
             if to is not None:
-                yield Rule((Shard(d),), (Shard(to),) * len(outputs))
+                yield Rule((Sharded(d),), (Sharded(to),) * len(outputs))
         if sums and all(isinstance(x, torch.Tensor) and x.is_floating_point() for x in outputs):
             yield Rule((P,), (P,) * len(outputs))
 
@@ -217,7 +219,7 @@ def _split(node: Node) -> Iterator[Rule]:
     outputs = made_by(node)
     along = int(argument(node, 2, 0)) % len(shape_of(tensors_of(node)[0]))
     if len(outputs) > 1 and len({x.shape[along] for x in outputs if x is not None}) == 1:
-        yield Rule((Shard(along, len(outputs)),), (Shard(along),) * len(outputs))
+        yield Rule((Sharded(along, len(outputs)),), (Sharded(along),) * len(outputs))
 
 
 def _slice(node: Node) -> Iterator[Rule]:
@@ -282,11 +284,11 @@ def _cat(node: Node) -> Iterator[Rule]:
     alone = sum(math.prod(shape) > 0 for shape in shapes) == 1
     for d in range(rank):
         if alone and d == along:
-            yield Rule(tuple(Shard(d) if math.prod(shape) else R for shape in shapes), (Shard(d),))
+            yield Rule(tuple(Sharded(d) if math.prod(shape) else R for shape in shapes), (Sharded(d),))
         elif d != along:  # an empty vector may be among tensors of any rank
-            yield Rule(tuple(Shard(d) if len(shape) == rank else R for shape in shapes), (Shard(d),))
+            yield Rule(tuple(Sharded(d) if len(shape) == rank else R for shape in shapes), (Sharded(d),))
     if len(set(shapes)) == 1 and len(inputs) > 1:  # the inputs become runs of the output
-        yield Rule((Shard(along),) * len(inputs), (Shard(along, len(inputs)),))
+        yield Rule((Sharded(along),) * len(inputs), (Sharded(along, len(inputs)),))
     yield Rule((P,) * len(inputs), (P,))
 
 
@@ -296,7 +298,7 @@ def _stack(node: Node) -> Iterator[Rule]:
     rank = len(made_by(node)[0].shape)  # type: ignore[union-attr]
     along = int(argument(node, 1, 0)) % rank
     for d in range(rank - 1):
-        yield Rule((Shard(d),) * count, (Shard(d + (d >= along)),))
+        yield Rule((Sharded(d),) * count, (Sharded(d + (d >= along)),))
     yield Rule((P,) * count, (P,))
 
 
@@ -317,9 +319,9 @@ def _sum(node: Node) -> Iterator[Rule]:
     kept = bool(argument(node, 2, False)) if node.target is not aten.sum.default else False
     for d in range(rank):
         if d not in gone:
-            yield Rule((Shard(d),), (Shard(d if kept else d - sum(g < d for g in gone)),))
+            yield Rule((Sharded(d),), (Sharded(d if kept else d - sum(g < d for g in gone)),))
         elif node.target in _SUMS and x.meta["val"].is_floating_point():
-            yield Rule((Shard(d),), (P,))
+            yield Rule((Sharded(d),), (P,))
     if node.target is not aten.amax.default and x.meta["val"].is_floating_point():
         yield Rule((P,), (P,))
 
@@ -329,7 +331,7 @@ def _layer_norm(node: Node) -> Iterator[Rule]:
     x, *weights = tensors_of(node)
     rows = len(shape_of(x)) - len(node.args[1])  # type: ignore[arg-type]
     for d in range(rows):
-        yield Rule((Shard(d), *(R for _ in weights)), (Shard(d),) * 3)
+        yield Rule((Sharded(d), *(R for _ in weights)), (Sharded(d),) * 3)
 
 
 def _layer_norm_backward(node: Node) -> Iterator[Rule]:
@@ -339,23 +341,23 @@ def _layer_norm_backward(node: Node) -> Iterator[Rule]:
     rows = len(shape_of(inputs[0])) - len(node.args[2])  # type: ignore[arg-type]
     made = [isinstance(x, torch.Tensor) for x in made_by(node)]
     for d in range(rows):
-        outputs: tuple[Placement, ...] = (Shard(d), P, P)
-        held: tuple[Placement, ...] = (*(Shard(d) for _ in inputs[:4]), *(R for _ in inputs[4:]))
+        outputs: tuple[Placement, ...] = (Sharded(d), P, P)
+        held: tuple[Placement, ...] = (*(Sharded(d) for _ in inputs[:4]), *(R for _ in inputs[4:]))
         yield Rule(held, tuple(p if there else None for p, there in zip(outputs, made, strict=True)))
 
 
 def _rms_norm(node: Node) -> Iterator[Rule]:
     x, *weights = tensors_of(node)
     for d in range(len(shape_of(x)) - len(node.args[1])):  # type: ignore[arg-type]
-        yield Rule((Shard(d), *(R for _ in weights)), (Shard(d),) * 2)
+        yield Rule((Sharded(d), *(R for _ in weights)), (Sharded(d),) * 2)
 
 
 def _rms_norm_backward(node: Node) -> Iterator[Rule]:
     inputs = tensors_of(node)
     made = [isinstance(x, torch.Tensor) for x in made_by(node)]
     for d in range(len(shape_of(inputs[0])) - len(node.args[2])):  # type: ignore[arg-type]
-        held: tuple[Placement, ...] = (*(Shard(d) for _ in inputs[:3]), *(R for _ in inputs[3:]))
-        outputs: tuple[Placement, ...] = (Shard(d), P)
+        held: tuple[Placement, ...] = (*(Sharded(d) for _ in inputs[:3]), *(R for _ in inputs[3:]))
+        outputs: tuple[Placement, ...] = (Sharded(d), P)
         yield Rule(held, tuple(p if there else None for p, there in zip(outputs, made, strict=True)))
 
 
@@ -366,7 +368,7 @@ def _dropped(node: Node) -> Iterator[Rule]:
     """
     (x,) = tensors_of(node)
     for d in range(len(shape_of(x))):
-        yield Rule((Shard(d),), (Shard(d), Shard(d)))
+        yield Rule((Sharded(d),), (Sharded(d), Sharded(d)))
 
 
 def _softmax_backward(node: Node) -> Iterator[Rule]:
@@ -374,7 +376,7 @@ def _softmax_backward(node: Node) -> Iterator[Rule]:
     along = int(node.args[2]) % len(shape)  # type: ignore[arg-type]
     for d in range(len(shape)):
         if d != along:
-            yield Rule((Shard(d), Shard(d)), (Shard(d),))
+            yield Rule((Sharded(d), Sharded(d)), (Sharded(d),))
 
 
 def _argmax(node: Node) -> Iterator[Rule]:
@@ -389,8 +391,8 @@ def _nll(node: Node) -> Iterator[Rule]:
         for d in range(len(shape_of(x))):
             if d != min(1, len(shape_of(x)) - 1):
                 yield Rule(
-                    (Shard(d), Shard(max(0, d - (d > 1))), *(R for _ in weight)),
-                    (Shard(max(0, d - (d > 1))), R),
+                    (Sharded(d), Sharded(max(0, d - (d > 1))), *(R for _ in weight)),
+                    (Sharded(max(0, d - (d > 1))), R),
                 )
 
 
@@ -398,8 +400,8 @@ def _nll_backward(node: Node) -> Iterator[Rule]:
     grad, x, _, *others = tensors_of(node)
     for d in range(len(shape_of(x))):
         if d != min(1, len(shape_of(x)) - 1):
-            row = Shard(max(0, d - (d > 1)))
-            yield Rule((row if shape_of(grad) else R, Shard(d), row, *(R for _ in others)), (Shard(d),))
+            row = Sharded(max(0, d - (d > 1)))
+            yield Rule((row if shape_of(grad) else R, Sharded(d), row, *(R for _ in others)), (Sharded(d),))
 
 
 # Lookups
@@ -409,20 +411,20 @@ def _embedding(node: Node) -> Iterator[Rule]:
     """Yield the rules of `embedding`: shards of the columns of the table, and shards of the index."""
     _, index = tensors_of(node)
     rank = len(shape_of(index))
-    yield Rule((Shard(1), R), (Shard(rank),))
+    yield Rule((Sharded(1), R), (Sharded(rank),))
     for d in range(rank):
-        yield Rule((R, Shard(d)), (Shard(d),))
+        yield Rule((R, Sharded(d)), (Sharded(d),))
 
 
 def _embedding_backward(node: Node) -> Iterator[Rule]:
     """Yield the rules of the gradient of an embedding's table. Shards of the index make terms of a sum."""
     _, index = tensors_of(node)
     rank = len(shape_of(index))
-    yield Rule((Shard(rank), R), (Shard(1),))
+    yield Rule((Sharded(rank), R), (Sharded(1),))
     if not argument(node, 4, False):
         # If gradients are scaled by the frequency of indices, a shard would count only its own indices.
         for d in range(rank):
-            yield Rule((Shard(d), Shard(d)), (P,))
+            yield Rule((Sharded(d), Sharded(d)), (P,))
         yield Rule((P, R), (P,))
 
 
@@ -430,7 +432,7 @@ def _identity(node: Node) -> Iterator[Rule]:
     """Yield the rules of an operation that returns its input: shards along each dimension, and partial
     sums."""
     for d in range(len(shape_of(tensors_of(node)[0]))):
-        yield Rule((Shard(d),), (Shard(d),))
+        yield Rule((Sharded(d),), (Sharded(d),))
     if node.meta["val"].is_floating_point():
         yield Rule((P,), (P,))
 

@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Collection, Iterator, Sequence
 
-from lightning_piper.ir.values import Shard
+from lightning_piper.ir.values import Sharded
 
 
 def regrouped(before: Sequence[int], after: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -43,7 +43,7 @@ def regrouped(before: Sequence[int], after: Sequence[int]) -> list[tuple[tuple[i
 
 def regrouping(
     before: Sequence[int], after: Sequence[int], degree: int, blocks: Collection[int]
-) -> Iterator[tuple[Shard, Shard]]:
+) -> Iterator[tuple[Sharded, Sharded]]:
     """Yield pairs of a shard before a view and a shard after it, which give each member the same elements.
 
     A shard of a dimension may become a shard of runs: heads in [samples, heads] become heads of each sample
@@ -69,4 +69,4 @@ def regrouping(
                         and after[e] * inner * outer == length * runs
                         and length % (inner * degree) == 0
                     ):
-                        yield Shard(d, count), Shard(e, runs // outer)
+                        yield Sharded(d, count), Sharded(e, runs // outer)

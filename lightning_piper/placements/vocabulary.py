@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from lightning_piper.ir.values import Shard
+from lightning_piper.ir.values import Sharded
 from lightning_piper.placements.rule import P, R, Rule
 
 IGNORED = -100  # an index that picks no element
@@ -92,19 +92,19 @@ SIZES = {ROWS: 3, PICKED: 4}
 
 
 def _rows_rules(node: Node) -> Iterator[Rule]:
-    yield Rule((Shard(0), R, Shard(0)), (P,))
+    yield Rule((Sharded(0), R, Sharded(0)), (P,))
 
 
 def _rows_backward_rules(node: Node) -> Iterator[Rule]:
-    yield Rule((R, R, Shard(0)), (Shard(0),))
+    yield Rule((R, R, Sharded(0)), (Sharded(0),))
 
 
 def _picked_rules(node: Node) -> Iterator[Rule]:
-    yield Rule((Shard(_dim(node)), R, Shard(0)), (P,))
+    yield Rule((Sharded(_dim(node)), R, Sharded(0)), (P,))
 
 
 def _spread_rules(node: Node) -> Iterator[Rule]:
-    yield Rule((R, R, Shard(0)), (Shard(_dim(node)),))
+    yield Rule((R, R, Sharded(0)), (Sharded(_dim(node)),))
 
 
 def _dim(node: Node) -> int:

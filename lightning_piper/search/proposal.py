@@ -19,7 +19,7 @@ from lightning_piper.common.limits import shown
 from lightning_piper.compiler import compile, verify
 from lightning_piper.directives import Directive
 from lightning_piper.errors import NoProgram, PiperError, SearchError
-from lightning_piper.ir.values import Shard as Part
+from lightning_piper.ir.values import Sharded
 from lightning_piper.search.accounting import bytes_needed
 from lightning_piper.search.best_candidate import best_of, check_asked
 from lightning_piper.search.costs.analytic_costs import analytic
@@ -398,7 +398,7 @@ def _params(cut: BlockCut, degree: int) -> Params | None:
     each run is divided separately. None for one device."""
     if degree == 1:
         return None
-    found: dict[str, Part] = find_params(cut.step.joint_graph, TENSOR, degree, {})
+    found: dict[str, Sharded] = find_params(cut.step.joint_graph, TENSOR, degree, {})
     parts = {name: part for n, part in found.items() for name in cut.all_named([n])}
     ordered = (name for block in cut.params for name in block if name in parts)  # in the order of the model
     return {

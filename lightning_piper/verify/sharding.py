@@ -10,7 +10,7 @@ from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import DATA
 from lightning_piper.ir.nodes import Chunk, Node
-from lightning_piper.ir.values import Kind, Partial, Replicate, Shard, Value
+from lightning_piper.ir.values import Kind, Partial, Replicated, Sharded, Value
 from lightning_piper.ops.communication.gather import Parameters
 from lightning_piper.ops.facts import Facts, names_of
 from lightning_piper.ops.update import Update
@@ -28,7 +28,7 @@ def flat_values(facts: Facts, node: Node) -> Iterable[str]:
     for value in node.outputs:
         bucket = value.bucket
         if bucket is None:
-            if isinstance(value.placement, Shard):
+            if isinstance(value.placement, Sharded):
                 yield f"{facts.at(node)} makes {value.label} in shards, but does not put it into a bucket"
             continue
         if value.others != bucket.others:
@@ -36,9 +36,9 @@ def flat_values(facts: Facts, node: Node) -> Iterable[str]:
                 f"{facts.at(node)} names {value.label} {'parts' if value.others else 'whole'}, and its "
                 "bucket says otherwise"
             )
-        sharded = isinstance(value.placement, Shard)
+        sharded = isinstance(value.placement, Sharded)
         made = bucket.part if sharded else bucket.whole
-        fits = value.tensors == (made,) and value.placement in (Shard(0), Partial(), Replicate())
+        fits = value.tensors == (made,) and value.placement in (Sharded(0), Partial(), Replicated())
         if not fits or not _are_of(value, bucket):
             yield (
                 f"{facts.at(node)} describes {value.label} differently from the tensor of the bucket of "
@@ -123,7 +123,7 @@ def shards(facts: Facts, updated: Updates) -> Iterable[str]:
             updates = updated.get(name, {})
             gradient = dag.value(updates[chunk.devices].inputs[0]) if chunk.devices in updates else None
             if ref is None:
-                if name in here or (gradient is not None and isinstance(gradient.placement, Shard)):
+                if name in here or (gradient is not None and isinstance(gradient.placement, Sharded)):
                     yield (
                         f"{facts.at(chunk)} reads its own copy of {name}, of which this device has a shard "
                         "alone: gather it"
@@ -132,7 +132,7 @@ def shards(facts: Facts, updated: Updates) -> Iterable[str]:
             mine = dag.value(ref).bucket
             if gradient is None or mine is None:
                 continue  # not trained, or another rule reports it
-            if not isinstance(gradient.placement, Shard):
+            if not isinstance(gradient.placement, Sharded):
                 yield (
                     f"{facts.at(chunk)} gathers {name} from shards, but the optimizer updates the whole of it"
                 )

@@ -16,7 +16,7 @@ from lightning_piper.ir.values import Slice
 from lightning_piper.ops import build, metrics
 from lightning_piper.ops import chunk as chunk_operation
 from lightning_piper.ops.communication.reduce import AllReduce
-from lightning_piper.ops.metrics import Metrics, Report
+from lightning_piper.ops.metrics import Metrics, StepReport
 from lightning_piper.ops.update import Update
 from property_tests.mutations.table import Function, Seeded, Wrap, mutation
 
@@ -128,7 +128,7 @@ def _metrics_counted_twice(original: Function, seeded: Seeded) -> Function:
     def connect_report(dag: TrainingDAG) -> None:
         original(dag)
         for total in list(dag.of_type(AllReduce)):
-            dag.rewire(next(dag.of_type(Report)), inputs=((total.id, 0), total.inputs[0]))
+            dag.rewire(next(dag.of_type(StepReport)), inputs=((total.id, 0), total.inputs[0]))
             seeded.hit()
 
     return connect_report
@@ -138,7 +138,7 @@ def _metrics_counted_twice(original: Function, seeded: Seeded) -> Function:
 def _report_missing(original: Function, seeded: Seeded) -> Function:
     def report(dag: TrainingDAG, chunks: Any) -> None:
         original(dag, chunks)
-        node = next(dag.of_type(Report))
+        node = next(dag.of_type(StepReport))
         dag.rewire(node, inputs=())
         seeded.hit()
 

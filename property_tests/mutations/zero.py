@@ -10,10 +10,10 @@ from lightning_piper.directives import replicate, split
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk, Node, Ref
-from lightning_piper.ir.values import Partial, Replicate, Shard
+from lightning_piper.ir.values import Partial, Replicated, Sharded
 from lightning_piper.ops.communication.gather import AllGather, Parameters
 from lightning_piper.ops.communication.reduce import AllReduce, ReduceScatter
-from lightning_piper.ops.metrics import Metrics, Report
+from lightning_piper.ops.metrics import Metrics, StepReport
 from lightning_piper.passes import elimination
 from lightning_piper.plan import device as device_plan
 from lightning_piper.plan import instructions as ins
@@ -64,21 +64,21 @@ def _share_of_the_replica(dag: TrainingDAG) -> Iterable[object]:
 
 def _metrics_alone(dag: TrainingDAG) -> Iterable[object]:
     total = next(node for node in dag.of_type(AllReduce) if dag.value(node.inputs[0]).kind == "metrics")
-    dag.rewire(next(dag.of_type(Report)), inputs=total.inputs)
+    dag.rewire(next(dag.of_type(StepReport)), inputs=total.inputs)
     dag.remove([total])
     return [total]
 
 
 def _metrics_said_to_be_whole(dag: TrainingDAG) -> Iterable[object]:
     for node in dag.of_type(Metrics):
-        dag.change(node, outputs=(dataclasses.replace(node.outputs[0], placement=Replicate()),))
+        dag.change(node, outputs=(dataclasses.replace(node.outputs[0], placement=Replicated()),))
         yield node
 
 
 def _said_to_be_whole(dag: TrainingDAG) -> Iterable[object]:
     for chunk in dag.of_type(Chunk):
         held = [
-            dataclasses.replace(v, placement=Replicate()) if isinstance(v.placement, Partial) else v
+            dataclasses.replace(v, placement=Replicated()) if isinstance(v.placement, Partial) else v
             for v in chunk.outputs
         ]
         if tuple(held) != chunk.outputs:
@@ -106,7 +106,7 @@ def _frozen_not_gathered(dag: TrainingDAG) -> Iterable[object]:
 def _summed_twice(dag: TrainingDAG) -> Iterable[object]:
     for node in _gradients(dag, AllReduce) + _gradients(dag, ReduceScatter):
         if isinstance(dag.value(node.inputs[0]).placement, Partial):
-            whole = dataclasses.replace(dag.value(node.inputs[0]), placement=Replicate())
+            whole = dataclasses.replace(dag.value(node.inputs[0]), placement=Replicated())
             again = AllReduce(
                 inputs=node.inputs, outputs=(whole,), tags=node.tags, devices=node.devices, stream=node.stream
             )
@@ -121,7 +121,7 @@ def _rebucketed(change: Callable[[Any], Any]) -> Callable[[TrainingDAG], Iterabl
         for node in [*dag.of_type(Parameters), *dag.of_type(AllGather)]:
             value = node.outputs[0]
             bucket = change(value.bucket)
-            made = bucket.part if isinstance(value.placement, Shard) else bucket.whole
+            made = bucket.part if isinstance(value.placement, Sharded) else bucket.whole
             dag.change(
                 node,
                 outputs=(dataclasses.replace(value, bucket=bucket, names=bucket.names, tensors=(made,)),),

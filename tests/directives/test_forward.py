@@ -16,7 +16,7 @@ from lightning_piper.errors import DirectiveError, VerificationError
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import Slice
 from lightning_piper.ops.communication.gather import AllGather
-from lightning_piper.ops.metrics import Metrics, Report
+from lightning_piper.ops.metrics import Metrics, StepReport
 from lightning_piper.ops.results import Result
 from lightning_piper.ops.samples import Cut
 from lightning_piper.ops.update import Update
@@ -244,7 +244,7 @@ EDITS = {
         "some metrics are made by no region|does not exist",
     ),
     "a device reports nothing": (
-        lambda dag: dag.change(next(dag.of_type(Report)), devices=(1,)),
+        lambda dag: dag.change(next(dag.of_type(StepReport)), devices=(1,)),
         "does not reach all devices",
     ),
 }

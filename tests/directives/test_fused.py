@@ -9,7 +9,7 @@ import pytest
 import lightning_piper as piper
 from lightning_piper import Place, Replicate, Split
 from lightning_piper.errors import DirectiveError
-from lightning_piper.ir.values import Shard as Part
+from lightning_piper.ir.values import Sharded
 from lightning_piper.ops.communication.redistribute import Redistribute
 from tests.fused import fusing, params
 from tests.groups import marked
@@ -60,9 +60,9 @@ def test_they_go_with_other_directives():
 
 def test_members_have_a_part_of_each():
     dag = piper.compile(fusing("turned"), tensors(8), over("turned")).dag
-    assert dag.code.divided["blocks.0.turned"] == ("tp", Part(1, 3)) and dag.code.divided[
+    assert dag.code.divided["blocks.0.turned"] == ("tp", Sharded(1, 3)) and dag.code.divided[
         "blocks.0.bias"
-    ] == ("tp", Part(0, 3))
+    ] == ("tp", Sharded(0, 3))
     assert dag.spec_of("blocks.0.turned").shape == (8, 12)
 
 
@@ -83,8 +83,8 @@ def test_what_cannot_be_so_is_refused():
 
 def test_runs_in_another_order_are_found(monkeypatch):
     """Members that get their parts of the weights beside each other mixed up."""
-    original = Part.parts
+    original = Sharded.parts
     monkeypatch.setattr(
-        Part, "parts", lambda placement, whole, count: original(Part(placement.dim), whole, count)
+        Sharded, "parts", lambda placement, whole, count: original(Sharded(placement.dim), whole, count)
     )
     assert piper.verify(fusing("linear"), tensors(8), over("linear")).verdict == "NOT EQUIVALENT"

@@ -14,7 +14,7 @@ from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ops.build import build_dag
 from lightning_piper.ops.communication.p2p import Recv, Send
 from lightning_piper.ops.communication.reduce import AllReduce
-from lightning_piper.ops.metrics import Report
+from lightning_piper.ops.metrics import StepReport
 from lightning_piper.ops.update import Accumulate, Update
 from lightning_piper.passes import apply_program, complete
 from lightning_piper.verify.static_check import check
@@ -26,7 +26,7 @@ from tests.reference import differences
 def test_all_that_follows_from_a_chunk_goes_with_it() -> None:
     dag = build("mlp", *place(0, 1))
     for node in dag.nodes.values():
-        if not isinstance(node, Send | Recv | AllReduce | Report):
+        if not isinstance(node, Send | Recv | AllReduce | StepReport):
             assert node.devices == ({"PP=0": (0,), "PP=1": (1,)}[f"PP={node.tags['PP']}"])
             assert node.placed_by == node.tags["PP"]
 

@@ -17,7 +17,7 @@ from lightning_piper import Place, Replicate, Split, schedules
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import CaptureError, DirectiveError, VerificationError
 from lightning_piper.ir.nodes import Chunk
-from lightning_piper.ir.values import Shard as Part
+from lightning_piper.ir.values import Sharded
 from lightning_piper.ops.communication.redistribute import CutOut, Redistribute
 from lightning_piper.placements import ring
 from lightning_piper.simulate import Link, Network, simulate
@@ -257,8 +257,8 @@ def test_keys_that_nobody_sees_are_left_out():
     found = {}
     for runs in (1, 4):
         parts = [
-            Part(0, runs).parts(torch.arange(64), 4),
-            *(Part(0, runs, turn).parts(torch.arange(64), 4) for turn in range(4)),
+            Sharded(0, runs).parts(torch.arange(64), 4),
+            *(Sharded(0, runs, turn).parts(torch.arange(64), 4) for turn in range(4)),
         ]
         found[runs] = [
             sum(ring.work(parts[0][i].tolist(), keys[i].tolist(), True) for keys in parts[1:])
@@ -335,8 +335,8 @@ def test_gradients_that_are_not_brought_back_are_found():
 @pytest.mark.parametrize("turn", [0, 2, 3, 5])
 def test_a_shift_by_another_number_is_found(turn):
     dag = compiled_for(around(4)).dag
-    node = next(n for n in dag.of_type(Redistribute) if n.after == Part(2, turn=1))
+    node = next(n for n in dag.of_type(Redistribute) if n.after == Sharded(2, turn=1))
     broken = dag.copy()
-    broken.change(broken.nodes[node.id], after=Part(2, turn=turn))
+    broken.change(broken.nodes[node.id], after=Sharded(2, turn=turn))
     with pytest.raises(VerificationError):
         check(broken)

@@ -282,7 +282,7 @@ def test_levels_by_region(first: dict[str, Any], second: dict[str, Any]) -> None
         found = {
             type(dag.value(u.inputs[0]).placement).__name__ for u in dag.of_type(Update) if u.devices == group
         }
-        assert found == {"Shard" if level else "Replicate"}
+        assert found == {"Sharded" if level else "Replicated"}
 
 
 @by_level

@@ -19,7 +19,7 @@ from lightning_piper.holdings.tensor_map import HolderGroup
 from lightning_piper.ir import sharded_values
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import Mesh
-from lightning_piper.ir.values import Partial, Replicate, Shard
+from lightning_piper.ir.values import Partial, Replicated, Sharded
 from lightning_piper.ops import chunk, metrics, weights
 from lightning_piper.ops.communication import redistribute
 from lightning_piper.placements import attention, proof, ring, rules, vocabulary
@@ -30,7 +30,7 @@ from tests.groups import marked
 from tests.tensors import VOCABULARY, compiled_for, decoder, divided, replicas, tensors
 
 aten = torch.ops.aten
-R, P = Replicate(), Partial()
+R, P = Replicated(), Partial()
 TWO = Place(filter={}, devices=[0, 1])
 THREE = Place(filter={}, devices=[0, 1, 2])
 WORDS = [TWO, divided([0, 1], params=VOCABULARY)]
@@ -137,7 +137,7 @@ def heads_of_another_sample(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def whole(*args: Any) -> Any:
         for before, after in original(*args):
-            yield before, Shard(after.dim) if after.blocks > 1 else after
+            yield before, Sharded(after.dim) if after.blocks > 1 else after
 
     monkeypatch.setattr(rules, "regrouping", whole)
 
@@ -146,9 +146,9 @@ def beside_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give each member a contiguous part of the fused queries, keys and values, which is not a part of each
     of them.
     """
-    original = Shard.parts
+    original = Sharded.parts
     monkeypatch.setattr(
-        Shard, "parts", lambda placement, whole, count: original(Shard(placement.dim), whole, count)
+        Sharded, "parts", lambda placement, whole, count: original(Sharded(placement.dim), whole, count)
     )
 
 
@@ -177,7 +177,7 @@ def shifted_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
     original = redistribute._part
 
     def part(x: torch.Tensor, after: Any, index: int, count: int) -> torch.Tensor:
-        far = isinstance(after, Shard) and after.turn and x.is_floating_point()
+        far = isinstance(after, Sharded) and after.turn and x.is_floating_point()
         return original(x, dataclasses.replace(after, turn=after.turn + 1) if far else after, index, count)
 
     monkeypatch.setattr(redistribute, "_part", part)
@@ -222,8 +222,8 @@ def gradients_not_brought_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gathered_in_the_wrong_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Shard.joined
-    monkeypatch.setattr(Shard, "joined", lambda placement, parts: original(placement, list(parts)[::-1]))
+    original = Sharded.joined
+    monkeypatch.setattr(Sharded, "joined", lambda placement, parts: original(placement, list(parts)[::-1]))
 
 
 FAULTS: list[tuple[Any, list[Any], str]] = [

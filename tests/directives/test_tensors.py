@@ -16,9 +16,7 @@ from lightning_piper.compiler import compile_step
 from lightning_piper.errors import CaptureError, DirectiveError, VerificationError
 from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk
-from lightning_piper.ir.values import Kind
-from lightning_piper.ir.values import Replicate as Whole
-from lightning_piper.ir.values import Shard as Part
+from lightning_piper.ir.values import Kind, Replicated, Sharded
 from lightning_piper.ops.communication.gather import Parameters
 from lightning_piper.ops.communication.redistribute import CutOut, Redistribute
 from lightning_piper.ops.update import Update
@@ -191,7 +189,7 @@ def test_what_reads_a_sum_before_it_is_taken_is_found():
 @pytest.mark.parametrize("change", ["before", "after", "axis", "mesh"])
 def test_another_change_than_the_step_says_is_found(change):
     dag = dag_of("sequence")
-    other = {"before": Whole(), "after": Part(2), "axis": "data", "mesh": Mesh.flat(2)}[change]
+    other = {"before": Replicated(), "after": Sharded(2), "axis": "data", "mesh": Mesh.flat(2)}[change]
     for node in list(dag.of_type(Redistribute)):
         broken = dag.copy()
         broken.change(broken.nodes[node.id], **{change: other})

@@ -13,7 +13,7 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ops.build import build_dag
 from lightning_piper.ops.communication.p2p import Recv, Send
-from lightning_piper.ops.metrics import Metrics, Report
+from lightning_piper.ops.metrics import Metrics, StepReport
 from lightning_piper.ops.update import Update
 from lightning_piper.passes import apply_program
 from lightning_piper.schedules import one_f_one_b
@@ -89,7 +89,7 @@ def test_a_copy_is_independent() -> None:
     text = str(copy)
     copy.program.absent["MB"] = {3}
     copy.order(chunk(copy, 0, "F"), chunk(copy, 0, "F", 2), 9)
-    copy.remove([next(copy.of_type(Report))])
+    copy.remove([next(copy.of_type(StepReport))])
     copy.change(chunk(copy, 0, "F"), devices=(5,))
     assert str(back) == text and back.program.absent == {}
 

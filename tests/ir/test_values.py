@@ -10,7 +10,7 @@ import torch
 from lightning_piper.directives import Directive, Place, Split
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.seeds import chunk_seed, seed_of
-from lightning_piper.ir.values import Partial, Replicate, Shard, Slice, TensorSpec, Value
+from lightning_piper.ir.values import Partial, Replicated, Sharded, Slice, TensorSpec, Value
 from lightning_piper.ops.build import build_dag
 from lightning_piper.passes import apply_program
 from lightning_piper.schedules import gpipe, one_f_one_b
@@ -45,7 +45,7 @@ def test_specs_and_values_count_and_name_themselves() -> None:
     value = Value("grad", ("a", "b", "c"), (spec, spec, spec))
     assert (value.nbytes, value.label) == (144, "grad:a,b,+1")
     assert Value("saved", (), ()).label == "saved" and Value("loss", ("loss",), ()).label == "loss:loss"
-    assert (str(Replicate()), str(Shard(1)), str(Partial())) == ("R", "S(1)", "P(sum)")
+    assert (str(Replicated()), str(Sharded(1)), str(Partial())) == ("R", "S(1)", "P(sum)")
 
 
 def test_slices() -> None:

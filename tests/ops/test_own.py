@@ -15,7 +15,7 @@ import torch
 from lightning_piper import ir, ops
 from lightning_piper.directives import Directive, parse
 from lightning_piper.errors import DirectiveError, ExecutionError, PiperError, VerificationError
-from lightning_piper.ir import Node, Replicate, TrainingDAG
+from lightning_piper.ir import Node, Replicated, TrainingDAG
 from lightning_piper.ir.nodes import IssuePriority
 from lightning_piper.ops import base
 from lightning_piper.ops.communication.p2p import Send
@@ -103,7 +103,7 @@ class TwoLevels(Directive):
             }
             value = dag.value(total.inputs[0])
             rows = dag.add(LineSum(**{**fields, "outputs": (value,)}, lines=((0, 1), (2, 3))))
-            made = dataclasses.replace(value, placement=Replicate())
+            made = dataclasses.replace(value, placement=Replicated())
             columns = dag.add(
                 LineSum(**{**fields, "inputs": ((rows.id, 0),), "outputs": (made,)}, lines=((0, 2), (1, 3)))
             )

@@ -11,7 +11,7 @@ from lightning_piper.directives import Order, parse
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
-from lightning_piper.ops.metrics import Report
+from lightning_piper.ops.metrics import StepReport
 from lightning_piper.ops.order import Barrier
 from lightning_piper.passes import Pass, run_passes, run_pipeline
 from lightning_piper.passes.trace import PassTrace
@@ -34,7 +34,7 @@ def test_each_kind_of_change(tmp_path: Path) -> None:
         dag.change(next(dag.of_type(Chunk)), stream="side")
 
     def exchange(dag: TrainingDAG) -> None:
-        dag.remove([next(dag.of_type(Report))])
+        dag.remove([next(dag.of_type(StepReport))])
         dag.add(Barrier())
         dag.add(Barrier())
 

@@ -15,7 +15,7 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_piper.errors import VerificationError
-from lightning_piper.ir.values import Partial, Replicate, Shard
+from lightning_piper.ir.values import Partial, Replicated, Sharded
 from lightning_piper.placements import proof
 from lightning_piper.placements.rule import Rule
 from lightning_piper.placements.rules import rules_for
@@ -23,7 +23,7 @@ from lightning_piper.placements.views import regrouped, regrouping
 from tests.groups import marked
 
 aten = torch.ops.aten
-R, P = Replicate(), Partial()
+R, P = Replicated(), Partial()
 
 
 def traced(function: Any, *shapes: Any) -> list[Node]:
@@ -107,24 +107,24 @@ def test_every_rule_is_what_execution_gives(name, degree):
     ("function", "shapes", "rule"),
     [
         # A sum over members that no node makes.
-        (torch.mm, [(4, 8), (8, 4)], Rule((Shard(1), Shard(0)), (R,))),
-        (torch.mm, [(4, 8), (8, 4)], Rule((Shard(0), R), (P,))),
-        (lambda x: x.sum(0), [(4, 8)], Rule((Shard(0),), (R,))),
+        (torch.mm, [(4, 8), (8, 4)], Rule((Sharded(1), Sharded(0)), (R,))),
+        (torch.mm, [(4, 8), (8, 4)], Rule((Sharded(0), R), (P,))),
+        (lambda x: x.sum(0), [(4, 8)], Rule((Sharded(0),), (R,))),
         (
             lambda x: x.mean(0, keepdim=True),
             [(4, 8)],
-            Rule((Shard(0),), (P,)),
+            Rule((Sharded(0),), (P,)),
         ),  # means of parts are not terms of the mean
         (torch.tanh, [(4, 8)], Rule((P,), (P,))),
         (torch.add, [(4, 8), (8,)], Rule((P, R), (P,))),  # a bias added on every member
         (torch.mul, [(4, 8), (4, 8)], Rule((P, P), (P,))),
-        (lambda x: x.view(4, 2, 4), [(4, 8)], Rule((Shard(1),), (Shard(2),))),
+        (lambda x: x.view(4, 2, 4), [(4, 8)], Rule((Sharded(1),), (Sharded(2),))),
         (
             lambda x: torch.softmax(x, 1),
             [(4, 8)],
-            Rule((Shard(1),), (Shard(1),)),
+            Rule((Sharded(1),), (Sharded(1),)),
         ),  # a local maximum, and a local sum
-        (lambda x: x.flip(0), [(4, 8)], Rule((Shard(0),), (Shard(0),))),  # parts in the wrong order
+        (lambda x: x.flip(0), [(4, 8)], Rule((Sharded(0),), (Sharded(0),))),  # parts in the wrong order
     ],
 )
 def test_a_wrong_rule_is_found(function, shapes, rule):
@@ -137,10 +137,10 @@ def test_the_biases_gradient_of_a_norm_is_a_term():
     """Forgetting to sum it over parts of a sequence is the best known silent bug of this family."""
     norm = next(n for n in traced(*CASES["norm"]) if n.target is aten.native_layer_norm_backward.default)
     (_, *rules) = rules_for(norm, 2)
-    rule = next(rule for rule in rules if rule.inputs[0] == Shard(1))
-    assert rule.outputs == (Shard(1), P, P)
+    rule = next(rule for rule in rules if rule.inputs[0] == Sharded(1))
+    assert rule.outputs == (Sharded(1), P, P)
     with pytest.raises(VerificationError, match="output 1 differs"):
-        proof.prove(norm, replace(rule, outputs=(Shard(1), R, P)), 2)
+        proof.prove(norm, replace(rule, outputs=(Sharded(1), R, P)), 2)
 
 
 sizes = st.lists(st.sampled_from([1, 2, 3, 4, 8]), min_size=1, max_size=3)

@@ -17,7 +17,7 @@ from lightning_piper.annotate import annotate
 from lightning_piper.capture import CapturedStep, capture
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Node
-from lightning_piper.ir.values import Shard
+from lightning_piper.ir.values import Sharded
 from lightning_piper.ops.communication.gather import AllGather
 from lightning_piper.ops.communication.reduce import ReduceScatter, ReduceScatterInstruction
 from lightning_piper.ops.update import Accumulate
@@ -144,7 +144,7 @@ def _total(dag: TrainingDAG) -> Accumulate:
     return next(
         n
         for n in dag.of_type(Accumulate)
-        if n.tags.get("PP") == 1 and isinstance(n.outputs[0].placement, Shard)
+        if n.tags.get("PP") == 1 and isinstance(n.outputs[0].placement, Sharded)
     )
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from lightning_piper.ir.values import Partial, Placement, Replicate, Shard, TensorSpec, is_shift
+from lightning_piper.ir.values import Partial, Placement, Replicated, Sharded, TensorSpec, is_shift
 from lightning_piper.ops.communication.redistribute import (
     Redistribute,
     ShiftInstruction,
@@ -21,11 +21,11 @@ from lightning_piper.simulate import Link, Network
 
 WHOLE = torch.arange(48.0).reshape(2, 24)
 PLACEMENTS: list[Placement] = [
-    Shard(1),
-    Shard(1, 3, 2),
-    Shard(0, turn=1),
-    Shard(1, 1, -3),
-    Replicate(),
+    Sharded(1),
+    Sharded(1, 3, 2),
+    Sharded(0, turn=1),
+    Sharded(1, 1, -3),
+    Replicated(),
     Partial(),
 ]
 
@@ -38,26 +38,26 @@ def test_a_placement_is_what_it_is_written_as(placement):
 @pytest.mark.parametrize("blocks", [1, 3])
 @pytest.mark.parametrize("turn", [0, 1, 3, -1])
 def test_a_member_holds_the_part_of_one_before_it(blocks, turn):
-    placement = Shard(1, blocks, turn)
-    parts, own = placement.parts(WHOLE, 4), Shard(1, blocks).parts(WHOLE, 4)
+    placement = Sharded(1, blocks, turn)
+    parts, own = placement.parts(WHOLE, 4), Sharded(1, blocks).parts(WHOLE, 4)
     assert all(torch.equal(parts[i], own[(i - turn) % 4]) for i in range(4))
     assert torch.equal(placement.joined(parts), WHOLE)
-    assert turn == 0 or not torch.equal(Shard(1, blocks).joined(parts), WHOLE)
+    assert turn == 0 or not torch.equal(Sharded(1, blocks).joined(parts), WHOLE)
 
 
 def test_parts_of_runs_of_one_element_lie_without_holes():
     """Kernels read them as they lie, and so does who sends them."""
-    assert all(part.is_contiguous() for part in Shard(0, 3).parts(torch.arange(48.0).reshape(6, 8), 2))
+    assert all(part.is_contiguous() for part in Sharded(0, 3).parts(torch.arange(48.0).reshape(6, 8), 2))
     assert not torch.arange(48.0).reshape(3, 2, 8)[:, 0].is_contiguous()
 
 
 def test_which_changes_are_shifts():
-    assert is_shift(Shard(2), Shard(2, turn=1)) and is_shift(Shard(2, 4, 1), Shard(2, 4))
+    assert is_shift(Sharded(2), Sharded(2, turn=1)) and is_shift(Sharded(2, 4, 1), Sharded(2, 4))
     others = [
-        (Shard(2), Shard(1, turn=1)),
-        (Shard(2), Shard(2, 4, 1)),
-        (Shard(2), Shard(2)),
-        (Replicate(), Shard(2, turn=1)),
+        (Sharded(2), Sharded(1, turn=1)),
+        (Sharded(2), Sharded(2, 4, 1)),
+        (Sharded(2), Sharded(2)),
+        (Replicated(), Sharded(2, turn=1)),
     ]
     assert not any(is_shift(*pair) for pair in others)
 
@@ -70,7 +70,7 @@ class Bound:
 
 
 def exchanged(
-    before: Shard, after: Shard, members: int, kind: type[_Redistribute]
+    before: Sharded, after: Sharded, members: int, kind: type[_Redistribute]
 ) -> tuple[list[torch.Tensor], int]:
     """The parts that the members hold after an exchange, and the number of elements that were sent from one
     member to another.
@@ -104,7 +104,7 @@ def exchanged(
 
 @pytest.mark.parametrize(("before", "after"), [(0, 1), (0, 3), (1, 0), (3, 1)])
 def test_each_member_sends_its_part_once(before, after):
-    one, other = Shard(1, turn=before), Shard(1, turn=after)
+    one, other = Sharded(1, turn=before), Sharded(1, turn=after)
     made, elements = exchanged(one, other, 4, _Shift)
     assert all(torch.equal(x, y) for x, y in zip(made, other.parts(WHOLE, 4), strict=True))
     assert elements == WHOLE.numel()
@@ -114,10 +114,10 @@ def test_each_member_sends_its_part_once(before, after):
 
 def test_a_shift_takes_the_time_of_one_message():
     spec = TensorSpec.of(torch.empty(2, 6))
-    turned = Shard(1, turn=1)
+    turned = Sharded(1, turn=1)
     about = {"node": 0, "label": "shift", "members": (0, 1, 2, 3), "communicator": "ring", "tensors": (spec,)}
-    instruction = ShiftInstruction(before=Shard(1), after=turned, **about)
+    instruction = ShiftInstruction(before=Sharded(1), after=turned, **about)
     network = Network(link=Link(latency=1, bandwidth=spec.nbytes))
     assert network.collective(instruction) == 2
-    assert changed_specs([spec], Shard(1), Shard(1, turn=1), 4) == (spec,)
+    assert changed_specs([spec], Sharded(1), Sharded(1, turn=1), 4) == (spec,)
     assert Redistribute.communicates

@@ -19,10 +19,10 @@ from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk, Node, Ref
-from lightning_piper.ir.values import Partial, Replicate, Shard, Slice
+from lightning_piper.ir.values import Partial, Replicated, Sharded, Slice
 from lightning_piper.ops.communication.reduce import AllReduce
 from lightning_piper.ops.communication.total import Total
-from lightning_piper.ops.metrics import Metrics, Report
+from lightning_piper.ops.metrics import Metrics, StepReport
 from lightning_piper.ops.samples import Concat, Cut
 from lightning_piper.ops.update import Accumulate, Update
 from lightning_piper.passes import complete, eliminate
@@ -88,7 +88,7 @@ def changes(dag: TrainingDAG) -> Iterator[Change]:
         if isinstance(node, Chunk):
             yield from chunk_changes(dag, node, slices)
             yield from weight_changes(dag, node)
-        if isinstance(node, Accumulate | Update | AllReduce | Report | Concat | Metrics | Total):
+        if isinstance(node, Accumulate | Update | AllReduce | StepReport | Concat | Metrics | Total):
             yield from sum_changes(dag, node, slices)
         if isinstance(node, Cut):
             for by in (-1, 1):
@@ -104,7 +104,7 @@ def value_changes(dag: TrainingDAG, node: Node) -> Iterator[Change]:
     """Changes of what a node says about its outputs and its devices."""
     for i, value in enumerate(node.outputs):
         others: dict[str, Any] = {
-            str(p): {"placement": p} for p in (Replicate(), Partial(), Shard(0)) if p != value.placement
+            str(p): {"placement": p} for p in (Replicated(), Partial(), Sharded(0)) if p != value.placement
         }
         if len(value.names) > 1:
             others["names in reverse"] = {"names": value.names[::-1]}

@@ -18,12 +18,12 @@ from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk, Node
-from lightning_piper.ir.values import Partial, Replicate, Shard
+from lightning_piper.ir.values import Partial, Replicated, Sharded
 from lightning_piper.ops.communication.bucket import Pack
 from lightning_piper.ops.communication.gather import AllGather, Parameters
 from lightning_piper.ops.communication.p2p import Send
 from lightning_piper.ops.communication.reduce import AllReduce, ReduceScatter
-from lightning_piper.ops.metrics import Metrics, Report
+from lightning_piper.ops.metrics import Metrics, StepReport
 from lightning_piper.ops.update import Accumulate, Update
 from lightning_piper.passes import eliminate
 from lightning_piper.verify.equivalence import compare
@@ -92,7 +92,7 @@ def summed_twice(dag: TrainingDAG) -> None:
     again = dag.add(
         AllReduce(
             inputs=scatter.inputs,
-            outputs=(dataclasses.replace(dag.value(scatter.inputs[0]), placement=Replicate()),),
+            outputs=(dataclasses.replace(dag.value(scatter.inputs[0]), placement=Replicated()),),
             devices=scatter.devices,
             stream="reduce",
         )
@@ -189,7 +189,7 @@ def too_many_shards(dag: TrainingDAG) -> None:
                     dag,
                     node,
                     bucket=more,
-                    tensors=(more.part if isinstance(value.placement, Shard) else more.whole,),
+                    tensors=(more.part if isinstance(value.placement, Sharded) else more.whole,),
                 )
 
 
@@ -205,7 +205,7 @@ def shards_twice(dag: TrainingDAG) -> None:
 def optimizer_has_the_whole(dag: TrainingDAG) -> None:
     """Gradients are all-reduced although parameters are gathered, so that nothing tells whose update counts."""
     for scatter in list(dag.of_type(ReduceScatter)):
-        whole = dataclasses.replace(dag.value(scatter.inputs[0]), placement=Replicate())
+        whole = dataclasses.replace(dag.value(scatter.inputs[0]), placement=Replicated())
         total = dag.add(
             AllReduce(inputs=scatter.inputs, outputs=(whole,), devices=scatter.devices, stream="reduce")
         )
@@ -258,14 +258,14 @@ def updated_twice(dag: TrainingDAG) -> None:
 
 
 def shard_and_partial(dag: TrainingDAG) -> None:
-    total = next(n for n in grads(dag, Accumulate) if isinstance(n.outputs[0].placement, Shard))
+    total = next(n for n in grads(dag, Accumulate) if isinstance(n.outputs[0].placement, Sharded))
     dag.rewire(total, inputs=(dag.nodes[total.inputs[0][0]].inputs[0], *total.inputs[1:]))
 
 
 def shard_and_whole(dag: TrainingDAG) -> None:
     """A tied parameter is summed in shards in one region, and whole in the other."""
     update = next(u for u in grads(dag, Update, "a.weight") if len(u.inputs) == 2)
-    other = dataclasses.replace(dag.value(update.inputs[0]), placement=Replicate())
+    other = dataclasses.replace(dag.value(update.inputs[0]), placement=Replicated())
     source = dag.nodes[update.inputs[0][0]]
     whole = dag.add(AllReduce(inputs=source.inputs, outputs=(other,), devices=source.devices))
     change(dag, whole, tensors=dag.value(source.inputs[0]).tensors)
@@ -289,21 +289,21 @@ def gradients_said_to_be_whole(dag: TrainingDAG) -> None:
         bypass(dag, reduction)
     for node in dag.nodes.values():
         outputs = (
-            dataclasses.replace(v, placement=Replicate()) if v.kind == "grad" else v for v in node.outputs
+            dataclasses.replace(v, placement=Replicated()) if v.kind == "grad" else v for v in node.outputs
         )
         dag.change(node, outputs=tuple(outputs))
 
 
 def metrics_unsummed(dag: TrainingDAG) -> None:
     reduction = next(n for n in dag.of_type(AllReduce) if dag.value(n.inputs[0]).kind == "metrics")
-    dag.rewire(next(dag.of_type(Report)), inputs=reduction.inputs)
+    dag.rewire(next(dag.of_type(StepReport)), inputs=reduction.inputs)
     dag.remove([reduction])
 
 
 def metrics_said_to_be_whole(dag: TrainingDAG) -> None:
     metrics_unsummed(dag)
     for node in dag.of_type(Metrics):
-        change(dag, node, placement=Replicate())
+        change(dag, node, placement=Replicated())
 
 
 def replicas_turned(dag: TrainingDAG) -> None:
@@ -429,7 +429,7 @@ def test_any_part_of_a_sum_may_be_summed_over_replicas_at_once(level: int, kept:
             {"op": "replicate", "filter": {}, "devices": group, **LEVELS[level]},
         ],
     )
-    (total,) = (n for n in grads(dag, Accumulate) if isinstance(n.outputs[0].placement, Shard))
+    (total,) = (n for n in grads(dag, Accumulate) if isinstance(n.outputs[0].placement, Sharded))
     parts = [dag.nodes[total.inputs[i][0]] for i in kept]
     sums = dag.nodes[parts[0].inputs[0][0]]
     both = dag.add(

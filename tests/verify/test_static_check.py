@@ -26,7 +26,7 @@ from lightning_piper.ir.values import Slice
 from lightning_piper.ops.build import build_dag
 from lightning_piper.ops.communication.p2p import Recv, Send
 from lightning_piper.ops.communication.reduce import AllReduce
-from lightning_piper.ops.metrics import Metrics, Report
+from lightning_piper.ops.metrics import Metrics, StepReport
 from lightning_piper.ops.samples import Concat, Cut
 from lightning_piper.ops.update import Accumulate, Update
 from lightning_piper.passes import apply_program, complete
@@ -236,7 +236,7 @@ def metrics_of_a_region_reported_twice(dag: TrainingDAG) -> None:
 
 
 def report_of_what_only_one_device_has(dag: TrainingDAG) -> None:
-    reduce, report = node(dag, AllReduce), node(dag, Report)
+    reduce, report = node(dag, AllReduce), node(dag, StepReport)
     dag.rewire(report, inputs=reduce.inputs)
     dag.remove([reduce])
 
@@ -246,11 +246,11 @@ def reduction_without_a_member(dag: TrainingDAG) -> None:
 
 
 def report_removed(dag: TrainingDAG) -> None:
-    dag.remove([node(dag, Report)])
+    dag.remove([node(dag, StepReport)])
 
 
 def report_doubled(dag: TrainingDAG) -> None:
-    dag.add(dataclasses.replace(node(dag, Report), id=-1))
+    dag.add(dataclasses.replace(node(dag, StepReport), id=-1))
 
 
 def update_removed(dag: TrainingDAG) -> None:

@@ -28,7 +28,7 @@ from lightning_piper.capture.torch_private import _torch
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.recomputation import Recomputation
 from lightning_piper.ir.regions import Code, Interface, Output, PassKey, Region, Routed
-from lightning_piper.ir.values import Kind, Placement, Shard
+from lightning_piper.ir.values import Kind, Placement, Sharded
 from lightning_piper.placements.placement_changes import CHANGE, PLACEMENTS, changes_of, unchanged
 from lightning_piper.totals import TOTAL
 
@@ -240,8 +240,8 @@ def _results(
         for param, terms in by_param.items():
             apart = region in routed and param in routed[region].params
             held = terms[0].meta.get(PLACEMENTS, ())
-            # In a bundle of gradients, `Shard(0)` stands for a shard along each parameter's own dimension.
-            held = tuple((axis, Shard(0) if isinstance(p, Shard) else p) for axis, p in held)
+            # In a bundle of gradients, `Sharded(0)` stands for a shard along each parameter's own dimension.
+            held = tuple((axis, Sharded(0) if isinstance(p, Sharded) else p) for axis, p in held)
             bundles.setdefault((apart, tuple(sorted(users[param])), held), []).append(param)
         for (*_, held), params in bundles.items():
             merged = [_sum(by_param[param], passes[region, "B"], assignment) for param in params]

@@ -30,7 +30,7 @@ from lightning_piper.capture.losses.sample_trial import (
 )
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.ir.regions import PassKey, StepCode
-from lightning_piper.ir.values import Placement, Shard
+from lightning_piper.ir.values import Placement, Sharded
 from lightning_piper.placements.rule import P, R, Rule, made_by, tensors_of
 from lightning_piper.placements.rules import rules_for
 from lightning_piper.routing import ROUTE
@@ -130,7 +130,7 @@ class _SampleDependence:
         """Set the state of a node, whose position in the graph is `place`. Its inputs must already have
         states."""
         if node.op == "placeholder":
-            self.held[node] = (Shard(0) if node in self._shown else R,)
+            self.held[node] = (Sharded(0) if node in self._shown else R,)
         elif node.op == "get_attr" or node.target in (TOTAL, GATHER) or node.target in CONSTANTS:
             self.held[node] = (R,)
         elif node.target is ROUTE:  # `row_independence.py` tests that experts keep rows apart
@@ -153,7 +153,7 @@ class _SampleDependence:
             given = [R if p == P else p for p in given]
         results = len(made_by(node))
         # No input has rows of samples, so only numbers of the whole batch can enter.
-        if not any(isinstance(p, Shard) for p in given):
+        if not any(isinstance(p, Sharded) for p in given):
             known = R if all(p == R for p in given) else None if None in given else P
             if known == P and not self._is_linear(node, inputs):
                 self.curved[node] = place
@@ -189,11 +189,13 @@ class _SampleDependence:
         is None if neither a rule, a trial nor the shapes show it."""
         if "batch_norm" in str(node.target) and not _is_instance_norm(node):
             # statistics over the batch are reported separately, see `takes_statistics`
-            return (Shard(0), *(P for _ in made_by(node)[1:]))
-        runs = {p.blocks for p in given if isinstance(p, Shard)}
+            return (Sharded(0), *(P for _ in made_by(node)[1:]))
+        runs = {p.blocks for p in given if isinstance(p, Sharded)}
         for rule in self._rules_for(node, inputs, frozenset(runs)):
             pairs = list(zip(inputs, given, rule.inputs, strict=True))
-            if all(have == wanted or (have == R and isinstance(wanted, Shard)) for _, have, wanted in pairs):
+            if all(
+                have == wanted or (have == R and isinstance(wanted, Sharded)) for _, have, wanted in pairs
+            ):
                 # inputs that the rule wants sharded, but that hold different values for each position in the
                 # batch
                 by_place = [
@@ -202,14 +204,14 @@ class _SampleDependence:
                     if have != wanted and not backward and _differs_by_place(x, wanted, self._constants)
                 ]
                 return None if by_place else tuple(p or R for p in rule.outputs)
-        if is_kept(node, self._shown) and all(p in (R, Shard(0)) for p in given):
+        if is_kept(node, self._shown) and all(p in (R, Sharded(0)) for p in given):
             return self._seen(node)
         made = try_samples(node, given, self._size, self._constants)
         if made is None:
             return self._seen(node)
         # The trial draws only some samples again. It misses that a maximum mixes samples if another sample
         # has the maximum.
-        reduced = _name(node) in _REDUCTIONS and not all(isinstance(p, Shard) for p in made)
+        reduced = _name(node) in _REDUCTIONS and not all(isinstance(p, Sharded) for p in made)
         return None if None in made or reduced else made
 
     def _rules_for(self, node: Node, inputs: Sequence[Node], runs: frozenset[int]) -> list[Rule]:
@@ -231,7 +233,7 @@ class _SampleDependence:
         known = node in self._shown
         return tuple(
             (
-                Shard(0)
+                Sharded(0)
                 if known and x.ndim and x.shape[0] % self._size == 0
                 else P
                 if known and not x.ndim
@@ -264,7 +266,7 @@ def _name(node: Node) -> str:
 def _differs_by_place(node: Node, wanted: Placement, constants: Constants) -> bool:
     """Return whether a value that does not depend on samples may vary along the dimension of `wanted`, like
     `torch.arange(n)` or a parameter. Return False if the graph does not show it."""
-    assert isinstance(wanted, Shard)
+    assert isinstance(wanted, Sharded)
     dim = wanted.dim
     while not is_uniform(node):
         if node.op == "placeholder":

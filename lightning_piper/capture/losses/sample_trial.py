@@ -18,7 +18,7 @@ from torch.fx.node import map_aggregate, map_arg
 
 from lightning_piper.accelerators import seeded
 from lightning_piper.capture.joint.operations import CONSTANTS, SAME
-from lightning_piper.ir.values import Placement, Shard
+from lightning_piper.ir.values import Placement, Sharded
 from lightning_piper.placements.rule import P, R, made_by, tensors_of
 
 aten = torch.ops.aten
@@ -169,7 +169,7 @@ def _run(
     # The results if these samples are drawn again.
     def replaced(*samples: int) -> list[Any]:
         return results(
-            _replaced(x, y, p, samples, count) if isinstance(p, Shard) else x
+            _replaced(x, y, p, samples, count) if isinstance(p, Sharded) else x
             for x, y, p in zip(drawn, other, held, strict=True)
         )
 
@@ -186,7 +186,7 @@ def _run(
 
     first, last = 0, count - 1
     swapped = results(
-        _swapped(x, p, first, last, count) if isinstance(p, Shard) else x
+        _swapped(x, p, first, last, count) if isinstance(p, Sharded) else x
         for x, p in zip(drawn, held, strict=True)
     )
     found = zip(
@@ -198,7 +198,7 @@ def _run(
         made_by(node),
         strict=True,
     )
-    rows = [p for p in held if isinstance(p, Shard)]
+    rows = [p for p in held if isinstance(p, Sharded)]
     return tuple(
         _of(list(made), turned, (first, last), rows, count) if isinstance(was, torch.Tensor) else R
         for *made, turned, was in found
@@ -209,7 +209,7 @@ def _of(
     made: list[torch.Tensor],
     swapped: torch.Tensor,
     samples: tuple[int, int],
-    rows: Sequence[Shard],
+    rows: Sequence[Sharded],
     count: int,
 ) -> Placement | None:
     """Return how one result depends on the samples.
@@ -242,12 +242,12 @@ def _of(
     return P if adds and scale > rounding else None
 
 
-def _candidates(x: torch.Tensor, rows: Sequence[Shard], count: int) -> Iterator[Shard]:
+def _candidates(x: torch.Tensor, rows: Sequence[Sharded], count: int) -> Iterator[Sharded]:
     """Iterate over the dimensions of a result `x` that may be the sample dimension. First come the sample
     dimensions of the inputs (`rows`)."""
     like = [shard for shard in rows if shard.dim < x.ndim]
     more = [
-        Shard(d, blocks)
+        Sharded(d, blocks)
         for d in range(x.ndim)
         for blocks in dict.fromkeys((1, *(shard.blocks for shard in rows)))
     ]
@@ -256,18 +256,18 @@ def _candidates(x: torch.Tensor, rows: Sequence[Shard], count: int) -> Iterator[
             yield shard
 
 
-def _places(shard: Shard, length: int, sample: int, count: int) -> torch.Tensor:
+def _places(shard: Sharded, length: int, sample: int, count: int) -> torch.Tensor:
     """Return the indices of a sample along the sharded dimension."""
     return torch.arange(length).unflatten(0, (shard.blocks, count, -1))[:, sample].flatten()  # type: ignore[no-any-return]
 
 
-def _outside(mask: torch.Tensor, shard: Shard, sample: int, count: int) -> torch.Tensor:
+def _outside(mask: torch.Tensor, shard: Sharded, sample: int, count: int) -> torch.Tensor:
     """Return a copy of the mask that is False for the elements of one sample."""
     return mask.index_fill(shard.dim, _places(shard, mask.shape[shard.dim], sample, count), False)
 
 
 def _replaced(
-    x: torch.Tensor, other: torch.Tensor, shard: Shard, samples: Collection[int], count: int
+    x: torch.Tensor, other: torch.Tensor, shard: Sharded, samples: Collection[int], count: int
 ) -> torch.Tensor:
     """Return a copy of `x` that has the elements of these samples from `other`."""
     for i in samples:
@@ -276,7 +276,7 @@ def _replaced(
     return x
 
 
-def _swapped(x: torch.Tensor, shard: Shard, one: int, two: int, count: int) -> torch.Tensor:
+def _swapped(x: torch.Tensor, shard: Sharded, one: int, two: int, count: int) -> torch.Tensor:
     a, b = (_places(shard, x.shape[shard.dim], i, count) for i in (one, two))
     return x.index_copy(shard.dim, torch.cat([a, b]), x.index_select(shard.dim, torch.cat([b, a])))
 

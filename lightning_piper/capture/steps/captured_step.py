@@ -50,7 +50,7 @@ from lightning_piper.errors import CaptureError
 from lightning_piper.ir.division import Division
 from lightning_piper.ir.recomputation import Recomputation
 from lightning_piper.ir.regions import StepCode
-from lightning_piper.ir.values import Kind, Shard
+from lightning_piper.ir.values import Kind, Sharded
 from lightning_piper.placements.local_graph import localize
 
 # If the step has code for this many numbers of samples, Piper tries a trace with symbols for the next number.
@@ -497,7 +497,7 @@ class CapturedStep:
         """Trace the step once more at its `size`. Return the new graph and the meaning of its placeholders."""
         return (graph := self._trace(self.size, {}, ())[0].graph), PlaceholderNames.of(graph, self.canonical)
 
-    def _divide(self, weighed: WeightedStep) -> dict[str, tuple[str, Shard]]:
+    def _divide(self, weighed: WeightedStep) -> dict[str, tuple[str, Sharded]]:
         """Choose the placement of each value of the graph along the axes of `divisions`, and add changes of
         placement to the graph. In a `member`, also reduce the graph to one rank's shards.
 

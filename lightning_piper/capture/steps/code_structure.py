@@ -13,7 +13,7 @@ import torch
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import Interface, Output, PassKey, StepCode
-from lightning_piper.ir.values import Kind, Shard
+from lightning_piper.ir.values import Kind, Sharded
 
 aten = torch.ops.aten
 
@@ -157,7 +157,7 @@ def public(interface: Interface) -> Any:
 
     def kind(output: Output) -> tuple[Any, ...]:
         names = () if output.kind in (Kind.ACTIVATION, Kind.COTANGENT) else output.names
-        held = tuple((axis, part.dim if isinstance(part, Shard) else part) for axis, part in output.held)
+        held = tuple((axis, part.dim if isinstance(part, Sharded) else part) for axis, part in output.held)
         return output.kind, names, output.term, held, output.changes
 
     return (

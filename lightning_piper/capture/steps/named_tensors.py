@@ -10,7 +10,7 @@ from torch import nn
 from lightning_piper.capture.steps.aliases import Pair, sharing_memory
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.regions import ParamInfo
-from lightning_piper.ir.values import Shard, TensorSpec
+from lightning_piper.ir.values import Sharded, TensorSpec
 
 
 def named_tensors(
@@ -78,7 +78,7 @@ _INSTEAD = {
 }
 
 
-def laid_out(info: ParamInfo, placement: Shard, degree: int) -> ParamInfo:
+def laid_out(info: ParamInfo, placement: Sharded, degree: int) -> ParamInfo:
     """Return the parameter with a memory order in which each of its shards is contiguous: the sharded
     dimension comes first. Ranges of the parameter's elements refer to this order.
 

@@ -12,11 +12,11 @@ from torch.fx import Graph, Node
 
 from lightning_piper.capture.joint.region_assignment import tags_of
 from lightning_piper.capture.torch_private import _torch
-from lightning_piper.ir.values import Shard
+from lightning_piper.ir.values import Sharded
 from lightning_piper.placements.rule import shape_of
 
 
-def constraint_lookup(graph: Graph, values: Mapping[str, Shard]) -> Callable[[Node], Shard | None]:
+def constraint_lookup(graph: Graph, values: Mapping[str, Sharded]) -> Callable[[Node], Sharded | None]:
     """Return a function from a node to the shard of its value, according to the first pattern that matches
     the region of the node.
 
@@ -43,7 +43,7 @@ def constraint_lookup(graph: Graph, values: Mapping[str, Shard]) -> Callable[[No
         for pattern in values
     }
 
-    def pinned(node: Node) -> Shard | None:
+    def pinned(node: Node) -> Sharded | None:
         """Return the shard of a value, or None if the user does not shard the value."""
         if not values or not _is_handed_on(node):
             return None

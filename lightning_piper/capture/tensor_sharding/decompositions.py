@@ -27,7 +27,7 @@ from lightning_piper.capture.tensor_sharding.ring_attention import (
 )
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.ir.division import Division
-from lightning_piper.ir.values import Placement, Replicate, Shard
+from lightning_piper.ir.values import Placement, Replicated, Sharded
 from lightning_piper.placements.attention import ATTENTION, attended
 from lightning_piper.placements.choice import by_keys
 from lightning_piper.placements.placement_changes import PlacementMap
@@ -134,14 +134,14 @@ class Decomposer:
     def whole(self, x: Node) -> Node:
         """Return the value replicated on every rank: `x` itself, or a change of its placement. If `x` is a
         partial sum, the change comes before the operation that is being replaced, not later."""
-        return x if self.held[x] == Replicate() else self._changed(x, Replicate(), self._at)
+        return x if self.held[x] == Replicated() else self._changed(x, Replicated(), self._at)
 
     def changed(self, x: Node, wanted: Placement) -> Node:
         """Return the value with the placement `wanted`. The operation that is being replaced counts as the
         reader of the change."""
         return self._changed(x, wanted, self._at)
 
-    def ids(self, size: int, like: Node, part: Shard | None = None) -> Node:
+    def ids(self, size: int, like: Node, part: Sharded | None = None) -> Node:
         """Return the indices 0 to `size` - 1 of a dimension, as a sharded vector on the device of `like`. So
         each rank has the indices of its own shard of the dimension.
 
@@ -151,8 +151,8 @@ class Decomposer:
             part: the shard of the dimension, whose blocks and turn the indices follow (default: contiguous
                 shards).
         """
-        wanted = Shard(0) if part is None else replace(part, dim=0)
-        key, whole = ((size, held, str(self._at.meta.get("custom"))) for held in (wanted, Replicate()))
+        wanted = Sharded(0) if part is None else replace(part, dim=0)
+        key, whole = ((size, held, str(self._at.meta.get("custom"))) for held in (wanted, Replicated()))
         if whole not in self._ids:
             self._ids[whole] = self(aten.arange.default, size, device=like.meta["val"].device)
         if key not in self._ids:
@@ -177,7 +177,7 @@ def _along(writer: Decomposer, x: Any, dim: Any) -> int | None:
     sum in the backward pass. So they pay if the row has more than `degree` + 3 elements.
     """
     along = int(dim) % len(shape_of(x))
-    return along if writer.held[x] == Shard(along) and shape_of(x)[along] > writer.degree + 3 else None
+    return along if writer.held[x] == Sharded(along) and shape_of(x)[along] > writer.degree + 3 else None
 
 
 def _softmax(writer: Decomposer, node: Node) -> Node | None:
@@ -242,7 +242,7 @@ def _nll(writer: Decomposer, node: Node) -> Written:
     """
     scores, target, weight, reduction, ignored = node.args
     x: Any = scores
-    if weight is None and reduction and isinstance(writer.held[x], Shard) and writer.held[x] != Shard(1):
+    if weight is None and reduction and isinstance(writer.held[x], Sharded) and writer.held[x] != Sharded(1):
         rows = writer(operator.getitem, writer(node.target, x, target, None, 0, ignored), 0)
         counted = writer(
             aten._to_copy.default, writer(aten.ne.Scalar, target, ignored), dtype=x.meta["val"].dtype
@@ -287,7 +287,7 @@ def _attention(writer: Decomposer, node: Node) -> Written:
     about = {"dtype": q.meta["val"].dtype, "device": q.meta["val"].device}
     held = writer.held[q]
     query = writer(
-        aten.unsqueeze.default, writer.ids(shape_of(q)[2], q, held if isinstance(held, Shard) else None), 1
+        aten.unsqueeze.default, writer.ids(shape_of(q)[2], q, held if isinstance(held, Sharded) else None), 1
     )
     seen = writer(aten.ge.Tensor, query, writer(aten.arange.default, shape_of(k)[2], device=about["device"]))
     here, hidden = (writer(aten.scalar_tensor.default, value, **about) for value in (0.0, -math.inf))
@@ -301,7 +301,7 @@ def _dropped(writer: Decomposer, node: Node) -> Written:
     the mask. So the mask is the same as on one device. Return None if the value is not sharded."""
     value, probability, train = node.args
     x: Any = value
-    if not isinstance(writer.held[x], Shard):
+    if not isinstance(writer.held[x], Sharded):
         return None
     about = {"dtype": x.meta["val"].dtype, "device": x.meta["val"].device}
     ones = writer(aten.ones.default, list(shape_of(x)), **about)
@@ -327,7 +327,7 @@ def _embedding(writer: Decomposer, node: Node) -> Node | None:
     if the lookup has options other than a padding index."""
     table, index, *options = node.args
     x: Any = table
-    if writer.held[x] != Shard(0) or any(options[1:]):
+    if writer.held[x] != Sharded(0) or any(options[1:]):
         return None
     size = shape_of(x)[0]
     writer._rows.add((index, size))  # type: ignore[arg-type]

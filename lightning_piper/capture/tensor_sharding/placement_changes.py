@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 from lightning_piper.annotate import META_KEY
 from lightning_piper.capture.joint.region_assignment import tags_of
 from lightning_piper.capture.torch_private import _torch
-from lightning_piper.ir.values import Partial, Placement, Replicate, Shard, is_shift
+from lightning_piper.ir.values import Partial, Placement, Replicated, Sharded, is_shift
 from lightning_piper.placements.local_graph import VIEWS
 from lightning_piper.placements.placement_changes import CHANGE, FOLLOWS, PlacementMap
 from lightning_piper.placements.rule import shape_of
@@ -38,7 +38,7 @@ class PlacementWriter:
         axis: str,
         degree: int,
         held: PlacementMap,
-        said: Collection[Shard],
+        said: Collection[Sharded],
         beside: Callable[[Node], None],
     ) -> None:
         self.graph, self.axis, self.degree, self.held, self.said = graph, axis, degree, held, said
@@ -69,7 +69,7 @@ class PlacementWriter:
                 return x
         if (source := self._seen_through(x, wanted)) is not None:
             return self._changed_before(x, source, wanted, reader)
-        parts = [p for p in (self.held[x], wanted) if isinstance(p, Shard)]
+        parts = [p for p in (self.held[x], wanted) if isinstance(p, Sharded)]
         runs = [p.blocks for p in parts if p.blocks > 1]  # the numbers of runs (blocks) of such shards
         if runs and not is_shift(self.held[x], wanted):
             # Replicate first if both shards consist of runs. Also if both shards are along one dimension,
@@ -110,17 +110,17 @@ class PlacementWriter:
         if x.target not in VIEWS or FOLLOWS in x.meta:  # `FOLLOWS` marks a view that `_changed_in_runs` made
             return None
         (source,) = x.all_input_nodes
-        have, parts = self.held[x], [p for p in (self.held[x], wanted) if isinstance(p, Shard)]
+        have, parts = self.held[x], [p for p in (self.held[x], wanted) if isinstance(p, Sharded)]
         if isinstance(have, Partial) or len(parts) != 1 or shape_of(source) == shape_of(x):
             return None
         runs = {1, parts[0].blocks, *(said.blocks for said in self.said)}
         pairs = regrouping(shape_of(source), shape_of(x), self.degree, runs)
         before = next((p for p, after in pairs if after == parts[0] and self._of_any_size(p)), None)
-        if before is None or self.held[source] != (before if isinstance(have, Shard) else have):
+        if before is None or self.held[source] != (before if isinstance(have, Sharded) else have):
             return None
-        return before if isinstance(wanted, Shard) else wanted
+        return before if isinstance(wanted, Sharded) else wanted
 
-    def _of_any_size(self, part: Shard) -> bool:
+    def _of_any_size(self, part: Sharded) -> bool:
         """Return whether the number of runs of a shard is the same for any number of samples.
 
         This is so for one run, and for a number of runs that the user declares. In all other cases, one
@@ -158,11 +158,11 @@ class PlacementWriter:
     def _changed_by_whole(self, x: Node, wanted: Placement, reader: Node) -> Node:
         """Change the placement of a value in two steps, and return the result: first replicate the value, then
         cut it. An `alias` between the two changes keeps them from being merged."""
-        whole = self.changed(x, Replicate(), reader)
+        whole = self.changed(x, Replicated(), reader)
         with self.graph.inserting_before(reader):
             at = reader if reader.op == "call_function" else x
             made = make_like(self.graph, at, aten.alias.default, (whole,), val=x.meta["val"])
-        self._place(made, Replicate())
+        self._place(made, Replicated())
         return self.changed(made, wanted, reader)
 
     def _changed_in_runs(self, x: Node, wanted: Placement, reader: Node) -> Node:
@@ -174,7 +174,7 @@ class PlacementWriter:
         """
         key = (x, wanted, (tuple(sorted(tags_of(reader).items())), _torch.is_backward(reader)))
         if key not in self._made:
-            (runs,) = (p for p in (self.held[x], wanted) if isinstance(p, Shard) and p.blocks > 1)
+            (runs,) = (p for p in (self.held[x], wanted) if isinstance(p, Sharded) and p.blocks > 1)
             shape = list(shape_of(x))
             apart = [*shape[: runs.dim], runs.blocks, shape[runs.dim] // runs.blocks, *shape[runs.dim + 1 :]]
             before, after = (_in_runs(p, runs) for p in (self.held[x], wanted))
@@ -236,17 +236,17 @@ def has_own_region(x: Node) -> bool:
     return x.op == "call_function" and (META_KEY in x.meta.get("custom", {}) or _torch.is_backward(x))
 
 
-def _in_runs(placement: Placement, runs: Shard) -> Placement:
+def _in_runs(placement: Placement, runs: Sharded) -> Placement:
     """Return the placement of a value after a view has given its runs a separate dimension.
 
     Args:
         placement: the placement before the view.
         runs: the shard that consists of runs. The view splits its dimension into [runs, elements of a run].
     """
-    if not isinstance(placement, Shard):
+    if not isinstance(placement, Sharded):
         return placement
     # The view replaces `runs.dim` by two dimensions: the number of the run, and the position in the run. The
     # shard `runs` cuts each run, so it is along the second of them. A contiguous shard along `runs.dim`
     # consists of whole runs, so it is along the first of them.
     dim = placement.dim + (placement.dim > runs.dim or placement == runs)
-    return Shard(dim, turn=placement.turn)
+    return Sharded(dim, turn=placement.turn)

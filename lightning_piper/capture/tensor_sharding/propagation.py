@@ -26,7 +26,7 @@ from lightning_piper.capture.tensor_sharding.placement_changes import PlacementW
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.division import Division
-from lightning_piper.ir.values import Partial, Placement, Replicate, Shard
+from lightning_piper.ir.values import Partial, Placement, Replicated, Sharded
 from lightning_piper.placements.attention import ATTENTION, attended
 from lightning_piper.placements.choice import choose
 from lightning_piper.placements.placement_changes import CHANGE, PLACEMENTS, PlacementMap, change_of
@@ -35,7 +35,7 @@ from lightning_piper.placements.rule import made_by, shape_of, tensors_of
 from lightning_piper.placements.rules import rules_for
 
 aten = torch.ops.aten
-R, P = Replicate(), Partial()
+R, P = Replicated(), Partial()
 _VIEWED = {aten.view.default, aten._unsafe_view.default}
 TURNED = {aten.t.default, aten.transpose.int, aten.permute.default}
 CAST = aten._to_copy.default  # the operation with which autocast casts parameters
@@ -99,7 +99,7 @@ def _check_apart(graph: Graph, propagations: Sequence[Propagation]) -> None:
             mine, change = {propagation.held[node]}, change_of(node)
             if change is not None and change.axis == propagation.division.axis:
                 mine.add(change.before)
-            both = {held.dim for held in mine if isinstance(held, Shard)} & propagation.elsewhere(node)
+            both = {held.dim for held in mine if isinstance(held, Sharded)} & propagation.elsewhere(node)
             if both:
                 axes = " and ".join(repr(each.division.axis) for each in propagations)
                 raise CaptureError(
@@ -164,15 +164,15 @@ class Propagation:
         said = set(division.values.values())
         self.changes = PlacementWriter(graph, division.axis, division.degree, self.held, said, self._beside)
         self._pinned = constraint_lookup(graph, division.values)
-        self.along: set[tuple[int, Shard]] = set()
+        self.along: set[tuple[int, Sharded]] = set()
         self.decomposer = Decomposer(graph, division, self.held, self.gone, self.place, self.changes.changed)
 
     @property
-    def params(self) -> dict[str, Shard]:
+    def params(self) -> dict[str, Sharded]:
         """Canonical name -> shard of each sharded parameter that the graph reads: parameters that the division
         names, weights of `seek`, and biases that follow from their weights."""
         placed = ((name, self.held[x]) for x, name in self.names.items() if x.users)
-        return {name: placement for name, placement in placed if isinstance(placement, Shard)}
+        return {name: placement for name, placement in placed if isinstance(placement, Sharded)}
 
     def place(self, node: Node) -> None:
         """Set the placements of a node's results along all axes.
@@ -243,7 +243,7 @@ class Propagation:
         inputs = tensors_of(node)
         # Shard a vocabulary along its rows, because the lookup has a decomposition for this.
         if node.target is aten.embedding.default and self._is_vocabulary(node):
-            self._settle(inputs[0], Shard(0))
+            self._settle(inputs[0], Sharded(0))
         if self.decomposer.write(node):
             return
         if self._without_bias(node):
@@ -260,7 +260,7 @@ class Propagation:
                 self._settle(x, wanted)
             elif self.held[x] != wanted:
                 if (
-                    isinstance(self.held[x], Shard)
+                    isinstance(self.held[x], Sharded)
                     and wanted == R
                     and not (_torch.is_backward(node) or self.decomposer.writes)
                 ):
@@ -276,7 +276,7 @@ class Propagation:
     def elsewhere(self, node: Node) -> set[int]:
         """Return the dimensions of a value that axes other than this one shard; empty if there are none."""
         others = [propagation.held.get(node) for propagation in self.axes if propagation is not self]
-        return {held.dim for held in others if isinstance(held, Shard)}
+        return {held.dim for held in others if isinstance(held, Sharded)}
 
     def _is_vocabulary(self, node: Node) -> bool:
         """Return whether the embedding `node` looks up rows of a weight that this axis may shard evenly, by
@@ -304,14 +304,14 @@ class Propagation:
         serves all such products.
         """
         (x,) = tensors_of(view)
-        if not isinstance(self.held[x], Shard) or x in self.fixed or shape_of(x)[-1] != shape_of(view)[-1]:
+        if not isinstance(self.held[x], Sharded) or x in self.fixed or shape_of(x)[-1] != shape_of(view)[-1]:
             return False
-        if self.held[x] == Shard(len(shape_of(x)) - 1):
+        if self.held[x] == Sharded(len(shape_of(x)) - 1):
             return False
         rights = [user.args[-1] for user in view.users if user.target in PRODUCTS and user.args[-2] is view]
         return any(self._has_columns(y) for y in rights if isinstance(y, Node))
 
-    def _is_for_rows(self, view: Node) -> Shard | None:
+    def _is_for_rows(self, view: Node) -> Sharded | None:
         """Return the shard to which the source of this view should change before the view. Return None if
         another case than the following holds.
 
@@ -322,7 +322,7 @@ class Propagation:
         """
         (x,) = tensors_of(view)
         last = len(shape_of(x)) - 1
-        if self.held[x] != Shard(last) or x in self.fixed or shape_of(x)[-1] != shape_of(view)[-1]:
+        if self.held[x] != Sharded(last) or x in self.fixed or shape_of(x)[-1] != shape_of(view)[-1]:
             return None
         rights = [user.args[-1] for user in view.users if user.target in PRODUCTS and user.args[-2] is view]
         if not rights or not all(isinstance(y, Node) and self._is_whole(y) for y in rights):
@@ -341,7 +341,7 @@ class Propagation:
         """Return the dimension along which a value is sharded. Return None if the value is replicated or a
         partial sum."""
         placement = self.held[x]
-        return placement.dim if isinstance(placement, Shard) else None
+        return placement.dim if isinstance(placement, Sharded) else None
 
     def _has_columns(self, y: Node) -> bool:
         """Return whether the factor `y` of a product is sharded along its columns, and is a parameter or a
@@ -463,7 +463,7 @@ class Propagation:
         ):
             return
         queries = self.held[attended(node.all_input_nodes[0])[0]]
-        part = queries if isinstance(queries, Shard) and queries.dim == 2 else Shard(2)
+        part = queries if isinstance(queries, Sharded) and queries.dim == 2 else Sharded(2)
         if shape_of(node)[2] % (self.degree * part.blocks) == 0:
             self._hand_on(node, part)
 
@@ -542,4 +542,4 @@ class Propagation:
 def _blocks(placement: Placement) -> set[int]:
     """Return the number of blocks of a shard, as a set for `rules_for`. Return an empty set for any other
     placement."""
-    return {placement.blocks} if isinstance(placement, Shard) else set()
+    return {placement.blocks} if isinstance(placement, Sharded) else set()

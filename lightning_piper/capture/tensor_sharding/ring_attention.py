@@ -22,7 +22,7 @@ from torch.fx import Node
 
 from lightning_piper.capture.joint.region_assignment import own_line
 from lightning_piper.capture.torch_private import _torch
-from lightning_piper.ir.values import Shard
+from lightning_piper.ir.values import Sharded
 from lightning_piper.placements.attention import attended
 from lightning_piper.placements.placement_changes import AFTER
 from lightning_piper.placements.ring import ATTEND, ATTEND_BACKWARD, MERGE
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
-def ring_sharding(writer: Decomposer, node: Node) -> Shard | None:
+def ring_sharding(writer: Decomposer, node: Node) -> Sharded | None:
     """Return the shard of the queries, keys and values if an attention can run as ring attention. Return None
     if it cannot, or if the division does not ask for ring attention.
 
@@ -44,7 +44,7 @@ def ring_sharding(writer: Decomposer, node: Node) -> Shard | None:
     """
     held = [writer.held[x] for x in attended(node)]
     part, backward = held[0], is_backward(node)
-    if writer.attention != "ring" or not isinstance(part, Shard) or part.dim != 2:
+    if writer.attention != "ring" or not isinstance(part, Sharded) or part.dim != 2:
         return None
     mask: Any = node.kwargs.get("attn_mask")
     why = None
@@ -65,7 +65,7 @@ def ring_sharding(writer: Decomposer, node: Node) -> Shard | None:
     return None
 
 
-def attend(writer: Decomposer, node: Node, part: Shard) -> tuple[Node, Node]:
+def attend(writer: Decomposer, node: Node, part: Sharded) -> tuple[Node, Node]:
     """Write attention to the keys of one rank after another, and merge the results. Return the output and the
     logsumexp, which are the results of `node`.
 
@@ -93,7 +93,7 @@ def attend(writer: Decomposer, node: Node, part: Shard) -> tuple[Node, Node]:
     return out, lse
 
 
-def attend_backward(writer: Decomposer, node: Node, part: Shard) -> tuple[Node, ...]:
+def attend_backward(writer: Decomposer, node: Node, part: Sharded) -> tuple[Node, ...]:
     """Write the gradients of `attend`, in the same order of shards. Return the gradients of queries, keys and
     values, which are the results of `node`.
 
@@ -129,7 +129,7 @@ def attend_backward(writer: Decomposer, node: Node, part: Shard) -> tuple[Node, 
     return tuple(_cast(writer, x, like.meta["val"].dtype) for x, like in of_all)
 
 
-def _about(writer: Decomposer, node: Node, causal: int, part: Shard) -> tuple[Any, ...]:
+def _about(writer: Decomposer, node: Node, causal: int, part: Sharded) -> tuple[Any, ...]:
     """Return further arguments of `ATTEND` and `ATTEND_BACKWARD`: the mask or None, whether the attention is
     causal, the scale or None, the degree, and the number of blocks of a shard.
 
@@ -140,14 +140,14 @@ def _about(writer: Decomposer, node: Node, causal: int, part: Shard) -> tuple[An
     return mask, bool(argument(node, causal, False)), scale, writer.degree, part.blocks
 
 
-def _ids(writer: Decomposer, q: Node, k: Node, part: Shard, turn: int) -> tuple[Node, Node]:
+def _ids(writer: Decomposer, q: Node, k: Node, part: Sharded, turn: int) -> tuple[Node, Node]:
     """Return the positions of the rank's queries, and the positions of the keys that it has in turn `turn`, as
     two vectors of indices."""
     return writer.ids(shape_of(q)[2], q, part), writer.ids(shape_of(k)[2], k, replace(part, turn=turn))
 
 
 def _arrived(
-    writer: Decomposer, own: Sequence[Node], part: Shard, turn: int, when: Node | None
+    writer: Decomposer, own: Sequence[Node], part: Sharded, turn: int, when: Node | None
 ) -> list[Node]:
     """Return the keys and values of another rank.
 
@@ -174,7 +174,7 @@ def _dense(writer: Decomposer, x: Node) -> Node:
     return writer.dense[x]
 
 
-def _turned(writer: Decomposer, x: Node, part: Shard, turn: int) -> Node:
+def _turned(writer: Decomposer, x: Node, part: Sharded, turn: int) -> Node:
     """Return `x` shifted so that each rank has the shard of turn `turn`. With `turn` 0, the rank has its own
     shard."""
     wanted = replace(part, turn=turn)

@@ -10,7 +10,7 @@ from lightning_piper.capture.joint.region_passes import PlaceholderNames
 from lightning_piper.capture.tensor_sharding.propagation import Propagation, propagate
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.division import Division
-from lightning_piper.ir.values import Replicate, Shard
+from lightning_piper.ir.values import Replicated, Sharded
 from lightning_piper.placements.local_graph import SPLIT, VIEWS
 from lightning_piper.placements.placement_changes import CHANGE
 from lightning_piper.placements.rule import made_by, shape_of
@@ -18,14 +18,14 @@ from lightning_piper.placements.views import regrouped
 
 
 def find_params(
-    make: Callable[[], tuple[Graph, PlaceholderNames]], axis: str, degree: int, values: Mapping[str, Shard]
-) -> dict[str, Shard]:
+    make: Callable[[], tuple[Graph, PlaceholderNames]], axis: str, degree: int, values: Mapping[str, Sharded]
+) -> dict[str, Sharded]:
     """Return canonical name -> shard for the weight matrices that can be sharded over an axis: along columns
     in the first of two products, along rows in the second. The result is empty if there are no such weights.
 
     A weight is not sharded if sharding it would need a gather: an operation reads the weight or the result of
     its product replicated. Exception: the weight may consist of several weights next to each other (queries,
-    keys and values). Then each of them is sharded: `Shard.blocks` is their number.
+    keys and values). Then each of them is sharded: `Sharded.blocks` is their number.
 
     Each round tries placements on a new graph. The next round leaves out the weights that failed.
 
@@ -75,7 +75,7 @@ def _beside(propagation: Propagation, x: Node, reader: Node) -> int:
     """Return the number of equal blocks into which `reader` splits the sharded dimension of the value `x`, as
     `chunk` or a view do. Return 0 if it does not split this dimension into equal blocks."""
     placement = propagation.held[x]
-    if not isinstance(placement, Shard):
+    if not isinstance(placement, Sharded):
         return 0
     if reader.target in SPLIT:
         sizes = [made.shape[placement.dim] for made in made_by(reader) if made is not None]
@@ -105,11 +105,11 @@ def _made_with(propagation: Propagation, x: Node) -> set[str]:
     while stack:
         node = stack.pop()
         if node in propagation.fixed:
-            if isinstance(propagation.held[node], Shard):
+            if isinstance(propagation.held[node], Sharded):
                 found.add(propagation.param_of(node))
             continue
         for source in node.all_input_nodes if node.target is not CHANGE else ():
-            if source not in seen and source.op != "output" and propagation.held.get(source) != Replicate():
+            if source not in seen and source.op != "output" and propagation.held.get(source) != Replicated():
                 seen.add(source)
                 stack.append(source)
     return found

@@ -12,7 +12,7 @@ import torch
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk, IssuePriority, Node, Ref
-from lightning_piper.ir.values import Shard, TensorSpec
+from lightning_piper.ir.values import Sharded, TensorSpec
 from lightning_piper.ops.base import (
     Binding,
     Bound,
@@ -141,7 +141,7 @@ def check(facts: Facts, node: AllToAll) -> Iterable[str]:
         yield f"{facts.at(node)} has {len(node.inputs)} inputs; it needs {wanted}"
         return
     value, made = dag.value(node.inputs[0]), node.outputs[0]
-    at_source, away = (), ((node.axis, Shard(0)),)
+    at_source, away = (), ((node.axis, Sharded(0)),)
     if (value.others, made.others) != ((away, at_source) if node.direction == COMBINE else (at_source, away)):
         held = "at the experts" if value.others else "at their source"
         yield f"{facts.at(node)} takes {facts.named(node.inputs[0])}, whose rows are {held}"

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from lightning_piper.ir.buckets import Bucket, packed_among
 from lightning_piper.ir.nodes import Node, Ref
-from lightning_piper.ir.values import Shard
+from lightning_piper.ir.values import Sharded
 from lightning_piper.ops.base import (
     Binding,
     Bound,
@@ -57,7 +57,7 @@ def check(facts: Facts, node: Pack) -> Iterable[str]:
     # If only one device holds the parameters of a bucket, its gradients need no sum over replicas. The only
     # shard is the whole bucket.
     alone = made.bucket is not None and made.bucket.degree > 1 and made.bucket.members == 1
-    held = Shard(0) if alone else value.placement
+    held = Sharded(0) if alone else value.placement
     if made.placement != held:
         yield f"{facts.at(node)} reads {held} and declares it as {made.placement}"
 

@@ -10,7 +10,7 @@ import torch
 
 from lightning_piper.ir.buckets import packed_params
 from lightning_piper.ir.nodes import IssuePriority, Node
-from lightning_piper.ir.values import Kind, Replicate, Shard, TensorSpec
+from lightning_piper.ir.values import Kind, Replicated, Sharded, TensorSpec
 from lightning_piper.ops.base import (
     Binding,
     Bound,
@@ -31,7 +31,7 @@ from lightning_piper.ops.reference import Made, Reference
 class Parameters(Node):
     """A node for the shards of a bucket of parameters after the optimizer's last update.
 
-    The node does not read values. Its output is a `Shard`.
+    The node does not read values. Its output is `Sharded`.
 
     Attributes:
         kept: Whether every member keeps the memory of the whole bucket between steps. At the start of a step,
@@ -49,7 +49,7 @@ class Parameters(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class AllGather(Node):
-    """A node that gathers a bucket's shards on every member, from a `Shard` to a `Replicate` value."""
+    """A node that gathers a bucket's shards on every member, from a `Sharded` to a `Replicated` value."""
 
     turn = IssuePriority.PREFETCH
     communicates = True
@@ -78,7 +78,7 @@ class AllGatherInstruction(Collective):
 def check_parameters(facts: Facts, node: Parameters) -> Iterable[str]:
     """The node must make a shard of a bucket of parameters, in the dtype of the parameters."""
     value = node.outputs[0]
-    if value.bucket is None or value.kind != Kind.PARAM or value.placement != Shard(0):
+    if value.bucket is None or value.kind != Kind.PARAM or value.placement != Sharded(0):
         yield f"{facts.at(node)} does not make a shard of a bucket of parameters"
     elif any(spec.dtype != value.bucket.dtype for spec in value.bucket.tensors):
         yield (
@@ -91,7 +91,7 @@ def check_all_gather(facts: Facts, node: AllGather) -> Iterable[str]:
     """The node must gather a bucket's shards that lie on its own devices."""
     value, made = facts.dag.value(node.inputs[0]), node.outputs[0]
     source = facts.dag.nodes[node.inputs[0][0]]
-    if value.placement != Shard(0) or made.placement != Replicate():
+    if value.placement != Sharded(0) or made.placement != Replicated():
         yield (
             f"{facts.at(node)} gathers {value.label} as {made.placement} from {value.placement}: it makes R "
             "from S(0)"

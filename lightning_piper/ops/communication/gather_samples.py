@@ -19,7 +19,7 @@ import torch
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import DATA
 from lightning_piper.ir.nodes import Chunk, Ref
-from lightning_piper.ir.values import Replicate, Slice, TensorSpec, Value
+from lightning_piper.ir.values import Replicated, Slice, TensorSpec, Value
 from lightning_piper.ops.base import (
     Binding,
     Bound,
@@ -90,7 +90,7 @@ def exchanged(dag: TrainingDAG, node: GatherSamples | ScatterSamples) -> Value:
     samples of the local batch (scatter)."""
     samples = dag.size if isinstance(node, GatherSamples) else dag.local_batch_size
     return replace(
-        dag.value(node.inputs[0]), tensors=dag.specs_of(node.inputs[0], samples), placement=Replicate()
+        dag.value(node.inputs[0]), tensors=dag.specs_of(node.inputs[0], samples), placement=Replicated()
     )
 
 
@@ -131,7 +131,7 @@ def check_gather(facts: Facts, node: GatherSamples) -> Iterable[str]:
             if part.start != edge:
                 yield f"{facts.at(node)} joins {facts.named(ref)} of samples {part} after those before {edge}"
             edge = part.stop
-        if dag.value(ref).placement != Replicate():
+        if dag.value(ref).placement != Replicated():
             yield f"{facts.at(node)} joins {facts.named(ref)}, which is {dag.value(ref).placement}"
     if edge != whole.stop:
         yield f"{facts.at(node)} joins samples up to {edge} of {whole}"

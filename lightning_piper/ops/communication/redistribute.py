@@ -21,7 +21,7 @@ import torch
 from lightning_piper.ir.division import Change
 from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk, IssuePriority, Node, Ref
-from lightning_piper.ir.values import Partial, Placement, Replicate, Shard, TensorSpec, is_shift
+from lightning_piper.ir.values import Partial, Placement, Replicated, Sharded, TensorSpec, is_shift
 from lightning_piper.ops.base import (
     Binding,
     Bound,
@@ -105,7 +105,7 @@ class RedistributeInstruction(Collective):
 
     @property
     def routes(self) -> tuple[Channel, ...]:
-        moved = isinstance(self.before, Shard) and isinstance(self.after, Shard)
+        moved = isinstance(self.before, Sharded) and isinstance(self.after, Sharded)
         return all_pairs(self.members) if moved else super().routes
 
     @property
@@ -151,7 +151,7 @@ class CutOutInstruction(Instruction):
     """An instruction that cuts the part of one of `count` members out of a bundle."""
 
     op: ClassVar[str] = "cut_out"
-    after: Shard
+    after: Sharded
     index: int
     count: int
 
@@ -173,7 +173,7 @@ def check(facts: Facts, node: Redistribute) -> Iterable[str]:
             f"{facts.at(node)} shifts {node.before} to {node.after}, which is where it is: there are as "
             "many members"
         )
-    if isinstance(node, CutOut) is not isinstance(node.before, Replicate):
+    if isinstance(node, CutOut) is not isinstance(node.before, Replicated):
         yield f"{facts.at(node)} makes {node.after} of {node.before}"
     if (
         ref in facts.origins
@@ -183,7 +183,7 @@ def check(facts: Facts, node: Redistribute) -> Iterable[str]:
             f"{facts.at(node)} changes the placement of {facts.named(ref)}, but no node reads it with the "
             "new placement"
         )
-    found = dict(value.others).get(node.axis, Replicate())
+    found = dict(value.others).get(node.axis, Replicated())
     if found != node.before:
         yield f"{facts.at(node)} reads {value.label} as {node.before}, but it is {found}"
     if made.others != (wanted := held_after(value.others, node.axis, node.after)):
@@ -213,11 +213,11 @@ def changed_specs(
     for spec in specs:
         shape = list(spec.shape)
         for placement in (before, after):
-            if isinstance(placement, Shard) and placement.dim >= len(shape):
+            if isinstance(placement, Sharded) and placement.dim >= len(shape):
                 return ()
-        if isinstance(before, Shard):
+        if isinstance(before, Sharded):
             shape[before.dim] *= degree
-        if isinstance(after, Shard):
+        if isinstance(after, Sharded):
             shape[after.dim] //= degree
         made.append(TensorSpec.of(torch.empty(shape, dtype=spec.dtype, device="meta")))
     return tuple(made)
@@ -228,7 +228,7 @@ def held_after(
 ) -> tuple[tuple[str, Placement], ...]:
     """Return `Value.others` after a change of placement along an axis."""
     found = {held_along: held for held_along, held in others if held_along != axis}
-    return tuple(sorted((found if isinstance(placement, Replicate) else found | {axis: placement}).items()))
+    return tuple(sorted((found if isinstance(placement, Replicated) else found | {axis: placement}).items()))
 
 
 def read_as_wanted(facts: Facts, node: Chunk, ref: Ref, wanted: Origin) -> Iterable[str]:
@@ -252,7 +252,7 @@ def read_as_wanted(facts: Facts, node: Chunk, ref: Ref, wanted: Origin) -> Itera
 
 
 def _steps(before: Placement, after: Placement) -> int:
-    assert isinstance(before, Shard) and isinstance(after, Shard)
+    assert isinstance(before, Sharded) and isinstance(after, Sharded)
     return after.turn - before.turn
 
 
@@ -272,13 +272,13 @@ def _whole(held: Sequence[Sequence[torch.Tensor]], before: Placement) -> Sequenc
     match before:
         case Partial():
             return sum_in_order([list(bundle) for bundle in held])
-        case Shard():
+        case Sharded():
             return [before.joined(parts) for parts in zip(*held, strict=True)]
     return held[0]
 
 
 def _part(x: torch.Tensor, after: Placement, index: int, count: int) -> torch.Tensor:
-    return after.parts(x, count)[index] if isinstance(after, Shard) else x.contiguous()
+    return after.parts(x, count)[index] if isinstance(after, Sharded) else x.contiguous()
 
 
 # Plans
@@ -286,7 +286,7 @@ def _part(x: torch.Tensor, after: Placement, index: int, count: int) -> torch.Te
 
 def lower(plan: Planning, node: Redistribute) -> None:
     reads, tensors = (plan.read(node.inputs[0], node),), node.outputs[0].tensors
-    if isinstance(node.before, Partial) and isinstance(node.after, Replicate):
+    if isinstance(node.before, Partial) and isinstance(node.after, Replicated):
         plan.start(node, PartsInstruction, reads, tensors=tensors)
     else:
         kind = ShiftInstruction if is_shift(node.before, node.after) else RedistributeInstruction
@@ -296,7 +296,7 @@ def lower(plan: Planning, node: Redistribute) -> None:
 def produce_cut_out(plan: Planning, node: CutOut, ref: Ref) -> None:
     """Emit the instruction that cuts this device's part out of the node's input."""
     line = node.mesh.line(node.axis, plan.place)
-    assert isinstance(node.after, Shard)
+    assert isinstance(node.after, Sharded)
     read = plan.read(node.inputs[0], node)
     slot = plan.new_slot(ref, "chunk", node.stream)
     plan.emit(
@@ -326,14 +326,14 @@ class _Redistribute(Exchange):
         return x
 
     def parts(self, state: torch.Tensor) -> Sequence[torch.Tensor]:
-        if isinstance(self._after, Shard):
+        if isinstance(self._after, Sharded):
             return self._after.parts(state, self._count)
         return [state.contiguous()] * self._count
 
     def join(self, state: torch.Tensor, received: Sequence[Any]) -> Bundle:
         if isinstance(self._before, Partial):
             return summed([(part,) for part in received])
-        assert isinstance(self._before, Shard)
+        assert isinstance(self._before, Sharded)
         return (self._before.joined(received),)
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from lightning_piper.ir.nodes import IssuePriority, Node
-from lightning_piper.ir.values import Partial, Replicate, Shard, TensorSpec
+from lightning_piper.ir.values import Partial, Replicated, Sharded, TensorSpec
 from lightning_piper.ops.base import (
     Binding,
     Bound,
@@ -28,7 +28,7 @@ from lightning_piper.ops.reference import Made, Reference
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduce(Node):
-    """A node that sums the tensors of its group's members, from `Partial` to `Replicate` values."""
+    """A node that sums the tensors of its group's members, from `Partial` to `Replicated` values."""
 
     turn = IssuePriority.ON_DEMAND
     communicates = sums = True
@@ -38,7 +38,7 @@ class AllReduce(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceScatter(Node):
-    """A node that sums a bucket over its group and leaves each member its shard: `Partial` to `Shard`."""
+    """A node that sums a bucket over its group and leaves each member its shard: `Partial` to `Sharded`."""
 
     turn = IssuePriority.ON_DEMAND
     communicates = sums = True
@@ -79,7 +79,7 @@ def check_all_reduce(facts: Facts, node: AllReduce) -> Iterable[str]:
     """The node must sum terms that are not yet summed over replicas."""
     yield from summed_once(facts, node)
     value, made = facts.dag.value(node.inputs[0]), node.outputs[0]
-    if not isinstance(made.placement, Replicate):
+    if not isinstance(made.placement, Replicated):
         yield f"{facts.at(node)} outputs {made.placement} after its sum"
     if (*carries(made), made.tensors) != (*carries(value), value.tensors):
         yield (
@@ -93,7 +93,7 @@ def check_reduce_scatter(facts: Facts, node: ReduceScatter) -> Iterable[str]:
     yield from summed_once(facts, node)
     facts.forward(node)
     value, made = facts.dag.value(node.inputs[0]), node.outputs[0]
-    if value.bucket is None or made.placement != Shard(0) or carries(made) != carries(value):
+    if value.bucket is None or made.placement != Sharded(0) or carries(made) != carries(value):
         yield f"{facts.at(node)} does not make a shard of the bucket that it sums"
 
 
@@ -102,7 +102,7 @@ def summed_once(facts: Facts, node: Node) -> Iterable[str]:
     for ref in node.inputs:
         value, source = facts.dag.value(ref), facts.dag.nodes[ref[0]]
         if not isinstance(value.placement, Partial):
-            held = "a shard of it" if isinstance(value.placement, Shard) else "the whole of it"
+            held = "a shard of it" if isinstance(value.placement, Sharded) else "the whole of it"
             yield f"{facts.at(node)} sums {facts.named(ref)} over devices that all hold {held}"
         if not node.everywhere and (len(node.inputs) != 1 or source.devices != node.devices):
             yield f"{facts.at(node)} sums {facts.named(ref)}, which lies on devices {list(source.devices)}"

@@ -9,7 +9,7 @@ from typing import ClassVar
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import DATA, Mesh
 from lightning_piper.ir.nodes import Chunk, IssuePriority, Node, Ref
-from lightning_piper.ir.values import Partial, Placement, Replicate, Slice
+from lightning_piper.ir.values import Partial, Placement, Replicated, Slice
 from lightning_piper.ops.base import Operation, Planning, register_operation
 from lightning_piper.ops.communication.reduce import AllReduceInstruction, bind_all_reduce
 from lightning_piper.ops.facts import Facts, carries, slices_of
@@ -38,7 +38,7 @@ class OverBatch(Node):
 class Total(OverBatch):
     """A node that sums over the samples of the whole batch.
 
-    Its inputs are the terms of slices, `Partial` if there are replicas. Its output is `Replicate`.
+    Its inputs are the terms of slices, `Partial` if there are replicas. Its output is `Replicated`.
     """
 
 
@@ -55,7 +55,7 @@ class TotalInstruction(AllReduceInstruction):
 
 def placement_of_terms(dag: TrainingDAG) -> Placement:
     """Return the placement of values that each replica makes from its own samples, as terms of a sum."""
-    return Partial() if dag.replicas > 1 else Replicate()
+    return Partial() if dag.replicas > 1 else Replicated()
 
 
 # Static rules
@@ -88,7 +88,7 @@ def check(facts: Facts, node: Total) -> Iterable[str]:
     if (node.mesh, node.axis) != (dag.mesh, DATA):
         found = f"{facts.named(node.inputs[0])} along {node.axis} of {node.mesh}"
         yield f"{facts.at(node)} sums {found}; the batch is divided over {dag.replicas} replicas"
-    if (*carries(made), made.tensors, made.placement) != (*carries(value), value.tensors, Replicate()):
+    if (*carries(made), made.tensors, made.placement) != (*carries(value), value.tensors, Replicated()):
         yield (
             f"{facts.at(node)} describes its output differently from the sum of {facts.named(node.inputs[0])}"
         )

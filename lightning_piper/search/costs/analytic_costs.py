@@ -18,7 +18,7 @@ from lightning_piper.capture.tracing.step_trace import fakes_of
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.division import Change, Division
 from lightning_piper.ir.regions import Code, Output, PassKey, StepCode
-from lightning_piper.ir.values import Partial, Replicate, Shard, TensorSpec
+from lightning_piper.ir.values import Partial, Replicated, Sharded, TensorSpec
 from lightning_piper.search.costs.block_work import alone, checked_samples, seconds_of, total, workload
 from lightning_piper.search.costs.blocks import TAG, BlockCut, blocks_of, bytes_of, refusal
 from lightning_piper.search.costs.operation_costs import Cost, Counting, seconds
@@ -64,7 +64,7 @@ def analytic(
     cut = cut or blocks_of(module, batch)
     numbers = checked_samples(cut, samples)
     works = {(n, 1): _works(cut, cut.step, n, hardware) for n in numbers}
-    divided: dict[str, Shard] = {}
+    divided: dict[str, Sharded] = {}
     parts: frozenset[str] = frozenset()
     least: dict[int, int] = {}
     for degree in sorted(tensor):
@@ -82,7 +82,7 @@ def analytic(
     return workload(cut, works, states, calculated(cut, hardware, states), parts, least=least)
 
 
-def _proposed(cut: BlockCut, degree: int) -> dict[str, Shard]:
+def _proposed(cut: BlockCut, degree: int) -> dict[str, Sharded]:
     """Return the parameters that `tensor_parallel` would shard over `degree` devices, as name -> its shards; empty
     if it cannot shard any."""
     try:
@@ -174,9 +174,9 @@ def _changed(shape: tuple[int, ...], changes: Sequence[Change], degree: int) -> 
     """
     sizes = list(shape)
     for change in changes:
-        if isinstance(change.before, Shard):
+        if isinstance(change.before, Sharded):
             sizes[change.before.dim] *= degree
-        if isinstance(change.after, Shard):
+        if isinstance(change.after, Sharded):
             sizes[change.after.dim] //= degree
     return tuple(sizes)
 
@@ -196,7 +196,7 @@ def _exchanged(code: StepCode, region: int, degree: int) -> Number:
         for change in output.changes:
             nbytes = sum(spec.nbytes for spec in specs)
             if isinstance(change.before, Partial):
-                found += nbytes if isinstance(change.after, Replicate) else Fraction(nbytes, 2)
-            elif isinstance(change.before, Shard):
+                found += nbytes if isinstance(change.after, Replicated) else Fraction(nbytes, 2)
+            elif isinstance(change.before, Sharded):
                 found += Fraction(nbytes * degree, 2)
     return found
