@@ -32,8 +32,8 @@ OF_PARTS = "piper_of_parts"
 
 
 def after_gathers(graph: torch.fx.Graph, apart: bool = False) -> set[Node]:
-    """Return the forward nodes that depend on a gathered value. The GATHER nodes themselves are left out, unless
-    they do. If the graph gathers no samples, the set is empty.
+    """Return the forward nodes that depend on a gathered value. A GATHER node counts only if it depends on
+    another GATHER node. If the graph gathers no samples, the set is empty.
 
     Args:
         apart: if True, leave out additions and concatenations of a gathered value with a number that each

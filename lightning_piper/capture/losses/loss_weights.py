@@ -454,8 +454,8 @@ class _LossWeighting:
         return list(kinds) if len(kinds) <= MANY else None
 
     def _part(self, node: Node, term: int) -> Node:
-        """Return a copy of the sum `node` with the summands of `term` only. If these are a single summand, and
-        it is `node` itself, return `node`. If the sum has no summand of this term, return None."""
+        """Return a copy of the sum `node` with the summands of `term` only. If `node` itself belongs to the term,
+        return `node`. If the sum does not have a summand of this term, return None."""
         made: dict[Any, Any] = {}  # value -> its part; None if no summand of the value belongs to the term
         stack: list[Any] = [node]
         while stack:
