@@ -220,7 +220,8 @@ def annotate_modules(model: nn.Module, tag: str, groups: Sequence[Sequence[str]]
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the repeated blocks of a model by name: the children of a list of equal modules.
+    """Return the repeated blocks of a model by name, such as `{"layers.0": ..., "layers.1": ...}`: the
+    children of a list of equal modules. Empty if there is no such list.
 
     The list is an `nn.ModuleList` or `nn.Sequential` with several children. All children are of one class,
     and each child has parameters and submodules. In nested lists, the outer list counts.

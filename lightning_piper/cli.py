@@ -98,7 +98,8 @@ def _check(args: argparse.Namespace) -> str:
 
 
 def _passes(args: argparse.Namespace) -> Passes | None:
-    """Return the recorder of passes for `check`; None if the user did not ask for one."""
+    """Return the recorder of passes for `check`; None without `--passes` and `--dump`. Raise UsageError if
+    the folder of `--dump` cannot be used."""
     try:
         return Passes(args.dump) if args.passes or args.dump is not None else None
     except PiperError as error:
@@ -113,7 +114,8 @@ def _plan(args: argparse.Namespace) -> str:
 
 
 def _viz(args: argparse.Namespace) -> str:
-    """Return the chart or graph as text, or write it to the output file and return an empty text."""
+    """Return the chart or graph as text. With `--output`, write it to this file and return an empty text.
+    Raise UsageError if the file cannot be written, or if the program does not use the device of `--dag`."""
     compiled = _compiled(args)
     if args.dag is not None:
         text = dot_graph(compiled.dag, _device(compiled, args.dag))
@@ -139,8 +141,8 @@ def _simulate(args: argparse.Namespace) -> str:
 
 
 def _explain(args: argparse.Namespace) -> str:
-    """Return the text of `lightning-piper explain`: why a node exists, and when it ran if there is a
-    recording."""
+    """Return the text of `lightning-piper explain`: why a node exists, and with `--log-dir` when it ran.
+    Raise UsageError if there is no such node."""
     compiled = _compiled(args)
     try:
         lines = [compiled.explain(args.node)]

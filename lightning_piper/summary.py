@@ -48,7 +48,8 @@ def _trades(dag: TrainingDAG, program: Program) -> Iterator[str]:
 
 
 def parameters_of(dag: TrainingDAG, held: Sequence[frozenset[str]]) -> str:
-    """Return the number of parameters, of the whole step and of each stage.
+    """Return the number of parameters of the whole step, and of each stage if there are several, such as
+    "parameters: 1.24B (by stage: 620M / 620M)".
 
     Args:
         dag: The finished DAG.

@@ -104,7 +104,8 @@ def check_target(target: str) -> None:
 
 
 def _divided(target: str) -> tuple[str, str]:
-    """Return the file or module of a target, and the name in it."""
+    """Return the file or module of a target, and the name in it: `("train.py", "batch")` for
+    "train.py:batch". Raise UsageError if one of them is missing."""
     place, _, name = target.rpartition(":")
     if not place or not name:
         raise UsageError(f"{target!r} does not name anything to import; give {TARGET}")

@@ -185,7 +185,7 @@ class BatchCheck:
         digests_differed: bool = False,
         retraced: bool = False,
     ) -> Agreed:
-        """Finish the comparison of the previous step, then start comparing this step's batch.
+        """Finish the comparison of the previous step, then start comparing this step's batch. Collective.
 
         If this process waits for the result in this step, the method finishes the new comparison also.
 
@@ -250,7 +250,7 @@ class BatchCheck:
 
     def finish(self) -> Agreed:
         """Wait for the running comparison, check and return its result. Return `Agreed(False)` if none is
-        running.
+        running. Collective.
 
         Warn if the replicas have different optimizer options, different numbers of samples, or the same
         samples.
@@ -365,7 +365,7 @@ class BatchCheck:
 
     def _difference(self, going_on: bool) -> str:
         """Describe where this process's batch spec and another process's spec differ. Empty if this process
-        does not know.
+        does not know. Collective, unless `going_on`.
 
         If some processes do not wait for the comparison, they still have the previous spec (`_others`). This
         process then compares its spec with that spec, without communication.

@@ -53,15 +53,16 @@ class BatchJoin:
         return spec.rebuild(made, content)
 
     def _gathered(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the tensors `x` of all processes of the replica, joined along the first dimension."""
+        """Return the tensors `x` of all processes of the replica, joined along the first dimension, on the
+        device of `x`. Collective over the replica."""
         own = x.cpu() if x.device.type != "cpu" else x
         parts = [torch.empty_like(own) for _ in self._ranks]
         dist.all_gather(parts, own, group=self._group)
         return torch.cat(parts).to(x.device)
 
     def _check(self, spec: BatchSpec) -> None:
-        """Check that all processes have the same batch spec. If they do not, all processes raise the same
-        error."""
+        """Check that all processes have the same batch spec, whose tensors share a first dimension. Otherwise
+        all processes raise the same BatchError. Collective."""
         mark = int.from_bytes(hashlib.blake2b(repr(spec.key).encode(), digest_size=7).digest(), "big")
         own = torch.tensor([mark, spec.undivided is not None])
         found = [torch.empty_like(own) for _ in range(self._world.size)]

@@ -60,7 +60,8 @@ class _Filled(pickle.Unpickler):
 
 
 def outlined(value: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """Return the pickle of an object, and the large tensors that the pickle leaves out."""
+    """Return the pickle of an object, and the large tensors that the pickle leaves out, each once. These are
+    the object's own tensors, not copies. The list is empty without large tensors."""
     file = io.BytesIO()
     pickler = _Outline(file)
     pickler.dump(value)

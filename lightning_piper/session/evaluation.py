@@ -149,7 +149,12 @@ class Evaluation:
         self, step: Step, leaves: Sequence[torch.Tensor], batch_spec: BatchSpec, batch_idx: int
     ) -> tuple[Prepared, StepResult]:
         """Run a step on a batch. Before the run, the processes agree on the batch, and compile a program if
-        one is missing. Collective."""
+        one is missing. Return the program and the result of the run. Collective.
+
+        Raises:
+            PiperError: As `step` says. The error is a BatchError if the step logs tensors and the replicas'
+                batches have different shapes.
+        """
         self.follow()
         programs, variants = self._programs, self._programs.variants(step)
         captured = programs.find(step, batch_spec, batch_idx)

@@ -57,8 +57,13 @@ def owners_of(dag: TrainingDAG) -> dict[str, Ranks]:
 
 
 def wanted_by_all(metrics: MetricCalls, step: str) -> frozenset[int]:
-    """Return the indices of the calls whose values all processes need, because a value is logged on each step
-    or used."""
+    """Return the indices of the calls whose values all processes need, because Lightning logs the value on
+    each step, or the step uses the value.
+
+    Args:
+        metrics: The step's calls of metric objects.
+        step: Name of the step. Lightning logs on each step by default only in "training_step".
+    """
     by_step = step == "training_step"  # Lightning's default
     logged = {
         event.value
@@ -93,7 +98,7 @@ class Gather:
 
     def all(self, value: Any) -> list[Any]:
         """Return the values of all replicas, by replica, with tensors on this process's device. A list may
-        have a different length in each replica."""
+        have a different length in each replica. Collective over the owners, or over all processes."""
         found = self._world.gather(_moved(value, torch.device("cpu")), self._owners)
         by_replica = found if self._owners else [found[rank] for rank in self._world.first_ranks]
         return [_moved(x, self._world.device) for x in by_replica]

@@ -207,7 +207,13 @@ class Programs:
 
     def _captured(self, step: Step, batch_spec: BatchSpec, history: History) -> Compiled:
         """Capture a step for a batch of this spec, and compile it. If a training step cannot be captured,
-        return the result of `instead`."""
+        return the result of `instead`.
+
+        Raises:
+            CaptureError: The step cannot be captured, and there is no `instead`, or the capture would take
+                minutes (LongStepError).
+            DirectiveError: A directive does not fit the step.
+        """
         settings = self._settings
         context, (name, loader) = settings.context if step == TRAINING else settings.forward_context, step
         example = batch_spec.times(settings.replicas)

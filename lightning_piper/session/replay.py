@@ -245,7 +245,7 @@ def _value(
 
 
 def _dtypes(dag: TrainingDAG) -> dict[str, torch.dtype]:
-    """Return the dtypes in which the step computes the loss and its logged tensors."""
+    """Return name -> dtype in which the step computes its loss (`LOSS`) and its logged tensors."""
     found = {}
     for key, interface in dag.code.interfaces.items():
         for output, specs in zip(interface.outputs, dag.code.code[key].outputs, strict=True):

@@ -215,8 +215,8 @@ class LaterWarnings:
             leaves: The tensors of this process's batch.
             captured: Whether the step was captured for this batch.
             traced: Whether the step was captured or traced for this batch.
-            own: The tensors that this process holds, if all processes call this method. None: Piper does not
-                try the step.
+            own: The tensors that this process holds, if all processes call this method, which is then
+                collective. None: Piper does not try the step.
         """
         texts = [text for text in _plain_to_see(compiled) if text not in self._said] if captured else []
         self._said.update(texts)

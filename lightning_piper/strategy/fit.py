@@ -222,8 +222,8 @@ class Fit:
 
     def _accumulate_gradients(self, accumulate: str) -> None:
         """Choose how to weight the gradients of accumulated batches, and whether the processes sum them only
-        with the last batch. If a hook changes the gradients of each batch, the processes sum gradients with
-        each batch."""
+        with the last batch. If a hook in any process may read or change the gradients of each batch, the
+        processes sum gradients with each batch, except with "tokens". Collective."""
         local = self.before.settings.local
         self._tokens = (
             TokenAccumulation(self.world, self.ownership, local) if accumulate == "tokens" else None

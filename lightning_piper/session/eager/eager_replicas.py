@@ -63,7 +63,7 @@ def why_not(module: nn.Module, settings: Settings, device: torch.device) -> str 
 
 
 def _sum(x: torch.Tensor) -> torch.Tensor:
-    """Return the sum over all processes, each of which is a replica."""
+    """Return the sum over all processes, each of which is a replica, as a new tensor. Collective."""
     total = x.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total)
     return total
@@ -82,14 +82,14 @@ def _gathered(x: torch.Tensor) -> torch.Tensor:
 
 def _scattered(gradient: torch.Tensor, count: int) -> torch.Tensor:
     """Sum the gradients that all processes computed for all rows, and return the `count` rows that belong to
-    this process."""
+    this process. Collective."""
     counts = _rows(gradient[:count])
     first = sum(counts[: dist.get_rank()])
     return _sum(gradient)[first : first + count]
 
 
 def _rows(x: torch.Tensor) -> list[int]:
-    """Return the number of rows of each process."""
+    """Return the number of rows of each process, by rank. Collective."""
     counts = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=x.device)
     counts[dist.get_rank()] = len(x)
     dist.all_reduce(counts)
@@ -249,7 +249,9 @@ class EagerReplicas:
         self._kept.clear()
 
     def _run(self, trained: tuple[str, ...], local: Callable[[], None]) -> None:
-        """Run a backward pass and sum its gradients of the `trained` parameters with a plan."""
+        """Run a backward pass, and average its gradients of the `trained` parameters with a plan. Add the
+        mean to the gradient of earlier passes in `.grad`. The `.grad` of a parameter that no process has used
+        stays. An error of the pass is raised as the user's code raised it."""
         if trained not in self._prepared:
             self._prepared[trained] = self._runtime.prepare(self._compile(trained))
         prepared = self._prepared[trained]

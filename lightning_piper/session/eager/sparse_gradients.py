@@ -58,7 +58,7 @@ def mean_over_replicas(param: nn.Parameter, world: World) -> torch.Tensor | None
 
 
 def _gathered(rows: torch.Tensor, numbers: list[int]) -> torch.Tensor:
-    """Return the rows of all processes, given the number of rows of each process."""
+    """Return the rows of all processes by rank, given the number of rows of each process. Collective."""
     padded = rows.new_zeros(max(numbers), *rows.shape[1:])
     padded[: len(rows)] = rows
     parts = [torch.empty_like(padded) for _ in numbers]
