@@ -1,4 +1,8 @@
-"""Memory of each device of a compiled program, computed from its plan instead of estimated."""
+"""Memory of each device of a compiled program, computed from its plan instead of estimated.
+
+A search rejects a program whose plan needs more memory than the devices have. `session.available_memory`
+checks whether replicas of a whole step fit.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,11 @@ ROUGHLY = 8
 
 
 def bytes_needed(compiled: Compiled, states: float) -> dict[int, int]:
-    """Return device -> the bytes that it needs. These are the bytes of parameters or their shards, of optimizer
-    states, and of the peak of the step, which includes gradients.
+    """Return device -> the bytes that it needs in a step.
+
+    These are the bytes of its parameters (shards, unless the device keeps a bucket gathered), of its
+    optimizer states, and of the peak of the step, which includes gradients. Parameters with states in host
+    memory have no states here.
 
     Args:
         states: Bytes of optimizer state for each byte of trained parameters.
@@ -40,10 +47,11 @@ def bytes_needed(compiled: Compiled, states: float) -> dict[int, int]:
 
 
 def needed_by_replicas(compiled: Compiled, states: float, processes: bool, room: int) -> int:
-    """Return the bytes that each replica of an unpipelined step needs in the step, or in the update after it.
+    """Return the bytes that each replica of an unpipelined step needs: the larger number of the step and of
+    the update after it.
 
-    The function returns a rough number if this number fits in `room`, and the exact number otherwise. The exact
-    number takes more time, because `bytes_needed` simulates the plan.
+    The function returns a rough number if this number fits in `room`, and the exact number otherwise. The
+    exact number takes more time, because `bytes_needed` simulates the plan.
 
     Args:
         states: Bytes of optimizer state for each byte of trained parameters.

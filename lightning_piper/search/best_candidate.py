@@ -37,14 +37,14 @@ def best_of(
     budget: int = 5000,
     progress: Progress | None = None,
 ) -> Found:
-    """Find the program that fits and takes the least time for a step, or the least memory.
+    """Find the candidate that fits and takes the least time for a step, or the least memory.
 
     Args:
         workload, hardware: The training step, and the machine that runs it.
         devices: Number of devices.
         memory: Memory of each device, in bytes or as text such as "80GiB" (default: `hardware.memory`).
         objective: "time", or "memory" for the memory of the fullest device.
-        schedules: Names of the builders to consider (default: all of `schedules.searched`).
+        schedules: Names of the schedules to consider (default: all names in `SEARCHED`).
         levels: ZeRO levels to consider.
         margin: Memory to keep free, as a share of the estimated memory.
         all_devices: Consider only programs that use every device.
@@ -53,13 +53,14 @@ def best_of(
         gap: How much worse than the best program the result may be: 0.01 for one percent.
         budget: Largest amount of work. Each estimated candidate costs one. Each branch costs one or more: the
             cost grows with its stages and microbatches. When the budget is spent, the search ends, and the
-            result's `gap` says what is proved.
+            result's `gap` says what is proved. After that, the result's table takes at most the same amount
+            of work again, and at most 1000.
         progress: Called with the number of candidates estimated, the lowest bound of the open branches, and
-            the best value so far.
+            the best value so far, in seconds or bytes (infinite: none fits so far).
 
     Raises:
-        SearchError: An argument is not valid, or no program fits. If none fits, the error names the least
-            memory with which a program fits.
+        SearchError: An argument is not valid, or the search found no program that fits. Then the error names
+            the least memory with which a program fits, or, if the budget ends first, the least known memory.
         NoProgram: No schedule exists for this workload on these devices, or no program fits in host memory.
     """
     schedules = tuple(SEARCHED if schedules is None else schedules)
@@ -82,11 +83,12 @@ def best_of(
 
 
 def _refuse(space: Space, budget: int) -> NoReturn:
-    """Raise the error of a search that found nothing.
+    """Raise the error of a search that found nothing. A second search, without a limit of device memory,
+    finds the memory that a program needs.
 
     Raises:
-        SearchError: Nothing fits. The error names the least memory with which a program fits.
-        NoProgram: No schedule exists, or no program fits in host memory.
+        SearchError: The second search found a program. The error names its memory.
+        NoProgram: The first search had no limit, or the second search found nothing either.
     """
     devices = space.devices
     if space.memory == INFINITE:
@@ -124,7 +126,8 @@ def check_asked(
     budget: int = 1,
     ranks: int | None = None,
 ) -> None:
-    """Check those arguments of `best_of` that are not checked in `Space` alone.
+    """Check the arguments of `best_of` that do not need the workload. `search` calls this function before it
+    measures the model.
 
     Raises:
         SearchError: An argument is not valid.

@@ -1,9 +1,9 @@
 """Lower bounds of time and memory. A search skips only the candidates that these bounds exclude.
 
-A rank cannot begin before its first pass has its inputs. It runs all of its passes one after the other. After its
-last pass, earlier stages must still run their backward passes. The same holds for the passes of a rank from any
-pass to any later pass. `Rows.between` has up to four such spans: from the first pass or the first backward pass,
-to the last pass or the last pass that makes gradients of inputs. Hence
+A rank cannot begin before its first pass has its inputs. It runs all of its passes one after the other. After
+its last pass, earlier stages must still run their backward passes. The same holds for the passes of a rank
+from any pass to any later pass. `Rows.between` has up to four such spans: from the first pass or the first
+backward pass, to the last pass or the last pass that makes gradients of inputs. Hence
 
     time >= head(first) + work of the passes between + tail(last)
 
@@ -14,9 +14,9 @@ to the last pass or the last pass that makes gradients of inputs. Hence
 - tail(B of s): the backward passes and messages of the stages before s; or the sum of the gradients of s over
   the replicas, and the optimizer's update.
 
-`bound_of` computes these bounds for a whole candidate. `Cutting` computes a bound from the blocks of one stage. It
-holds for every cut of the other blocks, because the work before and after the stage is a sum over blocks, and each
-boundary costs at least the smallest message.
+`bound_of` computes these bounds for a whole candidate. `Cutting` computes a bound from the blocks of one
+stage. This bound holds for every cut of the other blocks, because the work before and after the stage is a
+sum over blocks, and each boundary costs at least the smallest message.
 
 The bound of stage s over the blocks i to j grows with j and falls with i, and so do the bytes of its rank. So
 the cuts below a limit follow from the end of the chain to its beginning. The last stage must begin at some
@@ -48,9 +48,10 @@ INFINITE = float("inf")
 
 
 def bound_of(model: CostModel, candidate: Candidate) -> Number:
-    """Return a lower bound of a candidate's seconds, in time linear in the stages. See the module's docstring."""
-    # For each stage, `forward` has the head of F, `backward` the head of B, and `behind` the tail of B without
-    # sums and updates.
+    """Return a lower bound of a candidate's seconds, in time linear in the stages. See the module's
+    docstring."""
+    # For each stage, `forward` has the head of F, `backward` the head of B, and `behind` the tail of B
+    # without sums and updates.
     rows, costs, levels = rows_for(candidate), model.costs(candidate.layout), candidate.levels
     spans, passes = candidate.spans(costs.blocks), passes_of(costs, candidate)
     back = BI if SEARCHED[candidate.layout.schedule].split else B
@@ -89,8 +90,8 @@ class Cutting:
     def __init__(
         self, model: CostModel, layout: Layout, options: Sequence[Sequence[Option]], by_memory: bool
     ) -> None:
-        """Prepare what the bounds of all cuts have in common. With `by_memory`, bounds are bytes of a device, and
-        otherwise seconds of a step."""
+        """Prepare what the bounds of all cuts have in common. With `by_memory`, bounds are bytes of a device,
+        and otherwise seconds of a step."""
         self.layout, self._options = layout, options
         self.costs: Costs = model.costs(layout)
         self._rows = rows_of(layout.schedule, layout.per_rank, layout.ranks, layout.microbatches)
@@ -105,15 +106,15 @@ class Cutting:
         # Arguments of `stage` -> its result.
         self._known: dict[tuple[int, int, int], tuple[Number, bool]] = {}
         gathered = all(level for level, _ in options[0])
-        # The first stage has at least the first block, so its gather takes at least as long as the gather of this
-        # block.
+        # The first stage has at least the first block, so its gather takes at least as long as the gather of
+        # this block.
         self._start = self.costs.ring((0, 1)) if gathered else 0
         self._pairs = [self._pairs_of(s) for s in range(layout.stages)]
         self._states = [self._states_of(s) for s in range(layout.stages)]
 
     def _pairs_of(self, stage: int) -> list[tuple[tuple[int, int], tuple[int, int], list[tuple[int, int]]]]:
-        """Return the spans of the stage's rank (`Between`): first pass, last pass, and (kind, how often) of the
-        passes of this stage in the span."""
+        """Return the spans of the stage's rank (`Between`): first pass, last pass, and (kind, how often) of
+        the passes of this stage in the span."""
         found = []
         for first, last, passes in self._rows.between[self._rows.rank[stage]]:
             count = [0, 0, 0, 0]
@@ -131,16 +132,16 @@ class Cutting:
         return list(dict.fromkeys(own))
 
     def stage(self, s: int, i: int, j: int) -> tuple[Number, bool]:
-        """Return a lower bound of the objective if stage s has the blocks from i to j (exclusive), and whether the
-        stage can fit into the memory."""
+        """Return a lower bound of the objective if stage s has the blocks from i to j (exclusive), and
+        whether the stage can fit into the memory."""
         found = self._known.get((s, i, j))
         if found is None:
             found = self._known[s, i, j] = self._stage(s, i, j)
         return found
 
     def _stage(self, s: int, i: int, j: int) -> tuple[Number, bool]:
-        """Do the work of `stage`: return the least bound over the options that fit into the memory, and True. If no
-        option fits, return the least bound over all options, and False."""
+        """Do the work of `stage`: return the least bound over the options that fit into the memory, and True.
+        If no option fits, return the least bound over all options, and False."""
         least: Number = INFINITE
         fitting: Number = INFINITE
         for level, way in self._options[s]:
@@ -157,9 +158,9 @@ class Cutting:
         A bound belongs to a span of work of the stage's rank (`Between`). It is the sum of a head (the time
         before the span), the stage's passes in the span, and a tail (the time after the span). Each span has
         two bounds, and the result is the largest of all bounds. In one bound, heads and tails depend on the
-        stage's position, but passes count only with their work. In the other bound, passes count with gathers and
-        transfers to the host, but heads and tails are valid for any position. Each bound alone grows with the
-        blocks of the stage.
+        stage's position, but passes count only with their work. In the other bound, passes count with gathers
+        and transfers to the host, but heads and tails are valid for any position. Each bound alone grows with
+        the blocks of the stage.
         """
         hops = self._hops
         plain = self.costs.passes((i, j), 0, way == AGAIN, False)
@@ -188,6 +189,8 @@ class Cutting:
         return most
 
     def _backward(self, i: int, j: int) -> Number:
+        """Return the seconds of the backward passes of the blocks i to j (exclusive) for which earlier stages
+        wait."""
         found = self.costs.inputs[j] - self.costs.inputs[i]
         return found if self._back == BI else found + self.costs.weights[j] - self.costs.weights[i]
 
@@ -201,12 +204,12 @@ class Cutting:
         return (self.costs.static((span,), (level,)) + most) * self._margin, host
 
     def reach(self, limit: Number) -> list[int] | None:
-        """Return for each s the first block from which the stages s, s + 1, ... can cover all later blocks, and
-        then the number of blocks.
+        """Return for each s the first block from which the stages s, s + 1, ... can cover all later blocks,
+        and then the number of blocks: a list with one entry more than there are stages.
 
-        Each stage must fit, with a bound below the limit. Return None if the stages cannot cover all blocks, or if
-        the bound from the mean work of the ranks is not below the limit. Stages may be empty here. So if the
-        stages can begin at some block, they can also begin at any later block.
+        Each stage must fit, with a bound below the limit. Return None if the stages cannot cover all blocks,
+        or if the bound from the mean work of the ranks is not below the limit. Stages may be empty here. So
+        if the stages can begin at some block, they can also begin at any later block.
         """
         stages, blocks = self.layout.stages, self.costs.blocks
         low = [blocks] * (stages + 1)
@@ -223,6 +226,8 @@ class Cutting:
         return low if self._average() < limit else None
 
     def _below(self, s: int, i: int, j: int, limit: Number) -> bool:
+        """Return whether stage s can fit with the blocks i to j (exclusive), and has a bound below the
+        limit."""
         value, fits = self.stage(s, i, j)
         return fits and value < limit
 
@@ -248,6 +253,10 @@ class Cutting:
         """Return two limits: no cut has a bound below the first, and some cuts may be below the second.
 
         Both are at least `low`. Both are `high` if no cut has a bound below `high`.
+
+        Args:
+            low: A limit below which no cut has a bound.
+            high: The limit of the search. If it is infinite, some cut must fit.
         """
         if self.reach(high) is None:
             return high, high
@@ -273,8 +282,9 @@ class Cutting:
         low = self.reach(limit)
         if low is None:
             return
-        # This is a depth-first search. `ends` has the chosen ends of the stages before stage s. `bounds` has a
-        # bound for the first n stages, for each n up to s. `at` has the next end to try for each stage up to s.
+        # This is a depth-first search. `ends` has the chosen ends of the stages before stage s. `bounds` has
+        # a bound for the first n stages, for each n up to s. `at` has the next end to try for each stage up
+        # to s.
         stages, blocks = self.layout.stages, self.costs.blocks
         ends: list[int] = []
         bounds: list[Number] = [0]
@@ -301,7 +311,8 @@ class Cutting:
             at.append(max(j + 1, low[s + 2]))
 
     def _together(self, s: int, j: int, ends: Sequence[int]) -> Number:
-        """Return a lower bound of the objective from those stages of the rank of stage s that are not after s.
+        """Return a lower bound of the objective from those stages of the rank of stage s that are not after
+        s.
 
         The bound is infinite if these stages do not fit together, and 0 if s is the only one.
 
@@ -342,5 +353,6 @@ class Cutting:
         return self.costs.forward[spans[0][0]] + self.layout.microbatches * work
 
     def _work(self, span: Span, level: int, way: Way) -> Number:
+        """Return a lower bound of the seconds of all passes of a stage on one microbatch."""
         f, b, bi, bw = self.costs.passes(span, level, way == AGAIN, way == AWAY)
         return f + (b if self._back == B else min(b, bi + bw))

@@ -1,12 +1,20 @@
-"""The best candidate of a space, by best-first branch and bound (Land and Doig 1960).
+"""The best candidate of a space, by best-first branch and bound (Land and Doig 1960). `best_of` runs this
+search.
 
-    layout  ->  levels of ZeRO, stages that recompute and offload  ->  cuts below a limit, which rises
+A branch is a set of candidates. The search divides branches in this order:
 
-The search skips a branch if its bound is not below the best candidate so far, or if none of its cuts can fit;
-see `bounds`. The search expands the branch with the lowest bound first, so this bound holds for all open branches.
+    a layout (`Layout`)  ->  ZeRO levels, stages that recompute and offload (`Choice`)  ->  cuts (`Cuts`)
 
-After the proof that a candidate is the best, the search expands open branches further, until it also knows the
-next best choices.
+The search tries the cuts of one choice in rounds. A round tries the cuts whose bound is below a limit, and
+this limit rises from round to round.
+
+The objective is the seconds of a step, or the bytes of the fullest device. The search skips a branch if the
+branch's bound is not below the objective of the best candidate so far, or if none of its cuts can fit; see
+`bounds`. The search expands the branch with the lowest bound first, so this bound holds for all open
+branches.
+
+The search has two phases. In the first phase, it looks for the best candidate, until it has a proof or until
+the budget is spent. In the second phase, it expands open branches further to find the next best choices.
 """
 
 from __future__ import annotations
@@ -29,17 +37,18 @@ from lightning_piper.search.space import Candidate, Layout, Space
 from lightning_piper.search.stage_costs import CostModel
 from lightning_piper.simulate.durations import Number
 
-TABLE = 20  # rows of the result's table with candidates that fit
-OVER = 5  # further rows of the table: candidates that would be better but do not fit
-ALTERNATIVES = 1000  # the most that may be spent on the rows of the result's table, in units of the budget
-UNIT = 200  # to expand a choice costs 1 + stages x (microbatches + 100) / UNIT of the budget
-ROWS = 400  # making a schedule's rows costs 1 unit of the budget for each ROWS passes
+TABLE = 20  # largest number of rows of the result's table with candidates that fit
+OVER = 5  # largest number of further rows: candidates that would be better but do not fit
+ALTERNATIVES = 1000  # largest budget of the second phase, which fills the result's table
+UNIT = 200  # to expand a choice costs 1 + stages x (microbatches + 100) / UNIT units of the budget
+ROWS = 400  # the first visit of a layout costs 1 unit of the budget, and 1 for each ROWS forward passes
 STEPS = 50  # enumerating cuts costs 1 unit of the budget for each STEPS stages considered
-BEGIN = 400  # number of layouts that `_begin` tries for each size of the tensor axis
-REFINED, NEIGHBOURS = 5, 150  # `_refine` tries 150 neighbours of each of the 5 best candidates
+BEGIN = 400  # largest number of layouts that `_begin` tries for each size of the tensor axis
+REFINED, NEIGHBOURS = 5, 150  # `_refine` tries up to 150 neighbours, from each of the 5 best candidates
 PASSES = 2500  # largest number of forward passes of a layout that `_begin` tries
 FIRST = 2000  # `_first` gives up after it has considered this many stages
-# Gets the number of estimated candidates, the lowest bound of open branches, and the best value so far.
+# Called after each branch of the first phase. Gets the number of estimated candidates, the lowest bound of
+# open branches, and the best objective so far (infinite: no candidate that fits is known).
 Progress = Callable[[int, float, float], None]
 _Branch = Layout | Choice | Cuts
 
@@ -49,18 +58,21 @@ class _Exhausted(Exception):
 
 
 class Search:
-    """A search of a space; see `best_of` for its arguments. With `by_memory`, the objective is memory."""
+    """One search of a space. `best_of` explains `gap`, `budget` and `progress`.
+
+    With `by_memory`, the objective is the bytes of the fullest device, otherwise the seconds of a step.
+    """
 
     def __init__(
         self, space: Space, by_memory: bool, gap: Number, budget: int, progress: Progress | None
     ) -> None:
-        """Prepare the search. `run` runs it once."""
+        """Prepare the search. Call `run` once: it uses up this object."""
         self.space, self.by_memory, self.gap, self.progress = space, by_memory, gap, progress
         self.model = CostModel(space)
         self.coarse, self.together = Coarse(self.model), Together(self.model)
         self.best: Candidate | None = None
         self.value: Number = INFINITE  # objective of `best`
-        self.evaluated = 0
+        self.evaluated = 0  # number of candidates that `_try` has estimated
         self.cut: Counter[str] = Counter()  # reason -> number of candidates that were skipped
         # Layout, levels, recomputed and offloaded stages -> the best candidate with them and its objective.
         self.tried: dict[tuple[object, ...], tuple[Number, Candidate]] = {}
@@ -71,16 +83,18 @@ class Search:
         self._number = count()
         self._lowest: Number = INFINITE  # lowest bound of all skipped branches and candidates
         self._size = 0  # number of candidates of the space
-        # (bound, candidate) of candidates with even cuts that fit
+        # (bound, candidate) of the candidates with even cuts that fit; from `_begin`
         self._even_ones: list[tuple[Number, Candidate]] = []
-        self._looked_at: set[Layout | Choice] = set()  # branches that came to `_branch` before
-        self._proved = False  # whether the search only fills the table
+        self._looked_at: set[Layout | Choice] = set()  # branches whose bound `_branch` has raised
+        self._proved = False  # whether the second phase runs, also if the budget ended before a proof
 
     def run(self, table: bool = True) -> Found | None:
-        """Search, and return the result. Return None if nothing fits.
+        """Search, and return the result. Return None if nothing fits, or if the budget ends before the search
+        knows a candidate that fits.
 
         Args:
-            table: Whether to search also for the next best choices, which fill the result's table.
+            table: Whether the second phase runs. Without it, the table has only choices that the first phase
+                tried.
         """
         for layout in self.space.layouts():
             self._layout(layout)
@@ -103,7 +117,7 @@ class Search:
         return self._found(evaluated, cut)
 
     def _go_on(self) -> None:
-        """Find the next best choices for the table, after the search for the best candidate."""
+        """Run the second phase: add the next best choices to `tried`. Spend at most `ALTERNATIVES` units."""
         self._proved, self._left = True, min(self._budget, ALTERNATIVES)
         for _, _, _, branch in self._heap:
             if isinstance(branch, Cuts):
@@ -122,9 +136,10 @@ class Search:
     def _limit(self, branch: _Branch | None) -> Number:
         """Return the limit of the objective: a branch matters only if its bound is below the limit.
 
-        Before the proof, the limit is the value of the best candidate. After the proof, it is the value of
-        the last row of the table. For cuts of a choice that the table has already, it is at most the value of
-        this choice.
+        In the first phase, the limit is the objective of the best candidate. In the second phase, it is the
+        objective of the last row of a full table. If `tried` has the choice of a `Cuts` branch, the limit is
+        at most the objective in `tried`. The limit is infinite if no candidate is known, or while the table
+        is not full.
         """
         if not self._proved:
             return self.value
@@ -135,10 +150,11 @@ class Search:
         return limit
 
     def _begin(self) -> None:
-        """Find first candidates. With their values, the search can exclude branches.
+        """Find first candidates. With their objectives, the search can exclude branches.
 
-        For each size of the tensor axis, the function tries the layouts with the lowest bounds, with even cuts
-        and as many recomputed or offloaded stages as necessary.
+        For each size of the tensor axis, the function tries up to `BEGIN` layouts with the lowest bounds. All
+        stages have one ZeRO level: the highest one, or the lowest but one. The cuts are even, and as many
+        stages as necessary recompute or offload.
         """
         degrees: dict[int, list[tuple[Number, Layout]]] = {}
         for bound, _, _, branch in self._heap:
@@ -160,8 +176,9 @@ class Search:
     def _refine(self) -> None:
         """Try the neighbours of the best candidates, and move to each neighbour that is better.
 
-        A neighbour has one boundary moved by a block, a different level for some or all stages, one less stage
-        that recomputes or offloads, or one stage that offloads instead of recomputing or the reverse.
+        A neighbour has one boundary moved by a block, a different level for some or all stages, one less
+        stage that recomputes or offloads, or one stage that offloads instead of recomputing or the reverse.
+        With different levels, a further neighbour recomputes and offloads only as many stages as necessary.
         """
         for _, candidate in heapq.nsmallest(REFINED, self.tried.values()):
             left = NEIGHBOURS
@@ -175,8 +192,8 @@ class Search:
                         candidate, beside = other, self._beside(other)
 
     def _value_of(self, candidate: Candidate) -> Number:
-        """Return the best value of this candidate and all tried candidates that differ from it only in their
-        cuts."""
+        """Return the best objective of the tried candidates that differ from this candidate at most in their
+        cuts. There must be one."""
         return self.tried[candidate[:4]][0]
 
     def _beside(self, candidate: Candidate) -> Iterator[Candidate]:
@@ -195,10 +212,10 @@ class Search:
                     yield candidate._replace(cuts=(*cuts[: s - 1], block, *cuts[s:]))
 
     def _other_levels(self, layout: Layout, levels: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """Yield other levels of the stages. Levels do not rise along the chain.
+        """Yield levels of the stages that differ from the given levels. Levels do not rise along the chain.
 
-        First come the choices with one level for all stages. Then come the given levels with another level
-        for one stage, or for as many stages as there are ranks.
+        First come the levels that are equal for all stages. Then come the given levels with a change of one
+        stage, or of as many stages as there are ranks. Levels may come more than once.
         """
         every = self.space.levels_of(layout)
         yield from (
@@ -213,6 +230,7 @@ class Search:
                     yield (*levels[:least], *(level,) * n, *levels[least + n :])
 
     def _whole(self, layout: Layout) -> list[Choice]:
+        """Return the first division of a layout: one choice for each set of `Space.levels_of`."""
         return [everything(layout, levels) for levels in self.space.levels_of(layout)]
 
     def _even(self, layout: Layout) -> tuple[int, ...]:
@@ -220,8 +238,9 @@ class Search:
         return tuple(len(self.space.workload.blocks) * s // layout.stages for s in range(1, layout.stages))
 
     def _raised(self, bound: Number, branch: Layout | Choice) -> Number:
-        """Return the larger one of the bound and the branch's bound from all ranks together (`joint_bounds`). If the
-        objective is memory, return the bound."""
+        """Return the larger one of the bound and the branch's bound from all ranks together (`joint_bounds`).
+        Of a layout, use the lowest bound of its choices. If the objective is memory, return the given
+        bound."""
         if self.by_memory:
             return bound
         if isinstance(branch, Layout):
@@ -229,13 +248,16 @@ class Search:
         return max(bound, self.together.time(branch.layout, branch.options(), float(self._limit(None))))
 
     def _is_excluded(self, bound: Number, branch: _Branch | None = None) -> bool:
-        """Return whether the search can skip candidates with this bound. Before the proof, it can if they are not
-        better than the best candidate by more than `gap`. After the proof, it can if they do not get a row of the
-        table."""
+        """Return whether the search can skip candidates with this bound.
+
+        In the first phase, these are candidates that are not better than the best one by more than `gap`. In
+        the second phase, these are candidates that would not change the table.
+        """
         return bound >= self._limit(branch) if self._proved else bound * (1 + self.gap) >= self.value
 
     def _leave(self, why: str, branch: _Branch) -> None:
-        """Count the candidates of a branch that the search skips, by reason."""
+        """Add the number of candidates of a skipped branch to `cut[why]`. Cuts that were tried before
+        do not count again."""
         if isinstance(branch, Layout):
             self.cut[why] += self.space.candidates(branch)
         elif isinstance(branch, Choice):
@@ -244,12 +266,12 @@ class Search:
             self.cut[why] += branch.left
 
     def _push(self, bound: Number, branch: _Branch) -> None:
-        """Put a branch into the heap. Of branches with one bound, the deepest comes first."""
+        """Put a branch into the heap. Of branches with the same bound, `Cuts` come first and layouts last."""
         depth = (Layout, Choice, Cuts).index(type(branch))
         heapq.heappush(self._heap, (bound, -depth, next(self._number), branch))
 
     def _layout(self, layout: Layout) -> None:
-        """Put a layout into the heap, or skip and count it if it cannot fit."""
+        """Put a layout into the heap with its coarse bound, or skip and count it if it cannot fit."""
         self._size += self.space.candidates(layout)
         coarse = self.coarse.memory(layout)
         if coarse > self.space.memory:
@@ -276,8 +298,11 @@ class Search:
             self._choose(bound, branch)
 
     def _choose(self, bound: Number, choice: Choice) -> None:
-        """Put the smaller sets of a choice into the heap, or its cuts if it has no smaller sets. Skip and count the
-        choice if no cut fits. At once try candidates with the first cut whose bound is low enough.
+        """Put the smaller sets of a choice into the heap, or its cuts if it has no smaller sets. Skip and
+        count the choice if no cut fits.
+
+        At once try a cut whose bound is low enough, to find a good candidate early: if the choice has no
+        smaller sets, or if no stage of the choice must recompute or offload.
         """
         self._left -= 1 + choice.layout.stages * (choice.layout.microbatches + 100) // UNIT
         cutting = Cutting(self.model, choice.layout, choice.options(), self.by_memory)
@@ -300,9 +325,10 @@ class Search:
             self._dive(choice, first)
 
     def _first(self, cutting: Cutting, limit: Number) -> tuple[int, ...] | None:
-        """Return a cut whose bound is below the limit, or None if the function does not find one.
+        """Return the cuts of one candidate whose bound is below the limit, or None if the function does not
+        find them.
 
-        None does not prove that there is no such cut, because the function gives up after `FIRST` stages.
+        None does not prove that there are no such cuts, because the function gives up after `FIRST` stages.
         """
         steps = iter(range(FIRST))
         try:
@@ -329,9 +355,10 @@ class Search:
     def _fitting(self, layout: Layout, levels: tuple[int, ...], cuts: tuple[int, ...]) -> Iterator[Candidate]:
         """Yield up to two candidates with these levels and cuts that fit.
 
-        In the first candidate, as few stages as possible recompute, and none offload. In the second candidate, as
-        few stages as possible recompute although all later stages may offload, and then as few as possible offload.
-        It exists only if some stages recompute in the first candidate, or if the first does not exist.
+        The first candidate offloads nothing and recomputes as few stages as possible. The second candidate
+        offloads some stages. It recomputes as few stages as possible if all later stages offload, and then
+        offloads as few of the later stages as possible. There is no second candidate if the first one
+        recomputes nothing, or if it takes recomputation of all stages to fit.
         """
         stages = layout.stages
         plain = Candidate(layout, levels, 0, 0, cuts)
@@ -353,11 +380,13 @@ class Search:
         return max(memory) <= self.space.memory and max(host) <= self.space.hardware.host_memory
 
     def _bound(self, candidate: Candidate) -> Number:
+        """Return a lower bound of a candidate's objective. If the objective is memory, it is the
+        objective."""
         return max(memory_of(self.model, candidate)[0]) if self.by_memory else bound_of(self.model, candidate)
 
     def _improve(self, candidate: Candidate) -> None:
-        """Evaluate a candidate that fits. Keep it in `tried` if it has the best cuts so far, and as the best
-        candidate if it is better than all others."""
+        """Estimate the objective of a candidate that fits. Keep the candidate in `tried` if it has the best
+        cuts of its choice so far, and in `best` if it is better than all earlier candidates."""
         value = max(memory_of(self.model, candidate)[0]) if self.by_memory else time_of(self.model, candidate)
         key = candidate[:4]
         if value < self.tried.get(key, (INFINITE, None))[0]:
@@ -368,9 +397,10 @@ class Search:
     def _enumerate(self, bound: Number, branch: Cuts) -> None:
         """Try all cuts whose bound is below a limit, then push the branch with this limit as its bound.
 
-        The limit rises towards the limit of the search (`_limit`). If the search does not have a limit yet, the
-        function stops at the first candidate that fits. If the budget ends, it counts the remaining cuts as not
-        examined.
+        The limit rises from call to call, up to the limit of the search (`_limit`). If the search does not
+        have a limit yet, the function stops at the first candidate that fits, and pushes the branch with its
+        old bound. If none fits, it counts the remaining cuts as not fitting. If the budget ends, it counts
+        them as not examined.
         """
         most = self._limit(branch)
         known = most < INFINITE  # whether a candidate that fits is known
@@ -402,10 +432,10 @@ class Search:
             raise _Exhausted
 
     def _try(self, branch: Cuts, cuts: tuple[int, ...]) -> None:
-        """Evaluate one candidate if it fits and its bound does not exclude it, and count it. Do nothing if it was
-        tried before. Raise `_Exhausted` if the budget does not suffice.
+        """Count one candidate, and estimate its objective if it fits and its bound does not exclude it. Do
+        nothing if it was tried before. Raise `_Exhausted` if the budget does not suffice for the estimate.
 
-        The memory and the bound cost less time than the evaluation.
+        The memory and the bound come first, because they cost less time than the estimate.
         """
         if cuts in branch.seen:
             return
@@ -428,7 +458,7 @@ class Search:
         self._improve(candidate)
 
     def _count(self, branch: Cuts, cuts: tuple[int, ...], why: str | None) -> None:
-        """Count cuts as tried: as skipped for the reason `why`, or as evaluated if it is None."""
+        """Count cuts as tried: as skipped for the reason `why`, or as estimated if `why` is None."""
         branch.seen.add(cuts)
         branch.left -= 1
         if why is None:
@@ -437,16 +467,17 @@ class Search:
             self.cut[why] += 1
 
     def _over(self, bound: Number, choice: Choice, candidate: Candidate | None = None) -> None:
-        """Remember a candidate that does not fit, with its bound. Without `candidate`, no candidate of the choice
-        fits, and its candidate with even cuts represents it.
+        """Remember a candidate that does not fit, with its bound. Without `candidate`, no candidate of the
+        choice fits, and the choice's candidate with even cuts represents it. Keep only candidates with the
+        lowest bounds.
         """
         self.over.append((bound, candidate or choice.candidate(self._even(choice.layout))))
         if len(self.over) > 10 * TABLE:
             self.over = heapq.nsmallest(TABLE, self.over, key=lambda item: item[0])
 
     def _found(self, evaluated: int, cut: dict[str, int]) -> Found:
-        """Return the result. Its table has the best candidates that fit, and some better candidates that do not
-        fit."""
+        """Return the result. Its table has up to `TABLE` of the best candidates that fit, and up to `OVER`
+        better candidates that do not fit, the best candidate first."""
         assert self.best is not None
         best = estimate(self.model, self.best)
         fitting = heapq.nsmallest(TABLE, self.tried.values(), key=lambda item: item[0])
@@ -468,4 +499,5 @@ class Search:
         )
 
     def _of(self, row: CandidateRow) -> Number:
+        """Return the objective of a row's candidate."""
         return max(row.estimate.memory) if self.by_memory else row.estimate.time

@@ -1,9 +1,13 @@
 """Branches of a search below a layout: ZeRO levels, recomputed and offloaded stages, and cuts.
 
-Along the chain of stages, levels of ZeRO fall. Stages that recompute come first, then stages that offload, then
-stages that keep everything they save. So the levels of the stages are a sequence of parts with one level each, and
-the ways of the stages are a sequence of three parts. The ends of the parts determine a sequence. They rise along
-the chain, and the end of the last part is always the end of the chain.
+Along the chain of stages, ZeRO levels never rise. Stages that recompute come first, then stages that offload,
+then stages that keep on the device everything that they save (the way of a stage). So runs of consecutive
+stages have one level, and three runs of stages have one way. The ends of the runs determine all levels and
+ways. The ends never fall along the chain, and the end of the last run is the number of stages.
+
+Example with 8 stages: the levels (3, 1) with the end 2 mean that the stages 0 and 1 have level 3, and the
+stages 2 to 7 level 1. The ends 1 and 4 of the ways mean that stage 0 recomputes, and the stages 1 to 3
+offload.
 """
 
 from __future__ import annotations
@@ -23,13 +27,14 @@ _WAYS = (AGAIN, AWAY, PLAIN)  # in their order along the chain
 
 
 class Choice(NamedTuple):
-    """A set of choices of the levels and ways of a layout's stages.
+    """A set of choices of the levels and ways of a layout's stages: a range for each end of a run of stages.
+    The search halves ranges until each has one end.
 
     Attributes:
         layout: The layout of the stages.
         levels: ZeRO levels in their order along the chain: the highest first.
         shared: For each level but the last, the range of its possible ends. An end is the first stage after
-            the stages with this level.
+            the stages with this level. A level with the end of the level before it has no stages.
         kept: The range of possible ends of the stages that recompute, and then of the stages that offload.
     """
 
@@ -40,18 +45,19 @@ class Choice(NamedTuple):
 
     @property
     def kinds(self) -> int:
-        """The number of choices in this set. The ends of a choice must rise along the chain."""
+        """The number of choices in this set. The ends of a choice never fall along the chain."""
         return _rising(self.shared) * _rising(self.kept)
 
     def options(self) -> list[list[Option]]:
-        """Return, for each stage, the (level, way) that it may have."""
+        """Return, for each stage, all (level, way) that some choice of this set gives it."""
         return [
             [(self.levels[k], _WAYS[w]) for k in _open(self.shared, s) for w in _open(self.kept, s)]
             for s in range(self.layout.stages)
         ]
 
     def halves(self) -> list[Choice]:
-        """Divide the set into one or two smaller sets. Return an empty list if it has only one choice."""
+        """Divide the set into smaller sets, one or two, by halving its longest range. Return an empty list if
+        it has only one choice."""
         if self.kinds == 1:
             return []
         ends = [*self.kept, *self.shared]
@@ -64,23 +70,24 @@ class Choice(NamedTuple):
         return [half for half in both if half.kinds]
 
     def _with(self, ends: Sequence[Range]) -> Choice:
+        """Return a set with other ranges: the ranges of `kept`, then the ranges of `shared`."""
         own = len(self.kept)
         return self._replace(kept=_narrowed(ends[:own]), shared=_narrowed(ends[own:]))
 
     def candidate(self, cuts: tuple[int, ...]) -> Candidate:
-        """Return the candidate with these cuts that has the lowest levels and the fewest stages that recompute or
-        offload."""
+        """Return the candidate with these cuts that has the lowest levels and the fewest stages that
+        recompute or offload."""
         again, away = (first for first, _ in self.kept)
         return Candidate(self.layout, self.least, again, away - again, cuts)
 
     @property
     def least(self) -> tuple[int, ...]:
-        """The lowest level of each stage."""
+        """For each stage, the lowest level that the set allows."""
         return tuple(self.levels[max(_open(self.shared, s))] for s in range(self.layout.stages))
 
     @property
     def most(self) -> tuple[int, ...]:
-        """The highest level of each stage."""
+        """For each stage, the highest level that the set allows."""
         return tuple(self.levels[min(_open(self.shared, s))] for s in range(self.layout.stages))
 
 
@@ -95,8 +102,8 @@ def everything(layout: Layout, levels: tuple[int, ...]) -> Choice:
 
 
 def _open(ends: Sequence[Range], stage: int) -> list[int]:
-    """Return the indices of the parts in which a stage may lie. `ends` has the ranges of the ends of all parts but
-    the last."""
+    """Return the indices of the runs (of one level or one way) that may contain a stage. `ends` has the range
+    of the end of each run but the last."""
     return [
         k
         for k in range(len(ends) + 1)
@@ -105,7 +112,7 @@ def _open(ends: Sequence[Range], stage: int) -> list[int]:
 
 
 def _rising(ends: Sequence[Range]) -> int:
-    """Return the number of ways to choose an end from each range so that the ends rise."""
+    """Return in how many ways one can choose an end from each range so that the ends never fall."""
     found = {0: 1}
     for first, last in ends:
         found = {
@@ -115,7 +122,10 @@ def _rising(ends: Sequence[Range]) -> int:
 
 
 def _narrowed(ends: Sequence[Range]) -> tuple[Range, ...]:
-    """Return the ranges without the ends that do not fit into any rising sequence of ends."""
+    """Return the ranges without the ends that no sequence of ends contains, because its ends would fall.
+
+    Example: ((0, 4), (0, 2)) becomes ((0, 2), (0, 2)).
+    """
     first = list(accumulate((first for first, _ in ends), max))
     last = list(accumulate((last for _, last in reversed(ends)), min))
     return tuple(zip(first, reversed(last), strict=True))
@@ -123,14 +133,16 @@ def _narrowed(ends: Sequence[Range]) -> tuple[Range, ...]:
 
 @dataclass
 class Cuts:
-    """A branch of the search: all cuts of one choice. The bound of a cut may be below the bound of the branch,
-    because the latter uses more facts.
+    """A branch of the search: all cuts of one choice. The search changes this object.
+
+    The bound of a cut may be below the bound of the branch, because the branch's bound may come from
+    `joint_bounds`.
 
     Attributes:
         choice: The set that contains only this choice.
         cutting: The bounds of its cuts.
-        left: Number of cuts not tried yet.
-        done: All cuts with a bound below this limit were tried.
+        left: Number of cuts not counted as tried.
+        done: All cuts with a bound below this limit were tried. 0: there is no such limit yet.
         seen: Cuts that were tried.
         above: The tried cuts that fit and were not estimated, because their bound excluded them.
     """
@@ -143,5 +155,5 @@ class Cuts:
     above: set[tuple[int, ...]] = field(default_factory=set)
 
     def again(self) -> None:
-        """Allow the search to try the cuts in `above` again."""
+        """Allow the search to try the cuts in `above` again, after the limit of the search has risen."""
         self.done, self.seen, self.above = 0, self.seen - self.above, set()

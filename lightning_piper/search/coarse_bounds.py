@@ -1,5 +1,8 @@
-"""Bounds of the time and memory of layouts that need only sums over the blocks of the model. The bounds hold for every
-cut of the blocks."""
+"""Lower bounds of the time and memory of layouts, which hold for every cut of the blocks.
+
+They need only sums over the blocks of the model. So a search can compute them for each layout, before it
+considers the stages of a layout (`bounds`, `joint_bounds`).
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,13 @@ from lightning_piper.simulate.durations import Number
 
 
 class _Sums(NamedTuple):
-    """Lower bounds of seconds of all blocks on one microbatch. Earlier stages wait for the whole B, or for BI if
-    backward passes are split.
+    """Lower bounds of seconds of all blocks on one microbatch. Earlier stages wait for the whole B, or for BI
+    if backward passes are split.
 
     Attributes:
         work: The sum of all passes.
         path: The sum of the forward passes and of the backward passes for which earlier stages wait.
-        longest: The largest of these backward passes.
+        longest: The longest backward pass of one block for which earlier stages wait.
     """
 
     work: Number
@@ -43,8 +46,8 @@ class Coarse:
         return _Sums(sum(forward) + sum(inputs) + sum(weights), sum(forward) + sum(backward), max(backward))
 
     def _works_of(self, samples: int, tensor: int) -> list[tuple[Number, Number, Number]]:
-        """Return, for each block, lower bounds of the seconds of F, BI and BW on one microbatch. They include the
-        sums along the tensor axis."""
+        """Return, for each block, lower bounds of the seconds of F, BI and BW on one microbatch. They include
+        the sums along the tensor axis."""
         works = [
             work for block in self._space.workload.blocks if (work := block.at(samples, tensor)) is not None
         ]
@@ -58,7 +61,8 @@ class Coarse:
     def _busiest_of(self, samples: int, tensor: int, ranks: int) -> Number:
         """Return a lower bound of the seconds of the busiest rank on one microbatch.
 
-        A block is on one rank as a whole. So of the k n + 1 longest blocks, one of n ranks has at least k + 1.
+        A block is on one rank as a whole. So of the k n + 1 longest blocks, one of n ranks has at least k +
+        1.
         """
         works = sorted((sum(work) for work in self._works(samples, tensor)), reverse=True)
         return max(sum(works[n - 1 - (n - 1) // ranks : n]) for n in range(1, len(works) + 1, ranks))
@@ -88,8 +92,9 @@ class Coarse:
         return found
 
     def memory(self, layout: Layout) -> Number:
-        """Return a lower bound of the bytes of the fullest device: the mean over the ranks of parameters, gradients
-        and optimizer states, at the highest ZeRO level that the space allows."""
+        """Return a lower bound of the bytes of the fullest device: the mean over the ranks of parameters,
+        gradients and optimizer states, at the highest ZeRO level that the space allows. Activations do not
+        count."""
         params = self._model.params(layout.tensor, layout.routed)
         every = ((0, len(self._space.workload.blocks)),)
         n, level, states = layout.replicas, max(self._space.levels_of(layout))[0], self._space.workload.states

@@ -1,4 +1,8 @@
-"""Compare the prediction for a program with its recording, and search again with the recorded costs."""
+"""Compare the prediction for a program with its recording, and search with the recorded costs.
+
+The difference shows where the predicted costs are wrong. The search shows whether the recorded costs lead to
+a better program.
+"""
 
 from __future__ import annotations
 
@@ -108,21 +112,24 @@ def compare(
     memory: str | Number | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> PredictionComparison:
-    """Compare a recorded program with the prediction from its blocks' costs, and search again.
-
-    The second search uses the recorded costs.
+    """Compare a recorded program with the prediction from the costs of its blocks. Then search for the best
+    program with the recorded costs.
 
     Args:
         folder: The log directory of a run with `PiperStrategy(profile=...)`.
         module: A LightningModule without the annotations of the program.
         batch: The batch of one step.
         program, annotations: The recorded program. The search may use as many devices as the program.
-        hardware, memory, progress: As in `search`. Without hardware, costs are measured on this machine.
+        hardware: The name or the path of a hardware file, to calculate costs (default: measure costs on this
+            machine).
+        memory: Memory of each device, in bytes or as text such as "24GiB" (default: the memory of the
+            hardware).
+        progress: Called with a line of text about the progress of the search.
 
     Raises:
-        PiperError: There is no valid recording, or it is of a different program or batch size. Or the program has a
-            `Shard`, and the costs of sharded blocks are not known. Or a boundary between stages is inside of a
-            block.
+        PiperError: There is no valid recording, or it is of a different program or batch size. Or the program
+            has a `Shard`, and the costs of sharded blocks are not known. Or a boundary between stages is
+            inside of a block. Or the search or the capture raises an error.
     """
     if any(isinstance(directive, Shard) for directive in program):
         raise PiperError(
@@ -156,8 +163,8 @@ def _steps(folder: Path, compiled: Compiled) -> list[Mapping[str, Any]]:
     """Return the figures of the recorded steps, as JSON data.
 
     Raises:
-        PiperError: There are no recorded steps, a file is not a valid recording, or the steps are of a different
-            program or batch size.
+        PiperError: There are no recorded steps, a file is not a valid recording, or the steps are of a
+            different program or batch size.
     """
     found = []
     for path in steps_in(folder):
@@ -236,8 +243,8 @@ def _seconds(workload: Workload, blocks: Sequence[int], kind: str, samples: int)
 def _simulated(compiled: Compiled, workload: Workload, stages: Stages, hardware: Hardware) -> Simulation:
     """Simulate the program with the costs of a workload.
 
-    If a pass of a stage is cut into several nodes, each node takes an equal part of the pass's time. Nodes outside
-    of all stages take no time.
+    If a pass of a stage is cut into several nodes, each node takes an equal part of the pass's time. Nodes
+    outside of all stages take no time.
     """
 
     def key(chunk: Chunk) -> tuple[Any, ...]:
@@ -274,8 +281,8 @@ def _network(plans: Mapping[int, Plan], hardware: Hardware) -> Network:
 
 
 def _passes(compiled: Compiled, before: Workload, after: Workload, stages: Stages) -> list[ComparedTime]:
-    """Return the seconds of each pass of each stage, over all microbatches: predicted with the costs `before`, and
-    recorded in the costs `after`."""
+    """Return the seconds of each pass of each stage, over all microbatches: predicted with the costs
+    `before`, and recorded in the costs `after`."""
     times: dict[tuple[int, str], dict[Any, int]] = {}  # (stage, pass) -> slice -> number of samples
     for chunk in compiled.dag.of_type(Chunk):
         stage = _stage(chunk, stages)
@@ -291,8 +298,8 @@ def _passes(compiled: Compiled, before: Workload, after: Workload, stages: Stage
 
 
 def _devices(predicted: Simulation, steps: Sequence[Mapping[str, Any]]) -> list[ComparedTime]:
-    """Return the busy, exposed and bubble time of each device, predicted and recorded. The recorded time is the
-    median over the steps."""
+    """Return the busy, exposed and bubble time of each device, predicted and recorded. The recorded time is
+    the median over the steps."""
     return [
         ComparedTime(
             f"device {device}, {what}",

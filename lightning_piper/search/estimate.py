@@ -1,17 +1,19 @@
-"""Estimates the time and memory of a candidate by running its schedule in virtual time, like the simulator but
-without a plan.
+"""Estimate the time and memory of a candidate by running its schedule in virtual time.
 
-Each rank runs its passes one after the other. A message starts when three things are done: the pass that makes it,
-the previous message on its channel, and the start of its receive (`plan.irecv`). It takes the time of its link,
-while both ranks go on computing. The gradients of a stage are summed over the replicas
-when its last pass is done (ZeRO levels 2 and 3: after each run of its backward passes). A rank sums one stage at a
-time. With levels 1 and 2, parameters are gathered at the beginning of the step. The estimate differs from the
-simulator in three points:
+The simulator (`lightning_piper.simulate`) does the same with a plan. A search compares too many candidates to
+write a plan for each, so this module needs only the passes of the schedule and the costs of the blocks.
+
+Each rank runs its passes one after the other. A message starts when three things are done: the pass that
+makes it, the previous message on its channel, and the start of its receive (`plan.irecv`). The message takes
+the time of its link, while both ranks go on computing. When the last backward pass of a stage is done, the
+gradients of the stage are summed over the replicas. At ZeRO levels 2 and 3, a sum follows each run of
+consecutive backward passes of a stage. A rank sums one stage at a time. At levels 1 and 2, parameters are
+gathered at the beginning of the step. The estimate differs from the simulator in three points:
 
 - Level 3: a pass takes at least as long as the gather of its parameters, which overlaps the pass before,
   block by block. In the simulator, gathers run as far ahead as their stream allows, and happen once for a
-  rank of one region. If processes share cores, a process that gathers does not compute. Then the step waits
-  for the first gathers, as with levels 1 and 2.
+  rank with one region. If processes share cores, a process that gathers does not compute. Then the step waits
+  for the first gathers, as at levels 1 and 2.
 - The gradients of a tied parameter are added after the sums over replicas, at the cost of one message from
   the first rank to the last one.
 - The gradients of each stage are one bucket. The estimate does not include the sum of logged values.
@@ -31,7 +33,7 @@ Interval = tuple[Number, Number]  # start and end
 Way = int
 Option = tuple[int, Way]  # (ZeRO level of a stage, way of the stage to keep saved values)
 # The values that a stage keeps on the device: all that its forward pass saves (PLAIN), only its input (AGAIN,
-# recomputed), or saved values for a short time (AWAY, offloaded).
+# recomputed), or saved values only until they are in host memory (AWAY, offloaded).
 PLAIN, AGAIN, AWAY = range(3)
 
 
@@ -44,8 +46,8 @@ class Estimate:
         memory: For each rank, the bytes of one of its devices, including the margin.
         host: For each rank, the bytes of host memory for one of its devices.
         busy: For each rank, the seconds of its passes and of its update.
-        ideal: Seconds of the step if messages between stages, gathers before passes and sums of gradients took no
-            time.
+        ideal: Seconds of the step if messages between stages, gathers before passes and sums of gradients
+            took no time.
         transferred: Seconds of the step if only the gathers and sums took no time.
     """
 
@@ -73,7 +75,8 @@ def rows_for(candidate: Candidate) -> Rows:
 
 
 def estimate(model: CostModel, candidate: Candidate) -> Estimate:
-    """Estimate a candidate of the model's space, in time linear in the passes of one pipeline."""
+    """Return the estimate of a candidate of the model's space, in time linear in the passes of one
+    pipeline."""
     rows, costs = rows_for(candidate), model.costs(candidate.layout)
     passes = passes_of(costs, candidate)
     updates = _updates(costs, rows, candidate)
@@ -134,10 +137,12 @@ def time_of(model: CostModel, candidate: Candidate) -> Number:
 
 
 def gathers_of(model: CostModel, candidate: Candidate, rows: Rows) -> list[Number]:
-    """Return, for each stage, the seconds of the gather for which its first pass waits, or 0.
+    """Return, for each stage, the seconds of the gather for which its first pass waits; 0 if it does not
+    wait.
 
-    At levels 1 and 2, all stages wait. At level 3, only the first stage that a rank runs waits, because the gathers
-    of later stages overlap the pass before. But if processes share cores, all stages at level 3 wait.
+    Stages at level 0 do not wait, and all stages at levels 1 and 2 wait. At level 3, only the first stage
+    that a rank runs waits, because the gathers of later stages overlap the pass before. But if processes
+    share cores, all stages at level 3 wait.
     """
     costs, shared = model.costs(candidate.layout), model.space.hardware.at_once is not None
     first = {pairs[0].first[0] for pairs in rows.between}
@@ -158,19 +163,20 @@ def _updated(
 ) -> Number:
     """Return the time at which the last rank has updated its parameters.
 
-    If more devices have work than there are cores, all of them slow down in the same proportion. The order of
-    events stays the same, so only time is stretched.
+    If more devices compute at a time than the hardware has cores (`Hardware.at_once`), all of them slow down
+    in the same proportion. The order of events stays the same, so the time is only stretched.
 
     Args:
         ends: The time at which each rank has its gradients.
-        busy: Intervals in which one rank computes, before its update.
+        busy: The interval of each pass of each rank, in any order.
         updates: The seconds of each rank's update.
     """
     end = max(end + update for end, update in zip(ends, updates, strict=True))
     layout, cores = candidate.layout, model.space.hardware.at_once
     if cores is None or layout.devices <= cores:
         return end
-    # While more devices compute than there are cores, time passes more slowly by the ratio of the two numbers.
+    # While more devices compute than there are cores, time passes more slowly by the ratio of the two
+    # numbers.
     found = [*busy, *((end, end + update) for end, update in zip(ends, updates, strict=True))]
     changes = sorted([(start, 1) for start, _ in found] + [(stop, -1) for _, stop in found])
     at_work, before = 0, changes[0][0]
@@ -182,7 +188,7 @@ def _updated(
 
 
 def _updates(costs: Costs, rows: Rows, candidate: Candidate) -> list[Number]:
-    """Return the seconds of the optimizer on each rank."""
+    """Return the seconds of the optimizer's update on each rank."""
     spans = candidate.spans(costs.blocks)
     return [
         costs.update([spans[s] for s in local], [candidate.levels[s] for s in local]) for local in rows.local
@@ -197,8 +203,11 @@ def virtual_time(
     gathers: Sequence[Number] = (),
     each: Sequence[bool] = (),
 ) -> tuple[list[Number], list[Number], list[Interval]]:
-    """Return when each rank has run its passes and sums, when the gradients of each stage are summed, and the
-    intervals in which ranks compute.
+    """Run a schedule in virtual time. The step begins at 0.
+
+    Returns:
+        For each rank, the time at which its passes and sums are done. For each stage, the time at which its
+        gradients are summed. The interval of each pass of any rank, in no particular order.
 
     Args:
         rows: The passes of each rank, in order.
@@ -206,8 +215,8 @@ def virtual_time(
         hops: For each boundary between stages, seconds of a message across it.
         sums: For each stage, seconds of the sum of its gradients over the replicas (default: 0).
         gathers: For each stage, seconds of the gather before its first pass (default: 0).
-        each: For each stage, whether a sum follows every run of consecutive backward passes of the stage. If not, a
-            sum follows only the last backward pass (default).
+        each: For each stage, whether a sum follows every run of consecutive backward passes of the stage. If
+            not, a sum follows only the last backward pass (default).
     """
     run = _ClockSimulation(
         rows,
@@ -263,7 +272,8 @@ class _ClockSimulation:
         self.done: list[Number] = [0] * rows.stages
         self.busy: list[Interval] = []
         self._lane: list[Number] = [0] * rows.ranks  # rank -> end of its latest sum
-        # Rank -> end of the sum that its previous pass has started, if the stage sums several times; otherwise 0.
+        # Rank -> end of the sum that its previous pass has started, if the stage sums several times;
+        # otherwise 0.
         self._arriving: list[Number] = [0] * rows.ranks
         self._left = [0] * rows.stages  # stage -> remaining passes that make weight gradients
         # Stage -> when its parameters are gathered; None after its first pass.
@@ -308,7 +318,8 @@ class _ClockSimulation:
                 self._sent[sends] = time
                 if self._posted[sends] is not None:
                     self._meet(sends, ready)
-            # The pass overlaps the sum that the pass before it has started. The next pass begins after this sum.
+            # The pass overlaps the sum that the pass before it has started. The next pass begins after this
+            # sum.
             made = time
             if arriving > time:
                 time = arriving
@@ -329,16 +340,16 @@ class _ClockSimulation:
         """Start a sum of the stage's gradients, which the rank has made at the time `made`.
 
         Returns:
-            The time until which the pass after the next one must wait, because a stage that sums several times
-            uses its bucket again. 0 if the stage sums once.
+            The time until which the pass after the next one must wait, because a stage that sums several
+            times uses its bucket again. 0 if the stage sums once.
         """
         end = self._lane[rank] = max(made, self._lane[rank]) + self._sums[stage]
         self.done[stage] = end
         return end if self._summed_often[stage] else 0
 
     def _meet(self, m: int, ready: list[int]) -> None:
-        """Set the end of message m, which was sent and whose receive was started. Append the rank that waits for it
-        to `ready`."""
+        """Set the end of message m, which was sent and whose receive was started. Append the rank that waits
+        for it to `ready`."""
         channel, border, _, _ = self._wires.messages[m]
         sent, posted = self._sent[m], self._posted[m]
         assert sent is not None and posted is not None
@@ -349,8 +360,8 @@ class _ClockSimulation:
 
 
 def memory_of(model: CostModel, candidate: Candidate) -> tuple[tuple[Number, ...], tuple[Number, ...]]:
-    """Return two tuples with a number for each rank: the bytes of one of its devices, including the margin, and the
-    bytes of host memory for this device."""
+    """Return two tuples with a number for each rank: the bytes of one of its devices, including the margin,
+    and the bytes of host memory for this device."""
     rows, costs = rows_for(candidate), model.costs(candidate.layout)
     spans = candidate.spans(costs.blocks)
     ways, keep = ways_of(candidate), 1 + model.space.margin
@@ -371,19 +382,19 @@ def saved_bytes(
     states: Sequence[tuple[int, Kept]],
     least: bool = False,
 ) -> tuple[Number, Number]:
-    """Return the largest number of bytes that a rank saves for its backward passes at one time: on the device, and
-    on the host.
+    """Return the largest number of bytes that a rank saves for its backward passes on the device, and the
+    largest number on the host. The two may belong to different times.
 
-    Offloaded values are on the device for at most two microbatches: one whose values go to the host, and one whose
-    values come back.
+    Offloaded values are on the device for at most two microbatches: one whose values go to the host, and one
+    whose values come back.
 
     Args:
-        stages: The number, blocks and way of each stage of the rank.
+        stages: (index, blocks, way) of each stage of the rank.
         states: The memory states of the rank; see `Rows.kept`.
         least: Compute a lower bound: the input of each stage is the smallest output of any block.
     """
-    # For each stage: bytes of a microbatch that are saved for BI, that are kept for BW, and that exist only while
-    # B or BI runs; whether the host keeps the saved bytes.
+    # For each stage: bytes of a microbatch that are saved for BI, that are kept for BW, and that exist only
+    # while B or BI runs; whether the host keeps the saved bytes.
     device: list[tuple[Number, Number, Number, bool]] = []
     for _, (i, j), way in stages:
         saved, kept = costs.saved[j] - costs.saved[i], costs.kept[j] - costs.kept[i]
@@ -404,6 +415,7 @@ def saved_bytes(
 
 
 def _border(costs: Costs, spans: Sequence[Span]) -> Number:
-    """Return the bytes of the largest message between a rank with these stages and its neighbours."""
+    """Return the bytes of the largest message between a rank with these stages and its neighbours; 0 if it
+    has all blocks."""
     ends = [block for i, j in spans for block in (i, j) if 0 < block < costs.blocks]
     return max((costs.output[block - 1] for block in ends), default=0)

@@ -29,8 +29,9 @@ RUNS, HOST, UPDATES = range(3)
 
 
 class Table(NamedTuple):
-    """A table of inequalities of a schedule: how often each cost of a stage counts in each inequality. A group of
-    ranks has the mean of the inequalities of its ranks. Parentheses contain the dimensions of an array.
+    """A table of inequalities of a schedule: how often each cost of a stage counts in each inequality. A
+    group of ranks has the mean of the inequalities of its ranks. Parentheses contain the dimensions of an
+    array.
 
     Attributes:
         passes: How often F, BI and BW of each stage count (time inequalities, 3, stages).
@@ -39,7 +40,8 @@ class Table(NamedTuple):
         saved: For how many microbatches the bytes count that F saves, for each way of the stage (memory
             inequalities, stages, ways).
         kept: The same for the bytes that are kept for BW.
-        static: Whether the parameters of a stage count (memory inequalities, stages).
+        static: Whether the parameters, gradients and optimizer states of a stage count (memory inequalities,
+            stages).
         of_what: The kind of memory: `RUNS`, `HOST` or `UPDATES` (memory inequalities).
     """
 
@@ -52,8 +54,8 @@ class Table(NamedTuple):
     of_what: NDArray[np.int64]
 
     def of(self, ways: Sequence[Way], updates: bool) -> Table:
-        """Return the table with one entry of the dimension `ways` for each of these ways. It has inequalities of
-        updates only if `updates` is set."""
+        """Return the table with one entry of the dimension `ways` for each of these ways. It has inequalities
+        of updates only if `updates` is set."""
         rows = np.flatnonzero((self.of_what != UPDATES) | updates)
         return self._replace(
             saved=self.saved[rows][:, :, ways],
@@ -71,7 +73,7 @@ class Table(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def table_of(key: Key) -> Table:
-    """Return the inequalities of a schedule.
+    """Return the inequalities of a schedule. The result is cached.
 
     Each span of a rank (`Between`) gives an inequality "pass". It counts the passes and messages that lead to
     the span, the span, and the backward passes of earlier stages that wait for it. If the last pass makes
@@ -79,8 +81,8 @@ def table_of(key: Key) -> Table:
     over the replicas.
 
     Each rank gives memory inequalities: of the states in which it keeps most, of its host, and of the update
-    of its parameters. The ranks are divided into `GROUPS` groups of neighbours. Of each inequality, the table has the
-    mean over the ranks of a group.
+    of its parameters. The ranks are divided into `GROUPS` groups of neighbours. Of each inequality, the table
+    has the mean over the ranks of a group.
     """
     rows = rows_of(*key)
     group = [rank * GROUPS // max(rows.ranks, GROUPS) for rank in range(rows.ranks)]
@@ -92,8 +94,8 @@ def table_of(key: Key) -> Table:
             found = np.zeros((3, rows.stages))
             sums = np.zeros(rows.stages)
             borders = np.zeros(max(rows.stages - 1, 0))
-            # Before the span: F of the stages before its first stage, or all F and the backward passes of the stages
-            # after its first stage.
+            # Before the span: F of the stages before its first stage, or all F and the backward passes of the
+            # stages after its first stage.
             if kind == F:
                 found[0, :first] += 1
                 borders[:first] += 1
@@ -128,15 +130,16 @@ def _mean(found: Sequence[tuple[Array, Array, Array]]) -> tuple[Array, Array, Ar
 
 
 def _largest(rows: Rows, rank: int) -> list[tuple[int, tuple[tuple[int, int], ...]]]:
-    """Return the `STATES` entries of `Rows.kept` in which a rank keeps most."""
+    """Return up to `STATES` entries of `Rows.kept`: those in which a rank keeps most."""
     return sorted(rows.kept[rank], key=lambda item: -sum(2 * a + w for a, w in item[1]))[:STATES]
 
 
 def _counted(
     rows: Rows, rank: int, own: int, state: tuple[tuple[int, int], ...]
 ) -> tuple[Array, Array, Array]:
-    """Return the rows of `Table.saved`, `Table.kept` and `Table.static` for the device in a state of `Rows.kept`.
-    They count bytes in the same way as `saved_bytes`. `own` is the stage whose B or BI runs, or -1."""
+    """Return the rows of `Table.saved`, `Table.kept` and `Table.static` for the device in a state of
+    `Rows.kept`. They count bytes in the same way as `saved_bytes`. `own` is the stage whose B or BI runs, or
+    -1."""
     saved, kept, static = np.zeros((rows.stages, 3)), np.zeros((rows.stages, 3)), np.zeros(rows.stages)
     for stage, (a, w) in zip(rows.local[rank], state, strict=True):
         saved[stage, [PLAIN, AGAIN, AWAY]] = a, own == stage, min(a, 2)
@@ -146,8 +149,8 @@ def _counted(
 
 
 def _on_host(rows: Rows, rank: int) -> tuple[Array, Array, Array]:
-    """Return the rows of `Table.saved`, `Table.kept` and `Table.static` for the host, in the state of the rank with
-    most saved values."""
+    """Return the rows of `Table.saved`, `Table.kept` and `Table.static` for the host, in the state of the
+    rank with most saved values."""
     saved, none = np.zeros((rows.stages, 3)), np.zeros((rows.stages, 3))
     _, state = max(rows.kept[rank], key=lambda item: sum(a for a, _ in item[1]))
     for stage, (a, _) in zip(rows.local[rank], state, strict=True):
@@ -156,8 +159,8 @@ def _on_host(rows: Rows, rank: int) -> tuple[Array, Array, Array]:
 
 
 def _updates(rows: Rows, rank: int) -> tuple[Array, Array, Array]:
-    """Return the rows of `Table.saved`, `Table.kept` and `Table.static` for the update, when no saved values are
-    left."""
+    """Return the rows of `Table.saved`, `Table.kept` and `Table.static` for the update, when no saved values
+    are left."""
     none, static = np.zeros((rows.stages, 3)), np.zeros(rows.stages)
     static[list(rows.local[rank])] = 1
     return none, none, static

@@ -1,18 +1,18 @@
 """A bound of whole layouts and choices, however blocks are cut, from the work and memory of all ranks.
 
-`bounds` says of each rank: head + work of the passes between + tail <= time. Heads, work and tails are sums over
-stages: the seconds of a pass of the stage, times how often it counts. The bytes that a rank keeps in a state of its
-schedule are sums over stages, too, and they are at most its memory. So a weighted sum of these inequalities is an
-inequality. Its weights are p >= 0 of the time inequalities, with sum 1, and q >= 0 of the memory inequalities, in
-seconds for all of a device's memory. A block adds to the sum at least what it adds with the stage and option with
-which it adds least:
+`bounds` says of each rank: head + work of the passes between + tail <= time. Heads, work and tails are sums
+over stages: the seconds of a pass of the stage, times how often it counts. The bytes that a rank keeps in a
+state of its schedule are sums over stages, too, and they are at most its memory. So a weighted sum of these
+inequalities is an inequality. Its weights are p >= 0 of the time inequalities, with sum 1, and q >= 0 of the
+memory inequalities, in seconds for all of a device's memory. A block adds to the sum at least what it adds
+with the stage and option with which it adds least:
 
     time >= sum over blocks of min over stages and options of (p counts passes + q counts bytes / memory)
             - sum of q
 
-No stage is empty. So a block can only be in a stage if enough blocks are before and after it. In addition, each
-block of a stage may add u less, with some u >= 0 for each stage, if the sum of all u is added to the bound. Because
-each stage has at least one block, the bound stays valid.
+No stage is empty. So a block can only be in a stage if enough blocks are before and after it. In addition,
+each block of a stage may add u less, with some u >= 0 for each stage, if the sum of all u is added to the
+bound. Because each stage has at least one block, the bound stays valid.
 
 A rank has some bytes once for several blocks: a parameter that they share, or the largest update. These bytes
 count with one of the blocks. If one of them must be on this rank, they count with this block.
@@ -39,7 +39,8 @@ from lightning_piper.search.stage_costs import CostModel, Costs
 from lightning_piper.simulate.network import Link
 
 KINDS = 4  # largest number of kinds of blocks if `_alike` groups blocks by their work
-# If there are at most this many combinations of kind, stage and option, each different block is a kind of its own.
+# If there are at most this many combinations of kind, stage and option, each different block is a kind of its
+# own.
 PLACES = 600
 STEPS = 400  # largest number of steps of the simplex method
 DEAR = 20.0  # largest sum of the weights q in the linear program, as a multiple of a rough time of the step
@@ -47,7 +48,8 @@ _ROUNDING = 1 - 1e-9  # lowers bounds by more than the rounding error of a sum o
 
 
 class _Blocks(NamedTuple):
-    """A table of the costs of each block, or of each kind of blocks. Parentheses contain the dimensions of an array.
+    """A table of the costs of each block, or of each kind of blocks. Parentheses contain the dimensions of an
+    array.
 
     Attributes:
         passes: Seconds of F, BI and BW (blocks, options, 3).
@@ -76,7 +78,8 @@ class Together:
         self._model, self.space = model, model.space
 
     def time(self, layout: Layout, options: Sequence[Sequence[Option]], enough: float) -> float:
-        """Return a lower bound of the seconds of a step. It is 0 if no weights with a bound are found.
+        """Return a lower bound of the seconds of a step. It is 0 if no weights with a bound are found, or if
+        the messages between stages alone fill the memory.
 
         Args:
             layout: The layout of the stages.
@@ -116,11 +119,11 @@ class Together:
     ) -> tuple[list[Option], NDArray[np.bool_], _Blocks]:
         """Return the options that matter, which stages have them (stages, options), and the costs of blocks.
 
-        A pass of a stage takes at least the longest of three times: of its work, of its transfer to the host, and
-        of the gather of its parameters. `_passes` chooses one of the three for the whole model.
+        A pass of a stage takes at least the longest of three times: of its work, of its transfer to the host,
+        and of the gather of its parameters. `_passes` chooses one of the three for the whole model.
 
-        A level does not matter if the stage may also have a higher level that takes at most as much time, because
-        the lower level needs more memory.
+        A level does not matter if the stage may also have a higher level that takes at most as much time,
+        because the lower level needs more memory.
         """
         prices = _OptionPrices(costs)
         matter = [
@@ -165,8 +168,8 @@ class _OptionPrices:
         rows = rows_of(layout.schedule, layout.per_rank, layout.ranks, layout.microbatches)
         self._kinds = _pass_kinds(rows)
         self._charged = _charged(costs, rows, owned, trained)
-        # Cache results, because many stages have the same options. `functools.cache` on methods would keep the
-        # object alive in a cycle.
+        # Cache results, because many stages have the same options. `functools.cache` on methods would keep
+        # the object alive in a cycle.
         self._known_passes: dict[Option, Array] = {}
         self._known_slower: dict[tuple[int, int, Way], bool] = {}
 
@@ -229,8 +232,8 @@ class _OptionPrices:
 class _Charged(NamedTuple):
     """A table of the bytes that a block adds at least to the rank of one of its possible stages.
 
-    If all stages have the same bytes, the dimension of stages has size 1. Bytes that a rank has once for several
-    blocks count with one of these blocks.
+    If all stages have the same bytes, the dimension of stages has size 1. Bytes that a rank has once for
+    several blocks count with one of these blocks.
 
     Attributes:
         owned, trained: Bytes of parameters, and of trained parameters (blocks, stages, 2: outside of experts
@@ -246,8 +249,8 @@ class _Charged(NamedTuple):
 def _charged(costs: Costs, rows: Rows, owned: Array, trained: Array) -> _Charged:
     """Return the bytes that each block adds to a rank.
 
-    A parameter that several blocks use, and the largest update, count with one block of each rank. If a block must
-    be on this rank, they count with this block.
+    A parameter that several blocks use, and the largest update, count with one block of each rank. If a block
+    must be on this rank, they count with this block.
 
     Args:
         owned, trained: Bytes of parameters, and of trained parameters, that only one block uses (blocks, 2:
@@ -277,12 +280,15 @@ def _charged(costs: Costs, rows: Rows, owned: Array, trained: Array) -> _Charged
 
 
 def _collective(costs: Costs, nbytes: Array, kind: str, rings: int) -> Array:
-    """Return the seconds of a collective of each block, without the part that does not depend on the bytes."""
+    """Return the seconds of a collective of each block, without the part that does not depend on the
+    bytes."""
     found: Array = nbytes @ np.array([float(slope) for slope in costs.slopes(kind, rings)])
     return found
 
 
 def _sums(costs: Costs) -> tuple[Sequence[float], ...]:
+    """Return prefix sums over the blocks as floats: seconds of F, BI and BW, bytes that F saves, bytes kept
+    for BW."""
     return tuple(
         [float(x) for x in column]
         for column in (costs.forward, costs.inputs, costs.weights, costs.saved, costs.kept)
@@ -295,6 +301,7 @@ def _moved(link: Link, nbytes: Array) -> Array:
 
 
 def _pass_kinds(rows: Rows) -> frozenset[int]:
+    """Return the kinds of passes of a schedule, as indices into `rows.KINDS`."""
     return frozenset(kind for pairs in rows.between for pair in pairs for _, kind, _ in pair.passes)
 
 
@@ -356,8 +363,8 @@ def _alike(blocks: _Blocks, most: int) -> tuple[Array, _Blocks, Array]:
 
 
 def _columns(table: Table, kinds: _Blocks, inverse: Array) -> Array:
-    """Return what a block of each kind adds to each inequality, as (inequalities, kinds, stages, options). Time
-    inequalities come first. `inverse` is 1 / limit of each memory inequality."""
+    """Return what a block of each kind adds to each inequality, as (inequalities, kinds, stages, options).
+    Time inequalities come first. `inverse` is 1 / limit of each memory inequality."""
     time = np.einsum("ics,kwc->iksw", table.passes, kinds.passes)
     time += np.einsum("is,kw->iksw", table.sums, kinds.sums)
     time[:, :, 0] += kinds.start
@@ -397,8 +404,8 @@ def _weights(
     """Return weights p, q and u that give a high bound, from a linear program (see the module's docstring).
 
     Its variables include a value v for each kind, at most the amount that a block adds in any stage with any
-    option. It maximizes the bound: the sum of v over all blocks, plus the other terms of the bound. The weights p
-    sum to 1 at most.
+    option. It maximizes the bound: the sum of v over all blocks, plus the other terms of the bound. The
+    weights p sum to 1 at most.
 
     Args:
         columns: The result of `_columns`.
@@ -429,8 +436,8 @@ def _maximized(gains: Array, a: Array, limits: Array, enough: float) -> Array:
     It takes steps of the simplex method (Dantzig 1951) from y = 0, and so needs limits >= 0. It stops at the
     maximum, when `gains` y reaches `enough`, or after `STEPS` steps.
     """
-    # `table` is the simplex tableau, with the limits in the last column and the gains in the last row. `inside` has
-    # the variable of each row, and `outside` the variable of each column, which is 0.
+    # `table` is the simplex tableau, with the limits in the last column and the gains in the last row.
+    # `inside` has the variable of each row, and `outside` the variable of each column, which is 0.
     rows, columns = a.shape
     table = np.concatenate([np.concatenate([a, limits[:, None]], axis=1), np.append(gains, 0.0)[None]])
     inside, outside = np.arange(columns, columns + rows), np.arange(columns)

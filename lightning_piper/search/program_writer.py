@@ -1,4 +1,4 @@
-"""Writes the program of a candidate: annotations and directives."""
+"""Write the program of a candidate: the annotations and the directives that a user would write."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from lightning_piper.directives.program import to_json
 from lightning_piper.schedules.searched_schedules import SEARCHED
 from lightning_piper.search.space import Candidate
 
+# In written programs: the tag of stages, the dimension of microbatches, and the tensor axis.
 TAG, MICROBATCH, TENSOR = "PP", "MB", "tp"
 # For each ZeRO level, the arguments of `Replicate`.
 LEVELS: tuple[Mapping[str, Any], ...] = (
@@ -42,11 +43,12 @@ class Written:
     replicas: int
 
     def annotate(self, module: nn.Module) -> list[RemovableHandle]:
-        """Tag the modules of the stages. Return the handles of `annotate_modules`, or an empty list if there is one
-        stage."""
+        """Tag the modules of the stages. Return the handles of `annotate_modules`, or an empty list if there
+        is one stage."""
         return annotate_modules(module, TAG, self.stages) if self.stages else []
 
     def to_json(self) -> dict[str, Any]:
+        """Return the program as JSON data with the keys "version", "annotate" and "directives"."""
         return {
             "version": 1,
             "annotate": {TAG: [list(stage) for stage in self.stages]},
@@ -66,7 +68,8 @@ class Written:
 
 
 def shown(directive: Directive) -> str:
-    """Return a directive as Python code: its class, and the fields that differ from their defaults."""
+    """Return a directive as Python code: its class, and the fields that differ from their defaults. Example:
+    `piper.Place(filter={'PP': 0}, devices=[0])`."""
     given = directive.to_json()
     op = given.pop("op")
     return f"piper.{op.title()}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
@@ -144,8 +147,8 @@ def _of_stages(candidate: Candidate, start: int, stop: int) -> dict[str, Any]:
 
 
 def _at(candidate: Candidate, level: int, unnamed: int | None) -> list[dict[str, Any]]:
-    """Return filters that together select the stages at this ZeRO level, and untagged work if it belongs to one of
-    them. If all stages have this level, return one filter that selects everything."""
+    """Return filters that together select the stages at this ZeRO level, and untagged work if it belongs to
+    one of them. If all stages have this level, return one filter that selects everything."""
     if len(set(candidate.levels)) == 1:
         return [{}]
     stages = [stage for stage, own in enumerate(candidate.levels) if own == level]
@@ -153,8 +156,8 @@ def _at(candidate: Candidate, level: int, unnamed: int | None) -> list[dict[str,
 
 
 def _devices(candidate: Candidate, rank: int) -> list[int]:
-    """Return the devices of one rank of all pipelines. Replicas follow each other, and the devices of one replica
-    are in the order of the tensor axis."""
+    """Return the devices of one rank of all pipelines. Replicas follow each other, and the devices of one
+    replica are in the order of the tensor axis."""
     layout = candidate.layout
     found = []
     for replica in range(layout.replicas):

@@ -1,4 +1,9 @@
-"""`search`: find the fastest program that fits a module, a batch and devices, and check it."""
+"""`search`: find the fastest program for a module and a batch that fits into the devices' memory, and check
+it.
+
+`search` measures or calculates the costs of the module's blocks, chooses candidates with `best_of`, writes
+their programs, and returns the first program that passes the check and whose plan fits.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +44,7 @@ from lightning_piper.simulate.hardware import Hardware
 # rounds blocks above 1 MiB up to a multiple of 2 MiB, and cannot join blocks that are not adjacent.
 FRAGMENTATION = 0.05
 ROUNDS = 5  # largest number of searches, each with less memory than the one before
-LARGER = 4  # a new search begins after this many candidates of one search whose plans do not fit
+LARGER = 4  # after this many plans that do not fit, a new search with less memory begins
 TRIED = 20  # largest number of candidates of one search whose programs are written and checked
 # Beginning of the reason in `Proposal.refused`, if a program passes the check but its plan does not fit.
 TOO_LARGE = "according to its plan it needs"
@@ -57,8 +62,8 @@ class Proposal:
         chosen: The proposed candidate: the best one whose program passes the check and fits.
         written: The program of the candidate.
         workload: The costs of the step.
-        needed: Bytes of the fullest device according to the program's plan, including the margin; 0 if the program
-            was not checked.
+        needed: Bytes of the fullest device according to the program's plan, including the margin; 0 if the
+            program was not checked.
         refused: (candidate, reason) of better candidates that were rejected.
         checked: How the program was checked: "static", "run", or "off" (not).
         verdict: The verdict of `check="run"`, unless it is `verified`: `verified except`, and why.
@@ -87,17 +92,18 @@ class Proposal:
 
     @property
     def memory(self) -> int:
-        """Predicted bytes of the fullest device: according to the plan, or if the program was not checked, according
-        to the estimate."""
+        """Predicted bytes of the fullest device: according to the plan, or if the program was not checked,
+        according to the estimate."""
         return self.needed or int(max(self._row.estimate.memory))
 
     @property
     def _row(self) -> CandidateRow | Found:
+        """The object that has the estimate of `chosen`: its row of the table, or `found` if no row has it."""
         return next((row for row in self.found.table if row.candidate == self.chosen), self.found)
 
     def annotate(self, module: nn.Module) -> list[RemovableHandle]:
-        """Tag the module's stages as the program needs them. Return the handles of `annotate_modules`, or an empty
-        list if there is one stage."""
+        """Tag the module's stages as the program needs them. Return the handles of `annotate_modules`, or an
+        empty list if there is one stage."""
         return self.written.annotate(module)
 
     def save(self, path: str | Path) -> None:
@@ -134,7 +140,8 @@ def search(
     cut: BlockCut | None = None,
     **options: Any,
 ) -> Proposal:
-    """Find the program of a module's training step that takes the least time and fits, and write it.
+    """Find the program of a module's training step that takes the least time and fits, and write it. The
+    module is not changed.
 
     The search cuts stages at any boundary between blocks. It chooses the schedule, the number of microbatches
     and of replicas, the ZeRO level of each pipeline stage, the size of a tensor axis, and which stages
@@ -142,28 +149,31 @@ def search(
     space has a better estimate than `found.best` by more than the share `found.gap`.
 
     Args:
-        module: A LightningModule without annotations of its own. If `hardware` is given, its parameters may
-            be on the meta device.
+        module: A LightningModule without annotations of its own. The module's parameters may be on the meta
+            device if `hardware` is given.
         batch: The batch of one step, with all samples of all devices.
         devices: Number of devices.
-        memory: Memory of each device, in bytes or as text such as "24GiB" (default: the memory of the hardware).
+        memory: Memory of each device, in bytes or as text such as "24GiB" (default: the memory of the
+            hardware).
         hardware: A Hardware, the name of one of the package's files, or a path; costs are calculated from its
             figures. None: costs are measured on this machine.
         objective: "time", or "memory" for the memory of the fullest device.
         workload: The costs of the step, if they are known already, for example from a recording.
-        check: How to check the program of a candidate: without a run ("static"), also by a run and a comparison
-            with one device ("run"), or not ("off"). If the check fails, Piper tries the next best candidate.
+        check: How to check the program of a candidate: without a run ("static"), also by a run and a
+            comparison with one device ("run"), or not ("off"). If the check fails, Piper tries the next best
+            candidate. With "off", a program whose plan does not fit is not rejected either.
         all_devices: Consider only programs that use every device.
         progress: Called with a line of text about the progress.
         cut: The blocks of the module and the batch, if they are known.
         options: `schedules`, `levels`, `ranks`, `margin`, `gap` and `budget` of `best_of`.
 
     Raises:
-        SearchError: An argument is not valid, or no program fits. If none fits, the error names the least memory
-            with which a program fits.
-        NoProgram: No schedule exists for this workload on these devices, no program fits in host memory, or the
-            best programs fail the check.
+        SearchError: An argument is not valid, or no program fits. If none fits, the error names the least
+            memory with which a program fits.
+        NoProgram: No schedule exists for this workload on these devices, no program fits in host memory, or
+            the best programs fail the check.
         CaptureError: The step cannot be captured.
+        SimulationError: The file of the hardware is not valid, or has no speed for a data type.
     """
     _check_arguments(devices, objective, check, memory, hardware, options)
     say = progress or (lambda text: None)
@@ -286,8 +296,8 @@ class _Trials:
         """Return the best candidates within this many bytes.
 
         Raises:
-            SearchError: Nothing fits. If an earlier search had more memory, the error names the least memory that
-                the plan of one of its candidates needs.
+            SearchError: Nothing fits. If an earlier search had more memory, the error names the least memory
+                that the plan of one of its candidates needs.
         """
         try:
             return find(within)
@@ -301,9 +311,9 @@ class _Trials:
             ) from error
 
     def _first_fitting(self, found: Found) -> Proposal | None:
-        """Try the candidates of one search, and return the first candidate whose program passes the check and whose
-        plan fits. None if there is no such candidate, or after `LARGER` plans that do not fit. Remember each
-        rejected candidate."""
+        """Try the candidates of one search. Return the proposal of the first candidate whose program passes
+        the check and whose plan fits. Return None if there is no such candidate, or after `LARGER` plans that
+        do not fit. Add each rejected candidate to `_refused`, and to `_large` if its plan does not fit."""
         workload, keep, larger = found.space.workload, 1 + found.space.margin, 0
         estimated = {row.candidate: max(row.estimate.memory) for row in found.table} | {
             found.best: max(found.estimate.memory)
@@ -334,8 +344,8 @@ class _Trials:
 def work_of(
     module: nn.Module, batch: Any, on: Hardware | None, samples: Sequence[int], cut: BlockCut
 ) -> Workload:
-    """Return the costs of the step, with the optimizer that the module makes, or AdamW if `optimizer_of` does not
-    find an optimizer.
+    """Return the costs of the step. They include the update by the optimizer that the module makes, or by
+    AdamW if `optimizer_of` does not find an optimizer.
 
     Args:
         on: The hardware for which costs are calculated. None: costs are measured on this machine.
@@ -351,7 +361,8 @@ def work_of(
 
 
 def sizes_of(batch: Any) -> list[int]:
-    """Return the numbers of samples for which a search needs costs: the batch, and microbatches of it."""
+    """Return the numbers of samples for which a search needs costs: 1, 1/2, 1/4, 1/8 and 1/16 of the batch.
+    Each number is rounded down, and at least 1. For a batch of 12 samples, return [1, 3, 6, 12]."""
     samples = flatten(batch)[1].size
     return sorted({max(1, samples // parts) for parts in (1, 2, 4, 8, 16)})
 
@@ -373,10 +384,12 @@ def write_stages(candidate: Candidate, cut: BlockCut, params: Params | None) -> 
     """Return the program of a candidate whose stages are blocks of `cut`.
 
     Args:
-        params: Parameters that are sharded along the tensor axis.
+        params: Parameters that are sharded along the tensor axis, as in `Shard`. None: the axis has one
+            device.
 
     Raises:
-        SearchError: Work outside of all modules would be in several stages.
+        SearchError: Several stages would contain work on parameters outside of all modules. No tag can assign
+            this work to different stages.
     """
     stages = cut.stages(candidate.cuts)
     unnamed = {
@@ -394,8 +407,8 @@ def write_stages(candidate: Candidate, cut: BlockCut, params: Params | None) -> 
 
 
 def _params(cut: BlockCut, degree: int) -> Params | None:
-    """Return the parameters that are divided over `degree` devices: name -> dimension, or (dimension, runs) if
-    each run is divided separately. None for one device."""
+    """Return the parameters that are divided over `degree` devices: name -> dimension, or (dimension, runs)
+    if each run is divided separately. None for one device."""
     if degree == 1:
         return None
     found: dict[str, Sharded] = find_params(cut.step.joint_graph, TENSOR, degree, {})

@@ -1,4 +1,5 @@
-"""The result of a search, and the reasons for it."""
+"""The result of a search, as an object and as text: the best candidate, and why other candidates are not the
+best."""
 
 from __future__ import annotations
 
@@ -37,15 +38,15 @@ class Found:
     Attributes:
         best: The best candidate that was found.
         estimate: The time and memory of `best`.
-        gap: How much more `best` may need than the best candidate of the space, as a share; 0 if it is proved to be
-            the best.
+        gap: How much more `best` may need than the best candidate of the space, as a share; 0 if it is proved
+            to be the best.
         table: Up to twenty of the best candidates that fit, and up to five better candidates that do not fit.
-            Candidates that differ only in their cuts share a row. In a large space these are the best candidates
-            that the budget reached.
+            Candidates that differ only in their cuts share a row. In a large space these are the best
+            candidates that the budget reached.
         size: Number of candidates of the space.
         cut: Reason ("bound", "memory" or "left") -> number of candidates that were not estimated.
-        evaluated: Number of candidates whose time was estimated in the proof. `size` is the sum of this number and
-            the numbers in `cut`.
+        evaluated: Number of candidates whose time was estimated in the proof. `size` is the sum of this
+            number and the numbers in `cut`.
         space: The space that was searched.
     """
 
@@ -96,9 +97,9 @@ class Found:
 
 
 def described(candidate: Candidate, blocks: int | None = None) -> str:
-    """Return a candidate as text. If `blocks` is the number of blocks, the text names also the number of blocks of
-    each stage.
+    """Return a candidate as text: "one_f_one_b, 4 stages on 4 ranks, 8 microbatches; 2 replicas at ZeRO 1".
 
+    If `blocks` is the number of blocks of the model, the text ends with the number of blocks of each stage.
     If there is one stage, the text names neither a schedule nor the blocks.
     """
     layout = candidate.layout
@@ -142,8 +143,8 @@ def counted(n: int, what: str) -> str:
 
 
 def _levels(candidate: Candidate) -> str:
-    """Return the ZeRO levels as text: `1` if all stages have level 1, or `3+1 (2+6 stages)` if the first two stages
-    have level 3 and six stages have level 1."""
+    """Return the ZeRO levels as text: `1` if all stages have level 1, or `3+1 (2+6 stages)` if the first two
+    stages have level 3 and six stages have level 1."""
     runs = [(level, sum(1 for _ in run)) for level, run in groupby(candidate.levels)]
     levels, stages = ("+".join(map(str, column)) for column in zip(*runs, strict=True))
     return levels if len(runs) == 1 else f"{levels} ({stages} stages)"
@@ -157,7 +158,7 @@ def _needs(estimate: Estimate) -> str:
 
 
 def size(nbytes: Number) -> str:
-    """Return a number of bytes as text with a readable unit."""
+    """Return a number of bytes as text with a readable unit and four digits: "1.5 GiB"."""
     value, unit = float(nbytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 1024:
@@ -167,10 +168,12 @@ def size(nbytes: Number) -> str:
 
 
 def reason(space: Space, estimate: Estimate, best: Estimate, by_memory: bool) -> str:
-    """Return why a candidate is not the best one: it does not fit, or one part of its time exceeds that part of the
-    best candidate's time more than other parts do. With `by_memory`, this is the difference in memory.
+    """Return why a candidate is not the best one, as text.
 
-    If no part of its time is larger, return "equal to the best".
+    If the candidate does not fit, the text says how many bytes are missing. Otherwise, with `by_memory`, it
+    says how much more memory the fullest device needs. Otherwise, it names the part of the step's time
+    (`_parts`) that exceeds the same part of the best candidate by most, such as "bubble: +3.1% of the best
+    step time". If no part is larger, the text is "equal to the best".
     """
     over = [(m - space.memory, rank) for rank, m in enumerate(estimate.memory)]
     if max(over)[0] > 0:

@@ -1,6 +1,8 @@
-"""Schedules by name, as data for the search: each rank's passes, the values it keeps, and the messages.
+"""Schedules by name, as data for the search: the passes of each rank, how many saved values it keeps, and
+messages.
 
-All of it follows from the order of the passes alone, not from their durations.
+This data depends only on the order of the passes, not on their durations. So all candidates with one schedule
+and the same numbers of ranks, stages and microbatches share it.
 """
 
 from __future__ import annotations
@@ -20,12 +22,14 @@ F, B, BI, BW = range(4)
 
 
 def rank_of(stage: int, ranks: int, folded: bool) -> int:
-    """Return the rank of a stage: round-robin over the ranks, or, if folded, down the ranks and up again."""
+    """Return the rank of a stage: round-robin over the ranks, or, if folded, down the ranks and up again.
+    With 2 ranks, the ranks of 4 stages are 0, 1, 0, 1, or, if folded, 0, 1, 1, 0."""
     return min(stage, 2 * ranks - 1 - stage) if folded else stage % ranks
 
 
 def is_possible(name: str, per_rank: int, ranks: int, microbatches: int) -> bool:
-    """Return whether the schedule exists for these numbers, with at most `PASSES` passes."""
+    """Return whether the schedule exists for these numbers, with at most `PASSES` forward and backward
+    passes. The name must be in `SEARCHED`; `per_rank` is not checked."""
     return 2 * ranks * per_rank * microbatches <= PASSES and SEARCHED[name].exists(ranks, microbatches)
 
 
@@ -37,7 +41,8 @@ class RankPass(NamedTuple):
         needs: The message that the pass waits for, or -1.
         posts: Messages whose receive the rank starts before this pass, when `needs` has arrived.
         sends: The message that carries the result, or -1.
-        complete: Whether this is the last one of consecutive B or BW passes of one stage.
+        complete: Whether this is a B or BW pass, and the rank's next pass is of a different stage or kind.
+            Also True for a B or BW that is the rank's last pass.
     """
 
     stage: int
@@ -73,8 +78,8 @@ class Wires:
     Attributes:
         steps: The passes of each rank, in order.
         at_once: For each rank, the messages whose receive it starts before its first pass.
-        messages: (index of the channel, boundary, receiving rank, index of the receiver's pass that reads it) of
-            each message. Boundary b is between the stages b and b + 1.
+        messages: (index of the channel, boundary, receiving rank, index of the receiver's pass that reads it)
+            of each message. Boundary b is between the stages b and b + 1.
         channels: Number of channels.
     """
 
@@ -93,7 +98,7 @@ class Rows:
         rank: The rank of each stage.
         local: The stages of each rank.
         between: Spans of work of each rank; see `Between`.
-        kept: The largest memory states of each rank: the stage whose B or BI runs (-1: none of them), and the
+        kept: The largest memory states of each rank: the stage whose B or BI runs (-1: a BW runs), and the
             `Kept` of the rank.
     """
 
@@ -113,7 +118,7 @@ class Rows:
 
 @functools.lru_cache(maxsize=2048)
 def rows_of(name: str, per_rank: int, ranks: int, microbatches: int) -> Rows:
-    """Return the rows of a schedule, in time linear in its passes.
+    """Return the rows of a schedule, in time linear in its passes. The result is cached.
 
     Raises:
         DirectiveError: The schedule does not exist for these numbers.
@@ -130,7 +135,12 @@ def rows_of(name: str, per_rank: int, ranks: int, microbatches: int) -> Rows:
 
 @functools.lru_cache(maxsize=16)
 def wires_of(name: str, per_rank: int, ranks: int, microbatches: int) -> Wires:
-    """Return the passes of a schedule and the messages between them, in time linear in its passes."""
+    """Return the passes of a schedule and the messages between them, in time linear in its passes. The last
+    16 results are cached.
+
+    Raises:
+        DirectiveError: The schedule does not exist for these numbers.
+    """
     return _wires(_actions(name, per_rank, ranks, microbatches), ranks * per_rank)
 
 
@@ -154,8 +164,9 @@ def _actions(name: str, per_rank: int, ranks: int, microbatches: int) -> list[li
 
 
 def _wires(actions: Sequence[Sequence[_Action]], stages: int) -> Wires:
-    """Give each message between stages on different ranks a number. Return the passes, with the messages that they
-    wait for and send, and the messages whose receives start with them."""
+    """Number the messages between stages on different ranks. Return the messages and the passes. A pass has
+    the message that it waits for, the message that it sends, and the messages whose receives start with
+    it."""
     rank = {stage: r for r, row in enumerate(actions) for stage, _, _ in row}
     # (0 for forward or 1 for backward, reading stage, microbatch) -> (message, boundary).
     made: dict[tuple[int, int, int], tuple[int, int]] = {}
@@ -216,10 +227,12 @@ def _step(
 def _posts(
     at: Sequence[int], queues: dict[tuple[int, int], list[int]], messages: Sequence[tuple[int, int, int]]
 ) -> dict[int, tuple[dict[int, tuple[int, ...]], tuple[int, ...]]]:
-    """Return where each rank starts its receives: rank -> (pass -> messages, messages before the first pass).
+    """Return where each rank starts its receives: rank -> (index of a pass -> messages, messages before the
+    first pass). Ranks without receives are absent.
 
-    A receive starts one pass before the pass that reads the message, or earlier, so that the receives of a
-    channel start in the order of its sends; see `plan.irecv`.
+    If pass p reads a message, the receive starts with pass p - 1. It starts earlier if a later message of the
+    same channel is read earlier, because the receives of a channel start in the order of its sends; see
+    `plan.irecv`. The receive of a message for pass 0 starts before the first pass.
 
     Args:
         at: Message -> index of the pass that reads it.
@@ -260,8 +273,8 @@ def _between(row: Sequence[_Action]) -> tuple[Between, ...]:
 
 
 def _kept(row: Sequence[_Action], local: Sequence[int]) -> tuple[tuple[int, Kept], ...]:
-    """Return the memory states of a rank while its backward passes run (`Rows.kept`). Leave out each state in which
-    the rank never needs more memory than in a different state.
+    """Return the memory states of a rank while its backward passes run (`Rows.kept`), the largest first.
+    Leave out each state in which the rank never needs more memory than in a different state.
 
     States during an F do not count, because the rank keeps more after the F.
     """

@@ -1,4 +1,9 @@
-"""The candidates among which a search chooses."""
+"""The candidates among which a search chooses: all programs of a few forms for a workload, on some devices.
+
+A `Space` says which candidates there are, and counts them. A candidate has a `Layout` (how devices are
+divided) and choices for each pipeline stage. `bounds` and `estimate` tell how good a candidate is, and
+`program_writer` writes it.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +39,13 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 class Layout(NamedTuple):
     """A division of the devices among stages, replicas and the tensor axis.
 
-    The devices of a tensor-parallel group have consecutive numbers. With `data_inside`, the groups of all replicas
-    of one rank follow each other. Otherwise, the groups of all ranks of one pipeline follow each other. Devices
-    with near numbers have the faster links.
+    The devices of a tensor-parallel group have consecutive numbers. The first device of rank r of replica x
+    is
+
+        tensor * (x + replicas * r)     with `data_inside`: the replicas of one rank have near numbers
+        tensor * (r + ranks * x)        otherwise: the ranks of one pipeline have near numbers
+
+    Devices with near numbers have the faster links.
 
     Attributes:
         schedule: Name of a builder in `lightning_piper.schedules`.
@@ -44,7 +53,8 @@ class Layout(NamedTuple):
         ranks: Ranks of one pipeline.
         replicas: Number of pipelines. Each trains on an equal part of the samples.
         tensor: Devices along the tensor axis.
-        routed: Number of replicas that divide the experts' parameters among them.
+        routed: Number of replicas that divide the experts' parameters among them; 1 if each replica has all
+            of them.
         microbatches: Microbatches of each replica.
         data_inside: Whether the replicas of one rank, and not the ranks of one pipeline, have near numbers.
     """
@@ -73,12 +83,14 @@ class Candidate(NamedTuple):
     Attributes:
         layout: How the devices are divided.
         levels: ZeRO level, 0 to 3, of each pipeline stage: how much of parameters, gradients and optimizer
-            states the replicas shard. The level never rises along the chain, because the first stages keep most
-            activations for their backward passes.
+            states the replicas shard. The level never rises along the chain, because the first stages keep
+            most activations for their backward passes.
         recomputed: Number of stages, counted from the first, that save only their input and run their forward
             pass again.
-        offloaded: Number of stages after the recomputed ones that keep their saved activations in host memory.
-        cuts: The first block of each stage but the first.
+        offloaded: Number of stages after the recomputed ones that keep their saved activations in host
+            memory.
+        cuts: The first block of each stage but the first. (3, 5): the stages have the blocks 0 to 2, 3 to 4,
+            and all blocks from 5 on.
     """
 
     layout: Layout
@@ -146,8 +158,9 @@ class Space:
     def layouts(self) -> Iterator[Layout]:
         """Yield each layout once.
 
-        A microbatch has a whole number of samples: at least the workload's smallest number, and a number for which
-        the work of every block is known. If the step mixes samples, there is one microbatch.
+        All microbatches of all replicas have the same whole number of samples. This number is at least
+        `Workload.least`, and at least the number in `Workload.least_divided` for the size of the tensor axis.
+        If the step mixes samples, there is one microbatch.
         """
         for tensor in self._degrees():
             least = max(self.workload.least, self.workload.least_divided.get(tensor, 1))
@@ -181,23 +194,26 @@ class Space:
                                 )
 
     def _different(self, microbatches: int) -> list[str]:
-        """Return the schedules to consider. With one microbatch, leave out each schedule that has the same passes
-        as a different schedule of the space (`alike`)."""
+        """Return the schedules to consider. With one microbatch, leave out each schedule that has the same
+        passes as a different schedule of the space (`alike`)."""
         if microbatches > 1:
             return list(self.schedules)
         return [name for name in self.schedules if SEARCHED[name].alike not in self.schedules]
 
     def _degrees(self) -> list[int]:
+        """Return the sizes of the tensor axis for which every block has costs, up to the number of
+        devices."""
         known = [{members for _, members in block.work} for block in self.workload.blocks]
         return sorted(t for t in set.intersection(*known) if t <= self.devices)
 
     def levels_of(self, layout: Layout) -> list[tuple[int, ...]]:
-        """Return sets of ZeRO levels. The stages of a candidate may have any levels of one set. A set lists the
-        highest level first.
+        """Return sets of ZeRO levels, such as `[(3,), (2, 1), (0,)]`. The stages of a candidate may have any
+        levels of one set. A set lists the highest level first.
 
-        With one replica, all stages have level 0, whatever `levels` allows. If stages share a parameter, there are
-        several sets, because other mixtures are not valid programs. The parameter is sharded in all of its stages
-        or in none. Of the stages on one device, all keep it whole between its uses (level < 3), or none does.
+        With one replica, all stages have level 0, whatever `levels` allows. If stages share a trained
+        parameter, there are several sets, because other mixtures are not valid programs. The parameter is
+        sharded in all of its stages or in none. Of the stages on one device that use it, either all keep it
+        gathered between its uses (level < 3), or none does.
         """
         if layout.replicas == 1:
             return [(0,)]
@@ -217,7 +233,8 @@ class Space:
         return [blocks for blocks in users.values() if len(blocks) > 1]
 
     def _meet(self, layout: Layout) -> bool:
-        """Return whether some cut of the blocks lets two stages of one device use the same trained parameter."""
+        """Return whether some cut of the blocks lets two stages of one device use the same trained
+        parameter."""
         left, folded = len(self.workload.blocks) - layout.stages, SEARCHED[layout.schedule].folded
 
         def places(block: int) -> set[tuple[int, int]]:
@@ -265,7 +282,8 @@ class Space:
 
 
 def check_choices(devices: int, schedules: Sequence[str], levels: Sequence[int], margin: Number) -> None:
-    """Check these arguments of a search space. `Space` checks its other fields itself.
+    """Check these arguments of a search space. `search` calls this function before it measures the model.
+    `Space` calls it, too, and checks its other fields itself.
 
     Raises:
         SearchError: An argument is not valid.
@@ -291,7 +309,8 @@ def _check_number(what: str, value: object, most: int | None = None) -> None:
 
 
 def bytes_of(size: str | Number) -> Number:
-    """Return the number of bytes that "24GiB", "80GB" or "512 MiB" means; a number is returned unchanged.
+    """Return the number of bytes that "24GiB" (24 x 2**30), "80GB" (80 x 10**9) or "512" means, rounded down
+    to an integer. Return a number unchanged.
 
     Raises:
         SearchError: `size` is neither such a text nor a positive number.

@@ -22,8 +22,8 @@ Span = tuple[int, int]  # the blocks of a stage: the first, and the end (exclusi
 
 
 def message(link: Link, nbytes: Number, parts: int = 1) -> Number:
-    """Return the seconds of a message of `nbytes / parts` bytes. Unlike `Link.time`, accept an `nbytes` that is not
-    an integer."""
+    """Return the seconds of a message of `nbytes / parts` bytes. Unlike `Link.time`, accept an `nbytes` that
+    is not an integer."""
     if isinstance(nbytes, int):
         return link.time(nbytes, parts)
     return link.latency if link.bandwidth is None else link.latency + nbytes / parts / link.bandwidth
@@ -32,8 +32,8 @@ def message(link: Link, nbytes: Number, parts: int = 1) -> Number:
 def ring(link: Link, nbytes: Number, members: int) -> Number:
     """Return the seconds of a reduce-scatter or all-gather of `nbytes` over a ring (Patarasuk and Yuan 2009).
 
-    Each of the n members sends n - 1 messages in turn, each with 1/n of the bytes. Without members or bytes to
-    communicate, it takes 0 seconds.
+    Each of the n members sends n - 1 messages in turn, each with 1/n of the bytes. Without members or bytes
+    to communicate, it takes 0 seconds.
     """
     return (members - 1) * message(link, nbytes, members) if members > 1 and nbytes else 0
 
@@ -69,7 +69,9 @@ def links_of(hardware: Hardware, layout: Layout) -> Links:
     order = [link for _, link in hardware.links]  # the nearest link first
 
     def farthest(pairs: Iterable[tuple[int, int]]) -> Link:
-        """Return the slowest link between two tensor-parallel groups. A pair has the first devices of two groups."""
+        """Return the slowest link between two tensor-parallel groups, over all pairs of groups. A pair has
+        the first devices of two groups, or twice the first device of one group: then the link is inside of
+        the group."""
         most = 0
         for a, b in pairs:
             most = max(most, order.index(hardware.link(min(a, b), max(a, b) + t - 1)))
@@ -100,8 +102,8 @@ def links_of(hardware: Hardware, layout: Layout) -> Links:
 
 
 def _held(block: Block, tensor: int, routed: int) -> tuple[Number, Number]:
-    """Return the share of a block's bytes that a device holds in parameters of experts (the second number), and in
-    all other parameters (the first number)."""
+    """Return two shares of the bytes of all parameters of a block: the bytes that one device holds in
+    parameters outside of experts, and in parameters of experts."""
     found = [0, 0]
     for name, nbytes in block.params.items():
         is_routed = name in block.experts
@@ -117,8 +119,8 @@ def _part(seconds: Number, share: Number) -> Number:
 
 
 class Tied(NamedTuple):
-    """A parameter that several blocks use: its bytes on one device, whether it belongs to experts, whether it gets
-    gradients, and these blocks."""
+    """A parameter that several blocks use: its bytes on one device, whether it belongs to experts, whether it
+    gets gradients, and these blocks."""
 
     nbytes: int
     is_routed: bool
@@ -131,14 +133,15 @@ class Params:
 
     Attributes:
         tied: Parameters that several blocks use.
-        largest, largest_trained: For each block, bytes of all of its parameters, and of its trained parameters.
+        largest, largest_trained: For each block, bytes of all of its parameters, and of its trained
+            parameters.
         largest_update: For each block, bytes of its largest trained parameter.
         packed: Seconds to copy the gradients of each block into a bucket.
-        packed_alone: Like `packed` with one microbatch: without gradients that the pass writes into the bucket
-            directly.
+        packed_alone: Like `packed` with one microbatch: without gradients that the pass writes into the
+            bucket directly.
         added: Seconds to add the gradients of each block to the sum from earlier microbatches.
-        updated: Prefix sums of the optimizer's seconds: a list for parameters outside of experts, and a list for
-            parameters of experts.
+        updated: Prefix sums of the optimizer's seconds: a list for parameters outside of experts, and a list
+            for parameters of experts.
         in_parts: Like `updated`, if the optimizer updates shards: the seconds of all shards together.
     """
 
@@ -149,8 +152,8 @@ class Params:
         for k, block in enumerate(workload.blocks):
             for name in block.params:
                 users.setdefault(name, []).append(k)
-        # For each block, the bytes of parameters that no other block uses: outside of experts, of experts; then
-        # only trained parameters, outside of experts, of experts.
+        # For each block, the bytes of parameters that no other block uses: outside of experts, of experts;
+        # then only trained parameters, outside of experts, of experts.
         alone = [[0, 0, 0, 0] for _ in workload.blocks]
         self.largest, self.largest_trained, self.largest_update = (
             [0] * len(workload.blocks) for _ in range(3)
@@ -264,8 +267,8 @@ class Costs:
     def passes(
         self, span: Span, level: int, recomputed: bool, offloaded: bool
     ) -> tuple[Number, Number, Number, Number]:
-        """Return the seconds of F, B, BI and BW of a stage. `recomputed` and `offloaded` say what the stage does with
-        saved values.
+        """Return the seconds of F, B, BI and BW of a stage. `recomputed` and `offloaded` say what the stage
+        does with saved values.
 
         A pass takes as long as the longest of three: its work, the transfer of its saved values to or from
         the host, and (level 3) the gather of its parameters, block by block.
@@ -283,16 +286,18 @@ class Costs:
         return f, b, bi, bw
 
     def ring(self, span: Span) -> Number:
-        """Return the seconds of an all-gather of a stage's parameters over the replicas."""
+        """Return the seconds of an all-gather of a stage's parameters over the replicas; 0 with one
+        replica."""
         return self._collective(span, "gather", 1)
 
     def reduction(self, span: Span, level: int) -> Number:
-        """Return the seconds of the sum of a stage's gradients over the replicas."""
+        """Return the seconds of the sum of a stage's gradients over the replicas: an all-reduce at level 0,
+        otherwise a reduce-scatter. 0 with one replica."""
         return self._collective(span, "scatter", 1) if level else self._collective(span, "sum", 2)
 
     def _collective(self, span: Span, kind: str, rings: int) -> Number:
-        """Return the seconds of a collective over the replicas: of the parameters of a stage if `kind` is "gather",
-        otherwise of its gradients.
+        """Return the seconds of a collective over the replicas: of the parameters of a stage if `kind` is
+        "gather", otherwise of its gradients.
 
         Args:
             kind: The attribute of `Collectives` with measured times.
@@ -328,8 +333,8 @@ class Costs:
         return found[0], found[1]
 
     def update(self, spans: Sequence[Span], levels: Sequence[int]) -> Number:
-        """Return the seconds of the optimizer on a rank with these stages, plus the hardware's overhead of a step
-        (`Hardware.step`)."""
+        """Return the seconds of the optimizer on a rank with these stages, plus the hardware's overhead of a
+        step (`Hardware.step`)."""
         n = self.layout.replicas
         found: Number = self._step
         for k, members in enumerate((n, n // self.layout.routed)):
@@ -340,7 +345,8 @@ class Costs:
         return found
 
     def hop(self, border: int, block: int) -> Number:
-        """Return the seconds of a message across the boundary after stage `border`, where `block` begins."""
+        """Return the seconds of a message across the boundary after stage `border`. `block` is the first
+        block after the boundary. 0 if both stages are on one rank."""
         link = self.links.hops[border]
         return 0 if link is None else message(link, self.output[block - 1])
 
@@ -362,7 +368,13 @@ class Costs:
         n, own = self.layout.replicas, self.layout.replicas // self.layout.routed
 
         def held(least: int, trained: bool, largest: Sequence[int] = ()) -> int:
-            """Return the bytes of a rank if stages at level `least` or above shard, and lower ones do not."""
+            """Return the bytes of a rank's parameters if stages at level `least` or above shard them, and
+            other stages do not.
+
+            Args:
+                trained: Count only parameters that get gradients.
+                largest: For each block, its bytes when gathered. Add two gathered blocks (default: none).
+            """
             shared = [span for span, level in zip(spans, levels, strict=True) if level >= least]
             whole = [span for span, level in zip(spans, levels, strict=True) if level < least]
             parts = self.params.of(shared, not alone, trained)
@@ -383,11 +395,11 @@ class Costs:
         return made + min(sum(self.params.of(summed, trained=True)), LENT)
 
     def updating(self, spans: Sequence[Span], levels: Sequence[int]) -> int:
-        """Return the bytes that a rank with these stages needs for temporary tensors of the update. This is 0 if
-        devices are not processes of a machine.
+        """Return the bytes that a rank with these stages needs for temporary tensors of the update. This is 0
+        if devices are not processes of a machine.
 
-        Adam makes two tensors as large as a parameter, or as the parameter's shard on this device. It updates one
-        parameter at a time. No saved activations are left during the update.
+        Adam makes two tensors as large as a parameter, or as the parameter's shard on this device. It updates
+        one parameter at a time. No saved activations are left during the update.
         """
         if not self._processes:
             return 0
@@ -399,11 +411,11 @@ class Costs:
         return 2 * max(largest)
 
     def accumulating(self, spans: Sequence[Span], levels: Sequence[int]) -> int:
-        """Return the most bytes of gradients that a pass has made and not yet added to the sums over microbatches.
-        This is 0 with one microbatch, and if all stages shard gradients.
+        """Return the most bytes of gradients that a pass has made and not yet added to the sums over
+        microbatches. This is 0 with one microbatch, and if all stages shard gradients.
 
-        These gradients matter at the end of the step, when a rank keeps little else. If several stages of a rank use
-        a parameter, each stage first has its own sum, and a gradient to add to this sum.
+        These gradients matter at the end of the step, when a rank keeps little else. If several stages of a
+        rank use a parameter, each stage first has its own sum, and a gradient to add to this sum.
         """
         whole = [span for span, level in zip(spans, levels, strict=True) if level < 2]
         if self.layout.microbatches == 1 or not whole:
@@ -426,8 +438,8 @@ class CostModel:
         self.costs = functools.lru_cache(maxsize=4096)(self._costs)
 
     def _costs(self, layout: Layout) -> Costs:
-        # Links depend neither on the schedule's name nor on the number of microbatches, so layouts that differ only
-        # in these share a cache entry.
+        # Links depend neither on the schedule's name nor on the number of microbatches, so layouts that
+        # differ only in these share a cache entry.
         name = "zbv" if SEARCHED[layout.schedule].folded else "one_f_one_b"
         links = self._links(layout._replace(schedule=name, microbatches=1))
         return Costs(self.space, layout, self.params(layout.tensor, layout.routed), links)

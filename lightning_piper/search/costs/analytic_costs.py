@@ -1,6 +1,7 @@
 """A workload by calculation: the cost of each block's operations on given hardware.
 
-The code of passes runs on fake tensors, so parameters and batch need no data.
+The code of passes runs on fake tensors, so parameters and batch need no data, and the hardware need not be
+present.
 """
 
 from __future__ import annotations
@@ -49,11 +50,12 @@ def analytic(
         module: A LightningModule. Its parameters may be on the meta device.
         batch: The batch of one step.
         hardware: The hardware that the step is to run on.
-        samples: Sizes of microbatches for which work is calculated.
+        samples: Sizes of microbatches for which work is calculated. Sizes for which the step cannot be traced
+            are left out, and all smaller sizes.
         tensor: Sizes of a tensor axis, which shards the parameters that `tensor_parallel` proposes. The costs
-            are the costs of one device. A size is left out unless it shards the same parameters as the smallest possible
-            size. For each size, a number of samples is left out if the sharded step cannot be traced for it or
-            for a larger number.
+            are the costs of one device. A size is left out unless it shards the same parameters as the
+            smallest possible size. For each size, a number of samples is left out if the sharded step cannot
+            be traced for it or for a larger number.
         states: Bytes of optimizer state for each byte of parameters; 2 for Adam.
         cut: The blocks of the same module and batch, if they are known.
 
@@ -83,8 +85,8 @@ def analytic(
 
 
 def _proposed(cut: BlockCut, degree: int) -> dict[str, Sharded]:
-    """Return the parameters that `tensor_parallel` would shard over `degree` devices, as name -> its shards; empty
-    if it cannot shard any."""
+    """Return the parameters that `tensor_parallel` would shard over `degree` devices, as name -> its shards;
+    empty if it cannot shard any."""
     try:
         return find_params(cut.step.joint_graph, AXIS, degree, {})
     except CaptureError:
@@ -94,8 +96,8 @@ def _proposed(cut: BlockCut, degree: int) -> dict[str, Sharded]:
 def _works(
     cut: BlockCut, step: CapturedStep, samples: int, hardware: Hardware, degree: int = 1
 ) -> list[Work]:
-    """Return the work of each block on a microbatch, on one of `degree` devices along the tensor axis. `step` is the
-    step of one such device."""
+    """Return the work of each block on a microbatch, on one of `degree` devices along the tensor axis. `step`
+    is the step of one such device."""
     code = step.at(samples)
     passes: dict[int, dict[str, float]] = {}
     for (region, kind), costs in costs_of(step, samples, degree).items():
@@ -128,8 +130,9 @@ def _regions_by_tag(cut: BlockCut, code: StepCode) -> tuple[tuple[int, ...], ...
 
 
 def costs_of(step: CapturedStep, samples: int, degree: int = 1) -> dict[PassKey, list[Cost]]:
-    """Return the costs of the operations of each pass of a step with this number of samples. The passes include B,
-    and BI and BW.
+    """Return the costs of the operations of each pass of a step with this number of samples: (region, pass)
+    -> costs in the order of the operations. A region has F and B, and also BI and BW if its backward pass has
+    both parts.
 
     Args:
         degree: Size of the tensor axis. The costs are per device.
@@ -162,6 +165,7 @@ def costs_of(step: CapturedStep, samples: int, degree: int = 1) -> dict[PassKey,
 
 
 def _part(spec: TensorSpec, dim: int, degree: int) -> TensorSpec:
+    """Return the spec of one of `degree` shards of a tensor along the dimension `dim`."""
     shape = tuple(n // degree if d == dim else n for d, n in enumerate(spec.shape))
     return TensorSpec.of(torch.empty(shape, dtype=spec.dtype, device="meta"))
 
@@ -184,8 +188,9 @@ def _changed(shape: tuple[int, ...], changes: Sequence[Change], degree: int) -> 
 def _exchanged(code: StepCode, region: int, degree: int) -> Number:
     """Return the bytes of the exchanges along the tensor axis after the forward pass of a region.
 
-    A sum counts with its bytes. A gather, or a sum whose result is sharded, counts with half of the bytes. A
-    region without a forward pass exchanges nothing.
+    An all-reduce counts with the bytes of the whole tensor. A gather, an all-to-all or a reduce-scatter
+    counts with half of these bytes. To shard a replicated tensor costs nothing. For a region without a
+    forward pass, return 0.
     """
     found: Number = 0
     if (region, "F") not in code.interfaces:

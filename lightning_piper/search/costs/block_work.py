@@ -1,5 +1,5 @@
-"""Turns measured or calculated seconds of regions' passes into the work of blocks, which a search distributes over
-stages."""
+"""Turns measured or calculated seconds of regions' passes into the work of blocks, which a search distributes
+over stages."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ class Seconds(NamedTuple):
 
 
 def seconds_of(passes: Mapping[str, Number]) -> Seconds:
-    """Return the seconds of a region, from the times of its passes: `F`, `B`, `BI`, `BW` -> seconds.
+    """Return the seconds of a region, from the times of its passes: `F`, `B`, `BI`, `BW` -> seconds. A
+    missing pass takes 0 seconds.
 
-    If BI and BW together take more time than B, the difference is work that both passes do, and that B does once.
-    Without times of BI and BW, the time of B is the time of BI.
+    If BI and BW together take more time than B, the difference is work that both passes do, and that B does
+    once. Without times of BI and BW, the time of B is the time of BI.
     """
     forward, whole, first, second = (passes.get(kind, 0) for kind in ("F", "B", "BI", "BW"))
     if not first + second:
@@ -47,8 +48,8 @@ def seconds_of(passes: Mapping[str, Number]) -> Seconds:
 
 
 def alone(code: StepCode, region: int, passes: Mapping[str, float]) -> dict[str, float]:
-    """Return {BI or BW: seconds of B} if a region's backward pass has only this one part. Otherwise return an empty
-    dict."""
+    """Return {"BI": seconds of B} or {"BW": seconds of B} if a region's backward pass has only this part. If
+    it has both or none, return an empty dict."""
     parts = code.backward_passes_of(region)
     return {parts[0]: passes["B"]} if len(parts) == 1 else {}
 
@@ -59,7 +60,8 @@ def total(found: Iterable[Seconds]) -> Seconds:
 
 
 def written_in_place_of(code: StepCode) -> frozenset[str]:
-    """Return the parameters whose gradient only one backward pass makes, and writes directly into its bucket."""
+    """Return the parameters (by their names in `code`) whose gradient exactly one backward pass makes, if
+    this pass can write the gradient directly into its bucket."""
     found: dict[str, list[bool]] = {}
     for (region, kind), interface in code.interfaces.items():
         of_pass, first = code.code[region, kind], 0
@@ -74,8 +76,8 @@ def written_in_place_of(code: StepCode) -> frozenset[str]:
 def checked_samples(cut: BlockCut, samples: Iterable[int]) -> list[int]:
     """Return the requested numbers of samples for which the step can be traced, in rising order.
 
-    If the step cannot be traced for some number, the result does not have smaller numbers either. A batch
-    that cannot be divided allows only its own number of samples.
+    If the step cannot be traced for some number, the result does not have smaller numbers either. If the
+    batch cannot be divided, return only the number of its samples, whatever was requested.
 
     Raises:
         CaptureError: A number is below 1, or there are no numbers.

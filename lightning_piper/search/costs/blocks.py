@@ -1,4 +1,4 @@
-"""Find the blocks of a module without annotations: parts between which stages may be cut, and their bytes.
+"""Find the blocks of a module without annotations, and their bytes. A stage may begin with any block.
 
 Example:
 
@@ -43,14 +43,14 @@ class BlockCut:
 
     Attributes:
         names: Names of the blocks, in the order in which the forward pass runs them.
-        groups: For each block, the names of its modules. No module is inside of another module. A block without
-            modules is work of the step itself.
+        groups: For each block, the names of its modules. No module is inside of another module. A block
+            without modules is work of the step itself.
         regions: For each block, the indices of its regions in `step`. Equal blocks share regions.
         params: For each block, name of a parameter that it uses -> bytes.
         routed: For each block, the parameters between `dispatch` and `combine`, which devices may shard.
         trains: Names of the parameters that get gradients.
-        untagged: Indices of the blocks with work on parameters outside of all modules in `groups`. This work is in
-            regions without the tag.
+        untagged: Indices of the blocks with work on parameters outside of all modules in `groups`. This work
+            is in regions without the tag.
         renamed: Parameter of `step` -> names of the parameters that it represents.
         step: The captured step, cut into blocks by the tag `TAG`. It may have fewer layers than the module.
         module: The module from which `step` was captured: a copy that shares the module's tensors.
@@ -68,7 +68,8 @@ class BlockCut:
     module: nn.Module
 
     def stages(self, borders: Sequence[int]) -> list[list[str]]:
-        """Return the groups for `annotate_modules`. Stages begin with block 0 and with each block in `borders`.
+        """Return, for each stage, the names of its modules, as groups for `annotate_modules`. Stages begin
+        with block 0 and with each block in `borders`.
 
         Raises:
             CaptureError: The numbers do not rise, or are out of range.
@@ -94,7 +95,8 @@ class BlockCut:
         return frozenset(name for param in params for name in self.renamed.get(param, ()))
 
     def sent(self, samples: int) -> tuple[int, ...]:
-        """Return, for each block, the bytes of the rows that a forward pass sends to experts and gets back."""
+        """Return, for each block, the bytes of the rows that a forward pass sends to experts and gets
+        back."""
         code = self.step.at(samples)
         return tuple(sum(_sent(code, region) for region in regions) for regions in self.regions)
 
@@ -118,7 +120,7 @@ def blocks_of(module: nn.Module, batch: Any, short: bool = True) -> BlockCut:
     Args:
         module: A LightningModule. Its parameters may be on the meta device.
         batch: The batch of one step.
-        short: Trace a copy with fewer layers if layers are equal.
+        short: Trace a copy with fewer layers if layers are equal. If this fails, all layers are traced.
 
     Raises:
         CaptureError: The step cannot be captured.
@@ -221,8 +223,8 @@ class _ChainBlock:
 
 
 def _with_left_out(made: Shortened, blocks: Sequence[_ChainBlock], code: StepCode) -> list[_ChainBlock]:
-    """Return the chain with all layers of the original module. A layer that the copy lacks gets the regions of an
-    equal layer.
+    """Return the chain with all layers of the original module. A layer that the copy lacks gets the regions
+    of an equal layer.
 
     Raises:
         CaptureError: A layer is not a block of its own, or layers that should be equal differ.
@@ -251,7 +253,8 @@ def _with_left_out(made: Shortened, blocks: Sequence[_ChainBlock], code: StepCod
 
 
 def text_of(code: StepCode, region: int) -> str:
-    """Return the operations of a region's F and B as text. Layers with equal computations have equal texts."""
+    """Return the operations of a region's F and B as text. Layers with equal computations have equal
+    texts."""
     lines: list[str] = []
     for kind in ("F", "B"):
         if (region, kind) not in code.interfaces:
@@ -314,8 +317,8 @@ def _params(code: StepCode, key: tuple[int, str]) -> tuple[str, ...]:
 def bytes_of(code: StepCode, blocks: Sequence[tuple[int, ...]]) -> tuple[Bytes, ...]:
     """Return the bytes that each block saves and outputs.
 
-    A value that is in several bundles counts in each bundle. The output of a block contains everything that later
-    blocks read from this block or from blocks before it.
+    A value that is in several bundles counts in each bundle. The output of a block contains everything that
+    later blocks read from this block or from blocks before it.
 
     Args:
         blocks: The regions of each block.
@@ -341,8 +344,8 @@ def _outputs(code: StepCode, key: tuple[int, str]) -> Iterator[tuple[Any, int]]:
 
 
 def _crossing(code: StepCode) -> list[int]:
-    """Return, for each region, the bytes of the outputs that a forward pass of this region or an earlier region
-    makes, and that the forward pass of a later region reads.
+    """Return, for each region, the bytes of the outputs that the forward passes of later regions read from
+    this region or from earlier regions.
     """
     last: dict[tuple[int, int], int] = {}  # (region, output) -> the last region that reads it
     for (region, kind), interface in code.interfaces.items():
@@ -357,8 +360,8 @@ def _crossing(code: StepCode) -> list[int]:
 
 
 def _sent(code: StepCode, region: int) -> int:
-    """Return the bytes of the rows that the forward pass of a region exchanges with experts; 0 if the region does
-    not exchange rows."""
+    """Return the bytes of the rows that the forward pass of a region exchanges with experts; 0 if the region
+    does not exchange rows."""
     if region not in code.routed:
         return 0
     interface, made = code.interfaces[region, "F"], code.code[region, "F"].outputs

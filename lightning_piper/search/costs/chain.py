@@ -1,9 +1,9 @@
 """The modules of a model that run one after another, between which a pipeline may be cut.
 
-`links` opens lists of modules, modules that contain such lists, and modules that contain most of the
-parameters. The modules that remain are the links of a chain: a layer, an embedding, a norm, a head. If layers
-of one kind repeat, a shortened model with a few layers of each kind is cheaper to trace. The trace describes
-all layers.
+`links` replaces a module by its children if it is a list of modules, contains such a list, or contains most
+of the parameters. The modules that remain are the links of a chain: a layer, an embedding, a norm, a head. If
+layers of one kind repeat, `shortened` makes a model with a few layers of each kind, which is cheaper to
+trace. The trace of these layers also describes the equal layers that the copy lacks.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from lightning_piper.annotate import repeated_blocks
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.values import TensorSpec
 
-# Number of layers of a kind that a shortened model keeps. The first layer may do additional work. The last two
-# layers must be equal.
+# Number of layers of a kind that a shortened model keeps. The first layer may do additional work. The last
+# two layers must be equal.
 OF_EACH_KIND = 3
 
 _PLAIN = (int, float, str, bool, tuple, type(None))
@@ -29,7 +29,7 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A layer that the copy lacks. Names are names in the copy.
+    """The position and the kind of a layer that the copy lacks. Both fields have names in the copy.
 
     Attributes:
         after: The last layer of the copy that is before this layer in the module.
@@ -47,7 +47,7 @@ class Shortened:
     Attributes:
         module: The copy.
         names: Name of a layer in the copy -> its name in the module, if they differ.
-        left_out: The layers that the copy lacks, by name, in the order of their lists.
+        left_out: Name in the module -> layer that the copy lacks, in the order of their lists.
     """
 
     module: nn.Module
@@ -102,7 +102,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def copy_of(module: nn.Module) -> nn.Module:
-    """Return a copy that shares its parameters and buffers with the module.
+    """Return a copy that shares its parameters and buffers, and its Trainer or Fabric, with the module.
 
     Raises:
         CaptureError: The module cannot be copied.
@@ -128,7 +128,12 @@ def copy_of(module: nn.Module) -> nn.Module:
 
 
 def shortened(module: nn.Module) -> Shortened:
-    """Return a copy with at most `OF_EACH_KIND` layers of each kind in each list of repeated blocks."""
+    """Return a copy with at most `OF_EACH_KIND` layers of each kind in each list of repeated blocks. A list
+    in which a layer has several names keeps all layers. The module is not changed.
+
+    Raises:
+        CaptureError: The module cannot be copied.
+    """
     made = copy_of(module)
     names: dict[str, str] = {}
     left_out: dict[str, LeftOut] = {}
@@ -157,8 +162,8 @@ def shortened(module: nn.Module) -> Shortened:
 
 
 def _kind(module: nn.Module, counts: Collection[tuple[str, str]]) -> str:
-    """Return a key of a layer: the classes, tensors and plain attributes of its modules. Layers with equal keys are
-    of one kind, and are expected to have equal computations.
+    """Return a key of a layer: the classes, tensors and plain attributes of its modules. Layers with equal
+    keys are of one kind, and are expected to have equal computations.
 
     The key does not contain the attributes in `counts`, which number the layers.
     """

@@ -1,9 +1,9 @@
 """A workload by measurement: every pass of every block runs on this machine, with the inputs of a real step.
 
-The step runs a few times, pass by pass, on the real batch, and the module measures each pass in this run. So a pass
-has the inputs of a real step, and memory and caches are as earlier passes have left them. The same pass in a loop on
-the same inputs would take less time. The measurement keeps only the values that the step keeps. Layers with equal
-computations have one result: the median over all of these layers.
+The step runs a few times, pass by pass, on the real batch, and a clock measures each pass in these runs. So a
+pass has the inputs of a real step, and memory and caches are as earlier passes have left them. The same pass
+in a loop on the same inputs would take less time. The measurement keeps only the values that the step keeps.
+Layers with equal computations have one result: the median over all of these layers and all runs.
 """
 
 from __future__ import annotations
@@ -49,8 +49,10 @@ def measured(
     Args:
         module: A LightningModule with real parameters, on the device to be measured.
         batch: The batch of one step, with data.
-        samples: Sizes of microbatches to measure. A microbatch has the first samples of the batch.
-        calls: Smallest number of runs of the step, after one warmup run. The median of each pass counts.
+        samples: Sizes of microbatches to measure. A microbatch has the first samples of the batch. Sizes for
+            which the step cannot be traced are left out, and all smaller sizes.
+        calls: Smallest number of runs of the step, after one warmup run. The median of each pass counts. A
+            short step runs more often: up to `MOST` times.
         states: Bytes of optimizer state for each byte of parameters; 2 for Adam.
         cut: The blocks of the same module and batch, if they are known.
         optimizer: Makes the optimizer of parameters.
@@ -58,8 +60,8 @@ def measured(
             `time.process_time`, which counts only the work of this process.
 
     Raises:
-        CaptureError: The step cannot be captured, tensors have no data, the batch has fewer samples, or `samples`
-            or `calls` is not valid.
+        CaptureError: The step cannot be captured, tensors have no data, the batch has fewer samples, or
+            `samples` or `calls` is not valid.
     """
     if integer(calls) is None or calls < 1:
         raise CaptureError(f"measured(calls={shown(calls)}): give an integer >= 1 [PIPER-P005]")
@@ -86,10 +88,12 @@ def measured(
 def seconds_of_passes(
     cut: BlockCut, leaves: Sequence[torch.Tensor], samples: int, calls: int, clock: Callable[[], float]
 ) -> tuple[dict[int, dict[str, float]], dict[str, float]]:
-    """Measure all passes of a step. `leaves` are the tensors of the batch. `measured` explains the other arguments.
+    """Measure all passes of a step. `leaves` are the tensors of the batch. `measured` explains the other
+    arguments.
 
     Returns:
-        Region -> pass -> seconds; and parameter of `cut.step` -> share of zeros in its gradient.
+        Region -> pass ("F", "B", "BI", "BW") -> seconds. And parameter of `cut.step` -> share of zeros in its
+        gradient, for each parameter with a gradient.
     """
     code = cut.step.at(samples)
     cuts = [code.samples(i, Slice(0, samples)) for i in range(len(leaves))]
@@ -117,8 +121,8 @@ def seconds_of_passes(
             zeros.update(_zeros(code.interface_of(key), of_pass, made))
         return made
 
-    # In training, parameters, gradients and states fill the caches at the start of a step, because the update of the
-    # previous step has just used them. Here `touched` fills the caches.
+    # In training, parameters, gradients and states fill the caches at the start of a step, because the update
+    # of the previous step has just used them. Here `touched` fills the caches.
     size = min(CACHES, 4 * sum(x.nbytes for x in cut.module.parameters()))
     touched = torch.zeros(size, dtype=torch.uint8, device=device)
     with torch.no_grad(), seeded(0, device):
@@ -135,8 +139,8 @@ def seconds_of_passes(
                 calls = max(calls, min(MOST, int(ENOUGH / max(clock() - start, 1e-9))))
             if i == calls:
                 break
-    # A pass sometimes takes much more time than usual, but never much less. So the median of whole runs is more
-    # than the sum of the passes' medians. The ratio of these two numbers scales the medians.
+    # A pass sometimes takes much more time than usual, but never much less. So the median of whole runs is
+    # more than the sum of the passes' medians. The ratio of these two numbers scales the medians.
     each = {key: median(took) for key, took in times.items()}
     whole = sum(each[key] * len(took) for key, took in times.items()) / len(runs)
     more = median(runs) / whole if whole else 1.0

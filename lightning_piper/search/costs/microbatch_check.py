@@ -1,5 +1,5 @@
-"""Decides whether a step has the same result in microbatches. If it may have a different result, a search uses one
-microbatch."""
+"""Decides whether a step has the same result in microbatches. If it may have a different result, a search
+uses one microbatch."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from lightning_piper.verify.trial import tried
 
 
 def meets(cut: BlockCut, leaves: Sequence[torch.Tensor] = ()) -> bool:
-    """Return whether the step may compute a different result in microbatches. The result is True
+    """Return whether the step may compute a different result in microbatches. The result is True in these
+    cases:
 
-    - if an operation on the way to the loss mixes the samples of the batch: a batch norm, in-batch negatives;
-    - if the step updates buffers from its samples;
-    - if the backward pass is not linear in the gradient of the loss;
-    - if Piper cannot tell how the microbatches' values of the loss or of a logged value combine.
+    - an operation on the way to the loss mixes the samples of the batch: a batch norm, in-batch negatives;
+    - the step updates buffers from its samples;
+    - the backward pass is not linear in the gradient of the loss;
+    - Piper cannot tell how the microbatches' values of the loss or of a logged value combine;
+    - a trial with `leaves` shows a difference.
 
     Args:
-        leaves: The tensors of the batch. If they are given, Piper also runs the step on half of the samples and on
-            parts of this half, and compares the results, as before the first batch of a fit.
+        leaves: The tensors of the batch. The trial runs the step on half of the samples and on
+            parts of this half, and compares the results. There is no trial without `leaves`, with one sample,
+            with a batch that cannot be divided, or if the step cannot be traced for half of the samples.
     """
     size = cut.step.size
     code = cut.step.at(size)

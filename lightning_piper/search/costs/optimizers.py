@@ -20,8 +20,8 @@ SIDE = 64  # longest side of the tensors of a trial step; the state of larger te
 
 
 def optimizer_of(module: nn.Module) -> Optimizer | None:
-    """Return the optimizer that `configure_optimizers` makes on a copy of the module. Return None if it makes no
-    optimizer or several optimizers, or if it raises an error, for example because it needs a Trainer.
+    """Return the optimizer that `configure_optimizers` makes on a copy of the module. Return None if it makes
+    no optimizer or several optimizers, or if it raises an error, for example because it needs a Trainer.
     """
     made = copy_of(module)
     try:
@@ -62,8 +62,8 @@ def states_of(optimizer: Optimizer | None, module: nn.Module) -> float:
 
 
 def _kept(optimizer: Optimizer, group: Mapping[str, Any]) -> float:
-    """Return the bytes of state for all trained parameters of a group, from a step on small tensors of the same
-    dtypes."""
+    """Return the bytes of state for all trained parameters of a group, from a step on small tensors of the
+    same dtypes. The result is 0 if the group has no trained parameters."""
     trained = [p for p in group["params"] if p.requires_grad and p.numel()]
     kinds: dict[tuple[Any, ...], int] = {}
     for p in trained:

@@ -1,5 +1,5 @@
-"""The time that parameters take besides passes: to add gradients of microbatches, to copy gradients into buckets, and
-to update parameters."""
+"""The time that parameters take besides passes: to add gradients of microbatches, to copy gradients into
+buckets, and to update parameters."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lightning_piper.search.costs.blocks import BlockCut
 from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.hardware import Hardware
 
-# A measurement uses at most MOST tensors, and reads and writes at most about MOVED bytes, which is several times the
-# size of caches.
+# A measurement uses at most MOST tensors, and reads and writes at most about MOVED bytes, which is several
+# times the size of caches.
 MOVED = 1 << 27
 MOST = 32
 PIECES = 2  # number of shards with which the update of shards is measured
@@ -77,8 +77,8 @@ def options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def calculated(cut: BlockCut, hardware: Hardware, states: float) -> OfParam:
-    """Return a function that calculates a parameter's times from the bytes that are read and written. The times of
-    parameters without gradients are 0.
+    """Return a function that calculates a parameter's times from the bytes that are read and written. The
+    times of parameters without gradients are 0.
 
     An update reads the gradient, and reads and writes the parameter and its states.
     """
@@ -99,8 +99,11 @@ def timed(
     calls: int = 3,
     clock: Callable[[], float] = time.perf_counter,
 ) -> OfParam:
-    """Return a function that measures a parameter's times with tensors of the same size. The times of parameters
-    without gradients are 0.
+    """Return a function that measures a parameter's times with tensors of the same size, or of `LARGEST`
+    bytes if the parameter is larger. The times of parameters without gradients are 0.
+
+    Parameters of the same size share a measurement. The copy into a bucket is measured once, in seconds per
+    byte.
 
     The time of an update includes `zero_grad`. The tensors are not allocated as zeros, because then the first
     access would also allocate their pages.
@@ -153,8 +156,8 @@ def timed(
 def _packed(device: torch.device, clock: Callable[[], float]) -> float:
     """Return the seconds per byte to copy gradients into a bucket.
 
-    The copied tensors are large, so the result does not include the constant time of each tensor. This time is part
-    of the overhead of a step (`Hardware.step`).
+    The copied tensors are large, so the result does not include the constant time of each tensor. This time
+    is part of the overhead of a step (`Hardware.step`).
     """
     parts, bucket = (torch.full((CACHES,), 1, dtype=torch.uint8, device=device).split(PART) for _ in range(2))
 

@@ -29,7 +29,8 @@ _Recorded = dict[tuple[int, str], float]  # (stage, pass) -> seconds of one micr
 def from_recording(
     folder: str | Path, workload: Workload, stages: Sequence[Sequence[int]], tag: str = "PP"
 ) -> Workload:
-    """Return a workload in which the blocks of a stage together take the recorded time of each pass.
+    """Return a workload in which the blocks of a stage together take the recorded time of each pass: the
+    median over all recorded steps and microbatches. `workload` is not changed.
 
     Args:
         folder: The log directory of a run with `PiperStrategy(profile=...)`.
@@ -40,9 +41,9 @@ def from_recording(
         tag: The tag of the program's stages.
 
     Raises:
-        PiperError: There is no recording, a file is not a valid recording, or it does not have these stages. Or
-            microbatches of different sizes were recorded, `stages` does not name each block once, or a recorded pass
-            takes no time in `workload`.
+        PiperError: There is no recording, a file is not a valid recording, or it does not have these stages.
+            Or microbatches of different sizes were recorded, `stages` does not name each block once, or a
+            recorded pass takes no time in `workload`.
     """
     if sorted(block for stage in stages for block in stage) != list(range(len(workload.blocks))):
         raise PiperError(
@@ -93,7 +94,8 @@ def _read(
     found: dict[tuple[int, str], list[float]],
     untagged: int | None,
 ) -> int:
-    """Add the seconds of each microbatch of a recorded step to `found`. Return the number of samples of a microbatch.
+    """Add the seconds of each microbatch of a recorded step to `found`. Return the number of samples of a
+    microbatch.
 
     Args:
         path: The file of the step.
@@ -134,8 +136,8 @@ def _read(
 
 
 def _scaled(blocks: Sequence[Block], stage: int, recorded: _Recorded, samples: int) -> list[Block]:
-    """Return the blocks of a stage, scaled so that their times sum to the recorded times. Passes that were not
-    recorded keep their times.
+    """Return the blocks of a stage, scaled so that their times sum to the recorded times. Passes that were
+    not recorded keep their times.
 
     Raises:
         PiperError: A recorded pass takes no time in these blocks.

@@ -1,4 +1,4 @@
-"""Run the passes of a captured step one after the other on one device."""
+"""Run the passes of a captured step one after the other on one device, to measure or count each pass."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def walk(
     arrive: Arrive = lambda output, bundle: bundle,
     split: bool = False,
 ) -> None:
-    """Run all passes: F of each region, then B of each region, from the last region to the first.
+    """Run all passes: F of each region from the first to the last, then B of each region from the last to the
+    first. Skip passes that a region does not have. The outputs that `run` returns are passed on to later
+    passes.
 
     A value is freed after the last pass that reads it.
 

@@ -1,4 +1,5 @@
-"""The input of a search: a chain of blocks, and the costs of each block."""
+"""The input of a search: a chain of blocks, and the costs of each block. You may write a `Workload` yourself,
+for example with costs that you have measured in a different way."""
 
 from __future__ import annotations
 
@@ -19,8 +20,10 @@ class Work(NamedTuple):
         saved: Bytes that F saves until BI (or B) is done.
         saved_for_weights: Bytes that are kept until BW is done: parts of `saved`, and values that BI makes.
         output: Bytes of the activations passed to the next block, which are also the bytes of their gradient.
-        exchanged: Bytes of the sums along the tensor axis in a forward pass. A backward pass sums as many bytes.
-        apart: Additional seconds of BW if BI and BW are separate passes: work that both do, and that B does once.
+        exchanged: Bytes of the sums along the tensor axis in a forward pass. A backward pass sums as many
+            bytes.
+        apart: Additional seconds of BW if BI and BW are separate passes: work that both do, and that B does
+            once.
     """
 
     forward: Number
@@ -35,7 +38,7 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """A part of the model that lies in one stage as a whole.
+    """A part of the model that a search does not divide over stages, such as a layer.
 
     Attributes:
         name: Name of its module.
@@ -43,8 +46,8 @@ class Block:
         params: Name of a parameter -> bytes. A name that several blocks have is one tied parameter.
         divided: Parameters that are sharded along the tensor axis.
         experts: Parameters that are sharded along an expert axis.
-        routed: Bytes of the rows of one sample that a forward pass sends to experts, plus the bytes that it gets
-            back.
+        routed: Bytes of the rows of one sample that a forward pass sends to experts, plus the bytes that it
+            gets back.
         packed: Seconds to copy the gradients of all parameters into buckets, in which replicas sum them.
         added: Seconds to add the gradients of all parameters to the sums from earlier microbatches, on one
             device.
@@ -73,10 +76,11 @@ class Block:
     def at(self, samples: int, tensor: int = 1) -> Work | None:
         """Return the work on `samples` samples, or None if no work is known for this size of the tensor axis.
 
-        If the work on this number of samples is not known, it lies on the line through the two nearest known
-        numbers. If only one number is known, the work is proportional to the samples. Below the smallest of the two
-        numbers, the work is at least proportional to the samples, because a small microbatch does not take less time
-        per sample than a large one.
+        If the work on this number of samples is not known, the function interpolates or extrapolates it
+        linearly from the two nearest known numbers of samples. If only one number is known, the work is
+        proportional to the samples. Below the smaller one of the two numbers, the result is at least
+        proportional to the samples, because a small microbatch does not take less time per sample than a
+        large one.
         """
         if (samples, tensor) in self.work:
             return self.work[samples, tensor]
@@ -102,11 +106,12 @@ class Workload:
         blocks: The blocks in the order in which the forward pass runs them.
         samples: Samples of one step, on all devices.
         states: Bytes of optimizer state for each byte of trained parameters; 2 for Adam.
-        least: Smallest number of samples of a microbatch. With fewer samples the step cannot be traced, or has
-            different operations.
-        least_divided: Number of devices along the tensor axis -> a value that is larger than `least` and replaces it.
-        meets: Whether microbatches may change the result of the step, for example because it mixes samples. Replicas
-            are possible all the same, because DDP changes the result in this way, too.
+        least: Smallest number of samples of a microbatch. With fewer samples the step cannot be traced, or
+            has different operations.
+        least_divided: Number of devices along the tensor axis -> a value that is larger than `least` and
+            replaces it.
+        meets: Whether microbatches may change the result of the step, for example because it mixes samples.
+            Replicas are possible all the same, because DDP changes the result in this way, too.
     """
 
     blocks: tuple[Block, ...]
