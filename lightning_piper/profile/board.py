@@ -1,4 +1,4 @@
-"""The parts of a recording that TensorBoard shows without a plugin: scalars, two images and two texts."""
+"""The part of a recording that TensorBoard shows without a plugin: scalars, two images and two texts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from lightning_piper.simulate import Simulation
 
 
 def scalars(step: Mapping[str, Any]) -> dict[str, float]:
-    """Return name in the log -> figure. `step` is the content of a step file. Unknown figures are left
-    out."""
+    """Return name in the log -> figure, such as `{"piper/step_time": 0.012, ...}`. `step` is the content of a
+    step file.
+
+    Unknown figures are left out. The peak memory of a device includes parameters and optimizer states.
+    """
     figures = step["step"]
     found = {
         "piper/step_time": figures["step_time"],
@@ -35,8 +38,10 @@ def scalars(step: Mapping[str, Any]) -> dict[str, float]:
 
 
 class Board:
-    """A writer to the trainer's loggers. If none of them is a TensorBoard logger, it also writes to
-    `folder`.
+    """A writer to the trainer's loggers. `Recording` makes one on rank 0.
+
+    Scalars go to all loggers. Images and texts go to the first TensorBoard logger. Without a TensorBoard
+    logger, the writer makes TensorBoard files in `folder`, which get scalars, images and texts.
     """
 
     def __init__(self, trainer: pl.Trainer, folder: Path) -> None:
@@ -51,7 +56,7 @@ class Board:
             self._writer = self._experiment = SummaryWriter(str(folder))
 
     def step(self, step: Mapping[str, Any]) -> None:
-        """Log the figures of a recorded step."""
+        """Log the figures of a recorded step. `step` is the content of its step file."""
         values = scalars(step)
         for logger in self._loggers:
             logger.log_metrics(values, step["global_step"])
@@ -70,7 +75,8 @@ class Board:
             )
 
     def texts(self, plan: Mapping[str, Any], at: int) -> None:
-        """Log the directives and the verification report."""
+        """Log the directives and the verification report, at a global step. `plan` is the content of a plan
+        file."""
         assert self._experiment is not None
         listed = "\n".join(f"    {i} {directive}" for i, directive in enumerate(plan["directives"]))
         self._experiment.add_text("piper/directives", listed, at)
@@ -80,6 +86,8 @@ class Board:
         )
 
     def close(self) -> None:
+        """Close the TensorBoard files in `folder`, or flush the TensorBoard logger, which the trainer
+        closes."""
         if self._writer is not None:
             self._writer.close()
         elif self._experiment is not None:

@@ -73,7 +73,8 @@ def chrome_trace(plan: Mapping[str, Any], step: Mapping[str, Any]) -> str:
 
 
 def _arrows(plan: Mapping[str, Any], boxes: list[list[Any]]) -> list[dict[str, Any]]:
-    """Return arrows from the start of each send to the end of its receive."""
+    """Return arrows from the start of each send to the end of its receive. A send whose receive has no box
+    has no arrow."""
     # (node of a receive, device) -> (row, end in seconds)
     ends: dict[tuple[int, int], tuple[int, float]] = {}
     for row, _, end, number, kind in boxes:

@@ -1,4 +1,5 @@
-"""Synchronization of the monotonic clocks of several processes."""
+"""Synchronization of the monotonic clocks of several processes, so that a trace shows all of them on one time
+axis."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ ROUNDS = 16  # how often rank 0 asks each rank for its time
 
 
 class Processes(Protocol):
-    """The interface to the processes of a run."""
+    """The interface to the processes of a run, such as `processes.world.World`."""
 
     rank: int
     size: int

@@ -15,7 +15,9 @@ A step file has these keys::
     version, kind="step", plan (name of its plan file), number (of the batch), global_step
     batch_time, samples_per_second, tokens_per_second (null if unknown)
     bytes_moved {operation: bytes}
-    fixed   {device: {parameters, optimizer}}
+    fixed   {device: {parameters, optimizer}}: the bytes that stay between steps
+    durations           {"%12" or an operation: seconds}, a table for `simulate`
+    planned_step_time   seconds of the plan in virtual time with these durations
     step    the recorded step
 
 In plan files and step files, `step` has the content of `Simulation.to_json` with `boxes` instead of the
@@ -50,7 +52,8 @@ from lightning_piper.viz.colours import BOOKKEEPING, colour, rank
 
 VERSION = 1
 FOLDER = "piper"
-LIMIT = 64 << 20  # maximum bytes of a file to read, as in the tab: about a million boxes
+# Maximum bytes of a file to read: about a million boxes. The TensorBoard tab has the same limit.
+LIMIT = 64 << 20
 
 WAITING, IDLE = "#e58a8a", "#f4f1ec"  # colours of time without computation
 
@@ -81,7 +84,8 @@ def plan_json(compiled: Compiled, step: Mapping[str, Any], verification: str | N
     }
 
 
-# Operations of instructions (`Instruction.op`) that do not have boxes, or whose boxes have their node's colour.
+# Operations of instructions (`Instruction.op`) that do not have boxes, or whose boxes have their node's
+# colour.
 _WITHOUT_BOX = ("run", "send", "retire", "post", "wait")
 
 
@@ -167,7 +171,8 @@ def bytes_moved(plans: Mapping[int, Plan]) -> dict[str, int]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically: readers find the old file or the new one, never a part.
+    """Write a file atomically: a reader gets the old content or the new one, never a part. Make its folder if
+    necessary.
 
     Raises:
         OSError: The file cannot be written.
@@ -216,6 +221,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def steps_in(folder: Path) -> list[Path]:
-    """Return the step files of a log directory (or of its folder `piper`), sorted by number."""
+    """Return the step files of a log directory (or of its folder `piper`), sorted by number. Empty if there
+    are none."""
     folder = folder if folder.name == FOLDER else folder / FOLDER
     return sorted(folder.glob("step_*.json"), key=lambda path: (len(path.name), path.name))

@@ -129,8 +129,8 @@ class Measured:
         self._close()
 
     def _read(self, device: int, instruction: Instruction, start: float, end: float) -> None:
-        """Add one instruction to the trace: a span if it computes, the time that it waited otherwise. Exchanges
-        get their spans in `_close`."""
+        """Add one instruction to the trace: a span if it computes, the time that it waited otherwise.
+        Exchanges get their spans in `_close`."""
         clock = (device, "" if self._serial else instruction.stream)
         since = self._since.get(clock, 0.0)
         self.trace.end = max(self.trace.end, end)

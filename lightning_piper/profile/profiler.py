@@ -48,6 +48,8 @@ class PiperProfiler(Profiler):
         """Do nothing: the Trainer's own actions are not recorded."""
 
     def summary(self) -> str:
+        """Return the figures of the last recorded step as text. Empty if no step was written, and on all
+        ranks but 0."""
         if self.recording is None or self.recording.last is None:
             return ""
         steps = f"recorded {len(self.recording.written)} steps in {self.recording.folder}"

@@ -1,4 +1,5 @@
-"""`Recording`: records the steps of one fit on a schedule and writes the files."""
+"""`Recording`: records the steps of one fit on a schedule and writes the files. The strategy calls it before
+and after each training step."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ class _Step:
         number: The number of its batch over the whole training.
         begun: The start of the step on the process's clock, in nanoseconds.
         times: Device -> a function that returns the recorded times.
-        batch_time: Seconds from the start of this step to the start of the next step; None if no step follows.
+        batch_time: Seconds from the start of this step to the start of the next step; None if no step
+            follows.
     """
 
     compiled: Compiled
@@ -112,8 +114,8 @@ class Recording:
         self._begun = now()
 
     def after(self, prepared: ExecutableProgram, number: int) -> None:
-        """Store what was recorded of the training step that has run. `number` counts batches over the whole
-        training."""
+        """Keep the recorded times of the training step that has run, if the step is active. `number` counts
+        batches over the whole training."""
         phase = self._schedule.phase(self._count)
         self._count += 1
         if phase == OFF:

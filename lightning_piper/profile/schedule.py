@@ -1,4 +1,4 @@
-"""The schedule of recorded steps."""
+"""The schedule of recorded steps: which training steps a recording measures and writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Schedule builders: functions that return lists of directives."""
+"""Schedule builders: functions that return lists of directives, such as `gpipe(4, 8)`.
+
+To write a builder of your own, return `program_of` the actions of each rank. To let a search choose your
+builder, decorate it with `searched`.
+"""
 
 # ruff: noqa: I001  the order of these imports is the order in which a search tries the schedules
 from lightning_piper.schedules.actions import Action, one_by_one, program_of

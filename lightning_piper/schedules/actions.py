@@ -1,4 +1,7 @@
-"""A schedule as the sequence of actions of each rank, and the directives that implement it."""
+"""A schedule as the sequence of actions of each rank, and the directives that implement it.
+
+A schedule builder makes a row of actions for each rank. `program_of` turns the rows into directives.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,9 @@ class Action(NamedTuple):
     microbatch: int
 
 
-Row = list[tuple[Action, ...]]  # the actions of a rank in order; the actions of one entry may overlap
+# The actions of a rank in order. The actions of one entry may overlap: the second entry of
+# [(Action(0, "F", 0),), (Action(0, "F", 1), Action(0, "B", 0))] is an overlap group.
+Row = list[tuple[Action, ...]]
 
 
 def program_of(
@@ -31,12 +36,13 @@ def program_of(
     """Return a program that places each stage on the ranks that run it, splits the batch, and orders each
     rank's passes.
 
-    A stage that several ranks run has one placement for each of these ranks. The placement selects the rank's
-    microbatches, so it comes after the split.
+    The result has the `Place` of each stage that one rank runs, the `Split`, the other `Place`s, and an
+    `Order` for each rank with more than one entry. A stage that several ranks run has a `Place` for each of
+    these ranks. This `Place` selects the rank's microbatches, so it comes after the split.
 
     Args:
         rows: The rows, by rank.
-        microbatches: The number of parts of the batch, tagged `dim_name`.
+        microbatches: The number of microbatches; their tag is `dim_name`.
         devices: The device, or group of devices, of each rank (default: rank i has device i).
         tag: The tag of stages.
         dim_name: The tag of microbatches.
@@ -78,10 +84,11 @@ def _group(group: Sequence[Action], tag: str, dim_name: str) -> Filter | list[Fi
 
 
 def _devices_of_ranks(name: str, devices: object) -> list[list[int]]:
-    """Return the list of each rank's devices.
+    """Return the list of devices of each rank. [0, 1] becomes [[0], [1]].
 
     Raises:
-        DirectiveError: `devices` is not a sequence of devices and of groups without duplicates.
+        DirectiveError: `devices` is not a sequence of devices and groups, or a group is empty or has a device
+            twice.
     """
     found: list[list[int]] = []
     for own in devices if isinstance(devices, Sequence) and not isinstance(devices, str | bytes) else [None]:
@@ -120,7 +127,7 @@ def check_names(name: str, tag: object, dim_name: object) -> None:
 
 
 def one_by_one(*actions: Action) -> Row:
-    """Return a row without overlap."""
+    """Return a row in which no actions overlap: each action is an entry."""
     return [(action,) for action in actions]
 
 

@@ -1,4 +1,5 @@
-"""A beam search over orders of passes: it keeps the most promising partial schedules."""
+"""A beam search over orders of passes, which keeps the most promising partial schedules. `fitted` runs it
+after list scheduling."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ _Entry = tuple[tuple[Number, Number], Number, PartialSchedule, _Trail]
 
 
 class _Bound:
-    """A lower bound on the end of the step, given the passes done so far. All times have the unit of `chain.times`."""
+    """A lower bound on the end of the step, given the passes done so far. All times have the unit of
+    `chain.times`."""
 
     def __init__(self, chain: Chain) -> None:
         """Compute, for each stage, the least times on which the bound depends."""
@@ -38,7 +40,8 @@ class _Bound:
         self._back: list[Number] = [0] * stages
         for s in range(1, stages):
             self._back[s] = self._back[s - 1] + self._through[s - 1] + self.hop[s - 1]
-        # The least time from the end of a stage's F to the start of its backward pass for the same microbatch.
+        # The least time from the end of a stage's F to the start of its backward pass for the same
+        # microbatch.
         self._turn: list[Number] = [0] * stages
         for s in reversed(range(stages - 1)):
             self._turn[s] = 2 * self.hop[s] + self.forward[s + 1] + self._turn[s + 1] + self._through[s + 1]
@@ -74,7 +77,8 @@ class _Bound:
 def shortest(chain: Chain) -> Number:
     """Return a lower bound on the end of any schedule, in the unit of `chain.times`.
 
-    It uses that each rank does all of its work after the first microbatch has reached it.
+    The bound follows from the fact that each rank does all of its work after the first microbatch has reached
+    the rank.
     """
     bound = _Bound(chain)
     way: list[Number] = [0]  # stage -> time at which the first microbatch can reach it
@@ -125,8 +129,8 @@ def searched(chain: Chain, width: int, best: Number) -> list[Step] | None:
 
 
 def _steps(chain: Chain, world: PartialSchedule, now: Number) -> Iterator[tuple[Number, Step]]:
-    """Yield (start, step) for each step that could come next. `now` is the start of the previous step: no step
-    starts before it."""
+    """Yield (start, step) for each step that could come next. `now` is the start of the previous step: no
+    step starts before it."""
     for stage in range(len(chain.ranks)):
         for kind in ("F", "B") if stage == 0 else ("F", "BI", "B", "BW"):
             start = world.start(stage, kind)

@@ -170,8 +170,8 @@ def to_csv(
     tag: str = "PP",
     dim_name: str = "MB",
 ) -> str:
-    """Return the orders of a program as CSV, one row for each rank, without communication. `from_csv` can
-    read it.
+    """Return the orders of a program as CSV, without communication. `from_csv` can read the text. It has a
+    row for each order, in the order of the devices that run it.
 
     Args:
         program: A program, such as a builder returns.

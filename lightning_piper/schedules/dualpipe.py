@@ -28,8 +28,9 @@ def dualpipev(
     the last rank and back to rank 0.
 
     Args:
-        stages: The number of indices of `tag`, even.
-        microbatches: The number of parts of the batch, tagged `dim_name`; at least the number of stages.
+        stages: The number of stages, which is even. Their tag is `tag`.
+        microbatches: The number of microbatches, at least the number of stages. Their tag is
+            `dim_name`.
         devices: The devices of each rank, as for `gpipe`.
         tag, dim_name: The tags of stages and microbatches.
 
@@ -65,9 +66,9 @@ def dualpipe(
     stage's gradients are summed over both ranks.
 
     Args:
-        stages: The number of indices of `tag`, and of ranks; even.
-        microbatches: The number of parts of the batch, tagged `dim_name`; even, and at least twice the number
-            of stages.
+        stages: The number of stages and of ranks, even; the tag of stages is `tag`.
+        microbatches: The number of microbatches, which is even and at least twice the number of
+            stages. Their tag is `dim_name`.
         devices: The devices of each rank, as for `gpipe`.
         tag, dim_name: The tags of stages and microbatches.
 
@@ -100,8 +101,8 @@ def _crossing(
 ) -> Row:
     """Return the row of a rank for two streams of microbatches.
 
-    Stream 0 comes from the near end of the pipeline, and runs an early stage on this rank. Stream 1 comes from
-    the far end, and runs a late stage on this rank.
+    Stream 0 comes from the near end of the pipeline, and runs an early stage on this rank. Stream 1 comes
+    from the far end, and runs a late stage on this rank.
 
     Args:
         ranks: The number of ranks from the near end to the turning point, the middle of the pipeline.
@@ -115,8 +116,8 @@ def _crossing(
     row: Row = []
 
     def next_(stream: int, kind: str) -> Action:
-        """Return the stream's pass of this kind for its next microbatch. A BW belongs to the oldest BI whose BW
-        is still to come."""
+        """Return the stream's pass of this kind for its next microbatch. A BW belongs to the oldest BI whose
+        BW is still to come."""
         if kind == "BW":
             stream, number = pending.popleft()
         else:
@@ -145,8 +146,8 @@ def _crossing(
     for _ in range(beyond):
         run((1, "B"))
         overlap(1, 0)
-    # The first half of these backward passes are whole. The later ones are split, and their BW passes run while
-    # gradients travel.
+    # The first half of these backward passes are whole. The later ones are split, and their BW passes run
+    # while gradients travel.
     run(*((1 - i % 2, "B" if i <= rank else "BI") for i in range(2 * (rank + 1))))
     run(*[(0, "BW"), (0, "BI")] * beyond)
     run(*[(0, "BW")] * (rank + 1))

@@ -20,7 +20,8 @@ from lightning_piper.schedules.timing import Number, StageCosts, peaks, timed
 from lightning_piper.schedules.vshape import v_rows
 from lightning_piper.schedules.zbv import zbv_rows
 
-LISTED = 40_000  # maximum passes that list scheduling places, over all its rules
+# Maximum passes that list scheduling places, over all its rules. It always tries the first rule.
+LISTED = 40_000
 TUNED = 40_000  # maximum passes that list scheduling places while one rank's rule changes at a time
 SEARCHED = 40_000  # maximum steps that the beam search tries
 WIDEST = 400  # maximum width of the beam search
@@ -46,7 +47,7 @@ def fitted(
 
     Args:
         costs: The costs of each stage.
-        microbatches: The number of parts of the batch, tagged `dim_name`.
+        microbatches: The number of microbatches; their tag is `dim_name`.
         ranks: The rank of each stage (default: stage i is on rank i). `[0, 1, 1, 0]` is a V, `[0, 1, 0, 1]`
             is interleaved.
         memory: The memory of each rank, or of every rank, in the unit of `saved` and `static` (default:
@@ -103,8 +104,8 @@ def fitted_rows(
 
 
 class _Best:
-    """The shortest rows so far that fit into the memory. `end` is the end of their step, in the unit of the
-    costs."""
+    """The shortest rows so far that fit into the memory (`rows`), and the end of their step (`end`), in the
+    unit of the costs."""
 
     def __init__(self, chain: Chain, limits: Sequence[int | None]) -> None:
         """Begin with rows that run one microbatch after the other. They fit after `_check_room`."""
@@ -116,8 +117,8 @@ class _Best:
         self.end: Number = timed(self.rows, chain.costs, chain.times).end
 
     def offer(self, rows: list[Row]) -> bool:
-        """Keep these rows if they fit into the memory and are shorter than the rows kept so far. Return whether
-        they were kept."""
+        """Keep these rows if they fit into the memory and are shorter than the rows kept so far. Return
+        whether they were kept."""
         kept = peaks(rows, self._chain.costs)
         if any(limit is not None and most > limit for most, limit in zip(kept, self._limits, strict=True)):
             return False
@@ -153,7 +154,8 @@ def _ranks(stages: int, ranks: object) -> list[int]:
 
 
 def _memory(ranks: int, memory: object) -> list[int | None]:
-    """Return the memory of each rank; None is unlimited. A value of `memory` that is not a list applies to every rank.
+    """Return the memory of each rank; None is unlimited. A value of `memory` that is not a list applies to
+    every rank.
 
     Raises:
         DirectiveError: A value is invalid.
@@ -241,8 +243,8 @@ def _list(chain: Chain, found: _Best) -> None:
 
 
 def _search(chain: Chain, found: _Best) -> None:
-    """Run the beam search with the largest width that `WIDEST` and `SEARCHED` allow, and offer its rows to `found`.
-    Do nothing if this width is below 2."""
+    """Run the beam search with the largest width that `WIDEST` and `SEARCHED` allow, and offer its rows to
+    `found`. Do nothing if this width is below 2."""
     width = min(WIDEST, SEARCHED // (chain.actions * len(chain.local)))
     steps = searched(chain, width, found.end * chain.times.unit) if width > 1 else None
     if steps is not None:
@@ -266,8 +268,8 @@ def _changes(chain: Chain) -> Iterator[tuple[Callable[[PassPreference], PassPref
 
 
 def _merge(chain: Chain, found: _Best) -> None:
-    """Replace adjacent BI and BW of one microbatch by B, one stage after the other, if this shortens the step.
-    Try only stages whose B takes less time than BI and BW."""
+    """Replace adjacent BI and BW of one microbatch by B, one stage after the other, if this shortens the
+    step. Try only stages whose B takes less time than BI and BW."""
     stages = [
         s
         for s, cost in enumerate(chain.costs)

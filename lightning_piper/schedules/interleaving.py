@@ -1,4 +1,4 @@
-"""1F1B with several stages on each device."""
+"""1F1B with several stages on each rank, which shortens the bubble and needs more messages."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def interleaved_one_f_one_b(
 ) -> list[Directive]:
     """Interleaved 1F1B: rank r of R has the stages r, r + R, r + 2R, ...
 
-    A microbatch visits all ranks once for each stage of a rank. Microbatches run in rounds of R microbatches.
-    If R does not divide the number M of microbatches, a round has M / max(1, M // R) microbatches. A rank runs
-    its first stage for all microbatches of a round, then its next stage, and so on.
+    A microbatch passes over all ranks `stages_per_device` times. Microbatches run in rounds of R
+    microbatches. If R does not divide the number M of microbatches, a round has M / max(1, M // R)
+    microbatches. A rank runs its first stage for all microbatches of a round, then its next stage, and so on.
 
     Args:
-        stages: The number of indices of `tag`.
-        microbatches: The number of parts of the batch, tagged `dim_name`.
+        stages: The number of stages; their tag is `tag`.
+        microbatches: The number of microbatches; their tag is `dim_name`.
         stages_per_device: The number of stages on each rank.
         devices: The devices of each rank, as for `gpipe`.
         tag, dim_name: The tags of stages and microbatches.

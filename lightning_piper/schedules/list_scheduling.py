@@ -1,8 +1,9 @@
-"""List scheduling: each rank repeatedly runs the possible pass that its rule prefers.
+"""List scheduling: each rank repeatedly runs the possible pass that its rule prefers. `fitted` tries many
+rules.
 
-Microbatches have equal costs. So each stage runs each kind of pass in the order of microbatches: the microbatches
-of any other schedule can be renumbered to this order without changing its times. Then a few counters for each
-stage describe the state.
+Microbatches have equal costs. So each stage runs each kind of pass in the order of microbatches: the
+microbatches of any other schedule can be renumbered to this order without changing its times. Then a few
+counters for each stage describe the state.
 """
 
 from __future__ import annotations
@@ -63,8 +64,11 @@ def chain_of(
 
 
 class PartialSchedule:
-    """The passes done so far, and the time when each rank is free. Messages travel as in `timing.timed`. Times
-    are in the unit of `chain.times`."""
+    """The passes done so far, and the time when each rank is free. `run` adds a pass.
+
+    Messages on one channel travel one after the other, as in `timing.timed`. Times are in the unit of
+    `chain.times`.
+    """
 
     __slots__ = (
         "_chain",
@@ -93,13 +97,14 @@ class PartialSchedule:
         # By slot (see `_arrival`): arrival times of messages that no pass has read.
         self._there: list[deque[Number]] = [deque() for _ in range(2 * stages)]
         pairs = [pair for a, b in itertools.pairwise(chain.ranks) for pair in ((a, b), (b, a)) if a != b]
-        # By channel: messages that have been sent and not received, as (time of the send, slot, transfer time).
+        # By channel: messages that have been sent and not received, as (time of the send, slot, transfer
+        # time).
         self._queues: dict[_Channel, deque[tuple[Number, int, Number]]] = {pair: deque() for pair in pairs}
         # By channel: the arrival of its last received message.
         self._free: dict[_Channel, Number] = dict.fromkeys(pairs, 0)
 
     def copy(self) -> PartialSchedule:
-        """Return a schedule that later passes can change independently."""
+        """Return a copy. Later passes of the copy do not change this schedule."""
         other = PartialSchedule.__new__(PartialSchedule)
         other._chain = self._chain
         other.forward, other.backward, other.weights = self.forward[:], self.backward[:], self.weights[:]
@@ -110,8 +115,8 @@ class PartialSchedule:
         return other
 
     def key(self) -> object:
-        """Return a value that is equal for two states only if both can continue with the same passes at the same
-        times."""
+        """Return a value that is equal for two states only if both can continue with the same passes at the
+        same times."""
         travelling = (*map(tuple, self._there), *map(tuple, self._queues.values()), *self._free.values())
         return (*self.forward, *self.backward, *self.weights, *self.clock, *self.taken, *travelling)
 
@@ -209,7 +214,8 @@ class PartialSchedule:
         self.clock[rank] = max(self.clock[rank], time)
 
     def _hand_on(self, rank: int, stage: int, reader: int) -> int:
-        """Send a pass's output to stage `reader`. Return the reader's rank, or `rank` if no such stage exists."""
+        """Send a pass's output to stage `reader`. Return the reader's rank, or `rank` if no such stage
+        exists."""
         chain = self._chain
         if not 0 <= reader < len(chain.ranks):
             return rank
@@ -223,14 +229,15 @@ class PartialSchedule:
 
 
 class PassPreference(NamedTuple):
-    """The preferences of a rank.
+    """The rule by which a rank chooses its next pass in list scheduling.
 
     Attributes:
         prefer: The letters of the kinds of passes, the best first: F, I (BI or B) and W (BW).
         kept: The maximum number of F on a rank whose BW or B has not run; None is unlimited.
         patience: How long a rank waits for a preferred pass, as a share of the time of the first pass that it
             could start.
-        whole: Whether backward passes are B and not BI and BW.
+        whole: Whether all backward passes are B. If not, only the first stage runs B, and the other stages
+            run BI and BW.
     """
 
     prefer: str
@@ -278,7 +285,8 @@ def listed(chain: Chain, rules: Sequence[PassPreference]) -> list[Step]:
 def _choice(
     world: PartialSchedule, chain: Chain, rank: int, rule: PassPreference
 ) -> tuple[Number, Step] | None:
-    """Return the step that a rank runs next under its rule, and its start. None if it cannot run any step yet.
+    """Return the step that a rank runs next under its rule, and its start. None if it cannot run any step
+    yet.
 
     Among the options that start soon enough, the rule's favourite kind wins, and then the latest stage for an
     F, or the earliest stage for other passes.
@@ -287,7 +295,8 @@ def _choice(
     options: list[tuple[Number, int, int, str]] = []
     own = chain.local[rank]
     flying = sum(world.forward[s] - world.weights[s] for s in own)
-    # An F of a stage may use the limit `kept` only up to one place for each later stage of the rank.
+    # Of the `kept` passes in flight, an F leaves one for each later stage of the rank, so that these stages
+    # can run.
     for later, stage in enumerate(reversed(own)):
         if (rule.kept is None or flying + later < max(rule.kept, len(own))) and world.fits(stage):
             start = world.start(stage, "F")
@@ -308,12 +317,12 @@ def _choice(
 
 
 def rows_of(chain: Chain, steps: Sequence[Step]) -> list[Row]:
-    """Return the rows of steps in a feasible order. Each step becomes an action for the next microbatch of its
-    stage and kind."""
+    """Return the rows of steps in a feasible order. Each step becomes an action for the next microbatch of
+    its stage and kind."""
     rows: list[Row] = [[] for _ in chain.local]
     forward, backward = [0] * len(chain.ranks), [0] * len(chain.ranks)
-    halves: list[list[int]] = [[] for _ in chain.ranks]  # microbatches whose BW is to come
-    position = [0] * len(chain.ranks)
+    halves: list[list[int]] = [[] for _ in chain.ranks]  # stage -> microbatches of its BI so far
+    position = [0] * len(chain.ranks)  # stage -> number of its BW so far
     for stage, kind in steps:
         if kind == "F":
             mb = forward[stage]

@@ -18,8 +18,8 @@ def gpipe(
     """GPipe: all forward passes, then all backward passes.
 
     Args:
-        stages: The number of indices of `tag`.
-        microbatches: The number of parts of the batch, tagged `dim_name`.
+        stages: The number of stages; their tag is `tag`.
+        microbatches: The number of microbatches; their tag is `dim_name`.
         devices: The device of each stage, or a group of devices over which a `replicate` then divides the
             batch (default: stage i runs on device i).
         tag, dim_name: The tags of stages and microbatches.
@@ -120,8 +120,8 @@ def zb_h2(
     """ZB-H2: zero bubble with up to twice the memory of 1F1B. More forward passes at the start keep stages
     from waiting.
 
-    Every stage holds the activations of at most 2 `stages` - 1 microbatches. If F, BI and BW take equally long,
-    a stage waits only before its first pass and after its last pass, in sum for `stages` - 1 passes.
+    Every stage holds the activations of at most 2 `stages` - 1 microbatches. If F, BI and BW take equally
+    long, a stage waits only before its first pass and after its last pass, in sum for `stages` - 1 passes.
 
     In the paper, the next step's work fills these gaps. Its optimizer does not wait for all gradients, but
     validates its update later and may roll it back. Here the optimizer runs when all gradients have arrived,

@@ -1,4 +1,5 @@
-"""The schedules among which a search chooses, and from which `schedule=` of the parallel degrees takes a name."""
+"""The schedules among which a search chooses, and from which `schedule=` of the parallel degrees takes a
+name."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ P = ParamSpec("P")
 
 
 class SearchedSchedule(NamedTuple):
-    """A schedule as the search sees it.
+    """The facts about a schedule builder that a search needs.
 
     Attributes:
         builder: The schedule builder, which returns the directives.
@@ -25,7 +26,8 @@ class SearchedSchedule(NamedTuple):
         split: Whether backward passes are split into BI and BW.
         whole_too: Whether some backward passes are whole although other backward passes are split.
         exists: Returns whether the schedule exists for a number of ranks and of microbatches.
-        alike: A schedule that has the same passes in the same order if there is one microbatch.
+        alike: The name of a schedule that has the same passes in the same order if there is one microbatch. A
+            search then tries only that schedule. None: there is no such schedule.
         argument: The builder's argument for the number of stages on each rank. None if the number is fixed.
     """
 
@@ -59,8 +61,11 @@ def searched(
     arguments of this decorator. `rows` must return the passes in the order of the builder's directives: the
     search computes the duration of a step and its memory from them.
 
+    The decorated builder also reports unknown argument names. A second builder of the same name in the same
+    Python module replaces the first.
+
     Raises:
-        DirectiveError: A schedule of this name exists.
+        DirectiveError: A builder of a different Python module has the same name.
     """
 
     def add(builder: Callable[P, list[Directive]]) -> Callable[P, list[Directive]]:

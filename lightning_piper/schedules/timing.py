@@ -39,7 +39,8 @@ class StageCosts:
             passes.
 
     Raises:
-        DirectiveError: A time is neither 0 nor a number from 1e-15 to 1e15, or a memory is not an integer >= 0.
+        DirectiveError: A time is neither 0 nor a number from 1e-15 to 1e15, or a memory is not an integer >=
+            0.
     """
 
     forward: Number
@@ -89,12 +90,12 @@ class Timed(NamedTuple):
 
 
 class Times(NamedTuple):
-    """The times of stages, multiplied by `unit`. They are integers if the costs are exact.
+    """The times of stages, multiplied by `unit`. They are integers if all costs are int or Fraction.
 
     Attributes:
         passes: For each stage, pass -> time.
         transfer: For each stage, the time of a message to or from the next stage.
-        unit: 1 if a cost is a float.
+        unit: The smallest factor that makes all times integers; 1 if a cost is a float.
     """
 
     passes: list[dict[str, Number]]
@@ -103,8 +104,9 @@ class Times(NamedTuple):
 
 
 def times_of(costs: Sequence[StageCosts]) -> Times:
-    """Return exact times, scaled by `unit` so that all are integers. If any cost is a float, all times are
-    floats. The BI of the first stage takes no time, and its BW takes the time of B.
+    """Return the times of stages. If any cost is a float, all times are floats. Otherwise they are integers.
+
+    The BI of the first stage takes no time, and its BW takes the time of B.
     """
     given = [t for c in costs for t in (c.forward, c.backward_input, c.backward_weights, c.whole, c.transfer)]
     rough = any(isinstance(t, float) for t in given)
@@ -127,7 +129,8 @@ def times_of(costs: Sequence[StageCosts]) -> Times:
 
 
 def plain_time(time: Number, unit: int) -> Number:
-    """Convert a time in the unit of `times_of` to the unit of the costs."""
+    """Convert a time in the unit of `times_of` to the unit of the costs. A float remains a float. Other
+    numbers become an int if possible, otherwise a Fraction."""
     if unit == 1 or isinstance(time, float):
         return time
     found = Fraction(time, unit)
@@ -157,8 +160,8 @@ def timed(rows: Sequence[Row], costs: Sequence[StageCosts], times: Times | None 
 
 
 def peaks(rows: Sequence[Row], costs: Sequence[StageCosts]) -> tuple[int, ...]:
-    """Return the maximum memory of each rank. It depends only on the order of each row, because a rank runs one
-    pass at a time."""
+    """Return the maximum memory of each rank. It depends only on the order of each row, because a rank runs
+    one pass at a time."""
     found = []
     for row in rows:
         now = most = sum(costs[stage].static for stage in {action.stage for (action,) in row})
@@ -170,8 +173,8 @@ def peaks(rows: Sequence[Row], costs: Sequence[StageCosts]) -> tuple[int, ...]:
 
 
 def change(costs: Sequence[StageCosts], stage: int, kind: str) -> int:
-    """Return the memory that a pass adds to its rank, or a negative number if the pass frees memory. An F adds
-    memory at its start, and other passes free memory at their end."""
+    """Return the memory that a pass adds to its rank, or a negative number if the pass frees memory. An F
+    adds memory at its start, and other passes free memory at their end."""
     cost = costs[stage]
     if kind == "F":
         return cost.saved
@@ -186,7 +189,8 @@ def _ranks(rows: Sequence[Row], stages: int) -> list[int]:
     """Return the rank of each stage; -1 for a stage that no row has.
 
     Raises:
-        DirectiveError: An entry of a row has several actions, a stage has no costs, or a stage is in two rows.
+        DirectiveError: An entry of a row has several actions, a stage has no costs, or a stage is in two
+            rows.
     """
     found: dict[int, int] = {}
     for rank, row in enumerate(rows):
@@ -209,7 +213,7 @@ _Message = tuple[int, bool, int]  # stage that reads it, whether it is forward, 
 
 
 class _RankClocks:
-    """The clocks of all ranks, and the messages between them."""
+    """The clocks of all ranks, and the messages between them, while `timed` runs the rows."""
 
     def __init__(self, rows: Sequence[Row], ranks: list[int], times: Times) -> None:
         """Set all clocks to 0. `ranks` has the rank of each stage."""
@@ -260,8 +264,8 @@ class _RankClocks:
             )
 
     def _enter(self, rank: int, stage: int, kind: str, mb: int) -> bool:
-        """Advance the rank's clock to the arrival of the pass's input, and return True. Return False if the input
-        has not been made or sent. If it is a message, `_leave` then returns the rank when it is sent.
+        """Advance the rank's clock to the arrival of the pass's input, and return True. Return False if the
+        input has not been made or sent. If it is a message, `_leave` then returns the rank when it is sent.
         """
         if stage == 0 and kind == "BI":  # the first stage has no BI
             return True
@@ -295,7 +299,8 @@ class _RankClocks:
             self._there[other] = self._free[channel]
 
     def _leave(self, rank: int, stage: int, kind: str, mb: int) -> int | None:
-        """Run a pass and send its output. Return the rank that waits for the output; None if no rank waits."""
+        """Run a pass and send its output. Return the rank that waits for the output; None if no rank
+        waits."""
         self.clock[rank] += self._times.passes[stage][kind]
         self._done.add((stage, kind, mb))
         forward = kind == "F"

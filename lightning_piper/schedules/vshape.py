@@ -32,8 +32,8 @@ class _Line(NamedTuple):
 
 
 class _FirstMicrobatch(NamedTuple):
-    """The F and BI of the first microbatch: of the stages on the way from rank 0 to the last rank (down), and of
-    the stages on the way back (up). `_row` adds the BW.
+    """The F and BI of the first microbatch: of the stages on the way from rank 0 to the last rank (down), and
+    of the stages on the way back (up). `_row` adds the BW.
     """
 
     down_forward: _Line
@@ -54,13 +54,13 @@ def v_min(
     """V-Min: rank r of R has the stages r and 2R - 1 - r, and holds about a third of the activations of 1F1B.
 
     If F, BI and BW take equally long, a rank holds the activations of at most 2 floor((R + 4) / 3)
-    microbatches of one stage. With stages of this size, 1F1B holds the activations of 2R microbatches. The bubble
-    is 4R - 5 passes, or up to two passes more if 3 divides R. The bubble of 1F1B is 6(R - 1) passes. If times are
-    unequal, gaps may be longer, because passes of a block follow each other closely.
+    microbatches of one stage. With stages of this size, 1F1B holds the activations of 2R microbatches. The
+    bubble is 4R - 5 passes, or up to two passes more if 3 divides R. The bubble of 1F1B is 6(R - 1) passes.
+    If times are unequal, gaps may be longer, because passes of a block follow each other closely.
 
     Args:
-        stages: The number of indices of `tag`, even.
-        microbatches: The number of parts of the batch, tagged `dim_name`.
+        stages: The number of stages, which is even. Their tag is `tag`.
+        microbatches: The number of microbatches; their tag is `dim_name`.
         devices: The devices of each rank, as for `gpipe`.
         tag, dim_name: The tags of stages and microbatches.
 
@@ -85,9 +85,9 @@ def v_half(
     """V-Half: rank r of R has the stages r and 2R - 1 - r, and holds about half of the activations of 1F1B.
 
     If F, BI and BW take equally long, a rank holds the activations of at most 2 floor((R + 2) / 2)
-    microbatches of one stage. With stages of this size, 1F1B holds the activations of 2R microbatches. The bubble
-    is at most 3R passes on up to 17 ranks, and grows somewhat faster on more ranks. The bubble of 1F1B is 6(R - 1)
-    passes. See `v_min` for arguments and errors.
+    microbatches of one stage. With stages of this size, 1F1B holds the activations of 2R microbatches. The
+    bubble is at most 3R passes on up to 17 ranks, and grows somewhat faster on more ranks. The bubble of 1F1B
+    is 6(R - 1) passes. See `v_min` for arguments and errors.
 
     Source: Qi et al., Pipeline Parallelism with Controllable Memory, 2024 (arXiv 2405.15362). The memory is
     the paper's; the steps of the block are this package's own.
@@ -116,8 +116,9 @@ def v_rows(name: str, ranks: int, microbatches: int) -> list[Row]:
 def _v_min(ranks: int) -> _FirstMicrobatch:
     """Return the block of V-Min, in which every step is 1 or -1.
 
-    The starts of `down_forward` and `up_backward` have the parity of the rank, and the starts of `up_forward` and
-    `down_backward` have the other parity. So a pass of the first two kinds never collides with a pass of the last two.
+    The starts of `down_forward` and `up_backward` have the parity of the rank, and the starts of `up_forward`
+    and `down_backward` have the other parity. So a pass of the first two kinds never collides with a pass of
+    the last two.
     """
     turn = 2 * ranks + (0 if ranks % 3 else 2)  # not a multiple of PERIOD, or up_backward collides with F
     return _FirstMicrobatch(
@@ -128,8 +129,9 @@ def _v_min(ranks: int) -> _FirstMicrobatch:
 def _v_half(ranks: int) -> _FirstMicrobatch:
     """Return the block of V-Half.
 
-    Passes that go from rank 0 to the last rank start one unit of time later on each rank. Passes that go back to
-    rank 0 start two units later on each rank. The whole block takes about six units for each rank, and the block of V-Min four.
+    Passes that go from rank 0 to the last rank start one unit of time later on each rank. Passes that go back
+    to rank 0 start two units later on each rank. The whole block takes about six units for each rank, and the
+    block of V-Min four.
     """
     even = ranks % 2 == 0
     up = 3 * ranks + (1 if even else -1)
@@ -157,8 +159,8 @@ def _row(block: _FirstMicrobatch, ranks: int, rank: int, microbatches: int) -> l
 
 
 class _RemainingPasses:
-    """The passes of a rank that have not run. Up to the last F their order is fixed. After the last F, the rank
-    runs a BW only if it cannot run a BI."""
+    """The passes of a rank that have not run. Up to the last F their order is fixed. After the last F, the
+    rank runs a BW only if it cannot run a BI."""
 
     def __init__(self, row: list[Action]) -> None:
         last = max(i for i, action in enumerate(row) if action.kind == "F")
@@ -168,8 +170,8 @@ class _RemainingPasses:
         ]
 
     def next(self, end: dict[Action, int], time: int, stages: int) -> Action | None:
-        """Remove and return the pass that the rank runs at `time`, or return None if no pass can run. `end` has
-        the end of each pass that has run."""
+        """Remove and return the pass that the rank runs at `time`, or return None if no pass can run. `end`
+        has the end of each pass that has run."""
         for queue in [self._steady] if self._steady else self._rest:
             if queue and all(end.get(source, time + 1) <= time for source in _sources(queue[0], stages)):
                 return queue.popleft()
@@ -180,8 +182,8 @@ class _RemainingPasses:
 
 
 def _cooled_down(rows: list[list[Action]]) -> list[list[Action]]:
-    """Return the rows with a new order of the passes after the last F of each row: the order in which they can
-    run if each pass takes one unit of time.
+    """Return the rows with a new order of the passes after the last F of each row: the order in which they
+    can run if each pass takes one unit of time.
     """
     waiting = [_RemainingPasses(row) for row in rows]
     done: list[list[Action]] = [[] for _ in rows]

@@ -19,8 +19,8 @@ def zbv(
     stage.
 
     Args:
-        stages: The number of indices of `tag`, even.
-        microbatches: The number of parts of the batch, tagged `dim_name`. With fewer than 2R - 1, the
+        stages: The number of stages, which is even. Their tag is `tag`.
+        microbatches: The number of microbatches; their tag is `dim_name`. With fewer than 2R - 1, the
             schedule has gaps.
         devices: The devices of each rank, as for `gpipe`.
         tag, dim_name: The tags of stages and microbatches.

@@ -204,8 +204,8 @@ class Cutting:
         return (self.costs.static((span,), (level,)) + most) * self._margin, host
 
     def reach(self, limit: Number) -> list[int] | None:
-        """Return for each s the first block from which the stages s, s + 1, ... can cover all later blocks,
-        and then the number of blocks: a list with one entry more than there are stages.
+        """Return for each s the first block from which the stages s, s + 1, ... can cover all later blocks.
+        The last entry of the list is the number of blocks.
 
         Each stage must fit, with a bound below the limit. Return None if the stages cannot cover all blocks,
         or if the bound from the mean work of the ranks is not below the limit. Stages may be empty here. So

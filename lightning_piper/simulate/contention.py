@@ -1,10 +1,10 @@
 """Simulates exchanges that share links or communicators, event by event in the order of time.
 
-Exchanges on a shared link divide its bandwidth by progressive filling: the rates of all exchanges rise together
-until a link is full, or an exchange reaches its own largest rate. The exchanges on the full link, or this one
-exchange, keep their rates, and the other rates rise further. The result is max-min fair (Bertsekas and Gallager
-1992). When the bytes of an exchange start or stop to travel, rates change only for exchanges that share links with
-it, directly or through other exchanges.
+Exchanges on a shared link divide its bandwidth by progressive filling: the rates of all exchanges rise
+together until a link is full, or an exchange reaches its own largest rate. The exchanges on the full link, or
+this one exchange, keep their rates, and the other rates rise further. The result is max-min fair (Bertsekas
+and Gallager 1992). When the bytes of an exchange start or stop to travel, rates change only for exchanges
+that share links with it, directly or through other exchanges.
 """
 
 from __future__ import annotations
@@ -169,8 +169,8 @@ class Traffic:
     def _continue(self, now: Number, transfer: Transfer, ended: list[Transfer]) -> None:
         """Carry out the event of a transfer: it takes its communicators, a latency ends, or a part ends.
 
-        If a communicator is occupied, the transfer waits in its queue. If the last part ends, `ended` gets the
-        transfer, and transfers that waited for its communicators continue at once.
+        If a communicator is occupied, the transfer waits in its queue. If the last part ends, `ended` gets
+        the transfer, and transfers that waited for its communicators continue at once.
         """
         # `start` is None before the transfer has its communicators; `moving` is False during a latency.
         if transfer.start is None:

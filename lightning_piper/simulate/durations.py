@@ -22,7 +22,7 @@ Durations = Mapping[str, Number] | Callable[[Chunk], Number]
 # weights (BW).
 DEFAULT: Mapping[str, Number] = {"F": 1, "B": 2, "BI": 1, "BW": 1}
 
-PAIR = "F&B"
+PAIR = "F&B"  # key of the duration of an F and a B that form an overlap group
 _CHUNK = re.compile(r"(?P<kind>[A-Z]+)(\[(?P<tags>[^\]]*)\])?")
 _NODE = re.compile(r"%(?P<node>\d+)")
 _OP = re.compile(r"[a-z_]+")
@@ -137,7 +137,8 @@ class WorkDurations:
         return self._nodes.get(instruction.node, self._ops.get(instruction.op, otherwise))
 
     def measured(self, node: int) -> Number | None:
-        """Return how long the communication of a node takes, or None if no `"%12"` entry gives its duration."""
+        """Return how long the communication of a node takes, or None if no `"%12"` entry gives its
+        duration."""
         return self._nodes.get(node)
 
 
@@ -271,7 +272,8 @@ def checked(what: str, value: object, positive: bool = False) -> Number:
 
 
 def read_durations(path: str | PathLike[str]) -> dict[str, Number]:
-    """Read a table of durations from a JSON file that holds one object.
+    """Read a table of durations from a JSON file that holds one object. The entries are not checked;
+    `simulate` checks them.
 
     Raises:
         SimulationError: The file does not exist, cannot be read as JSON, or does not hold an object.

@@ -1,18 +1,19 @@
 """Runs plans in virtual time.
 
-Each logical stream of a device has a clock. Instructions are issued in the plan's order. Each instruction starts
-when its stream is free, and advances the clock. Without an `IssueCost`, issuing takes no time, as on CUDA, where
-the host runs ahead of its streams::
+Each logical stream of a device has a clock. Instructions are issued in the plan's order. Each instruction
+starts when its stream is free, and advances the clock. Without an `IssueCost`, issuing takes no time, as on
+CUDA, where the host runs ahead of its streams::
 
     chunks, sums and the like    occupy their stream for their duration
     send, post, collectives      join an exchange without waiting. An exchange starts when all parties have
-                                 joined it and the previous one on its channel or in its group is over
+                                 joined it and the previous exchange on its channel or in its group is over
     wait, retire                 hold the stream until the exchange of the same node is over
     record, await                an awaiting stream is held until the recorded moment
 
 To find the waiting time that is due to communication alone, a clock also has `since`. This is the last moment
-at which something other than communication delayed the stream. If a stream is held until t, and its `since` is
-s, the stream waited from s to t for communication only: all computations for which it waited were done at s.
+at which something other than communication delayed the stream. If a stream is held until t, and its `since`
+is s, the stream waited from s to t for communication only: all computations for which it waited were done at
+s.
 """
 
 from __future__ import annotations
@@ -65,9 +66,11 @@ class Span(NamedTuple):
 
     Attributes:
         stream: The stream, or for a collective its communicator.
+        node: The number of the node in the DAG.
+        label: The label of the node, such as `F[PP=0,MB=1]`.
         kind: The pass of a chunk (`F`, `B`, ...), or the operation: `send`, `recv`, `reduce`, `add` and so
             on.
-        origin: The index of the directive that made the node.
+        origin: The index of the directive that made the node; None if the capture made it.
     """
 
     device: int
@@ -85,7 +88,7 @@ class StreamWait(NamedTuple):
 
     Attributes:
         since: From this time on, the stream waits for communication only.
-        origin: The index of the directive that made `node`.
+        origin: The index of the directive that made `node`; None if the capture made it.
     """
 
     device: int
@@ -151,7 +154,8 @@ class _PendingExchange:
         joined: (device, instruction) of each device that has issued its instruction for the exchange.
         arrived: The number of devices whose streams have reached their instruction for the exchange.
         ready: The latest time so far at which a stream reached its instruction.
-        since: The latest time so far at which something other than communication delayed one of these streams.
+        since: The latest time so far at which something other than communication delayed one of these
+            streams.
         end: The end; None if it is not known yet.
         waiting: Devices that cannot issue their next instruction before all parties have joined.
         held: Streams that wait until `end` is known.
@@ -285,6 +289,7 @@ class _SimulatedDevices:
         return True
 
     def _go_on(self) -> None:
+        """Continue all streams in `_going_on`, until each waits again or has no issued instructions left."""
         while self._going_on:
             stream = self._going_on.popleft()
             while stream.issued and self._begin(stream, *stream.issued[0]):
@@ -350,8 +355,8 @@ class _SimulatedDevices:
             self.trace.held.append(StreamWait(*about, node, self._dag.nodes[node].origin))
 
     def _occupy(self, device: int, instruction: Instruction, clock: _Clock) -> None:
-        """Let an instruction occupy its stream for its duration. Record a span, unless the instruction takes no
-        time and is not a chunk."""
+        """Let an instruction occupy its stream for its duration. Record a span, unless the instruction takes
+        no time and is not a chunk."""
         copying = self._network.host.time(instruction.nbytes) if isinstance(instruction, HostCopy) else 0
         start, duration = clock.time, self._work.of(instruction, copying)
         if duration:
@@ -373,6 +378,8 @@ class _SimulatedDevices:
         return self._exchanges[meeting]
 
     def _arrive(self, clock: _Clock, exchange: _PendingExchange) -> None:
+        """Record that a stream has reached its instruction for an exchange. Start the exchange if it can
+        start now."""
         exchange.arrived += 1
         exchange.ready = max(exchange.ready, clock.time)
         exchange.since = max(exchange.since, clock.since)
@@ -380,8 +387,8 @@ class _SimulatedDevices:
             self._start_next(self._queues[exchange.lane])
 
     def _start_next(self, queue: _Queue) -> None:
-        """Start the exchanges of a channel or group in order, until the streams of one have not all arrived or
-        `Traffic` carries one."""
+        """Start the exchanges of a channel or group in order, until the streams of one have not all arrived
+        or `Traffic` carries one."""
         while queue.exchanges and not queue.under_way:
             exchange = queue.exchanges[0]
             if exchange.arrived < exchange.parties:
@@ -443,13 +450,13 @@ def run_in_virtual_time(
 ) -> Trace:
     """Run the plans of all devices in virtual time.
 
-    This takes time linear in the number of instructions, and the same plans always give the same trace. Exchanges
-    that share links take more time: when one starts or ends, the rates of the exchanges that share links with
-    it are computed again.
+    This takes time linear in the number of instructions, and the same plans always give the same trace.
+    Exchanges that share links take more time: when one starts or ends, the rates of the exchanges that share
+    links with it are computed again.
 
     Raises:
-        VerificationError: Devices wait for each other. Or an instruction waits for an exchange or an event that
-            no earlier instruction started.
+        VerificationError: Devices wait for each other. Or an instruction waits for an exchange or an event
+            that no earlier instruction started.
     """
     # Issue each device's instructions until a device must wait for other parties of an exchange.
     world = _SimulatedDevices(dag, plans, work, network, issue)

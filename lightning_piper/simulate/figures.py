@@ -23,7 +23,8 @@ from lightning_piper.simulate.network import Network
 
 
 class Shares(NamedTuple):
-    """The busy, exposed and bubble time of one device, or their sums over several devices."""
+    """Busy, exposed and bubble time, in the unit of the durations. They belong to one device, or to one
+    directive on one device or on all devices."""
 
     busy: Number
     exposed: Number
@@ -111,7 +112,8 @@ class Simulation:
         return Fraction(time, whole) if isinstance(time, int) and isinstance(whole, int) else time / whole
 
     def to_json(self) -> dict[str, Any]:
-        """Return the simulation as JSON data. A fraction becomes an integer if it is one, otherwise a float."""
+        """Return the simulation as JSON data. A fraction becomes an integer if it is one, otherwise a
+        float."""
         names = ("busy", "idle", "exposed", "bubble", "peak_bytes", "peak_in_flight")
         devices = {}
         for device, f in self.devices.items():

@@ -32,8 +32,8 @@ class Peak(NamedTuple):
     Attributes:
         nbytes: The bytes of the code's own storages and of the arguments that only the code holds.
         results: The numbers of the output storages that the code has made and not freed.
-        groups: The groups with an argument that the code has not freed. Only the code holds the arguments of a
-            group.
+        groups: The groups with an argument that the code has not freed. Only the code holds the arguments of
+            a group.
     """
 
     nbytes: int
@@ -43,8 +43,8 @@ class Peak(NamedTuple):
 
 @dataclass
 class Footprint:
-    """The memory of one pass at one size. Storages have numbers: the k-th argument has the storage k, and larger
-    numbers are storages that the code makes.
+    """The memory of one pass at one size. Storages have numbers: the k-th argument has the storage k, and
+    larger numbers are storages that the code makes.
 
     Attributes:
         outputs: For each output bundle, the numbers of the storages of its tensors.
@@ -115,8 +115,8 @@ _KNOWN: WeakKeyDictionary[torch.fx.Graph, dict[Any, Footprint]] = WeakKeyDiction
 
 
 def footprint(code: Code) -> Footprint:
-    """Return the footprint of a pass, in time linear in the nodes of its graph. Later calls with the same graph,
-    inputs and sizes return the same object."""
+    """Return the footprint of a pass, in time linear in the nodes of its graph. Later calls with the same
+    graph, inputs and sizes return the same object."""
     known = _KNOWN.setdefault(code.graph, {})
     key = (code.inputs, code.sizes)
     if key not in known:
@@ -125,8 +125,8 @@ def footprint(code: Code) -> Footprint:
 
 
 def _is_known(code: Code) -> bool:
-    """Return whether the graph contains all operations of the code. It does not if the code runs a function of
-    the user (`RUNS_KEY`)."""
+    """Return whether the graph contains all operations of the code. It does not if the code runs a function
+    of the user (`RUNS_KEY`)."""
     return len(code.graph.nodes) > 0 and not any(RUNS_KEY in node.meta for node in code.graph.nodes)
 
 
@@ -180,8 +180,8 @@ class _GraphRun:
         self.footprint = Footprint(bundles, self._nbytes, self._events)
 
     def _last_uses(self) -> dict[Node, list[Node]]:
-        """Return, for each node, the nodes whose values are dropped after it: the inputs that it is the last to
-        use, and the node itself if nothing uses it.
+        """Return, for each node, the nodes whose values are dropped after it: the inputs that it is the last
+        to use, and the node itself if nothing uses it.
 
         Outputs and unused arguments are never dropped.
         """
@@ -201,8 +201,8 @@ class _GraphRun:
         return torch.fx.node.map_arg(fill_sizes(argument, self._code.sizes), lambda x: self._values[x])
 
     def _hold(self, node: Node, value: Any) -> None:
-        """Record the storages of a node's value. A storage without a number gets one. The storage of a constant
-        of the module counts 0 bytes, because the pass does not make it."""
+        """Record the storages of a node's value. A storage without a number gets one. The storage of a
+        constant of the module counts 0 bytes, because the pass does not make it."""
         self._values[node] = value
         for storage in {
             _storage(x): x for x in _torch.tree_leaves(value) if isinstance(x, torch.Tensor)
@@ -228,4 +228,6 @@ class _GraphRun:
 
 
 def _storage(x: torch.Tensor) -> int:
+    """Return torch's identity of the storage of a tensor. A later storage may have the identity of a freed
+    one."""
     return int(x.untyped_storage()._cdata)

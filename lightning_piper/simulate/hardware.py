@@ -24,8 +24,8 @@ LARGEST = 10**18  # flops, bytes and bandwidths of a specification must be small
 
 
 class Collectives(NamedTuple):
-    """Measured times of collectives, as links. A collective takes as long as one message over its link with the
-    bytes of the whole tensor.
+    """Measured times of collectives, as links. A collective takes as long as one message over its link with
+    the bytes of the whole tensor.
 
     Attributes:
         sum: All-reduce.
@@ -62,8 +62,8 @@ class Hardware:
         flops: Floating point operations per second by dtype name, such as `bfloat16`.
         bandwidth: The bandwidth of a device's memory in bytes per second.
         links: (n, link), the nearest first. The link joins n consecutive devices, starting at a multiple of
-            n. The last link also joins all pairs that no link joins in this way. Latency is in seconds. Bandwidth is in bytes per
-            second and direction, while all devices send.
+            n. The last link also joins all pairs that no link joins in this way. Latency is in seconds.
+            Bandwidth is in bytes per second and direction, while all devices send.
         host: The link between a device and its host's memory.
         host_memory: The bytes of host memory for each device.
         efficiency: The share of `flops` and `bandwidth` that real operations reach.
@@ -151,8 +151,8 @@ class Hardware:
         return self.flops[name]
 
     def link(self, first: int, last: int) -> Link:
-        """Return the nearest link that joins two devices. If `links` does not join them, this is the last link.
-        A ring of all devices from `first` to `last` uses the same link."""
+        """Return the nearest link that joins two devices. If `links` does not join them, this is the last
+        link. A ring of all devices from `first` to `last` uses the same link."""
         return next((link for n, link in self.links if first // n == last // n), self.links[-1][1])
 
     def network(self, plans: Mapping[int, Plan]) -> Network:
@@ -185,8 +185,8 @@ class Hardware:
         return count, link if shared is None else Link(link.latency, shared.alone)
 
     def _ring(self, members: tuple[int, ...]) -> Link | HierarchicalRing:
-        """Return the links of a group. A node is a set of devices that the next nearer link joins. If the group
-        has equally many members on each of several nodes, and more than one, it is a hierarchical ring.
+        """Return the links of a group. A node is a set of devices that the next nearer link joins. If the
+        group has equally many members on each of several nodes, and more than one, it is a hierarchical ring.
         Otherwise it is a ring over one link."""
         level = self._level(members)
         across = self._alone(level)[1]
@@ -206,7 +206,8 @@ class Hardware:
         for level, shared in enumerate(self.shared):
             if shared is None:
                 continue
-            # This link joins devices with equal device // far. A nearer link joins devices with equal device // near.
+            # This link joins devices with equal values of `device // far`. A nearer link joins devices with
+            # equal values of `device // near`.
             near = self.links[level - 1][0] if level else 1
             far = max(devices, default=0) + 1 if level == len(self.links) - 1 else self.links[level][0]
             for block in sorted({device // shared.devices for device in devices}):
@@ -358,6 +359,11 @@ def _check_keys(where: str, content: Any, keys: Collection[str], optional: Colle
 
 
 def _number(where: str, what: str, value: Any) -> float:
+    """Return a value of JSON data if it is a number above 0 and below `LARGEST`.
+
+    Raises:
+        SimulationError: The value is not such a number.
+    """
     # Do not use `checked`, because the numbers of large clusters exceed its limit of 1e15.
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LARGEST:
         raise SimulationError(f"{where}: {what} is {shown(value)}; give a number > 0 [PIPER-T002]")
@@ -376,12 +382,14 @@ def _best(run: Callable[[], object], calls: int = 5) -> float:
 
 
 def _multiplied(dtype: torch.dtype, size: int = 512) -> float:
+    """Return the floating point operations per second of a matrix product on the CPU."""
     a = torch.ones(size, size, dtype=dtype)
     return 2 * size**3 / _best(lambda: a @ a)
 
 
 def _copied(nbytes: int = 1 << 26) -> float:
-    """Return the bytes per second of a memory copy. Each byte counts twice, because it is read and written."""
+    """Return the bytes per second of a memory copy. Each byte counts twice, because it is read and
+    written."""
     source = torch.ones(nbytes, dtype=torch.uint8)
     target = torch.empty_like(source)
     return 2 * nbytes / _best(lambda: target.copy_(source))

@@ -18,8 +18,8 @@ class IssueCost:
     """Host threads that issue instructions one after the other, and never wait for a device.
 
     Attributes:
-        time: The time to issue an instruction, or a table: operation -> time. Operations without an entry take
-            no time.
+        time: The time to issue an instruction, or a table: operation -> time. Operations without an entry
+            take no time.
         devices: The number of devices for which one thread issues instructions (default: 1). The thread
             issues the first instruction of each of these devices, then the second one of each, and so on.
 

@@ -3,13 +3,14 @@
 Memory is counted by storages: tensors that share a storage count once, in any number of values. A storage is
 allocated from the start of the instruction that makes it, or from the post of its receive. It is freed at the
 end of the last instruction that reads a value on it. A sent value is freed when its send has been awaited.
-Values that the step outputs, such as gradients, stay until the end of the step. Memory changes in the order of
-the plan: an instruction after a pass changes it only when this pass has ended. Values on parameters, the module's
-buffers or the batch need no memory.
+Values that the step outputs, such as gradients, stay until the end of the step. Memory changes in the order
+of the plan: an instruction after a pass changes it only when this pass has ended. Values on parameters, the
+module's buffers or the batch need no memory.
 
-While a pass runs, the curve shows the memory at the peak of the pass (`footprint`). It excludes inputs that the
-pass frees before the peak, and outputs that it makes later. Memory that only the pass itself uses is `workspace`.
-While an instruction adds two bundles of gradients, the curve shows the memory at the peak of the addition.
+While a pass runs, the curve shows the memory at the peak of the pass (`footprint`). It excludes inputs that
+the pass frees before the peak, and outputs that it makes later. Memory that only the pass itself uses is
+`workspace`. While an instruction adds two bundles of gradients, the curve shows the memory at the peak of the
+addition.
 
 The kinds of values are `activations` (values that passes exchange or save for backward), `gradients`,
 `gathered` (parameters gathered from shards), `workspace`, `other` (metrics, new values of buffers) and
@@ -60,8 +61,8 @@ class _Storage:
     """One storage.
 
     Attributes:
-        nbytes: The number of bytes. The storage of a tensor that exists before the step, such as the device's own
-            parameter, counts 0 bytes.
+        nbytes: The number of bytes. The storage of a tensor that exists before the step, such as the device's
+            own parameter, counts 0 bytes.
         kind: One of `KINDS`.
         values: The number of live values on the storage.
         until: The latest end so far of an instruction that used a value on it.
@@ -265,7 +266,8 @@ class _Work:
     """A pass: its arguments, its outputs, and its peak memory."""
 
     def __init__(self, dag: TrainingDAG, run: Run, held: dict[int, _LiveValue]) -> None:
-        """Find the storages of the pass's arguments. `held` has the value of each slot that the pass reads."""
+        """Find the storages of the pass's arguments. `held` has the value of each slot that the pass
+        reads."""
         # The storage of each argument of the code, in the order of the code's inputs. The code's own storages
         # are numbered after them. None: an argument that is not counted, such as the device's own parameter.
         code, interface = dag.code_at(run.key, run.samples), dag.code.interface_of(run.key)
@@ -317,7 +319,8 @@ class _Work:
 
 
 def _most_of_sum(total: Sequence[int], freed: int) -> int:
-    """Return how many bytes the peak of adding two bundles has less than both bundles and the whole sum together.
+    """Return by how many bytes the peak of an addition of two bundles is below the bytes of both bundles and
+    their sum together.
 
     The tensors are added one after another. After each addition of two tensors, a tensor of a bundle that
     nothing else holds is freed.
@@ -364,7 +367,8 @@ def _bytes_over_time(changes: Iterable[tuple[_Moment, int, str]]) -> Curve:
 
 
 def _in_flight_over_time(kept: Iterable[tuple[_Moment, int, Slice]]) -> Curve:
-    """Return the number of microbatches with at least one saved value, over time. `kept` is in order of time."""
+    """Return the number of microbatches with at least one saved value, over time. `kept` is in order of
+    time."""
     points: list[tuple[_Moment, int]] = []
     live: Counter[Slice] = Counter()
     for moment, sign, part in kept:

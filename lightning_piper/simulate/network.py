@@ -47,8 +47,7 @@ class Link:
 class SharedLink:
     """A link that several devices share, such as the network card of a node.
 
-    Exchanges that run at the same time share its bandwidth. Each direction has the
-    whole bandwidth.
+    Exchanges that run at the same time share its bandwidth. Each direction has the bandwidth `bandwidth`.
 
     Attributes:
         devices: The devices that send and receive over the link.
@@ -80,9 +79,9 @@ class SharedLink:
 class HierarchicalRing:
     """The links of a group on several nodes, each with equally many members.
 
-    A sum or a gather uses two kinds of rings. The members on one node form a ring. The k-th members of all nodes
-    form a ring across the nodes, which carries the k-th part of the bytes. Exchanges that do not use rings use
-    the link `across`.
+    A sum or a gather uses two kinds of rings. The members on one node form a ring. The k-th members of all
+    nodes form a ring across the nodes, which carries the k-th part of the bytes. Exchanges that do not use
+    rings use the link `across`.
 
     Attributes:
         nodes: For each node, the members on it.
@@ -194,7 +193,8 @@ class Network:
             )
 
     def transfer(self, channel: Channel, nbytes: int) -> Number:
-        """Return the time of a transfer from the moment when both devices are ready."""
+        """Return the time of a message of `nbytes` bytes on a channel, from the moment when both devices are
+        ready."""
         return self.channels.get(channel, self.link).time(nbytes)
 
     def collective(self, instruction: Collective) -> Number:
@@ -220,8 +220,8 @@ class Network:
         return link
 
     def phases(self, instruction: SendInstruction | Collective) -> list[Phase]:
-        """Return the parts of an exchange. If it does not share links, its parts take as long as `transfer` or
-        `collective` returns."""
+        """Return the parts of an exchange. If it does not share links, its parts take as long as `transfer`
+        or `collective` returns."""
         if isinstance(instruction, SendInstruction):
             link = self.channels.get(instruction.channel, self.link)
             nbytes = sum(spec.nbytes for spec in instruction.tensors)

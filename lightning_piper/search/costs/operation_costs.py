@@ -33,8 +33,8 @@ class Cost(NamedTuple):
 
 
 class Counting(_torch.TorchDispatchMode):
-    """A dispatch mode that records the cost of each operation, except views and operations in `_FREE`. It works with
-    fake tensors.
+    """A dispatch mode that records the cost of each operation, except views and operations in `_FREE`. It
+    works with fake tensors.
 
     Attributes:
         costs: The costs of the operations so far.

@@ -78,7 +78,12 @@ def _files(root: Path, parts: tuple[str, ...]) -> frozenset[str]:
 
 
 def _folder(root: Path, parts: tuple[str, ...]) -> int:
-    """Open a folder below the log directory. Only the log directory itself may be a link."""
+    """Open a folder below the log directory, and return its file descriptor, which the caller closes. Only
+    the log directory itself may be a link.
+
+    Raises:
+        OSError: A folder does not exist or is a link.
+    """
     handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     for part in parts:
         try:

@@ -58,6 +58,8 @@ class PiperTab(TBPlugin):  # type: ignore[misc]  # TensorBoard has no annotation
         return apps
 
     def _scan(self) -> dict[str, RecordedRun]:
+        """Scan the log directories, and return name -> run. Other requests use the same result until the next
+        scan."""
         found = scan(self._roots)
         with self._lock:
             self._runs = found

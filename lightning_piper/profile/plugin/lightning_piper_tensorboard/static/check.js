@@ -1,6 +1,7 @@
-// Is what a file says a recording, so that it can be drawn? Files come from whoever may write in the log directory.
+// Check that the content of a file is a valid recording (see files.py) before the tab draws it. Anyone who
+// may write to the log directory may have written the file.
 
-/** Raises an Error that says where a value is not as files.py writes it. */
+/** Throw an Error unless `right` is true. The message names the position of `value` in the file (`where`). */
 function expect(right, where, value) {
   if (!right) throw new Error(`${where} cannot be ${JSON.stringify(value)?.slice(0, 80)}: this is not a valid recording`);
 }
@@ -8,27 +9,31 @@ function expect(right, where, value) {
 const isNumber = Number.isFinite;
 const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
 
+/** Check that `owner` is an object whose properties `names` are numbers. */
 function numbers(owner, names, where) {
   expect(isObject(owner), where, owner);
   for (const name of names) expect(isNumber(owner[name]), `${where}.${name}`, owner[name]);
 }
 
+/** Check that `value` is an array, and each item with `check(item, where)`. */
 function list(value, where, check) {
   expect(Array.isArray(value), where, value);
   value.forEach((item, i) => check(item, `${where}[${i}]`));
 }
 
+/** Check that `value` is an object, and each property with `check(property, where)`. */
 function table(value, where, check) {
   expect(isObject(value), where, value);
   for (const [name, item] of Object.entries(value)) check(item, `${where}.${name}`);
 }
 
-/** Of a directive: null where there is none. */
+/** Check the index of a directive. It may be null: a node of the capture does not belong to a directive. */
 const index = (plan, value, where) =>
   expect(value === null || (Number.isInteger(value) && value >= 0 && value < plan.directives.length), where, value);
 
 const version = (content) => expect(isObject(content) && content.version === 1, "version", content?.version);
 
+/** Check `step` of a plan file or of a step file, with the rows, nodes and directives of the plan file. */
 function checkStep(step, plan) {
   numbers(step, ["step_time", "bubble_fraction", "exposed_fraction"], "step");
   list(step.boxes, "boxes", (box, where) => {
@@ -50,6 +55,7 @@ function checkStep(step, plan) {
   });
 }
 
+/** Check the content of a plan file. */
 export function checkPlan(plan) {
   version(plan);
   expect(Array.isArray(plan.directives), "directives", plan.directives);
@@ -71,12 +77,14 @@ export function checkPlan(plan) {
   checkStep(plan.step, plan);
 }
 
+/** Check the content of a step file whose plan is known. `checkName` has checked it before. */
 export function checkRecord(record, plan) {
   numbers(record, ["number"], "the step");
   table(record.fixed ?? {}, "fixed", (sizes, where) => table(sizes, where, (size, at) => expect(isNumber(size), at, size)));
   checkStep(record.step, plan);
 }
 
+/** Check the version of a step file, and that it names a plan file. */
 export function checkName(record) {
   version(record);
   expect(typeof record.plan === "string", "plan", record.plan);

@@ -1,10 +1,12 @@
-// Two programs side by side: what was planned and what was measured of each, and what differs.
+// Two recorded steps side by side, often of two programs: planned and measured figures of each, and their
+// differences.
 
 import {bytes} from "./memory.js";
 import {make, percent, table} from "./panels.js";
 import {seconds} from "./timeline.js";
 
-/** Of a step, name -> [value, how it is written]. Times are means over the devices; memory has parameters and optimizer, too. */
+/** Return a Map: name of a figure -> [value, function that formats it]. Times are means over the devices.
+ * Memory includes parameters and optimizer states. `step` is the planned or the recorded step of `record`. */
 function figures(record, step) {
   const devices = Object.entries(step.devices);
   const mean = (key) => devices.reduce((sum, [, of]) => sum + of[key], 0) / Math.max(devices.length, 1);
@@ -22,7 +24,8 @@ function figures(record, step) {
 
 const value = (found) => make("td", {}, found ? found[1](found[0]) : "-");
 
-/** By how much `after` is more than `before`, as it is and as a share; `tells`: less is better. */
+/** Return a cell with `after` minus `before`, also as a share of `before`; "-" if one of them is missing. Both
+ * are entries of `figures`. With `tells`, the colour shows that a smaller value is better. */
 function difference(before, after, tells) {
   if (!before || !after) return make("td", {}, "-");
   const [[from, text], [to]] = [before, after], more = to - from;
@@ -31,7 +34,7 @@ function difference(before, after, tells) {
   return make("td", {class: tone}, `${more < 0 ? "" : "+"}${text(more)}${share}`);
 }
 
-/** The table of two recorded steps. */
+/** Return the table of two recorded steps A and B. Each has {plan, record}, the contents of its files. */
 export function sideBySide(one, other) {
   const columns = [one, other].flatMap(({plan, record}) => [figures(record, plan.step), figures(record, record.step)]);
   const rows = [...new Set(columns.flatMap((column) => [...column.keys()]))].map((name) => {

@@ -1,4 +1,5 @@
-// The PIPER tab: choose a run and a step, see the planned step above the measured one, and two programs side by side.
+// The PIPER tab. The user chooses a run and a step, and sees the planned step above the measured one. With a
+// second run, the tab shows two programs side by side.
 
 import {checkName, checkPlan, checkRecord} from "./check.js";
 import {KINDS, Memory} from "./memory.js";
@@ -16,7 +17,8 @@ async function get(url) {
   return content;
 }
 
-/** A step file and its plan, checked. Files do not change once they are written. */
+/** Load and check a step file and its plan file. Cache both, because files do not change after they are
+ * written. Throw an Error that names the run and the file if a file is missing or not valid. */
 async function load(run, name) {
   const file = async (which, check) => {
     const key = JSON.stringify([run, which]);
@@ -61,7 +63,7 @@ function select() {
 async function refresh() {
   state.runs = (await get("./runs")).runs;
   const there = new Set(state.runs.map(({name}) => name));
-  for (const key of state.cache.keys()) if (!there.has(JSON.parse(key)[0])) state.cache.delete(key);  // its name may come again
+  for (const key of state.cache.keys()) if (!there.has(JSON.parse(key)[0])) state.cache.delete(key);  // a new run may get its name
   select();
   if (!state.runs.length) throw new Error("There is no recording in the log directory. Give PiperStrategy(profile=True).");
   const {run, step, otherRun, otherStep} = state.parts;

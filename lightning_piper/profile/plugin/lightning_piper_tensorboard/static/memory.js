@@ -16,7 +16,8 @@ export function bytes(count) {
   return `${k ? count.toFixed(1) : count} ${units[k]}`;
 }
 
-/** What a device holds of each kind: {kind: [[time, bytes], ...]}, constants included. */
+/** Return the bytes that a device holds over time, by kind: {kind: [[time, bytes], ...]}. Parameters and
+ * optimizer states are constant. */
 export function curvesOf(record, device) {
   const fixed = record.fixed?.[device] || {}, figures = record.step.devices[device];
   const curves = {...figures.memory_by_kind};
@@ -24,7 +25,7 @@ export function curvesOf(record, device) {
   return curves;
 }
 
-/** The value of a curve at a time. */
+/** Return the value of a curve at a time; 0 before the first point of the curve. */
 export function valueAt(curve, time) {
   let low = 0, high = curve.length;
   while (low < high) {
@@ -66,7 +67,7 @@ export class Memory {
       pen.beginPath();
       pen.rect(LEFT, 0, width - LEFT, height);
       pen.clip();
-      for (let kind = KINDS.length - 1; kind >= 0; kind--) {  // each band up to the sum of those below it
+      for (let kind = KINDS.length - 1; kind >= 0; kind--) {  // from the bottom up to the sum of the kinds 0 to `kind`
         pen.fillStyle = KINDS[kind][1];
         pen.beginPath();
         pen.moveTo(LEFT, bottom);
@@ -89,7 +90,7 @@ export class Memory {
     });
   }
 
-  /** What is held at a point of the canvas, as text. */
+  /** Return the bytes of each kind at a point of the canvas, as text; null if no strip is there. */
   at(x, y) {
     const strip = this.devices[Math.floor(y / STRIP)];
     if (!strip || x < LEFT) return null;

@@ -3,7 +3,8 @@
 import {bytes} from "./memory.js";
 import {seconds} from "./timeline.js";
 
-/** An element with attributes and children (elements or text). */
+/** Make an element with attributes and children (elements or text). An attribute `onclick` or similar is a
+ * listener, and `colour` is the background. */
 export function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -17,20 +18,23 @@ export function make(tag, attributes = {}, ...children) {
 
 export const percent = (share) => `${(100 * share).toFixed(1)}%`;
 
-/** Cells "value" or, with another record to compare with, "value (difference)". Less is better. */
+/** Return a cell with the text of `value`, or "value → other" if `other` is given. The colour shows that less
+ * is better. */
 function cell(value, other, text) {
   if (other === undefined) return make("td", {}, text(value));
   const difference = other - value, tone = Math.abs(difference) < 1e-3 * Math.abs(value) ? "" : difference > 0 ? "worse" : "better";
   return make("td", {}, `${text(value)} `, make("span", {class: tone}, `→ ${text(other)}`));
 }
 
-/** `above`: lines of the head above that of `heads`. */
+/** Return a table element. `rows` are lists of cells, and `above` are rows of the head above the row with the
+ * texts `heads`. */
 export function table(heads, rows, ...above) {
   const head = make("tr", {}, ...heads.map((text) => make("th", {}, text)));
   return make("table", {}, make("thead", {}, ...above, head), make("tbody", {}, ...rows.map((cells) => make("tr", {}, ...cells))));
 }
 
-/** Bubble and exposed communication by device. */
+/** Return a table of the times, their shares, the peak memory and the microbatches in flight of each device.
+ * `other` is a step to compare with, or undefined. */
 export function deviceTable(step, other) {
   const rows = Object.entries(step.devices).map(([device, figures]) => {
     const compared = other?.devices[device];
@@ -45,7 +49,8 @@ export function deviceTable(step, other) {
   return result;
 }
 
-/** The same by directive, added up over the devices. Programs are compared by what their directives say, not by their numbers. */
+/** Return a table of the times of each directive, summed over the devices. Directives of two programs share a
+ * row if their texts are equal, whatever their indices. */
 export function directiveTable(one, other) {
   const first = rowsOf(one), second = other ? rowsOf(other) : new Map();
   const keys = ["busy", "exposed", "bubble"];
@@ -59,7 +64,8 @@ export function directiveTable(one, other) {
   return result;
 }
 
-/** What a directive says -> its figures. Of several that say the same, the second is another. */
+/** Return a Map: text of a directive -> its name and times. If directives have equal texts, the later ones get
+ * " again" at the end of their texts. */
 function rowsOf({plan, record}) {
   const found = new Map();
   for (const {directive, ...figures} of record.step.directives) {
@@ -71,12 +77,12 @@ function rowsOf({plan, record}) {
   return found;
 }
 
-/** One line on a step, as a heading has it. */
+/** Return a line about a step, for a heading. */
 export function summary(step) {
   return `step time ${seconds(step.step_time)}, bubble ${percent(step.bubble_fraction)}, exposed communication ${percent(step.exposed_fraction)}`;
 }
 
-/** What is known of a node, one fact a line. */
+/** Return lines of text about a node, with one fact in each line. */
 export function about(plan, id) {
   const node = plan.nodes[id];
   const tags = Object.entries(node.tags).map(([tag, index]) => `${tag}=${index}`).join(", ");
@@ -86,7 +92,8 @@ export function about(plan, id) {
     `makes ${bytes(node.bytes)}`, made, ...placed];
 }
 
-/** A node with what it waits for on its left and who waits for it on its right. `choose` is called with a neighbour's id. */
+/** Return an element with a node. On its left are the nodes that it waits for, and on its right the nodes that
+ * wait for it. A click on one of these nodes calls `choose` with its id. */
 export function neighbourhood(plan, id, colours, choose) {
   const side = (title, edges, end) => make("div", {}, make("em", {}, edges.length ? title : `${title} nothing`), ...edges.map((edge) => {
     const node = plan.nodes[edge[end]];

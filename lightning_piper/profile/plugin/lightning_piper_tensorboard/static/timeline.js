@@ -1,13 +1,16 @@
 // A timeline on a canvas: rows are the streams of the devices, time runs to the right.
 //
-// The boxes of a row lie in lanes in which none overlap, sorted by time. So what is visible is found by bisection, and boxes
-// narrower than a pixel are drawn once a pixel: a frame costs as much as there are pixels, not as there are boxes.
+// The boxes of a row lie in lanes. The boxes of a lane do not overlap, and are sorted by time. So bisection
+// finds the visible boxes. Of boxes narrower than a pixel, one is drawn for each pixel. So the time to draw a
+// frame depends on the number of pixels, not on the number of boxes.
 
 export const LEFT = 150;  // pixels for the names of the rows
 const ROW = 20, GAP = 3, AXIS = 18;
-const LANES = 200;  // of a row; a stream runs one thing at a time
+// Largest number of lanes of a row. A valid recording has few, because a stream does one thing at a time.
+const LANES = 200;
 
-/** Boxes [row, start, end, node, kind] -> rows with lanes; rows without boxes are left out. */
+/** Divide boxes [row, start, end, node, kind], sorted by start, among the lanes of their rows. Return {rows,
+ * height in pixels, count of boxes}. Rows without boxes are left out. */
 export function lay(rows, boxes) {
   const byRow = rows.map(([device, stream]) => ({device, stream, lanes: []}));
   for (const box of boxes) {
@@ -32,7 +35,7 @@ export function lay(rows, boxes) {
   return {rows: shown, height: y + GAP, count: boxes.length};
 }
 
-/** The index of the first box of a lane that ends after `time`. */
+/** Return the index of the first box of a lane that ends after `time`; the number of boxes if none does. */
 export function firstAfter(boxes, time) {
   let low = 0, high = boxes.length;
   while (low < high) {
@@ -49,7 +52,8 @@ export function seconds(time, span = Math.abs(time)) {
 }
 
 export class Timeline {
-  /** `view` is {start, end}, shared by all timelines; `colours` maps kinds; `name` gives the text of a box. */
+  /** `view` is {start, end} in seconds, and all timelines share this object. `colours` is {kind: colour}.
+   * `name(node, kind)` returns the text of a box. */
   constructor(canvas, view, colours, name) {
     Object.assign(this, {canvas, view, colours, name, layout: {rows: [], height: 0, count: 0}, chosen: null});
   }
@@ -116,7 +120,8 @@ export class Timeline {
     return drawn;
   }
 
-  /** The box under a point of the canvas, in its pixels. Boxes narrower than three pixels count as three wide. */
+  /** Return the box at a point of the canvas, in pixels, or null. Boxes narrower than three pixels count as
+   * three pixels wide. */
   at(x, y) {
     const row = this.layout.rows.find((candidate) => y >= candidate.y && y < candidate.y + ROW);
     if (!row || x < LEFT) return null;
@@ -133,7 +138,7 @@ export class Timeline {
     return nearest;
   }
 
-  /** Where the middle of the i-th box of the row with this index is drawn. */
+  /** Return {x, y, box}: the i-th box in the first lane of a row, and the position of its middle in pixels. */
   place(rowIndex, i) {
     const row = this.layout.rows[rowIndex], lane = row.lanes[0], box = lane.boxes[i];
     const scale = (this.canvas.clientWidth - LEFT) / (this.view.end - this.view.start);
@@ -141,7 +146,8 @@ export class Timeline {
   }
 }
 
-/** Multiples of 1, 2 or 5 times a power of ten, about one for each 90 pixels. */
+/** Return the multiples of a unit from `start` to `end`, in seconds. The unit is 1, 2 or 5 times a power of
+ * ten, so that ticks are about 90 pixels apart or more. */
 export function ticks(start, end, pixels) {
   const least = (end - start) / Math.max(pixels / 90, 1);
   const power = 10 ** Math.floor(Math.log10(least));
@@ -165,7 +171,9 @@ function drawAxis(pen, view, scale, width, height) {
   pen.stroke();
 }
 
-/** Wheel zooms about the pointer, with shift it pans; dragging pans; a double click shows everything. */
+/** Let the mouse change `view`, and call `redraw`. The wheel zooms about the pointer, or with shift moves the
+ * view. Dragging moves the view, and a double click shows everything. `whole()` returns the largest length of
+ * the view in seconds. */
 export function navigate(canvas, view, whole, redraw) {
   const width = () => canvas.clientWidth - LEFT;
   const move = (start, length) => {
@@ -195,7 +203,7 @@ export function navigate(canvas, view, whole, redraw) {
     move(view.start - (event.clientX - last) / width() * length, length);
     last = event.clientX;
   });
-  canvas.addEventListener("click", (event) => {  // what ends a drag chooses nothing
+  canvas.addEventListener("click", (event) => {  // the click that ends a drag does not choose a box
     if (way > 3) event.stopImmediatePropagation();
   });
   canvas.addEventListener("dblclick", () => move(0, whole()));
