@@ -322,7 +322,12 @@ def _binary(
 
 
 def _power(base: Any, exponent: Any) -> Any:
-    """Return `base ** exponent`. Python's integers give an integer or a float, depending on the exponent's sign."""
+    """Return `base ** exponent`, of which at least one is deferred. Integers give an integer, or for a negative
+    exponent a float.
+
+    Raises:
+        CaptureError: both are integers and the exponent is deferred, so its sign is unknown.
+    """
     whole = all(isinstance(x, int) for x in (base, exponent))
     if whole and type(exponent) is DeferredNumber:
         raise refusal()

@@ -203,8 +203,9 @@ class NumberProxy:
     ) -> Any:
         """Call a torch function with numbers among its arguments.
 
-        If the function gives the same bits for a tensor, a number becomes an input of the graph. Otherwise
-        the function gets the number's value, with a guard. Outside of a trace, the value has no guard.
+        If the function gives the same bits for a tensor, a real number becomes an input of the graph. In all
+        other cases, the function gets the number's value, with a guard. Outside of a trace, the value does not
+        have a guard.
         """
         leaves, tree = _torch.tree_flatten((args, kwargs or {}))
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
