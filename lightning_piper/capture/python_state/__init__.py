@@ -1,1 +1,2 @@
-"""The Python state that a step reads and changes, and the guards that decide when its graph may run again."""
+"""Find the Python state that a step reads and changes. Guards on this state decide whether the step's graph
+may run again."""

@@ -1,5 +1,5 @@
-"""Find globals and closures that the code of a step names, by reading this code and the code of all user
-functions that it names.
+"""Find globals and closures that the code of a step names. The search reads the bytecode of the step, and the
+bytecode of all functions of the user that this code names.
 
 A name may be on a branch that the step does not take. An unneeded guard only costs a capture, but a missing
 guard gives a wrong result.
@@ -25,6 +25,7 @@ from lightning_piper.capture.python_state.state_locations import StateLocation
 from lightning_piper.capture.python_state.state_recorder import StateRecorder, is_library
 from lightning_piper.common.user_lines import is_installed
 
+# Names of bytecode instructions, by the kind of name that they read or write.
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "IMPORT_FROM")
 _IMPORT, _TEXT = "IMPORT_NAME", "LOAD_CONST"
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
@@ -36,7 +37,8 @@ def is_users(code: types.CodeType) -> bool:
 
 
 def is_users_file(file: str) -> bool:
-    """Return whether code of this file is the user's, not an installed package's."""
+    """Return whether code of this file is the user's: not Piper's, not an installed package's, and not
+    Python's."""
     return not file.startswith(_OWN) and not is_installed(file) and "/lib/python3" not in file
 
 
@@ -46,11 +48,11 @@ _OWN = (str(Path(__file__).parents[2]) + "/", "<frozen")
 def reached_locations(
     module: nn.Module, step: str, recorder: StateRecorder
 ) -> tuple[list[StateLocation], list[Namespace]]:
-    """Return the places and namespaces of `named_locations`, and also those that the code of objects in these
-    places names.
+    """Return the places and namespaces of `named_locations`, including those that are named by the code of
+    objects in these places.
 
     Args:
-        recorder: records these objects.
+        recorder: has the objects that the module reaches. The function adds the objects in the places.
     """
     (named, namespaces), known = named_locations(module, step, recorder), -1
     while known != len(recorder.objects):  # newly found objects may have code that names more places
@@ -63,18 +65,22 @@ def reached_locations(
 def named_locations(
     module: nn.Module, step: str, recorder: StateRecorder
 ) -> tuple[list[StateLocation], list[Namespace]]:
-    """Return the places that a step's code names and that hold data or functions, and the namespaces of this
+    """Return the places that a step's code names and for which a guard is useful, and the namespaces of this
     code.
 
-    Places are globals, cells of closures, default arguments, and attributes of classes and Python modules.
-    Piper reads the code of the step, the functions that it names, and the objects and functions in
-    `recorder`. A namespace is a globals dict with the names that the code calls from it.
+    Places are globals, cells of closures, default arguments, and attributes of classes and Python modules. A
+    namespace is (a globals dict, the names that the code calls from it).
+
+    Args:
+        module, step: the module, and the name of its step.
+        recorder: has further functions whose code is read, and objects. If the class of such an object has an
+            attribute that the code names, this attribute is a place.
     """
     found = _NameScan(module, {type(x) for x, _ in recorder.objects.values()})
     for routine in recorder.routines:
         found.follow(routine)
     found.follow(getattr(type(module), step, None))
-    # functions that were assigned to the object: self.training_step = ..., self.loss = lambda ...
+    # Functions that were assigned to the object: self.training_step = ..., self.loss = lambda ...
     for name, value in vars(module).items():
         if inspect.isroutine(value) or name == step:
             found.follow(value)
@@ -86,9 +92,9 @@ class _NameScan:
     """A search for the places that code names, which starts at the functions passed to `follow`.
 
     Args:
-        module: the module of the step. If the class of one of its parts has an attribute that the code names,
-            the attribute is a place.
-        others: further classes whose attributes may be places.
+        module: the module of the step. If its class, or the class of a submodule, has an attribute that the
+            code names, the attribute is a place.
+        others: further classes whose attributes are places if the code names them.
 
     Attributes:
         places: key -> place.
@@ -109,8 +115,9 @@ class _NameScan:
         self._holders: list[tuple[str, Any]] = []
 
     def follow(self, value: Any) -> bool:
-        """Queue the code of a function, of a property, or of an object that wraps a function. Return whether
-        the value is one of these."""
+        """Queue the code of a function, of a property, or of an object that wraps a function, if the code is
+        the user's and was not queued before. Return whether the value is one of these; False for a property
+        without functions."""
         value = inspect.unwrap(value) if inspect.isroutine(value) and hasattr(value, "__wrapped__") else value
         if isinstance(value, functools.partial):
             return self.follow(value.func)
@@ -169,7 +176,11 @@ class _NameScan:
                 self._take(place, function.__globals__[name])
 
     def _take_module(self, name: str, package: str | None) -> None:
-        """Record a Python module that a function imports."""
+        """Take a Python module that a function imports, if it is already loaded (see `_take`).
+
+        Args:
+            name: the name in the import statement, which may be relative to `package`.
+        """
         for known in (name, f"{package}.{name}".rstrip(".")):
             if known in sys.modules:
                 self._take(StateLocation(known, sys.modules, known), sys.modules[known])
@@ -221,13 +232,15 @@ class _NameScan:
 
 @functools.lru_cache(maxsize=4096)
 def _called(code: types.CodeType) -> frozenset[str]:
-    """Return names of globals and builtins that the code calls. Python marks these load instructions."""
+    """Return the names of globals and builtins that the code, or code inside of it, calls. Python marks an
+    instruction that loads a function to call it."""
     nested = (_called(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
     loads = (i for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL" and (i.arg or 0) & 1)
     return frozenset(i.argval for i in loads).union(*nested)
 
 
 def _is_empty(cell: types.CellType) -> bool:
+    """Return whether a variable of a closure has no value yet."""
     try:
         _ = cell.cell_contents
     except ValueError:
@@ -238,7 +251,7 @@ def _is_empty(cell: types.CellType) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _instructions(code: types.CodeType) -> tuple[tuple[str, str], ...]:
     """Return (operation, name) for the instructions that read or write names, and for texts that may be
-    names, in the code and in nested code."""
+    names, in the code and in nested code. Each pair occurs once. An example is ("LOAD_GLOBAL", "BETA")."""
 
     def within(code: types.CodeType) -> Iterator[tuple[str, str]]:
         """Yield the pairs in the order of the code, with repetitions."""

@@ -1,6 +1,6 @@
-"""Read the content of objects that hold values but are not lists or dicts: buffers of bytes, queues, context
-variables, thread-local values, and functions that cache their results. Guards compare the content, and a
-failed trace restores it."""
+"""Read the content of objects that hold values but are not lists or dicts, such as buffers of bytes, queues,
+context variables, thread-local values, and functions that cache their results. Guards compare the content.
+After a failed trace, Piper restores some of it (`restoring`)."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ ATTRIBUTES = (
 )  # fmt: skip
 _VIEW: Any = type({}.values())
 _TEXT_OR_BYTES = (io.StringIO, io.BytesIO)
-# Functions that read the content of objects of the standard library which have no attributes for it. The flags of a
-# decimal context do not count, because every computation may set them.
+# Class, or classes, of the standard library -> function that reads the content of an object that does not have
+# attributes for it. The flags of a decimal context do not count, because every computation may set them.
 _READERS: dict[type | tuple[type, ...], Callable[[Any], Any]] = {
     _TEXT_OR_BYTES: lambda file: None if file.closed else (file.getvalue(), file.tell()),
     type(threading.Lock()): lambda lock: lock.locked(),
@@ -63,10 +63,11 @@ _PLAIN = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
 
 
 def held_by(value: Any) -> dict[str, Any]:
-    """Return the objects that a context variable, a queue or another object of `ATTRIBUTES`, the view of a dict's
-    values, or a cached function holds. Return an empty dict for an object of another kind.
+    """Return the objects that `value` holds: a context variable, an object of `ATTRIBUTES` such as a queue, the
+    view of a dict's values, or a function that caches its results. Return an empty dict for any other object.
 
-    The keys are the end of the expression that a user would write, such as ".get()".
+    The keys are the end of the expression that a user would write for an object, such as ".get()". A context
+    variable without a value holds a placeholder.
     """
     if isinstance(value, contextvars.ContextVar):
         try:
@@ -83,10 +84,10 @@ def held_by(value: Any) -> dict[str, Any]:
 
 
 def content_of(value: Any) -> Any:
-    """Return a value whose form is equal while the content of the object is the same. Return None for an
-    object of another kind.
+    """Return a value whose form (`form_of`) stays equal while the content of the object stays the same.
 
-    The results of a cached function do not count as its content, because a step may add results.
+    Return None for an object whose content this module cannot read, and for functions, modules and classes.
+    The results that a function caches do not count as its content, because a step may add results.
     """
     if isinstance(value, (*_PLAIN, MEMOISED)):
         return None
@@ -105,9 +106,15 @@ def content_of(value: Any) -> Any:
 
 
 def restoring(value: Any) -> Callable[[], None] | None:
-    """Return a function that restores the current content of a buffer, of a file in memory, of a context variable
-    or of a `queue.SimpleQueue` that was only added to. Return None for any other object, a closed file, a variable
-    without a value, and a buffer that is read-only, larger than `_LARGE` or not contiguous."""
+    """Return a function that restores the current content of an object. Return None if this is not possible.
+
+    It is possible for these objects:
+
+    - a context variable with a value
+    - a file in memory that is not closed (`StringIO`, `BytesIO`)
+    - a `queue.SimpleQueue`, if later code only adds to it
+    - a buffer, such as a `bytearray`, that is writable, contiguous and at most `_LARGE` bytes large
+    """
     if isinstance(value, contextvars.ContextVar):
         try:
             before = value.get()  # the default, if no value was set
@@ -146,7 +153,7 @@ def restoring(value: Any) -> Callable[[], None] | None:
 
 
 def _rewrite(file: Any, content: str | bytes, position: int) -> None:
-    """Give a file in memory this content, and move to this position."""
+    """Give a file in memory this content, and move to this position. Do nothing if the file is closed."""
     if not file.closed and (file.getvalue(), file.tell()) != (content, position):
         file.seek(0)
         file.truncate()
@@ -155,7 +162,7 @@ def _rewrite(file: Any, content: str | bytes, position: int) -> None:
 
 
 def _drop_newest(waiting: queue.SimpleQueue[Any], size: int) -> None:
-    """Keep the oldest `size` entries of a queue."""
+    """Remove the newest entries of a queue, so that the oldest `size` entries stay."""
     if waiting.qsize() > size:
         entries = [waiting.get_nowait() for _ in range(waiting.qsize())]
         for entry in entries[:size]:
@@ -163,7 +170,8 @@ def _drop_newest(waiting: queue.SimpleQueue[Any], size: int) -> None:
 
 
 def cached_results(function: Any) -> Iterator[Any]:
-    """Iterate over the results that a function under `functools.cache` or `functools.lru_cache` keeps."""
+    """Yield the results that a function under `functools.cache` or `functools.lru_cache` has stored, except
+    functions, modules and classes. With a bounded cache, stored arguments may also be among them."""
     if not function.cache_info().currsize:
         return
     own = vars(function)

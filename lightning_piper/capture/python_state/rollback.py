@@ -28,7 +28,7 @@ from lightning_piper.capture.python_state.state_locations import Guards, StateLo
 from lightning_piper.capture.python_state.state_recorder import StateRecorder
 from lightning_piper.errors import CaptureError
 
-MANY = 100_000  # the largest number of objects that are visited
+MANY = 100_000  # the largest number of objects whose state is saved
 _LARGE = 2**16  # in bytes; larger arrays are not saved
 # Objects of these packages are not state of the user.
 _FOREIGN = (
@@ -51,15 +51,20 @@ _PLAIN = (
 
 @contextlib.contextmanager
 def rollback_on_failure(module: nn.Module, step: str = "training_step") -> Iterator[None]:
-    """Restore the user's Python objects if the code in this context fails.
+    """Restore the user's Python objects if the code in this context raises an `Exception`.
 
     These are the objects that the module reaches (attributes, containers, and objects of the user's classes,
-    with their contents), and the globals and closures that the code of the step names. The results of a
-    memoizing function (`functools.cache`) are cleared if it was called with new arguments.
+    with their contents), the globals and closures that the code of the step names, and the environment
+    variables. If a memoizing function (`functools.cache`) was called with new arguments, its cache is
+    cleared. Parameters and buffers are not restored.
+
+    Args:
+        step: the name of the method whose code is searched for globals and closures.
 
     Raises:
-        CaptureError: the code has advanced an iterator, even if the code did not fail. The error says if the
-            iterator cannot be restored.
+        CaptureError: the code has advanced an iterator, and has not failed or has raised a `CaptureError`.
+            The objects are then also restored. If the iterator cannot be reset, the error has a note about it
+            and its attribute `late` is True.
     """
     kept = _SavedState(module, step)
     try:
@@ -81,7 +86,7 @@ def rollback_on_failure(module: nn.Module, step: str = "training_step") -> Itera
 @contextlib.contextmanager
 def as_before(module: nn.Module) -> Iterator[None]:
     """At the end of this context, restore all state that a module and the code of its training step reach, as
-    far as `rollback_on_failure` can."""
+    far as `rollback_on_failure` can restore it. It is restored with and without an error."""
     kept = _SavedState(module, "training_step")
     try:
         yield
@@ -90,8 +95,12 @@ def as_before(module: nn.Module) -> Iterator[None]:
 
 
 def _taken(iterator: str, stuck: list[str]) -> CaptureError:
-    """Return the error for a step that takes the next value of an iterator. `stuck` names the iterators that
-    cannot be reset."""
+    """Return the error for a step that takes the next value of an iterator.
+
+    Args:
+        iterator: the expression that a user would write for the iterator.
+        stuck: the expressions of the iterators that cannot be reset.
+    """
     changed = CaptureError(
         f"the step takes the next value of the iterator {iterator}. A captured step would reuse the value "
         "from its capture in every step. Put the value into the batch, or keep it in a buffer [PIPER-C004]"
@@ -105,20 +114,21 @@ def _taken(iterator: str, stuck: list[str]) -> CaptureError:
 
 
 class _SavedState:
-    """The saved state of all objects that a module and the code of its step reach."""
+    """The saved state of all objects that a module and the code of its step reach. The constructor saves the
+    state, `moved` shows which iterators have advanced since, and `restore` restores the state."""
 
     def __init__(self, module: nn.Module, step: str) -> None:
-        # id -> object
+        # id of a visited object -> the object
         self._seen: dict[int, Any] = {}
-        # functions that restore one object each
+        # Functions that restore one object or place each.
         self._undo: list[Callable[[], None]] = []
-        # path, iterator, and its `_position`
+        # (expression for the iterator, iterator, its `_position`)
         self._iterators: list[tuple[str, Any, Any]] = []
         # id of an iterator -> a copy that continues from the saved position
         self._copies: dict[int, Any] = {}
-        # place, and its value before the step
+        # (place, its value before the step)
         self._places: list[tuple[StateLocation, Any]] = []
-        # A queue instead of recursion, which could exceed Python's limit.
+        # (expression, object) of the objects still to save. Recursion instead could exceed Python's limit.
         self._waiting: deque[tuple[str, Any]] = deque()
         for path, part in module.named_modules():
             self._waiting.append((f"self.{path}" if path else "self", part))
@@ -129,7 +139,13 @@ class _SavedState:
         self._keep_environment()
 
     def _keep(self, path: str, value: Any) -> None:
-        """Save the state of an object, and queue the objects that it contains."""
+        """Save the state of an object, and queue the objects that it contains. Do nothing if the object was
+        visited before, or is of a class in `_PLAIN` or of a package in `_FOREIGN`. Large arrays and arrays of
+        objects are not saved.
+
+        Args:
+            path: the expression that a user would write for the object.
+        """
         if isinstance(value, _PLAIN) or id(value) in self._seen:
             return
         self._seen[id(value)] = value
@@ -202,10 +218,12 @@ class _SavedState:
         self._wait((f"{path}{name}", x) for name, x in held_by(function).items())
 
     def _wait(self, found: Iterable[tuple[str, Any]]) -> None:
+        """Queue (expression, object) pairs, except objects without state of their own (`_PLAIN`)."""
         self._waiting.extend((path, value) for path, value in found if not isinstance(value, _PLAIN))
 
     def _keep_attributes(self, path: str, owner: Any, but: set[str]) -> None:
-        """Save the attributes of an object except those named in `but`, and queue their values."""
+        """Save the attributes of an object except those named in `but`, and queue their values. Do nothing for
+        an object without `__dict__`."""
         values = getattr(owner, "__dict__", None)
         if not isinstance(values, dict):
             return
@@ -236,13 +254,14 @@ class _SavedState:
         self._undo.append(undo)
 
     def moved(self) -> Iterator[str]:
-        """Iterate over the names of iterators that have advanced."""
+        """Yield the expression of each saved iterator that has advanced since the state was saved."""
         for path, value, position in self._iterators:
             if _position(value) != position:
                 yield path
 
     def restore(self) -> list[str]:
-        """Restore all saved state. Return the names of iterators that cannot be restored."""
+        """Restore all saved state. Return the expressions of iterators that have advanced and cannot be
+        reset."""
         moved = {id(value): path for path, value, position in self._iterators if _position(value) != position}
         for undo in self._undo:
             undo()
@@ -254,8 +273,8 @@ class _SavedState:
         return [path for key, path in moved.items() if key not in replaced]
 
     def _replace(self, old: Any, new: Any) -> bool:
-        """Put a copy of an iterator in every place where the iterator was found. Return whether there was
-        such a place that can be assigned to."""
+        """Put the copy `new` of the iterator `old` wherever a saved place, list, dict or attribute holds
+        `old`. Return whether one of them holds it."""
         found = False
         for place, before in self._places:
             if before is old:
@@ -272,6 +291,8 @@ class _SavedState:
 
 
 def _again(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[[], None]:
+    """Return a function that calls `function` with these arguments."""
+
     def undo() -> None:
         function(*arguments)
 
@@ -279,22 +300,29 @@ def _again(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable
 
 
 def _differ(now: Any, before: Any) -> bool:
-    """Return whether two containers of the same kind hold different objects."""
+    """Return whether two dicts, or two lists, hold different objects. Equal but different objects also count
+    as a difference."""
     if isinstance(now, Mapping):
         return now.keys() != before.keys() or any(now[key] is not value for key, value in before.items())
     return len(now) != len(before) or any(x is not y for x, y in zip(now, before, strict=True))
 
 
 def _stands_alone(iterator: Any) -> bool:
-    """Return whether the iterator is over a container or a count, not over another iterator. Then a copy of
-    the iterator continues independently from the same position."""
+    """Return whether the iterator is over a container or a count, not over another iterator.
+
+    A copy of such an iterator continues from the same position, and does not advance the original.
+    """
     if isinstance(iterator, itertools.count | itertools.repeat):
         return True
     return type(iterator).__module__ == "builtins" and operator.length_hint(iterator, -1) >= 0
 
 
 def _position(iterator: Any) -> Any:
-    """Return a value that changes when the iterator advances, as far as this is visible."""
+    """Return a value that changes when the iterator advances, as far as this is visible.
+
+    This is the instruction and the local variables of a generator, the number of remaining entries of an
+    iterator over a container, the state of other iterators of Python, or the attributes of any other object.
+    """
     if isinstance(iterator, types.GeneratorType):
         frame = iterator.gi_frame
         return (
@@ -315,4 +343,5 @@ def _position(iterator: Any) -> Any:
 
 
 def _token(value: Any) -> Any:
+    """Return a number or text itself, and the id of any other object."""
     return value if isinstance(value, int | float | str) else id(value)

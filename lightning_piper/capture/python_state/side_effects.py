@@ -26,8 +26,9 @@ from lightning_piper.errors import CaptureError
 
 _GROWING = (list, deque, dict, OrderedDict, defaultdict)
 _VALUES = (type(None), bool, int, float, str, torch.Tensor)
-# (index of the place in `EffectLog.places`, keys from its value to the changed container, operation,
-# argument)
+# (index of the place in `EffectLog.places`, keys from the place's value to the changed container, operation,
+# argument of the operation). For `self.outputs["loss"].append(x)`, it is (0, ("loss",), "append", x). The
+# operation "attribute" assigns the argument to the place.
 Effect = tuple[int, tuple[Any, ...], str, Any]
 
 
@@ -39,8 +40,8 @@ class ContainerGrowth(Exception):
 
 
 def may_append(guard: Guard) -> bool:
-    """Return whether a guard broke because the step may have added to a list or dict, which the place still
-    holds."""
+    """Return whether a broken guard is on a list or dict that the place still holds. So the step may have
+    added to it, or changed it in another way. The next trace shows which."""
     at = guard.place
     return (
         type(guard.value) in _GROWING
@@ -53,6 +54,9 @@ def may_append(guard: Guard) -> bool:
 
 class AppendProxy:
     """A placeholder for a list or a dict that only supports adding entries.
+
+    Items that are lists or dicts are again such placeholders. Any other use raises a `CaptureError`. The
+    placeholder does not change the list or dict, but passes each addition to `note`.
 
     Args:
         like: the list or dict.
@@ -144,12 +148,15 @@ def take_attributes(
     keep: Callable[[StateLocation, Any], None],
 ) -> None:
     """Call `keep` with each plain value (None, a number, a text or a tensor) that the step has assigned to an
-    attribute, and restore the attribute. Skip attributes that the step has read, and attributes that had
-    another kind of value before.
+    attribute of the module or of a submodule, and restore the attribute.
+
+    Skip attributes that the step has read, and attributes that had another kind of value before. Also skip
+    parameters and buffers.
 
     Args:
         before: the attributes before the step.
         was_read: returns whether the step has read a place.
+        keep: called with the place of the attribute, and the assigned value.
     """
     known = {(id(part), name): (value, form) for _, part, name, value, form in before}
     for path, part, name, value, form in attributes(module):
@@ -170,7 +177,12 @@ def take_attributes(
 
 
 def replay(places: Sequence[StateLocation], kept: Sequence[Effect]) -> None:
-    """Repeat on the user's objects the changes that a step made during its trace."""
+    """Repeat on the user's objects the changes that a step made during its trace, in the same order.
+
+    Args:
+        places: `EffectLog.places`.
+        kept: the changes, with values that were computed from the current batch.
+    """
     for index, path, how, value in kept:
         if how == "attribute":
             places[index].put(value)
@@ -196,13 +208,15 @@ _HOW: Mapping[str, Callable[[Any, Any], Any]] = {
 
 class ResultBuilder:
     """A callable that builds a step's return value, and the state that the step keeps, from the step's result
-    tensors.
+    tensors (`StepCode.rebuild`).
+
+    The argument `leaves` of the methods has the tensors of the return value, then the tensors of the kept
+    state. The arguments `given` are the further arguments of `BatchSpec.rebuild`.
 
     Args:
-        returned, kept: the specs of the return value and of the kept state.
-        places: where the step keeps its state.
-
-    The arguments `given` of the methods are the further arguments of `BatchSpec.rebuild`.
+        returned: the spec of the return value.
+        kept: the spec of the kept state, which is a list of `Effect`.
+        places: `EffectLog.places`.
     """
 
     def __init__(self, returned: BatchSpec, kept: BatchSpec, places: Sequence[StateLocation]) -> None:
@@ -222,14 +236,15 @@ class EffectLog:
     """A recorder of the state that a step keeps while it is traced.
 
     Attributes:
-        found: the additions and assignments so far.
-        places: the place of each entry of `found`.
+        found: the additions and assignments so far, in order.
+        places: the place of each entry of `found`, with the same index.
     """
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
+        """Forget all changes, because a tracer runs the step more than once."""
         self.found: list[Effect] = []
         self.places: list[StateLocation] = []
 
@@ -240,17 +255,21 @@ class EffectLog:
         )
 
     def note(self, place: StateLocation, path: tuple[Any, ...], how: str, value: Any) -> None:
+        """Record a change of the value in a place. See `Effect` for the arguments."""
         self.places.append(place)
         self.found.append((len(self.places) - 1, path, how, value))
 
     def numbers(self, placed: Sequence[tuple[StateLocation, Any]], step: str) -> None:
-        """Record the new values of numbers that the step has increased, and restore the numbers.
+        """Record the new values of numbers that the step has changed, such as `self.seen += len(x)`, and put
+        the placeholders of the numbers back in place.
 
         Args:
-            placed: the places, each with the number that was in the place while the step ran.
+            placed: (place, `NumberProxy` that was in the place before the step ran).
+            step: the name of the step.
 
         Raises:
-            CaptureError: the step replaced a number by another kind of value.
+            CaptureError: the step has replaced a number by a value that does not follow from numbers that
+                are inputs, such as a tensor.
         """
         for place, number in placed:
             now = place.get()

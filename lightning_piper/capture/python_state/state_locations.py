@@ -24,8 +24,8 @@ from lightning_piper.capture.proxies.numbers import NumberProxy
 from lightning_piper.capture.python_state.object_content import ENVIRONMENT, content_of
 from lightning_piper.capture.torch_private import _torch
 
-MISSING = object()  # the value of a place that does not exist
-ALL = object()  # as the name of a place: all entries of the dict
+MISSING = object()  # the value of a place that has no value, such as a dict's entry that does not exist
+ALL = object()  # a `StateLocation.name` that stands for all entries of the dict
 # Classes of immutable values, which guards compare by `repr`.
 VALUES = (type(None), bool, int, float, complex, str, bytes, enum.Enum, np.generic, torch.dtype,
     torch.device, PurePath, range,
@@ -40,10 +40,13 @@ class StateLocation:
     """A place that holds a value: an entry of a dict (attributes of most objects, globals) or an attribute
     (slots, classes, cells).
 
+    For example, `self.config["sizes"][2]` is
+    `StateLocation('self.config["sizes"][2]', vars(module), "config", path=("sizes", 2))`.
+
     Attributes:
         where: The expression that a user would write for the place.
         owner, name: The dict and its key, or the object and its attribute.
-        item: Whether the place is an entry of a dict.
+        item: Whether the place is an entry of a dict. If not, it is an attribute.
         path: If the value is inside of a container in that place, the keys that lead to the value.
     """
 
@@ -55,12 +58,12 @@ class StateLocation:
 
     @property
     def key(self) -> Any:
-        """A key that is equal for equal places."""
+        """A key that is equal for equal places, as long as the owner exists."""
         return (id(self.owner), self.name, self.path)
 
     def get(self) -> Any:
-        """Return the value at this place. Return `MISSING` if there is no value, and all items of the dict if
-        the name is `ALL`."""
+        """Return the current value at this place. Return `MISSING` if there is no value. If the name is `ALL`,
+        return all (key, value) pairs of the dict as a tuple."""
         if self.name is ALL:
             return tuple(self.owner.items())
         found: Any = (
@@ -75,7 +78,7 @@ class StateLocation:
 
     @property
     def takes_number(self) -> bool:
-        """Whether the place holds a number, and a `NumberProxy` can replace it during a trace."""
+        """Whether the place holds an int or a float, and a `NumberProxy` can replace it during a trace."""
         if type(self.get()) not in NUMBERS:
             return False
         if not self.path:
@@ -85,7 +88,7 @@ class StateLocation:
         return getattr(type(within), "__setitem__", None) in _SETTING
 
     def put(self, value: Any) -> None:
-        """Set the value at this place. `MISSING` removes an item of a dict."""
+        """Set the value at this place. If the place is an entry of a dict, `MISSING` removes the entry."""
         if self.path:
             within = StateLocation(self.where, self.owner, self.name, self.item, self.path[:-1]).get()
             _entries(within)[self.path[-1]] = value
@@ -103,21 +106,22 @@ Path = tuple[Any, ...]  # keys within a container
 
 
 def _entries(value: Any) -> Any:
-    """Return the container's entries. A namespace's entries are its attributes."""
+    """Return the dict of a namespace's attributes. Return any other value itself."""
     return vars(value) if isinstance(value, NAMESPACES) else value
 
 
 def form_of(
     value: Any, without: frozenset[Path] = frozenset(), path: Path = (), inside: tuple[int, ...] = ()
 ) -> Any:
-    """Return a key that is equal for values that mean the same to a step.
+    """Return a key that is equal for values that mean the same to a step. Guards compare these keys.
 
-    `VALUES`, containers, arrays, generators, and objects whose content `content_of` returns are compared by
-    content. All tensors inside of containers are equal, and so are all weak references. Other objects are
-    compared by identity, because their attributes are separate places.
+    `VALUES`, containers, arrays, generators, bound methods, partial functions, and objects whose content
+    `content_of` returns are compared by content. All tensors inside of containers are equal, and so are all
+    weak references. Other objects, and tensors outside of containers, are compared by identity, because their
+    attributes are separate places. The key of such an object keeps it alive.
 
     Args:
-        without: paths of numbers that are equal to any other number.
+        without: paths of numbers that count as equal to any other number.
         path, inside: used by the recursion: path so far, and ids of the enclosing containers.
     """
     if type(value) is NumberProxy:
@@ -166,6 +170,7 @@ def form_of(
 
 
 def is_sequence(value: Any) -> bool:
+    """Return whether the value is a list, a tuple, a deque or a `ListConfig` of omegaconf."""
     return isinstance(value, list | tuple) or type(value).__name__ in ("deque", "ListConfig")
 
 
@@ -193,10 +198,11 @@ def _is_fixed(value: Any) -> bool:
 
 @dataclass(eq=False)
 class Guard:
-    """The value of a place when the step was captured.
+    """A check that a place still has the value that it had when the step was captured.
 
     Attributes:
-        form: the key that `form_of` returns for the value.
+        form: the key that `form_of` returned for the value.
+        value: the value itself. Its content may have changed since.
         loose: paths to numbers inside of the value. These numbers are inputs, so the guard ignores them.
     """
 
@@ -212,15 +218,16 @@ class Guard:
 
     @functools.cached_property
     def mutable(self) -> bool:
-        """Whether `form` can change without an assignment to the place."""
+        """Whether `form` can change without an assignment to the place, such as the form of a list."""
         if self.place.name is ALL or _is_fixed(self.value):
             return False
         return not isinstance(self.form, _ObjectIdentity) and self.value is not MISSING
 
     @property
     def written_anew(self) -> bool:
-        """Whether the step has replaced an immutable value of a dict's entry, such as a number or a text, by
-        another immutable value, or has set an environment variable. Ask only if the guard does not hold."""
+        """Whether an immutable value of a dict's entry, such as a number or a text, was replaced by another
+        immutable value, or an environment variable was set for the first time. Read this only if the guard
+        does not hold."""
         at = self.place
         fixed = _is_fixed(self.value) or (self.value is MISSING and type(at.owner) is ENVIRONMENT)
         return at.item and not at.path and at.name is not ALL and fixed and _is_fixed(at.get())
@@ -234,8 +241,9 @@ class Guard:
 
 
 def changed_numbers(guard: Guard) -> Iterator[Path]:
-    """Iterate over the paths of the changed numbers in a guard that does not hold any more. There are no
-    paths if anything other than a number has changed."""
+    """Return the paths of the changed numbers in the value of a guard that does not hold any more. If the
+    value itself is the number, its path is (). There are no paths if anything other than a number that can be
+    assigned to has changed."""
 
     def walk(before: Any, after: Any, path: Path) -> Iterator[Path | None]:
         """Yield the path of each number that differs between two forms, and None for any other difference."""
@@ -274,15 +282,16 @@ def changed_numbers(guard: Guard) -> Iterator[Path]:
 class Guards:
     """All guards of a captured step.
 
-    `hold` runs before every step, so it must be fast. It compares an entry of a dict whose value is
-    immutable, or compared by identity, only if Python's version counter of the dict has changed. If the
-    counter does not follow attributes (Python 3.13), `hold` compares all values.
+    `hold` runs before every step, so it must be fast. Some guards are on a dict's entry whose value is
+    immutable or compared by identity. `hold` compares such a value only if Python's version counter of the
+    dict has changed. If the counter does not follow attributes (Python 3.13), `hold` compares all values.
     """
 
-    # key -> place of a number in a container. Guards ignore these numbers, because they are inputs.
+    # Key of a place -> this place, which holds a number that is an input. If the number is inside of a
+    # container, the container's guard ignores the number.
     inputs: Mapping[Any, StateLocation] = field(default_factory=dict)
     by_key: dict[Any, Guard] = field(default_factory=dict)  # key of a place -> its guard
-    # id of a dict of hooks -> the name of its place, the dict, and its form
+    # id of a dict of hooks -> (expression for the dict, the dict, its form when the step was captured)
     hooks: dict[int, tuple[str, Any, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -296,11 +305,14 @@ class Guards:
             self._stale = True
 
     def note_hooks(self, where: str, hooks: dict[int, Any]) -> None:
+        """Guard a dict of hooks: it must keep the same hooks in the same order. If it is already guarded, keep
+        the first guard."""
         if id(hooks) not in self.hooks:
             self.hooks[id(hooks)] = (where, hooks, _hooks(hooks))
             self._stale = True
 
     def hold(self) -> bool:
+        """Return whether all guards hold."""
         if not self._stale and self._unwritten() and all(g.holds() for g in self._always):
             return True
         if next(self.broken(), None) is not None:
@@ -309,20 +321,21 @@ class Guards:
         return True
 
     def _unwritten(self) -> bool:
-        """Return whether no dict of `_dicts` was written, and no hook was added, since `_arrange`."""
+        """Return whether no dict in `_dicts` has changed, and no hook was added anywhere, since `_arrange`."""
         return (
             list(map(_torch.dict_version, self._dicts)) == self._versions
             and RemovableHandle.next_id == self._handles
         )
 
     def broken(self) -> Iterator[Guard | str]:
-        """Iterate over the guards that do not hold, and over the places (as text) whose hooks have
+        """Yield the guards that do not hold, and then the expression of each dict of hooks that has
         changed."""
         yield from (guard for guard in self.by_key.values() if not guard.holds())
         yield from (where for where, hooks, form in self.hooks.values() if _hooks(hooks) != form)
 
     def _arrange(self) -> None:
-        """Sort the guards by how `hold` checks them, and record the current version counters."""
+        """Divide the guards into those that version counters cover (their dicts are in `_dicts`) and all
+        others (`_always`). Record the current counters. Call it while all guards hold."""
         fixed = [
             g
             for g in self.by_key.values()

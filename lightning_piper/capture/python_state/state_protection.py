@@ -23,13 +23,15 @@ from lightning_piper.errors import CaptureError
 _CONTAINERS = (list, deque, dict, OrderedDict, defaultdict, set)
 _COMPARED = (type(None), bool, int, float, str, torch.Tensor)
 T = TypeVar("T")
-# path of a module or submodule, this module, name of the attribute, its value, comparable form of the value
+# (path of the module or a submodule, this module, name of the attribute, its value, form of the value). Two
+# equal forms mean an unchanged value.
 Attribute = tuple[str, nn.Module, str, Any, Any]
 
 
 def attributes(module: nn.Module) -> list[Attribute]:
-    """Return the attributes of the module and its submodules whose values can be compared, with parameters
-    and buffers."""
+    """Return the attributes of the module and its submodules whose values can be compared: lists, dicts, sets,
+    numbers, texts, tensors and None. Parameters and buffers are among them. Attributes for the own use of
+    torch, such as hooks, are not."""
     found: list[Attribute] = []
     for path, part in module.named_modules():
         skipped = {"_parameters", "_buffers", "_modules", "training"} | _torch.recomputed(part)
@@ -53,9 +55,8 @@ def attributes(module: nn.Module) -> list[Attribute]:
 
 
 def _entry(value: Any) -> Any:
-    """Return the comparable form of a container's entry. All tensors are equal, because torch's RNNs replace
-    the tensors in the lists of their weights. Numbers and texts are compared by value, other objects by
-    class."""
+    """Return the form of a container's entry: the value for numbers, texts and None, and the class for other
+    objects. All tensors are equal, because torch's RNNs replace the tensors in the lists of their weights."""
     if isinstance(value, torch.Tensor):
         return torch.Tensor
     if is_deferred(value):
@@ -64,10 +65,15 @@ def _entry(value: Any) -> Any:
 
 
 def check_unchanged(module: nn.Module, before: list[Attribute], step: str) -> None:
-    """Raise an error if the step has changed the module's Python state since `before`.
+    """Check that the step has not set or changed an attribute in `attributes(module)` since `before`. An
+    attribute that was removed is not noticed.
+
+    Args:
+        before: the result of `attributes` from before the step.
+        step: the name of the step.
 
     Raises:
-        CaptureError: the state has changed. The message names the attribute.
+        CaptureError: an attribute has changed. The message names it.
     """
     known = {(id(part), name): form for _, part, name, _, form in before}
     for path, part, name, _, form in attributes(module):
@@ -84,7 +90,12 @@ def check_unchanged(module: nn.Module, before: list[Attribute], step: str) -> No
 
 
 def changes(step: str, where: str) -> CaptureError:
-    """Return the error for a step that changes the Python state `where`."""
+    """Return the error for a step that changes Python state.
+
+    Args:
+        step: the name of the step.
+        where: the expression that a user would write for the state, such as "self.count".
+    """
     return CaptureError(
         f"{step} changes {where}. Python code runs only while the step is captured, so later steps would not "
         "repeat the change. Keep such state in a buffer (register_buffer), log it, or update it in a hook"
@@ -93,8 +104,8 @@ def changes(step: str, where: str) -> CaptureError:
 
 
 def preserving_tensors(module: nn.Module, run: Callable[[], T]) -> T:
-    """Return the result of `run`, and afterwards restore parameters and buffers, because a tracer replaces
-    tensors that have two names."""
+    """Return the result of `run`. Afterwards put the same tensors back as the module's parameters and buffers,
+    because a tracer replaces tensors that have two names. Their values are not restored."""
     kept = [(store, dict(store)) for part in module.modules() for store in (part._parameters, part._buffers)]
     try:
         return run()
@@ -105,8 +116,8 @@ def preserving_tensors(module: nn.Module, run: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def restoring_attributes(module: nn.Module) -> Iterator[None]:
-    """At the end of this context, undo the step's changes of the module's Python attributes, and of lists,
-    dicts and sets in these attributes, so that no fake tensor remains."""
+    """At the end of this context, undo changes of the Python attributes of the module and its submodules, and
+    of lists, deques, dicts and sets in these attributes, so that no fake tensor remains."""
     kept = [(vars(part), dict(vars(part))) for part in module.modules()]
     containers: dict[int, Any] = {}
     waiting = [x for _, entries in kept for x in entries.values()]
@@ -128,11 +139,11 @@ def restoring_attributes(module: nn.Module) -> Iterator[None]:
 
 
 class RefusalMode(TorchFunctionMode):
-    """A mode that raises errors for actions that a captured step would do only during its capture, and that
-    records the user's line of each operation.
+    """A mode that marks each operation with the user's line that calls it, and that raises a `CaptureError`
+    for calls that a captured step could not repeat.
 
-    The errors are for reads of the gradient of a parameter or buffer, writes to its `data`, and generators
-    other than torch's default generator. All other calls accept deferred numbers and arrays of the batch.
+    These calls read the gradient of a parameter or buffer, write to its `data`, or pass a generator
+    (`generator=`). All other calls accept deferred numbers and arrays of the batch.
 
     Args:
         module, step: the module, and the name of its step.

@@ -44,23 +44,26 @@ from lightning_piper.errors import CaptureError
 T = TypeVar("T")
 # The device types on which steps run.
 _KINDS = ["cpu", *([found.type] if (found := torch.accelerator.current_accelerator()) else [])]
-# State of torch that decides which operations a step runs.
+# State of torch that decides which operations a step runs: expression -> function that returns its value.
 _OF_TORCH: dict[str, Callable[[], Any]] = {
     "torch.get_default_dtype()": torch.get_default_dtype,
     **{f"torch.is_autocast_enabled({kind!r})": partial(torch.is_autocast_enabled, kind) for kind in _KINDS},
     **{f"torch.get_autocast_dtype({kind!r})": partial(torch.get_autocast_dtype, kind) for kind in _KINDS},
 }
-BECOMES_INPUT = 2  # number of changes after which a number becomes an input of the graph
+BECOMES_INPUT = 2  # number of broken guards after which a number becomes an input of the graph
 
 
 class RandomDraw(Exception):
-    """Raised if a step has drawn from a global random generator of Python, numpy or torch, or from the
-    generator in `args`."""
+    """Raised if a step has drawn random numbers outside of the graph: from the generator in `args`. Without
+    `args`, from a global generator of Python, numpy or torch."""
 
 
 @dataclass
 class History:
     """The findings of all captures of one step about its Python state.
+
+    Each new capture of the step gets the same `History`. So a number whose changes have caused captures
+    becomes an input of the graph. The caller sets `batch_idx` and `batch` before each step.
 
     Attributes:
         changes: Key of a number's place -> how often its change broke a guard.
@@ -79,7 +82,12 @@ class History:
     batch: BatchSpec | None = None
 
     def learn(self, reads: StateReads) -> None:
-        """Record which numbers and answers have changed since a capture that is not valid any more."""
+        """Record the reasons why a capture is not valid any more: the places, and the answers of proxies,
+        that have changed. A number with `BECOMES_INPUT` changes becomes an input of the next capture.
+
+        Args:
+            reads: the reads of that capture.
+        """
         for guard in reads.guards.broken():
             if isinstance(guard, str):
                 self.causes[guard] += 1
@@ -108,12 +116,17 @@ def _attribute(store: Mapping[str, torch.Tensor | None], name: str, key: str) ->
 class StateReads:
     """The Python state that a step read during its capture, with the guards and inputs that follow from it.
 
+    A trace enters `tracing`. Inside of it, each run of the step's code enters `running`. Before each step,
+    `hold` returns whether the capture is still valid.
+
     Attributes:
         guards: Places that must hold the same values as during the capture.
-        inputs: The numbers that are inputs of the graph, and the expressions whose values Python used.
+        inputs: The numbers that are inputs of the graph, and the answers of proxies that Python code used,
+            which also must stay the same.
         namespaces: Globals dicts of the step's code in the last trace, with the names that the code calls.
         batch_changes: The changes that the step made to its batch in the last trace.
-        keeping: Records what a step puts into Python objects. None if the step must not keep state.
+        keeping: Records the values that a step without a backward pass puts into Python objects. None if the
+            step must not keep state.
     """
 
     def __init__(self, history: History | None = None) -> None:
@@ -131,10 +144,10 @@ class StateReads:
         self._written: dict[Any, tuple[Guard, Any]] = {}
         self.batch_changes = BatchChanges()
         self.keeping: EffectLog | None = None
-        # places of numbers, each with the `NumberProxy` that replaces the number during a trace
+        # Places of numbers, each with the `NumberProxy` that replaces the number during a trace.
         self._numbers: list[tuple[StateLocation, Any]] = []
-        # Functions under `functools.cache` that the step's code names, and the objects that these functions
-        # have returned: id -> {end of the expression: object}.
+        # `_memoised`: places of functions under `functools.cache` that the step's code names.
+        # `_results`: id of an object that such a function has returned -> {end of the expression: object}.
         self._memoised: list[StateLocation] = []
         self._results: dict[int, dict[str, Any]] = {}
 
@@ -143,12 +156,22 @@ class StateReads:
         return self.guards.hold() and all(answer.holds() for answer in self.inputs.answers.values())
 
     def source(self, where: str, get: Callable[[], Any]) -> Any:
-        """Return the `NumberProxy` of a number that changes from step to step. If `inputs.plain`, return the
-        number."""
+        """Return a `NumberProxy` for a number that changes from step to step, such as `batch_idx`. The number
+        becomes an input of the graph. If `inputs.plain`, return the number itself.
+
+        Args:
+            where: the expression that a user would write for the number.
+            get: returns the current number.
+        """
         return self.inputs.source(where, where, get)
 
     def note_value(self, where: str, get: Callable[[], Any]) -> None:
-        """Guard a value that the step reads outside of the module."""
+        """Guard a value for which no `StateLocation` exists. If `where` is already guarded, do nothing.
+
+        Args:
+            where: the expression that a user would write for the value.
+            get: returns the current value.
+        """
         self.inputs.answers.setdefault(("read", where), NumberAnswer(where, get, get()))
 
     def guard_attributes(self, module: nn.Module) -> None:
@@ -165,13 +188,14 @@ class StateReads:
                             self.note_value(where, partial(_attribute, store, name, key))
 
     def carried(self, item: Carried) -> Carried:
-        """Return the current batch's entry at the position of `item`. This entry may differ from the entry
-        of the captured batch."""
+        """Return the current batch's list or object at the position of `item`. Its content may differ from
+        the content of `item`, which comes from the captured batch."""
         assert self.history.batch is not None
         return self.history.batch.carried[item.index]
 
     def note(self, item: Carried) -> None:
-        """Guard the content of an entry of the batch, because the step reads it."""
+        """Guard the content of a list or object of the batch, because the step reads it. The batch of a later
+        step must then have the same content at this position."""
 
         def now() -> Any:
             return form_of_content(self.carried(item).content)
@@ -180,11 +204,14 @@ class StateReads:
 
     @contextlib.contextmanager
     def tracing(self, module: nn.Module, step: str) -> Iterator[None]:
-        """Within this context, a trace runs, and reads can be recorded. `NumberProxy` objects replace numbers
-        that are inputs, and `AppendProxy` objects replace lists and dicts to which the step adds.
+        """Return a context for one trace of the step.
+
+        Within this context, `NumberProxy` objects replace numbers that are inputs, and `AppendProxy` objects
+        replace lists and dicts to which the step adds. The context guards the places that the step's code
+        names. At the end, the user's objects return to their places.
 
         Raises:
-            CaptureError: the backward pass has changed a value that the step has read.
+            CaptureError: at the end, if the backward pass has changed a value that the step has read.
         """
         self._recorder = recorder = StateRecorder(module, self.guards, self.inputs)
         named, self.namespaces = reached_locations(module, step, recorder)
@@ -221,17 +248,18 @@ class StateReads:
 
     @contextlib.contextmanager
     def running(self, module: nn.Module, step: str, numbers: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Within this context, inside of `tracing`, the user's code runs.
+        """Return a context in which the user's code runs, inside of `tracing`, and in which its reads are
+        recorded. The tracer enters such a context for each run of the step.
 
         Args:
             numbers: the graph's inputs for the numbers that are already known.
 
         Raises:
-            CaptureError: the code changes an object that it has read. Numbers and texts may change once; see
-                `settled`.
-            RandomDraw: the code draws from a random generator that it has read.
-            ContainerGrowth: the code adds to a list or dict, or increases a number. The next trace replaces
-                the list, dict or number by a placeholder.
+            CaptureError: at the end, if the code has changed an object that it has read. Numbers and texts
+                may change once; see `settled`.
+            RandomDraw: at the end, if the code has drawn from a random generator that it has read.
+            ContainerGrowth: at the end, if `keeping` is set, and the code has added to a list or dict, or has
+                increased a number. The next trace replaces the list, dict or number by a placeholder.
         """
         assert self._recorder is not None
         self._behind.close()  # the tracer runs the step more than once
@@ -277,8 +305,11 @@ class StateReads:
             self._behind.enter_context(context)
 
     def _learn_kept(self, changed: Guard) -> None:
-        """If the step may add to the changed value (a list or dict), or increases it (a number), record its
-        place for the next trace, and remove its guard. Otherwise do nothing.
+        """If the changed value is a list or dict to which the step may have added, or a number that the step
+        has changed, record its place for the next trace, and remove its guard. Otherwise do nothing.
+
+        Args:
+            changed: a guard that does not hold any more.
 
         Raises:
             ContainerGrowth: a place was recorded, so the step must be traced again.
@@ -295,21 +326,25 @@ class StateReads:
         raise ContainerGrowth
 
     def was_read(self, place: StateLocation) -> bool:
-        """Return whether the step has read the value in a place."""
+        """Return whether the step has read the value in a place, so that a guard for it exists."""
         return place.key in self.guards.by_key
 
     def settled(self, step: str, run: Callable[[], T], same: Callable[[T, T], bool]) -> T:
         """Return the trace that `run` makes, even if the step writes a Python value once.
 
-        A model of `transformers`, for example, stores its problem type in the first step. The written value
+        A model of `transformers`, for example, stores its problem type in the first step. If the first trace
+        has written such a value, the function puts the value in place and traces once more. The written value
         remains in place, as it does after the first step on one device.
 
         Args:
+            step: the name of the step.
+            run: traces the step.
             same: returns whether two traces are equal.
 
         Raises:
-            CaptureError: a second trace, with the value in place, writes again or differs from the first
-                trace.
+            CaptureError: the second trace writes again, or differs from the first trace. The values from
+                before the traces are then in place again.
+            Exception: any error of `run`.
         """
         self._written = {}
         traced, written = run(), self._taken()
@@ -326,7 +361,7 @@ class StateReads:
         return again
 
     def _taken(self) -> list[tuple[Guard, Any]]:
-        """Return the values that the step has written, and forget them."""
+        """Return (guard, written value) for each place that the step has written, and forget them."""
         written, self._written = list(self._written.values()), {}
         return written
 
@@ -334,10 +369,10 @@ class StateReads:
 @contextlib.contextmanager
 def without_drawing() -> Iterator[None]:
     """Within this context, random numbers must not be drawn from the global generators of Python, numpy or
-    torch. The generators are restored at the end.
+    torch (on the CPU). The generators are restored at the end.
 
     Raises:
-        RandomDraw: random numbers were drawn.
+        RandomDraw: at the end, if the code in the context has drawn random numbers, and has not failed.
     """
     before = _generators()
     try:
@@ -352,10 +387,12 @@ def without_drawing() -> Iterator[None]:
 
 
 def _generators() -> tuple[Any, Any, torch.Tensor]:
+    """Return the states of the global generators of Python, numpy and torch."""
     return random.getstate(), np.random.get_state(legacy=False), torch.default_generator.get_state()
 
 
 def _drawn(before: tuple[Any, Any, torch.Tensor]) -> bool:
+    """Return whether a global generator has another state than in `before`, which `_generators` returned."""
     python, numpy, state = _generators()
     with _torch.with_data():
         same = torch.equal(state, before[2])
@@ -370,8 +407,14 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def refuse_drawing(step: str, drawn: RandomDraw, run: Callable[[], Any]) -> CaptureError:
-    """Return the error for a step that draws random numbers in Python. Run the step again to name the first
-    line that draws. If `run` draws nothing this time, the error names no line."""
+    """Return the error for a step that draws random numbers in Python. Run the step again to find the first
+    line of the user's code that draws. If no line draws this time, the error does not name a line.
+
+    Args:
+        step: the name of the step.
+        drawn: the error that shows which generator the step has drawn from.
+        run: traces the step once more. Its errors are ignored.
+    """
     own, before = drawn.args, _generators()
     states = list(map(form_of, own))
     line, found = "", ""

@@ -58,21 +58,29 @@ _NOT_STATE = frozenset({
 HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: Python code made the class, so its attributes can be set
 # Classes of attributes for which each read from the class returns the same object.
 _SAME_EACH_TIME = (types.FunctionType, staticmethod, property)
-# Files of the code that reads `os.environ`, and this file.
+# Files of the functions through which code reads `os.environ`, and this file.
 _AROUND = {x.__code__.co_filename for x in (os.getenv, collections.abc.Mapping.get, lambda: None)}
-MANY = 100_000  # the largest number of objects that are visited
+MANY = 100_000  # the largest number of objects that a recorder visits
 
 
 def is_library(module: str | None) -> bool:
+    """Return whether a Python module of this name is in `LIBRARIES`, so that its objects are not state of the
+    user. Lightning's demos count as the user's code. Return False for None."""
     return module is not None and module.partition(".")[0] in LIBRARIES and "demos" not in module
 
 
 class StateRecorder:
     """A recorder of the Python state that a step reads while it is traced.
 
+    The constructor visits the objects that the module reaches, except metric objects, and `find` visits
+    further objects. While `watching` is active, each read of an attribute of a visited object adds a guard.
+
+    Args:
+        guards: receives the guards.
+        inputs: the numbers that are inputs of the graph.
+
     Attributes:
-        objects: the objects in a module's attributes and in other places: id -> (object, expression that a
-            user would write for it).
+        objects: the visited objects: id -> (object, expression that a user would write for it).
         routines: functions among these objects, including hooks.
     """
 
@@ -91,13 +99,18 @@ class StateRecorder:
         self._active = False
 
     def find(self, places: Iterable[StateLocation]) -> None:
-        """Visit the objects in further places."""
+        """Visit the objects that are reachable from the values of further places."""
         for place in places:
             self._find(place.get(), place.where)
 
     def _find(self, value: Any, where: str) -> None:
-        """Record the objects that are reachable from a value, and the functions among them. Stop after `MANY`
-        objects."""
+        """Record the value and the objects that are reachable from it, and the functions among them. Skip
+        numbers, texts, tensors, classes, Python modules, and objects of libraries other than containers and
+        PyTorch modules. Stop after `MANY` objects in all calls.
+
+        Args:
+            where: the expression that a user would write for the value.
+        """
         stack = [(value, where)]
         while stack and len(self.objects) < MANY:
             value, where = stack.pop()
@@ -136,9 +149,9 @@ class StateRecorder:
                 stack += self._descriptors(type(value))
 
     def _descriptors(self, kind: type) -> Iterator[tuple[Any, str]]:
-        """Iterate over the attributes of a class that are descriptors of the user's classes, each with its
-        name. Reading such an attribute calls the descriptor. Classes that were already visited are
-        skipped."""
+        """Yield (descriptor, expression) for the attributes of a class, and of its bases, that are objects of
+        the user's classes with a method `__get__`. Reading such an attribute calls this method. Classes that
+        were visited before are skipped."""
         for cls in kind.__mro__:
             if cls not in self._classes and not is_library(cls.__module__):
                 self._classes.add(cls)
@@ -148,8 +161,9 @@ class StateRecorder:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Within this context, guard the attributes of the visited objects, and the environment variables,
-        that are read."""
+        """Within this context, guard each attribute of a visited object, and each environment variable, when
+        code in this thread reads it. To see the reads, the context replaces `__getattribute__` of the
+        objects' classes."""
         objects = (x for x, _ in self.objects.values())
         classes = {
             type(x)
@@ -169,7 +183,8 @@ class StateRecorder:
                 self._active = False
 
     def _seen(self, owner: Any, name: str) -> None:
-        """Guard an attribute that the step reads, if a visited object owns it."""
+        """Guard an attribute that is being read, if its owner is a visited object and the attribute is not in
+        `_NOT_STATE`."""
         if not self._active or threading.get_ident() != self._thread:
             return
         if name in _NOT_STATE and (name != "__dict__" or isinstance(owner, nn.Module)):
@@ -184,7 +199,8 @@ class StateRecorder:
             self._active = True
 
     def _seen_variable(self, owner: Any, name: str) -> None:
-        """Guard an environment variable, unless torch, Python's library or Piper itself reads it."""
+        """Guard an environment variable that is being read, unless torch, Python's library or Piper reads
+        it."""
         if not self._active or threading.get_ident() != self._thread or owner is not os.environ:
             return
         frame: types.FrameType | None = sys._getframe(1)
@@ -198,11 +214,17 @@ class StateRecorder:
                 self._active = True
 
     def _note(self, owner: Any, name: str, where: str) -> None:
-        """Guard the places that decide the value of an attribute: the object's entry, and the class's
-        attribute.
+        """Guard the places that decide the value of an attribute: the entry in the object's `__dict__`, or its
+        absence there, and the attribute of the class.
+
+        Parameters, buffers and placeholders of a trace get no guard. Attributes of libraries' classes get no
+        guard either, except `forward`.
+
+        Args:
+            where: the expression that a user would write for the attribute.
 
         Raises:
-            CaptureError: a cached property would store placeholders of numbers.
+            CaptureError: the attribute is a cached property that would store placeholders of numbers.
         """
         entries = getattr(owner, "__dict__", None)
         if entries is None:
@@ -262,7 +284,8 @@ class StateRecorder:
 
 
 def _parts(value: Any) -> list[tuple[str, Any]]:
-    """Return the objects that a method, a partial function or a weak reference holds, each with its name."""
+    """Return (name, object) for each object that a method, a partial function or a weak reference holds.
+    Return an empty list for any other function."""
     if isinstance(value, weakref.ref):
         return [("__call__()", value())]
     if isinstance(value, functools.partial):
@@ -272,8 +295,8 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
 
 @contextlib.contextmanager
 def _reading(cls: Any, seen: Callable[[Any, str], None]) -> Iterator[None]:
-    """Within this context, call `seen` with the object and the name of each attribute that is read from an
-    object of the class. A class that cannot be changed is not watched."""
+    """Within this context, call `seen(object, name)` before each read of an attribute of an object of the
+    class. If the class cannot be changed, the context has no effect."""
     own = vars(cls).get("__getattribute__")
     inherited = cls.__getattribute__
 
@@ -297,10 +320,11 @@ def _reading(cls: Any, seen: Callable[[Any, str], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _reading_variables(seen: Callable[[Any, str], None]) -> Iterator[None]:
-    """Within this context, call `seen` with `os.environ` and the name of each variable that is looked up.
+    """Within this context, call `seen(os.environ, name)` before each lookup of an environment variable. If
+    another object has replaced `os.environ`, the context has no effect.
 
-    The class's `__getitem__` is not replaced: when a class has been changed a thousand times, Python 3.13
-    goes on calling an earlier `__getitem__`.
+    The context replaces `encodekey` of the object, not `__getitem__` of its class. After a class has changed a
+    thousand times, Python 3.13 goes on calling an earlier `__getitem__`.
     """
     variables: Any = os.environ
     if type(variables) is not ENVIRONMENT:

@@ -26,10 +26,13 @@ _PLAIN = (type(None), bool, str, bytes, torch.dtype, torch.device, enum.Enum, Pu
 class TrainerProxy:
     """A proxy for an object outside of the module, such as the Trainer, that records reads during a trace.
 
+    `self.trainer` returns such a proxy to the step's code. Each attribute or item is again a value that is
+    guarded, or a proxy. Writes raise a `CaptureError`.
+
     Args:
         inputs: Receives the numbers and guards.
-        get: Returns the object in its current state.
-        where: The expression that a user would write for the object.
+        get: Returns the object in its current state. It is called again for each read and each guard.
+        where: The expression that a user would write for the object, such as "self.trainer".
         step: Name of the step.
         check: Called with the expression of each read. It may raise an error.
     """
@@ -51,11 +54,14 @@ class TrainerProxy:
     def _take(self, get: Callable[[], Any], where: str) -> Any:
         """Return the value of `get` in the form that the step receives.
 
-        The step receives a guarded plain value, a `NumberProxy` (a guarded number if the inputs are plain), a
-        module, a function that calls a method, or a `TrainerProxy`.
+        - A value of `_PLAIN`, such as a text: the value itself, with a guard.
+        - A number, or a tensor of one element: a `NumberProxy`. If the inputs are plain, a guarded number.
+        - A module: the module itself, without a guard.
+        - A method or function: a function that calls it (`_calling`).
+        - Any other object: a `TrainerProxy`.
 
         Raises:
-            CaptureError: the value is a tensor of several elements.
+            CaptureError: the value is a tensor of several elements, or `check` raises it.
         """
         self._check(where)
         with _torch.with_data():
@@ -79,8 +85,8 @@ class TrainerProxy:
         return TrainerProxy(self._inputs, get, where, self._step, self._check)
 
     def _calling(self, value: Callable[..., Any], get: Callable[[], Any], where: str) -> Callable[..., Any]:
-        """Return a function that calls a method of the Trainer, and returns the result in the form of
-        `_take`. It raises an error unless the method's name is in `READING`."""
+        """Return a function that calls the method `value`, and returns the result in the form of `_take`. The
+        function raises a `CaptureError` unless the method's name is in `READING`."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if where.rpartition(".")[2] not in READING:
@@ -94,7 +100,12 @@ class TrainerProxy:
         return call
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute in the form of `_take`. If it is missing, guard its absence."""
+        """Return an attribute in the form of `_take`.
+
+        Raises:
+            AttributeError: the object does not have the attribute, and a guard on its absence was added. Or
+                the name has two underscores at both ends.
+        """
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
         try:
@@ -133,7 +144,8 @@ class TrainerProxy:
         return bool(self._ask(f"{key!r} in", lambda value: key in value))
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over the keys of a mapping or over the items of any other object, and guard them."""
+        """Yield the keys of a mapping, and guard them. Yield the items of a list in the form of `_take`. Yield
+        the items of any other object unchanged, and guard them."""
         self._check(f"{self._where}.keys()")
         value = self._get()
         if isinstance(value, Mapping):
@@ -155,7 +167,11 @@ class TrainerProxy:
     __class__ = property(lambda self: type(self._get()))
 
     def _ask(self, question: str, of: Callable[[Any], Any]) -> Any:
-        """Return what `of` computes from the object, and guard the result."""
+        """Return the result of `of` for the current object, and guard this result.
+
+        Args:
+            question: a text that identifies the guard, together with the object.
+        """
         value = of(self._get())
         self._inputs.answers.setdefault(
             ("read", question, self._where), NumberAnswer(self._where, lambda: of(self._get()), value)
@@ -164,5 +180,6 @@ class TrainerProxy:
 
 
 def _item(get: Callable[[], Any]) -> Any:
+    """Return the number in the tensor that `get` returns."""
     with _torch.with_data():
         return get().item()
