@@ -320,8 +320,9 @@ def _stands_alone(iterator: Any) -> bool:
 def _position(iterator: Any) -> Any:
     """Return a value that changes when the iterator advances, as far as this is visible.
 
-    This is the instruction and the local variables of a generator, the number of remaining entries of an
-    iterator over a container, the state of other iterators of Python, or the attributes of any other object.
+    For a generator, the value has its instruction and its local variables. For an iterator over a container,
+    the value is the number of remaining entries. Otherwise the value has the state or the attributes of the
+    iterator.
     """
     if isinstance(iterator, types.GeneratorType):
         frame = iterator.gi_frame
