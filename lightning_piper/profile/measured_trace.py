@@ -88,8 +88,8 @@ class Measured:
         self._follow()
 
     def _seconds(self, times: InstructionTimes) -> list[Interval]:
-        """Return start and end of each instruction in seconds after `zero`. They are equal if the instruction
-        did not run."""
+        """Return start and end of each instruction in seconds after `zero`. Start and end are equal if the
+        instruction did not run."""
         found: list[Interval] = []
         before = 0.0
         for start, end in zip(times.start, times.end, strict=True):
@@ -129,8 +129,8 @@ class Measured:
         self._close()
 
     def _read(self, device: int, instruction: Instruction, start: float, end: float) -> None:
-        """Add one instruction to the trace: a span if it computes, the time that it waited otherwise.
-        Exchanges get their spans in `_close`."""
+        """Add one instruction to the trace: a span if it computes, otherwise the time that it waited. An
+        instruction of an exchange also joins the exchange, whose spans `_close` adds."""
         clock = (device, "" if self._serial else instruction.stream)
         since = self._since.get(clock, 0.0)
         self.trace.end = max(self.trace.end, end)

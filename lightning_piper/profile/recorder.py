@@ -1,4 +1,4 @@
-"""Records start and end of every instruction of one device in preallocated memory.
+"""Record start and end of every instruction of one device in preallocated memory.
 
 On a CPU, instructions run one after the other in plan order, so the recorder reads a clock before and after
 each instruction. On CUDA, the host only issues instructions, so events on an instruction's stream measure
@@ -37,7 +37,8 @@ class InstructionTimes:
     end: list[int]
 
 
-# Gets the index of an instruction and its bound parts, and returns the parts with time measurement.
+# Gets the index of an instruction and its callables (`Bound`), and returns callables that also measure the
+# time.
 _Binder = Callable[[int, list[Bound]], list[Bound]]
 
 
@@ -87,8 +88,8 @@ class StepRecorder:
         On a CPU, also clear the times of the step before.
 
         Args:
-            code: The code, in which an instruction may have several parts.
-            source: The index of each part's instruction in the plan.
+            code: The code: one or more callables for each instruction.
+            source: For each callable, the index of its instruction in the plan.
         """
         if self._accelerator is not None:
             bind, self._take = _on_streams(self._plan, self._accelerator)
@@ -103,7 +104,7 @@ class StepRecorder:
         return InstructionTimes(self._room.start[:], self._room.end[:])
 
     def _observed(self, code: Sequence[Bound], source: Sequence[int], bind: _Binder) -> list[Bound]:
-        """Return the bound instructions of a step, with the parts of each instruction wrapped by `bind`. The
+        """Return the callables of a step, with the callables of each instruction wrapped by `bind`. The
         switch to another stream is not measured."""
         groups: dict[int, list[Bound]] = {}
         for i, bound in zip(source, code, strict=True):
@@ -112,7 +113,7 @@ class StepRecorder:
         stream = None
         for i, parts in groups.items():
             instruction = self._plan.instructions[i]
-            # The first part switches the stream.
+            # The first callable switches the stream.
             switched = self._accelerator is not None and instruction.stream != stream
             stream = instruction.stream
             parts[switched:] = bind(i, parts[switched:])
@@ -130,8 +131,8 @@ class StepRecorder:
 
 
 def _clocked(plan: Plan, room: InstructionTimes, i: int, parts: list[Bound]) -> list[Bound]:
-    """Return the bound parts of instruction i. The first part sets its start in `room`, the last part its
-    end."""
+    """Return the callables of instruction i, which run on the host and measure it. The first callable sets
+    the instruction's start in `room`, and the last callable sets its end."""
     start, end, first, last = room.start, room.end, parts[0], parts[-1]
 
     def timed() -> object:
@@ -162,8 +163,8 @@ def _clocked(plan: Plan, room: InstructionTimes, i: int, parts: list[Bound]) -> 
 
 
 def _on_streams(plan: Plan, device: torch.device) -> tuple[_Binder, Callable[[], InstructionTimes]]:
-    """Return two functions that measure instructions by events of the accelerator. The first wraps the parts
-    of an instruction, the second returns the times of all instructions."""
+    """Return two functions that measure instructions by events of the accelerator. The first function wraps
+    the callables of an instruction. The second function returns the times of all instructions."""
     events: dict[int, tuple[Any, Any]] = {}
     origin = torch.Event(device, enable_timing=True)
     synchronize(device)  # the event and the clock below then mark the same moment
@@ -172,7 +173,8 @@ def _on_streams(plan: Plan, device: torch.device) -> tuple[_Binder, Callable[[],
     zero = now()
 
     def bind(i: int, parts: list[Bound]) -> list[Bound]:
-        """Return the parts of instruction i with an event before the first and an event after the last."""
+        """Return the callables of instruction i, with an event before the first and an event after the
+        last."""
         begin, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
         events[i] = (begin, end)
         first, last = parts[0], parts[-1]

@@ -35,8 +35,9 @@ def dualpipev(
         tag, dim_name: The tags of stages and microbatches.
 
     Raises:
-        DirectiveError: A count is below one, the number of stages is odd, there are fewer microbatches than
-            stages, or `devices` does not have one device (or group) for each rank.
+        DirectiveError: A count is below one, the step would have too many passes, or a tag is not valid. Or
+            the number of stages is odd, there are fewer microbatches than stages, or `devices` does not have
+            one device (or group) for each rank.
 
     Source: Qi et al. (Sea AI Lab), DualPipe could be better without the Dual, 2025.
     """
@@ -73,8 +74,9 @@ def dualpipe(
         tag, dim_name: The tags of stages and microbatches.
 
     Raises:
-        DirectiveError: A count is below one, the number of stages or microbatches is odd, there are too few
-            microbatches, or `devices` does not have one device (or group) for each rank.
+        DirectiveError: A count is below one, the step would have too many passes, or a tag is not valid. Or
+            the number of stages or microbatches is odd, there are too few microbatches, or `devices` does not
+            have one device (or group) for each rank.
 
     Source: DeepSeek-AI, DeepSeek-V3 Technical Report, 2024.
     """

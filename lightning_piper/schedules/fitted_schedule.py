@@ -50,8 +50,8 @@ def fitted(
         microbatches: The number of microbatches; their tag is `dim_name`.
         ranks: The rank of each stage (default: stage i is on rank i). `[0, 1, 1, 0]` is a V, `[0, 1, 0, 1]`
             is interleaved.
-        memory: The memory of each rank, or of every rank, in the unit of `saved` and `static` (default:
-            unlimited).
+        memory: The memory of each rank in the unit of `saved` and `static`: a number for all ranks, or a list
+            with a number for each rank. None is unlimited (default).
         devices: The devices of each rank, as for `gpipe`.
         tag, dim_name: The tags of stages and microbatches.
 
@@ -88,7 +88,8 @@ def fitted_rows(
     ranks: Sequence[int] | None = None,
     memory: int | Sequence[int] | None = None,
 ) -> list[Row]:
-    """Return the rows of `fitted`, which has the same arguments and errors."""
+    """Return the rows of the schedule that `fitted` returns as directives. `fitted` explains the arguments
+    and errors."""
     microbatches = counts_of(costs, microbatches)
     where = _ranks(len(costs), ranks)
     limits = _memory(max(where) + 1, memory)

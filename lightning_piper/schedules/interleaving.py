@@ -36,8 +36,9 @@ def interleaved_one_f_one_b(
         tag, dim_name: The tags of stages and microbatches.
 
     Raises:
-        DirectiveError: A count is below one, `stages` is not a multiple of `stages_per_device`, the rounds do
-            not divide the microbatches, or `devices` does not have one device (or group) for each rank.
+        DirectiveError: A count is below one, the step would have too many passes, or a tag is not valid. Or
+            `stages` is not a multiple of `stages_per_device`, the rounds do not divide the microbatches, or
+            `devices` does not have one device (or group) for each rank.
 
     Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM,
     2021.

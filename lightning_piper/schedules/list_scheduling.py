@@ -52,8 +52,8 @@ class Chain:
 def chain_of(
     costs: Sequence[StageCosts], microbatches: int, ranks: Sequence[int], memory: Sequence[int | None]
 ) -> Chain:
-    """Return the chain of stages with these costs. `memory` has the whole memory of each rank, and None is
-    unlimited."""
+    """Return the chain of stages with these costs. `memory` has the memory of each rank for saved
+    values and `static` together; None is unlimited."""
     local = [[s for s, rank in enumerate(ranks) if rank == r] for r in range(max(ranks) + 1)]
     room = [
         None if m is None else m - sum(costs[s].static for s in own)

@@ -25,7 +25,8 @@ def gpipe(
         tag, dim_name: The tags of stages and microbatches.
 
     Raises:
-        DirectiveError: A count is below one, or `devices` does not have one device (or group) for each stage.
+        DirectiveError: A count is below one, the step would have too many passes, a tag is not valid, or
+            `devices` does not have one device (or group) for each stage.
 
     Source: Huang et al., GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism, 2019.
     """

@@ -65,8 +65,8 @@ def v_min(
         tag, dim_name: The tags of stages and microbatches.
 
     Raises:
-        DirectiveError: A count is below one, the number of stages is odd, or `devices` does not have one
-            device (or group) for each rank.
+        DirectiveError: A count is below one, the step would have too many passes, or a tag is not valid. Or
+            the number of stages is odd, or `devices` does not have one device (or group) for each rank.
 
     Source: Qi et al., Pipeline Parallelism with Controllable Memory, 2024 (arXiv 2405.15362).
     """

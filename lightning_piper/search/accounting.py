@@ -55,8 +55,8 @@ def needed_by_replicas(compiled: Compiled, states: float, processes: bool, room:
 
     Args:
         states: Bytes of optimizer state for each byte of trained parameters.
-        processes: Whether replicas are processes on a CPU. These keep a buffer in which they sum gradients,
-            and their updates make two tensors as large as a parameter.
+        processes: Whether replicas are processes on a CPU. Such processes keep a buffer in which they sum
+            gradients, and their updates make two tensors as large as a parameter.
         `room`: Bytes that are available.
     """
     specs = compiled.step.params.values()

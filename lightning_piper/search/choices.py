@@ -1,9 +1,10 @@
 """Branches of a search below a layout: ZeRO levels, recomputed and offloaded stages, and cuts.
 
 Along the chain of stages, ZeRO levels never rise. Stages that recompute come first, then stages that offload,
-then stages that keep on the device everything that they save (the way of a stage). So runs of consecutive
-stages have one level, and three runs of stages have one way. The ends of the runs determine all levels and
-ways. The ends never fall along the chain, and the end of the last run is the number of stages.
+then stages that keep on the device everything that they save. One of these three is the way of a stage. So
+runs of consecutive stages have one level, and three runs of stages have one way. The ends of the runs
+determine all levels and ways. The ends never fall along the chain, and the end of the last run is the number
+of stages.
 
 Example with 8 stages: the levels (3, 1) with the end 2 mean that the stages 0 and 1 have level 3, and the
 stages 2 to 7 level 1. The ends 1 and 4 of the ways mean that stage 0 recomputes, and the stages 1 to 3

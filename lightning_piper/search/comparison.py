@@ -57,8 +57,8 @@ class PredictionComparison:
 
     Attributes:
         step: The whole step.
-        passes: The passes of each stage, all microbatches together.
-        devices: The busy, exposed and bubble time of each device.
+        passes: The passes of each stage, all microbatches together. The largest difference comes first.
+        devices: The busy, exposed and bubble time of each device. The largest difference comes first.
         time: Predicted seconds of this program's step with the recorded costs.
         proposal: The result of a search with the recorded costs.
         same: Whether the search proposes this program.

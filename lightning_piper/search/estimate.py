@@ -30,7 +30,7 @@ from lightning_piper.search.stage_costs import CostModel, Costs, Span, message
 from lightning_piper.simulate.durations import Number
 
 Interval = tuple[Number, Number]  # start and end
-Way = int
+Way = int  # how a stage keeps saved values: `PLAIN`, `AGAIN` or `AWAY`
 Option = tuple[int, Way]  # (ZeRO level of a stage, way of the stage to keep saved values)
 # The values that a stage keeps on the device: all that its forward pass saves (PLAIN), only its input (AGAIN,
 # recomputed), or saved values only until they are in host memory (AWAY, offloaded).

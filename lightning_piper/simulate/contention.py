@@ -31,14 +31,15 @@ class Transfer:
 
     Attributes:
         owner: The exchange.
-        phases: The parts of the exchange that are not over. The last entry is the current part.
-        loads: The loads of each part in `phases`.
+        phases: The phases of the exchange that are not over (`network.Phase`). The last entry is the current
+            phase.
+        loads: The loads of each phase in `phases`.
         names: The communicators that the exchange occupies, as (device, name).
         number: The position of the transfer among all requested transfers.
         start: The time at which the transfer got its communicators; None before.
-        moving: Whether the latency of the current part is over, so that its bytes travel.
-        limit: The largest rate of the current part; None is unlimited.
-        remaining: The bytes of the current part that have not arrived at the time `since`.
+        moving: Whether the latency of the current phase is over, so that its bytes travel.
+        limit: The largest rate of the current phase; None is unlimited.
+        remaining: The bytes of the current phase that have not arrived at the time `since`.
         rate: The bytes that travel per unit of time from `since` on.
         since: The time of the last change of `rate`.
         version: The number of events that were planned for the transfer. Only the newest one takes place.
@@ -64,7 +65,7 @@ def progressive_filling(
     """Return the max-min fair rate of each transfer.
 
     Args:
-        flows: (transfer, loads of its current part). Each transfer uses at least one port.
+        flows: (transfer, loads of its current phase). Each transfer uses at least one port.
         capacities: The bandwidth of each port.
     """
     # A port's `room` is the bandwidth that transfers with a final rate leave. Its `users` are the transfers
@@ -113,7 +114,7 @@ class Traffic:
             for port in (2 * k, 2 * k + 1)
         }
         self._loads = functools.cache(self._loads_of)
-        # Port -> the transfers whose bytes travel through it, with the loads of their current parts.
+        # Port -> the transfers whose bytes travel through it, with the loads of their current phases.
         self._on: dict[int, dict[Transfer, Loads]] = {port: {} for port in self._capacities}
         self._changed: dict[int, None] = {}  # ports that a transfer has entered or left since `_share`
         self._taken: set[object] = set()  # occupied communicators
@@ -167,9 +168,9 @@ class Traffic:
         heapq.heappush(self._events, (time, next(self._numbers), transfer, transfer.version))
 
     def _continue(self, now: Number, transfer: Transfer, ended: list[Transfer]) -> None:
-        """Carry out the event of a transfer: it takes its communicators, a latency ends, or a part ends.
+        """Carry out the event of a transfer: it takes its communicators, a latency ends, or a phase ends.
 
-        If a communicator is occupied, the transfer waits in its queue. If the last part ends, `ended` gets
+        If a communicator is occupied, the transfer waits in its queue. If the last phase ends, `ended` gets
         the transfer, and transfers that waited for its communicators continue at once.
         """
         # `start` is None before the transfer has its communicators; `moving` is False during a latency.
@@ -196,7 +197,7 @@ class Traffic:
                 self._continue(now, heapq.heappop(queue)[1], ended)
 
     def _move(self, now: Number, transfer: Transfer) -> None:
-        """Let the bytes of the current part travel. `_share` sets their rate, if they use shared links."""
+        """Let the bytes of the current phase travel. `_share` sets their rate, if they use shared links."""
         phase, loads = transfer.phases[-1], transfer.loads[-1]
         transfer.moving = True
         transfer.limit = None if phase.bandwidth is None else exact(phase.bandwidth)
@@ -211,7 +212,7 @@ class Traffic:
             self._changed[port] = None
 
     def _end_phase(self, transfer: Transfer) -> None:
-        """Remove the current part of a transfer, also from the ports that it uses."""
+        """Remove the current phase of a transfer, also from the ports that it uses."""
         transfer.moving = False
         transfer.phases.pop()
         for port in transfer.loads.pop():

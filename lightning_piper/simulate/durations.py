@@ -39,9 +39,9 @@ class WorkDurations:
             `"F"`: every chunk of this pass without a more specific entry.
             `"F[PP=0]"`, `"F[PP=0,MB=3]"`: chunks of this pass with these tags. The entry with the most tags
             wins.
-            `"F&B"`: an F and a B, one chunk each, that form an overlap group of an order. They start together
-            and end together after this time. The entry does not apply if one of the two chunks has an entry
-            such as `"%12"`.
+            `"F&B"`: an F and a B on the same devices, one chunk each, that form an overlap group of an order.
+            They start together and end together after this time. The entry does not apply if one of the two
+            chunks has an entry such as `"%12"`.
             `"%12"`: node 12, as plans print it. For a send, this is the duration of the transfer.
             `"add"`, `"merge"`, ...: every instruction of this operation. Operations without an entry take no
             time.

@@ -420,7 +420,7 @@ class _SimulatedDevices:
         names = tuple((device, shared[i.row]) for device, i in exchange.joined if i.row in shared)
         instruction = _carried(exchange)
         measured = self._work.measured(instruction.node)
-        # An exchange with a measured duration is one part with this latency, without bytes and routes.
+        # An exchange with a measured duration is one phase with this latency, without bytes and routes.
         phases = self._network.phases(instruction) if measured is None else [Phase(measured, 0, None, (), 0)]
         return self._traffic.transfer(exchange, phases, names)
 

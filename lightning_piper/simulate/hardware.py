@@ -158,7 +158,8 @@ class Hardware:
     def network(self, plans: Mapping[int, Plan]) -> Network:
         """Return the network of these plans: their channels and groups, and the links that devices share.
 
-        A group on several nodes, with equally many members on each, is a hierarchical ring.
+        A group on several nodes, with the same number of members on each and at least two, is a hierarchical
+        ring.
         """
         channels: dict[Channel, Link] = {}
         groups: dict[tuple[int, ...], Link | HierarchicalRing] = {}
@@ -186,8 +187,8 @@ class Hardware:
 
     def _ring(self, members: tuple[int, ...]) -> Link | HierarchicalRing:
         """Return the links of a group. A node is a set of devices that the next nearer link joins. If the
-        group has equally many members on each of several nodes, and more than one, it is a hierarchical ring.
-        Otherwise it is a ring over one link."""
+        group has the same number of members on each of several nodes, and at least two, it is a hierarchical
+        ring. Otherwise it is a ring over one link."""
         level = self._level(members)
         across = self._alone(level)[1]
         nodes: dict[int, list[int]] = {}

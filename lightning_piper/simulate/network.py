@@ -94,8 +94,8 @@ class HierarchicalRing:
     across: Link
 
     def phases(self, instruction: Collective) -> list[Phase]:
-        """Return the parts of a sum or a gather, in order. All rings inside of nodes are one part, and all
-        rings across nodes are one part. An all-reduce has both parts twice."""
+        """Return the phases of a sum or a gather, in order. All rings inside of nodes are one phase, and all
+        rings across nodes are one phase. An all-reduce has each of the two phases twice."""
         count, each, nbytes = len(self.nodes), len(self.nodes[0]), instruction.nbytes
         inside = Phase(
             (each - 1) * self.inside.latency,
@@ -117,9 +117,10 @@ class HierarchicalRing:
 
 
 class Phase(NamedTuple):
-    """A part of an exchange: after the latency, bytes travel on several channels at the same rate.
+    """A phase of an exchange: after the latency, bytes travel on several channels at the same rate.
 
     Attributes:
+        latency: The time before the first bytes arrive.
         nbytes: The bytes that each member sends.
         bandwidth: The largest number of bytes that a member sends per unit of time; None is unlimited.
         routes: The channels on which bytes travel at the same time.
@@ -134,7 +135,7 @@ class Phase(NamedTuple):
 
     @property
     def time(self) -> Number:
-        """The time of the part if no other exchange uses its links."""
+        """The time of the phase if no other exchange uses its links."""
         return self.latency + (0 if self.bandwidth is None else self.nbytes / self.bandwidth)
 
 
@@ -200,8 +201,9 @@ class Network:
     def collective(self, instruction: Collective) -> Number:
         """Return the time of a collective from the moment when all members are ready.
 
-        It takes `Collective.rings` passes around the ring, one message if it is direct, or the phases of the
-        group's hierarchical ring.
+        A direct collective takes the time of one message. A group with a hierarchical ring takes the time of
+        the ring's phases. Other collectives go `Collective.rings` times around the ring, n - 1 messages each
+        time.
         """
         n = len(instruction.members)
         link = self._link(instruction)
@@ -212,16 +214,16 @@ class Network:
         return instruction.rings * (n - 1) * link.time(instruction.nbytes, n)
 
     def _link(self, instruction: Collective) -> Link | HierarchicalRing:
-        """Return the link of the collective's group. A hierarchical ring serves only collectives that use one
-        ring of all members. Other collectives get its link `across`."""
+        """Return the link of the collective's group. If this is a hierarchical ring, but the collective does
+        not send around a ring of all members, return the ring's link `across`."""
         link = self.groups.get(instruction.members, self.link)
         if isinstance(link, HierarchicalRing) and instruction.routes != neighbours(instruction.members):
             return link.across
         return link
 
     def phases(self, instruction: SendInstruction | Collective) -> list[Phase]:
-        """Return the parts of an exchange. If it does not share links, its parts take as long as `transfer`
-        or `collective` returns."""
+        """Return the phases of an exchange, in order. If it does not share links, the phases together take as
+        long as `transfer` or `collective` returns."""
         if isinstance(instruction, SendInstruction):
             link = self.channels.get(instruction.channel, self.link)
             nbytes = sum(spec.nbytes for spec in instruction.tensors)

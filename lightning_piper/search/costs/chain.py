@@ -63,7 +63,7 @@ class Shortened:
 
 
 def links(module: nn.Module) -> list[str]:
-    """Return the names of the modules that form the chain of a model, in the order of the module's lists.
+    """Return the names of the modules that form the chain of a model, in the order of `named_children`.
 
     Only modules with parameters count. No link is inside of another link.
     """

@@ -93,7 +93,7 @@ def seconds_of_passes(
 
     Returns:
         Region -> pass ("F", "B", "BI", "BW") -> seconds. And parameter of `cut.step` -> share of zeros in its
-        gradient, for each parameter with a gradient.
+        gradient. Of several regions with equal computations, only the first to run has its parameters there.
     """
     code = cut.step.at(samples)
     cuts = [code.samples(i, Slice(0, samples)) for i in range(len(leaves))]

@@ -18,7 +18,8 @@ class Work(NamedTuple):
         forward, backward_input, backward_weights: Seconds of the passes F, BI and BW. B takes the sum of the
             last two.
         saved: Bytes that F saves until BI (or B) is done.
-        saved_for_weights: Bytes that are kept until BW is done: parts of `saved`, and values that BI makes.
+        saved_for_weights: Bytes that are kept until BW is done: some of the bytes in `saved`, and the values
+            that BI makes for BW.
         output: Bytes of the activations passed to the next block, which are also the bytes of their gradient.
         exchanged: Bytes of the sums along the tensor axis in a forward pass. A backward pass sums as many
             bytes.

@@ -40,8 +40,8 @@ class RecordedRun:
 
 
 def scan(roots: Mapping[str, Path]) -> dict[str, RecordedRun]:
-    """Return name -> run. A run is a folder with step files in its folder `piper`. Its name is a prefix and
-    its path in the log directory.
+    """Return name -> run, sorted by name. A run is a folder with step files in its folder `piper`. Its name
+    is a prefix and its path in the log directory, or "." for the log directory itself without a prefix.
 
     Args:
         roots: Prefix of the runs' names -> log directory.
