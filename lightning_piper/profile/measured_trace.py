@@ -203,6 +203,7 @@ class Measured:
                 )
 
     def _span(self, device: int, instruction: Instruction, kind: str, start: float, end: float) -> None:
+        """Add a span of an instruction to the trace. Times are in seconds after `zero`."""
         about = (instruction.node, instruction.label, kind, instruction.origin)
         self.trace.spans.append(Span(device, instruction.row, start, end, *about))
 

@@ -14,8 +14,8 @@ from lightning_piper.profile.files import read_json, steps_in
 
 def when_it_ran(compiled: Compiled, node: int, folder: Path) -> list[str]:
     """Return a line for each time that a node ran, in each recorded step and in its planned step. Example:
-    "ran in step 7 on device 0, stream compute: 1.200 to 1.900 ms (0.700)". `explain` on the command line
-    prints them.
+    "ran in step 7 on device 0, stream compute: 1.200 to 1.900 ms (0.700)". `lightning-piper explain`
+    prints the lines.
 
     Args:
         compiled: The program of the node.

@@ -51,6 +51,7 @@ def dualpipev(
 
 
 def dualpipev_rows(ranks: int, microbatches: int) -> list[Row]:
+    """Return the rows of `dualpipev`, by rank."""
     return [
         _crossing(ranks, rank, (rank, 2 * ranks - 1 - rank), (0, 0), microbatches) for rank in range(ranks)
     ]

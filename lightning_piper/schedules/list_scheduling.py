@@ -261,6 +261,7 @@ def listed(chain: Chain, rules: Sequence[PassPreference]) -> list[Step]:
     chosen: list[Step | None] = [None] * len(chain.local)  # the next step of each rank, if it has one
 
     def look(rank: int) -> None:
+        """Choose the rank's next step again, and put it into the heap if the rank can run one."""
         turn[rank] += 1
         found = _choice(world, chain, rank, rules[rank])
         if found is not None:

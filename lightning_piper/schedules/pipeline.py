@@ -35,6 +35,7 @@ def gpipe(
 
 
 def gpipe_rows(stages: int, microbatches: int) -> list[Row]:
+    """Return the rows of `gpipe`, by rank. `fitted` and the search also use them."""
     return [
         one_by_one(*(Action(stage, kind, mb) for kind in "FB" for mb in range(microbatches)))
         for stage in range(stages)
@@ -65,10 +66,12 @@ def one_f_one_b(
 
 
 def one_f_one_b_rows(stages: int, microbatches: int) -> list[Row]:
+    """Return the rows of `one_f_one_b`, by rank."""
     return [_one_f_one_b(stage, min(stages - stage, microbatches), microbatches) for stage in range(stages)]
 
 
 def _one_f_one_b(stage: int, warmup: int, microbatches: int) -> Row:
+    """Return the row of a stage with `warmup` forward passes before its first backward pass."""
     row = [Action(stage, "F", mb) for mb in range(warmup)]
     for mb in range(microbatches):
         row.append(Action(stage, "B", mb))
@@ -96,6 +99,7 @@ def zero_bubble(
 
 
 def zero_bubble_rows(stages: int, microbatches: int) -> list[Row]:
+    """Return the rows of `zero_bubble`, by rank."""
     return [
         _zero_bubble(stage, min(stages - 1 - stage, microbatches), microbatches) for stage in range(stages)
     ]
@@ -139,6 +143,7 @@ def zb_h2(
 
 
 def zb_h2_rows(stages: int, microbatches: int) -> list[Row]:
+    """Return the rows of `zb_h2`, by rank."""
     return [
         _zb_h2(stage, min(2 * (stages - stage) - 1, microbatches), microbatches) for stage in range(stages)
     ]

@@ -38,6 +38,7 @@ def zbv(
 
 
 def zbv_rows(ranks: int, microbatches: int) -> list[Row]:
+    """Return the rows of `zbv`, by rank."""
     return [_row(ranks, rank, microbatches) for rank in range(ranks)]
 
 

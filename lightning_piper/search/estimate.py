@@ -70,6 +70,7 @@ class Estimate:
 
 
 def rows_for(candidate: Candidate) -> Rows:
+    """Return the rows of the candidate's schedule. Candidates with the same schedule share them."""
     layout = candidate.layout
     return rows_of(layout.schedule, layout.per_rank, layout.ranks, layout.microbatches)
 
@@ -114,6 +115,7 @@ def passes_of(costs: Costs, candidate: Candidate) -> list[tuple[Number, Number, 
 
 
 def _hops(costs: Costs, candidate: Candidate) -> list[Number]:
+    """Return the seconds of a message across each boundary between stages."""
     return [costs.hop(border, block) for border, block in enumerate(candidate.cuts)]
 
 

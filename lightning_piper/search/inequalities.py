@@ -125,6 +125,7 @@ def table_of(key: Key) -> Table:
 
 
 def _mean(found: Sequence[tuple[Array, Array, Array]]) -> tuple[Array, Array, Array]:
+    """Return the element-wise mean of the triples, for each of the three arrays."""
     first, second, third = (np.mean(np.stack(column), axis=0) for column in zip(*found, strict=True))
     return first, second, third
 

@@ -129,6 +129,8 @@ def described(candidate: Candidate, blocks: int | None = None) -> str:
 
 
 def _less_kept(candidate: Candidate) -> list[str]:
+    """Return which stages recompute and offload, as texts such as "the first 2 stages recompute"; empty if
+    none do."""
     found: list[str] = []
     for n, what in ((candidate.recomputed, "recompute"), (candidate.offloaded, "offload")):
         which = "next" if found else "first"

@@ -300,6 +300,8 @@ def check_choices(devices: int, schedules: Sequence[str], levels: Sequence[int],
 
 
 def _check_number(what: str, value: object, most: int | None = None) -> None:
+    """Raise a `SearchError` that names `what`, unless the value is an integer from 1 to `most` (None: no
+    limit)."""
     number = integer(value)
     if number is None or number < 1 or (most is not None and number > most):
         raise SearchError(
@@ -332,6 +334,7 @@ def bytes_of(size: str | Number) -> Number:
 
 
 def _divisors(n: int, most: int | None = None) -> list[int]:
+    """Return the divisors of n that are at most `most` (None: all divisors), in rising order."""
     limit = n if most is None else min(n, most)
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return [d for d in sorted({*small, *(n // d for d in small)}) if d <= limit]

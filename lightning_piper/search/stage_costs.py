@@ -115,6 +115,7 @@ def _held(block: Block, tensor: int, routed: int) -> tuple[Number, Number]:
 
 
 def _part(seconds: Number, share: Number) -> Number:
+    """Return `seconds * share`, or the int 0 if one of the two is 0."""
     return seconds * share if seconds and share else 0
 
 

@@ -367,6 +367,7 @@ class _SimulatedDevices:
             self._span(device, instruction, kind, start, clock.time)
 
     def _span(self, device: int, instruction: Instruction, kind: str, start: Number, end: Number) -> None:
+        """Add a span of an instruction to the trace."""
         about = (instruction.node, instruction.label, kind, instruction.origin)
         self.trace.spans.append(Span(device, instruction.row, start, end, *about))
 

@@ -155,6 +155,7 @@ def _cut(made: Shortened, batch: Any) -> BlockCut:
 
 
 def _device_of(module: nn.Module) -> str:
+    """Return the device type of the first parameter; "cpu" without parameters or on the meta device."""
     kind = next((p.device.type for p in module.parameters()), "cpu")
     return "cpu" if kind == "meta" else kind
 
@@ -200,6 +201,8 @@ def _runs(code: StepCode) -> list[_RegionRun]:
 
 
 def _run(tags: Sequence[int | None], start: int, stop: int) -> _RegionRun:
+    """Return the regions from `start` to `stop` (exclusive) as one run. `tags` has the tag of each region of
+    the step."""
     here = tags[start:stop]
     return _RegionRun(
         tuple(dict.fromkeys(tag for tag in here if tag is not None)), tuple(range(start, stop)), None in here

@@ -197,5 +197,6 @@ def _plain(part: nn.Module) -> dict[str, Any]:
 
 
 def _tensors(part: nn.Module) -> list[tuple[str, str, bool]]:
+    """Return (name, spec as text, whether it requires gradients) of a module's own parameters and buffers."""
     own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
     return [(name, f"{TensorSpec.of(x)}", x.requires_grad) for name, x in own]

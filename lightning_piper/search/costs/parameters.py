@@ -206,6 +206,7 @@ def _timed(
 
 
 def _seconds(work: Callable[[], None], device: torch.device, clock: Callable[[], float]) -> float:
+    """Return the seconds of a call, until the device has finished the work that the call issues."""
     wait(device)
     start = clock()
     work()

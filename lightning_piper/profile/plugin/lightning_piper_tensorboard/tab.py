@@ -66,6 +66,7 @@ class PiperTab(TBPlugin):  # type: ignore[misc]  # TensorBoard has no annotation
         return found
 
     def _serve_runs(self, request: Request) -> Response:
+        """Serve {"runs": [{"name", "steps": [{"file", "number"}]}]} as JSON, after a new scan."""
         runs = []
         for name, run in self._scan().items():
             steps = sorted((file for file in run.files if file.startswith("step_")), key=number_of)
@@ -98,10 +99,13 @@ def _respond(
 
 
 def _missing(request: Request, problem: str) -> Response:
+    """Return a response with the status 404 and {"error": problem} as JSON."""
     return _respond(request, json.dumps({"error": problem}), code=404)
 
 
 def _static(path: Path) -> Callable[..., Any]:
+    """Return the application that serves a file of the page. It reads the file at each request."""
+
     @Request.application
     def serve(request: Request) -> Response:
         return _respond(request, path.read_text(encoding="utf-8"), TYPES[path.suffix])
