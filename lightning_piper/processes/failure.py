@@ -197,7 +197,8 @@ class FailureWatch:
 
 
 class _Judge:
-    """Rank 0's ends of the connections of all processes, including its own.
+    """The decision of rank 0 about which process failed first. `run` is the function of a thread of rank 0,
+    which has rank 0's ends of the connections of all processes, including the connection of rank 0 itself.
 
     Attributes:
         lines: Open connection -> rank.

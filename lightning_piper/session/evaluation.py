@@ -5,8 +5,8 @@ A plan has fixed shapes and is the same for all processes of a replica. So befor
 agree that they have the same batch, and whether a plan must be compiled first. If the step logs no tensors,
 replicas may have batches of different sizes, and some may have one batch more than other replicas. This
 happens in `predict`, where Lightning's sampler does not repeat samples to make the local batches equal. A
-replica that has run out of batches repeats its last batch without a result until the other replicas are done,
-because the other replicas may need its shards of parameters.
+replica that has run out of batches repeats its last batch, without a result, until the other replicas are
+done. The reason is that they may need its shards of parameters.
 """
 
 from __future__ import annotations

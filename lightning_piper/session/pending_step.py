@@ -11,8 +11,8 @@ from lightning_piper.session.process_runtime import Prepared
 
 @dataclass(slots=True)
 class PendingStep:
-    """A training step that is about to run on the current batch. `Fit.step` makes one, fills in what is still
-    None, and drops it after the run.
+    """A training step that is about to run on the current batch. `Fit.step` makes one, sets `prepared`
+    and `closing` before the run, and drops it afterwards.
 
     Attributes:
         number: Number of the batch over the whole training.

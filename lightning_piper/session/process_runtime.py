@@ -1,7 +1,7 @@
 """The tensors and communicators of one process, on which compiled programs of any kind run.
 
-A fit, an evaluation and uncaptured replicas each have a `ProcessRuntime`. It checks that all processes run
-the same program before it makes executors for the program.
+A fit and the evaluations during the fit share a `ProcessRuntime`. Evaluations outside of a fit, uncaptured
+replicas, and each divided optimizer have one of their own.
 """
 
 from __future__ import annotations

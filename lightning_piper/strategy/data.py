@@ -47,8 +47,9 @@ def agree_on_loader(loader: object, world: World, limit: float = 1.0, apart: boo
     Collective.
 
     All processes get the states of rank 0's random number generators, and compare their numbers of batches.
-    A DataLoader also gets rank 0's states of its own generators, rank 0's seed of its `DistributedSampler`,
-    and worker seeds by replica. With one process, nothing changes.
+    A DataLoader also gets rank 0's states of its own generators, and rank 0's seed of its
+    `DistributedSampler`. After `seed_everything(workers=True)`, its workers are seeded by replica. With one
+    process, nothing changes.
 
     Args:
         loader: This process's loader.

@@ -81,7 +81,8 @@ class Idle:
     Attributes:
         left: The state of the previous fit that checkpoints need.
         replicas: For each process, the replica that it draws data for, in this run or the previous run, such
-            as `(0, 0, 1, 1)`. Empty before the first run, which means one replica.
+            as `(0, 0, 1, 1)`. Empty if Lightning runs the steps alone, or before the first run. Then there is
+            one replica.
         evaluation: Runs the steps that do not train; None if Lightning runs them.
     """
 

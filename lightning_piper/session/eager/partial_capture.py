@@ -56,9 +56,9 @@ class InPart:
             history: Facts from earlier captures of the step.
 
         Raises:
-            CaptureError: `error`, if the calls of annotated modules cannot be captured either, or if the
-                program neither cuts the step nor shards parameters or gradients. Also if the settings do not
-                allow a partial capture, or if `error` comes too late, from the step's own code, or from
+            CaptureError: `error`, in each of these cases. The calls of annotated modules cannot be captured
+                either. The program neither cuts the step nor shards parameters or gradients. The settings do
+                not allow a partial capture. `error` is `late`, or comes from the step's own code, or from
                 communication in a step that the program cuts.
         """
         settings, world = self._settings, self._world
