@@ -91,8 +91,8 @@ class PiperStrategy(EvaluatingStrategy):
             finished program on one batch and compares the result with one device's. `each` also runs and
             compares the program after every directive, and prints the report. `off` checks nothing.
         transport: `process` has a process for each logical device. `local` runs all of them in this process,
-            with `devices=1`. `simulated` is like `local`, but on a simulated accelerator that runs the
-            streams of each step in a different order: the result has the CPU's bits, or there is an error.
+            with `devices=1`. `simulated` is like `local`, on a simulated accelerator that orders its streams
+            differently in each step. The result then has the same bits as on a CPU, or there is an error.
         profile: Which steps to record. True records a few of the first steps (see `lightning_piper.profile`).
             By default, there is a recording only if the Trainer's profiler is a `PiperProfiler`.
         timeout: How long a process waits for other processes before communication fails: a `timedelta` or a
