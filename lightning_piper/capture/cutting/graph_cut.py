@@ -55,6 +55,7 @@ def cut(
     Returns:
         - The regions, in trace order.
         - (region, "F" or "B") -> interface and code. A pass without work and without outputs is missing.
+          Exceptions: a forward pass that has lost all its unused operations, and the only pass of a step.
         - (region, "BI" or "BW") -> interface and code of the two parts of each B. If B has only one part, the
           entry is the entry of B.
         - Index of each routed region -> its experts: `routed`, or the regions that the function found.
@@ -177,7 +178,11 @@ def _results(
     """Add every result of the step to the outputs of the pass that computes it.
 
     Results are the loss, logged values, arguments of metric objects, returned tensors, new values of buffers,
-    and gradients of parameters. The terms of a parameter gradient that one region computes are added there.
+    and gradients of parameters. Three kinds of results have their own rule:
+
+    - A gradient that several regions compute becomes one output of each of them: the sum of its terms.
+    - All arguments of one metric object are outputs of the latest region that computes one of them.
+    - A result without a region is an output of the last region.
 
     Args:
         described: each result of the graph with its descriptor. The result is None for a missing gradient.

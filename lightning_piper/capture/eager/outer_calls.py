@@ -30,7 +30,8 @@ class ModuleCall:
 
     Attributes:
         key: identifies the call.
-        tags, marks: Number of annotations, and number of repeated blocks, that were opened during the call.
+        tags, marks: How often the call has entered an annotation, and how often it has called a repeated
+            block.
         has: All names of the parameters and buffers of the called module. If the step's module itself was
             called, names of the parameters and buffers that the call read.
         handed_on: Whether the result has tensors, and only other annotated calls read them, as far as the

@@ -287,8 +287,8 @@ class Guards:
     dict has changed. If the counter does not follow attributes (Python 3.13), `hold` compares all values.
     """
 
-    # Key of a place -> this place, which holds a number that is an input. If the number is inside of a
-    # container, the container's guard ignores the number.
+    # Key of a place -> this place, which holds a number that is an input of the graph. Guards ignore these
+    # numbers, also inside of containers.
     inputs: Mapping[Any, StateLocation] = field(default_factory=dict)
     by_key: dict[Any, Guard] = field(default_factory=dict)  # key of a place -> its guard
     # id of a dict of hooks -> (expression for the dict, the dict, its form when the step was captured)

@@ -65,8 +65,8 @@ def _entry(value: Any) -> Any:
 
 
 def check_unchanged(module: nn.Module, before: list[Attribute], step: str) -> None:
-    """Check that the step has not set or changed an attribute in `attributes(module)` since `before`. An
-    attribute that was removed is not noticed.
+    """Check that the step has not set or changed an attribute in `attributes(module)` since `before`. The
+    function does not notice a removed attribute, or a new attribute with the value None.
 
     Args:
         before: the result of `attributes` from before the step.

@@ -105,8 +105,8 @@ class StateRecorder:
 
     def _find(self, value: Any, where: str) -> None:
         """Record the value and the objects that are reachable from it, and the functions among them. Skip
-        numbers, texts, tensors, classes, Python modules, and objects of libraries other than containers and
-        PyTorch modules. Stop after `MANY` objects in all calls.
+        numbers, texts, tensors, classes and Python modules. Of the objects of libraries' classes, record only
+        containers, functions and PyTorch modules. Stop after `MANY` objects in all calls.
 
         Args:
             where: the expression that a user would write for the value.
