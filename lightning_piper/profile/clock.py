@@ -14,7 +14,14 @@ ROUNDS = 16  # how often rank 0 asks each rank for its time
 
 
 class Processes(Protocol):
-    """The interface to the processes of a run, such as `processes.world.World`."""
+    """The interface to the processes of a run, such as `processes.world.World`.
+
+    Attributes:
+        rank: The rank of this process.
+        size: The number of processes.
+        device: The torch device of this process.
+        host_group: The process group for messages in host memory.
+    """
 
     rank: int
     size: int

@@ -7,7 +7,7 @@ these keys::
     rows    [[device, stream], ...]
     nodes   {id: {label, kind, tags, devices, stream, bytes, origin, placed_by, text}}
     colours {kind of a box or node: "#rrggbb"}
-    edges   [[from, to, carries data?, index of the directive that ordered it or null], ...]
+    edges   [[from, to, 1 if it carries data or 0, index of the directive that ordered it or null], ...]
     step    the planned step: the plan in virtual time, each instruction with its recorded duration
 
 A step file has these keys::

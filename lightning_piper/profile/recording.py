@@ -43,7 +43,9 @@ class _Step:
     """One recorded step of one process.
 
     Attributes:
+        compiled: The program of the step.
         number: The number of its batch over the whole training.
+        global_step: The trainer's `global_step` when `Recording.after` was called.
         begun: The start of the step on the process's clock, in nanoseconds.
         times: Device -> a function that returns the recorded times.
         batch_time: Seconds from the start of this step to the start of the next step; None if no step
@@ -99,7 +101,8 @@ class Recording:
 
     def before(self, prepared: ExecutableProgram) -> None:
         """Prepare to record the training step that follows, if the schedule says so. In the first step after
-        a cycle's active steps, write these steps, which is collective.
+        a cycle's active steps, write these steps, which is collective. If cycles have only active steps, they
+        are written together, after the last cycle.
         """
         if self._steps and self._steps[-1].batch_time is None:
             self._steps[-1].batch_time = (now() - self._begun) * SECOND

@@ -18,7 +18,7 @@ Devices = Sequence[int | Sequence[int]]
 
 
 class Action(NamedTuple):
-    """One pass (`F`, `B`, `BI` or `BW`) of one stage for one microbatch."""
+    """One pass of one stage for one microbatch. `kind` is `F`, `B`, `BI` or `BW`."""
 
     stage: int
     kind: str

@@ -24,6 +24,7 @@ def bytes_needed(compiled: Compiled, states: float) -> dict[int, int]:
     memory have no states here.
 
     Args:
+        compiled: The compiled program.
         states: Bytes of optimizer state for each byte of trained parameters.
     """
     figures = simulate(compiled.dag, compiled.plans).devices
@@ -54,6 +55,7 @@ def needed_by_replicas(compiled: Compiled, states: float, processes: bool, room:
     exact number takes more time, because `bytes_needed` simulates the plan.
 
     Args:
+        compiled: The compiled step, in which each device is a replica.
         states: Bytes of optimizer state for each byte of trained parameters.
         processes: Whether replicas are processes on a CPU. Such processes keep a buffer in which they sum
             gradients, and their updates make two tensors as large as a parameter.

@@ -40,7 +40,8 @@ Stages = Sequence[Sequence[int]]  # the indices of the blocks of each stage
 
 
 class ComparedTime(NamedTuple):
-    """A quantity of a step in seconds, predicted and recorded."""
+    """A quantity of a step in seconds, predicted and recorded. `what` names it, such as "F of stage 1" or
+    "device 0, busy"."""
 
     what: str
     predicted: float

@@ -391,6 +391,7 @@ def saved_bytes(
     whose values come back.
 
     Args:
+        costs: The costs of the layout.
         stages: (index, blocks, way) of each stage of the rank.
         states: The memory states of the rank; see `Rows.kept`.
         least: Compute a lower bound: the input of each stage is the smallest output of any block.

@@ -253,6 +253,7 @@ def _charged(costs: Costs, rows: Rows, owned: Array, trained: Array) -> _Charged
     must be on this rank, they count with this block.
 
     Args:
+        costs, rows: The costs of a layout, and the rows of its schedule.
         owned, trained: Bytes of parameters, and of trained parameters, that only one block uses (blocks, 2:
             outside of experts and of experts).
     """

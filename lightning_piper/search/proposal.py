@@ -348,6 +348,7 @@ def work_of(
     AdamW if `optimizer_of` does not find an optimizer.
 
     Args:
+        module, batch: A LightningModule and the batch of one step.
         on: The hardware for which costs are calculated. None: costs are measured on this machine.
         samples: The numbers of samples for which costs are computed.
         cut: The blocks of the module.

@@ -190,6 +190,7 @@ class Params:
         """Return the bytes of parameters on a rank with these stages: outside of experts, and of experts.
 
         Args:
+            spans: The blocks of each stage of the rank.
             tied: Whether to include parameters that several blocks use.
             trained: Count only parameters that get gradients.
         """
@@ -301,6 +302,7 @@ class Costs:
         "gather", otherwise of its gradients.
 
         Args:
+            span: The blocks of the stage.
             kind: The attribute of `Collectives` with measured times.
             rings: The number of passes around a ring, if the times were not measured.
         """
@@ -363,6 +365,7 @@ class Costs:
         machine also keep a buffer in which they sum gradients.
 
         Args:
+            spans, levels: The blocks and the ZeRO level of each stage of the rank.
             alone: Leave out the gathered blocks, this buffer, and parameters that several blocks use. The
                 result is then also a lower bound for all lower levels.
         """

@@ -60,7 +60,7 @@ def lane_of(instruction: SendInstruction | Irecv | Collective) -> Lane:
 
 
 class Span(NamedTuple):
-    """The work of a stream from `start` to `end`.
+    """The work of a stream of a device from `start` to `end`.
 
     Chunks and communication have a span even if they take no time.
 
@@ -84,7 +84,7 @@ class Span(NamedTuple):
 
 
 class StreamWait(NamedTuple):
-    """A wait of a stream from `start` to `end` for the result of `node`.
+    """A wait of a stream of a device from `start` to `end` for the result of `node`.
 
     Attributes:
         since: From this time on, the stream waits for communication only.
@@ -135,6 +135,7 @@ class _Stream:
     """A stream of a device.
 
     Attributes:
+        clock: The clock of the stream.
         issued: (position in the plan, instruction) of the instructions that have been issued and have not
             begun. The first one waits for an exchange or an event.
     """

@@ -60,8 +60,9 @@ def analytic(
         cut: The blocks of the same module and batch, if they are known.
 
     Raises:
-        CaptureError: The step cannot be captured.
+        CaptureError: The step cannot be captured, or `samples` is not valid.
         SimulationError: The hardware has no speed for a data type.
+        Exception: The step cannot be traced for any number in `samples`. The error is the error of the trace.
     """
     cut = cut or blocks_of(module, batch)
     numbers = checked_samples(cut, samples)
@@ -175,6 +176,8 @@ def _changed(shape: tuple[int, ...], changes: Sequence[Change], degree: int) -> 
 
     Args:
         shape: The shape of the shard before the changes.
+        changes: The changes, in order.
+        degree: The size of the tensor axis.
     """
     sizes = list(shape)
     for change in changes:

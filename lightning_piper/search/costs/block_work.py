@@ -108,6 +108,7 @@ def workload(
     """Assemble a workload from the work of its blocks.
 
     Args:
+        cut: The blocks of the module.
         works: (samples, size of the tensor axis) -> the work of each block.
         states: Bytes of optimizer state for each byte of parameters.
         of_param: Takes the name of a parameter, and returns the seconds that it takes besides passes.

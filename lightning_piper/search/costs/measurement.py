@@ -62,6 +62,7 @@ def measured(
     Raises:
         CaptureError: The step cannot be captured, tensors have no data, the batch has fewer samples, or
             `samples` or `calls` is not valid.
+        Exception: The step cannot be traced for any number in `samples`. The error is the error of the trace.
     """
     if integer(calls) is None or calls < 1:
         raise CaptureError(f"measured(calls={shown(calls)}): give an integer >= 1 [PIPER-P005]")

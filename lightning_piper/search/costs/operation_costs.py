@@ -24,7 +24,8 @@ _FREE = {aten._unsafe_view.default, aten.detach.default, aten.empty.memory_forma
 
 
 class Cost(NamedTuple):
-    """A cost of an operation: name, floating point operations, their dtype, and bytes read and written."""
+    """A cost of an operation: its name, its floating point operations (`flops`) and their dtype, and the
+    bytes that it reads and writes (`nbytes`)."""
 
     name: str
     flops: int

@@ -175,6 +175,7 @@ def _timed(
 
     Args:
         like: Makes a tensor with the size of the parameter, and with the zeros of its gradient.
+        optimizer, calls, clock: Arguments of `timed`.
     """
     first = torch.nn.Parameter(like())
     count = max(1, min(MOST, MOVED // max(1, 4 * first.nbytes)))

@@ -99,14 +99,16 @@ def _read(
 
     Args:
         path: The file of the step.
-        step: Its content.
+        step: The content of the file.
         tag: The tag of stages.
         found: (stage, pass) -> seconds of each microbatch.
         untagged: The stage of work without the tag. None: work without the tag does not count.
 
     Raises:
-        PiperError: The microbatches have different sizes.
-        Exception: The content or its plan is not a valid recording. The caller explains this error.
+        PiperError: The microbatches have different sizes, or no recorded node belongs to a stage.
+        ValueError: The step names a plan outside of its folder, or a duration is not a number >= 0.
+        Exception: The content or its plan is not a valid recording. The caller turns this error, and a
+            ValueError, into a PiperError.
     """
     if Path(step["plan"]).name != step["plan"]:
         raise ValueError(f"the plan is {step['plan']!r}, which is not a file in the same folder")
