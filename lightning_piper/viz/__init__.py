@@ -1,8 +1,10 @@
-"""Pictures: a simulated step as an SVG chart or as text, and the DAG of a device for Graphviz::
+"""Pictures: a simulated step as an SVG chart or as text, and the DAG of a device for Graphviz. An example::
 
-Path("step.svg").write_text(svg_chart(simulation))
-print(text_chart(simulation))
-print(dot_graph(compiled.dag, device=0))
+    Path("step.svg").write_text(svg_chart(simulation))
+    print(text_chart(simulation))
+    print(dot_graph(compiled.dag, device=0))
+
+Here, `compiled` comes from `lightning_piper.compile`, and `simulation` from `simulate`.
 """
 
 from lightning_piper.viz.dot import dot_graph

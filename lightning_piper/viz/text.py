@@ -1,5 +1,5 @@
-"""A simulated step as text, like the charts in pipeline papers: one row for each device, and time runs to the
-right.
+"""A simulated step as text, like the charts in pipeline papers: one row for each device, or for each of its
+streams with chunks, and time runs to the right.
 """
 
 from __future__ import annotations

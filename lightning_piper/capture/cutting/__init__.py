@@ -1,1 +1,1 @@
-"""The passes of regions into which a joint graph is cut, and the code of each pass."""
+"""Cut a joint graph into passes of regions, and make the code of each pass. `graph_cut.cut` is the entry."""

@@ -113,13 +113,13 @@ def wire_inputs(
     passes: Mapping[PassKey, RegionPass],
     taken: Collection[OutputRef],
 ) -> None:
-    """Set the inputs of a backward pass and its parts.
+    """Set the `inputs` of a backward pass and its parts.
 
     Args:
         whole: the backward pass.
-        parts: the parts of `whole`, by name.
-        passes: all other passes, by region and kind.
-        taken: the bundles that the pass receives from other regions.
+        parts: the parts of `whole`, by name. The order is BI, BW.
+        passes: all passes F and B, with their outputs.
+        taken: the bundles that `whole` receives from other regions.
     """
     region = whole.key[0]
     saved = passes[region, "F"].bundles(Kind.SAVED)

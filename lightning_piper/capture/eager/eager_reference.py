@@ -243,7 +243,7 @@ def _logged(
 
 
 def _changed_names(step: CapturedStep) -> set[str]:
-    """Return the names of the buffers that the step changes."""
+    """Return the canonical names of the buffers that the step changes."""
     code = step.at(step.size)
     return {
         name

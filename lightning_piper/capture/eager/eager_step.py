@@ -69,15 +69,18 @@ class EagerStep:
 
     @property
     def member(self) -> EagerStep:
+        """The step itself, because an uncaptured step shards no tensors along an axis of ranks."""
         return self
 
     def divided(self, divisions: Sequence[Division]) -> EagerStep:
+        """Raise the `CaptureError` for a program that shards tensors of an uncaptured step."""
         raise CaptureError(
             f"{self.name} runs uncaptured, so Piper does not know its tensors and cannot shard them. Remove "
             "the shard directive (or tp, cp), or change the step so that Piper captures it [PIPER-C019]"
         )
 
     def recomputing(self, recomputation: Recomputation) -> EagerStep:
+        """Raise the `CaptureError` for a program that recomputes values of an uncaptured step."""
         raise CaptureError(
             f"{self.name} runs uncaptured, so Piper does not know which values it saves and cannot "
             "recompute them. Remove the recompute directive, or change the step so that Piper captures it "

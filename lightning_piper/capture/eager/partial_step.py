@@ -90,6 +90,7 @@ class PartlyCaptured(CapturedStep):
 
     @property
     def draws(self) -> bool:
+        """Whether the captured calls draw random numbers. Draws of the uncaptured code do not count."""
         codes = self.at(self.size).code.values()
         return any(
             _torch.is_random(node) and node.target is not REMAINDER
@@ -154,8 +155,8 @@ def _refuse_changed_buffers(traced: TracedGraph) -> None:
 
 
 class _WholeStep(TracedStep):
-    """The step as one device runs it, including code that cannot be captured. Calls of `self.log` have no
-    effect."""
+    """The step as one device runs it, including code that cannot be captured. It returns the loss only, and
+    calls of `self.log` have no effect. `PartlyCaptured.alone` returns it."""
 
     keeps = False
 
@@ -168,7 +169,8 @@ class _WholeStep(TracedStep):
 
 
 class _FollowedStep(TracedStep):
-    """The step in a trace that finds the step's module calls up to the line that cannot be captured."""
+    """The step in a trace that finds the step's module calls up to the line that cannot be captured. After
+    the trace, `followed` has these calls."""
 
     has_tracing_run = False
 

@@ -73,6 +73,7 @@ class GraphBuilder:
             self._input(x, f"primals_{i}" if joint else f"arg{i - 1}_1", desc)
 
     def _input(self, x: torch.Tensor, name: str, desc: Any) -> None:
+        """Add the placeholder of an input with this name and descriptor."""
         node = self._graph.placeholder(name)
         node.meta = {"desc": desc, "val": x, "seq_nr": self._start}
         if self._joint:
@@ -80,7 +81,7 @@ class GraphBuilder:
         self._made(node, x)
 
     def goes_back(self, loss: torch.Tensor, tangent: torch.Tensor) -> None:
-        """Begin the backward pass.
+        """Begin the backward pass: all operations that `note` gets from now on are backward operations.
 
         Args:
             loss: the only result that has a gradient.

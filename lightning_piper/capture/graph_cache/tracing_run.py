@@ -5,7 +5,7 @@ A trace makes a graph of the operations that the step's code calls, which takes 
 as calling them. This run records each operation with its arguments, marks and results. A digest of these
 records identifies the graph: the same operations on the same tensors, under the same versions, give the same
 graph. Python state decides which operations the code calls, so the run records guards, as a trace does. The
-code itself need not be known.
+digest does not need to contain the user's code.
 """
 
 from __future__ import annotations

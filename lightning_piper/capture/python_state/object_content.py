@@ -24,9 +24,10 @@ MEMOISED = type(functools.cache(len))  # type of functions that cache their resu
 
 
 def _types_of_links() -> tuple[type, ...]:
-    """Return the type of the links that a function with a bounded cache has in a dict.
+    """Return the type of the values in the internal dict of a function with a bounded cache, as a tuple.
 
-    The type does not have a public name, so a function that has cached a result shows it.
+    The values are links to the cached results. Their type does not have a public name, so this function
+    makes a sample.
     """
     sample = functools.lru_cache(maxsize=1)(len)
     sample("")

@@ -86,11 +86,14 @@ class AppendProxy:
         return self
 
     def _adds(self, how: str, value: Any) -> None:
+        """Note an operation of a list. Raise a `CaptureError` if this is not a list."""
         if not isinstance(self._like, list | deque):
             self._refuse()
         self._note(self._path, how, value)
 
     def __getitem__(self, key: Any) -> AppendProxy:
+        """Return the placeholder of an item, which must be a list or dict. A missing item of a `defaultdict`
+        is a new one."""
         try:
             inside = self._like[key]
         except (LookupError, TypeError):
@@ -116,6 +119,7 @@ class AppendProxy:
             self[key] = value
 
     def _inside(self, key: Any, value: Any) -> AppendProxy:
+        """Return the placeholder of the item `value`. Raise a `CaptureError` unless it is a list or dict."""
         if type(value) not in _GROWING:
             self._refuse()
         return AppendProxy(value, f"{self._where}[{key!r}]", self._note, (*self._path, key))

@@ -213,6 +213,7 @@ class Guard:
 
     @classmethod
     def of(cls, place: StateLocation, loose: frozenset[Path] = frozenset()) -> Guard:
+        """Return a guard on the value that the place has now."""
         value = place.get()
         return cls(place, form_of(value, loose), value, loose)
 
@@ -233,9 +234,11 @@ class Guard:
         return at.item and not at.path and at.name is not ALL and fixed and _is_fixed(at.get())
 
     def now(self) -> Any:
+        """Return the form of the value that the place has now."""
         return form_of(self.place.get(), self.loose)
 
     def holds(self) -> bool:
+        """Return whether the value of the place still has the same form."""
         value = self.place.get()
         return (value is self.value and not self.mutable) or form_of(value, self.loose) == self.form
 

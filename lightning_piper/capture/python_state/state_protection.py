@@ -1,5 +1,5 @@
 """Protect the module's Python state during a trace: raise an error for a step that changes this state, and
-undo every change."""
+undo the changes."""
 
 from __future__ import annotations
 

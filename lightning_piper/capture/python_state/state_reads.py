@@ -289,8 +289,8 @@ class StateReads:
                     self.guards.note(StateLocation(f"{place.where}{name}", holder, name))
 
     def goes_back(self, numbers: Sequence[torch.Tensor]) -> None:
-        """Also record the backward pass, whose hooks are the user's code. Call it after the forward pass,
-        inside of `tracing`.
+        """From now until the end of `tracing`, also record the reads of the backward pass, whose hooks are the
+        user's code. Call it after the forward pass.
 
         Args:
             numbers: the argument of `running`.

@@ -194,6 +194,7 @@ class CapturedStep:
         return self._symbolic.others + len(self._symbolic.steps)
 
     def _step(self, degrees: tuple[int, ...]) -> TracedStep:
+        """Return a new module for one trace of the step. Subclasses return other kinds of steps."""
         return TracedStep(
             self.module, self.batch_spec, self.context, degrees, self.reads, self._blocks, self._whole_norms
         )
@@ -269,7 +270,7 @@ class CapturedStep:
 
     @property
     def said(self) -> TraceText:
-        """The first trace as text, operation by operation."""
+        """The first trace as text, operation by operation. It exists after the first call of `at`."""
         return self._first[0][2]
 
     @property

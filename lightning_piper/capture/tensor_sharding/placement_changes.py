@@ -1,4 +1,5 @@
-"""Insert placement changes into a joint graph. All readers that need the same placement share one change."""
+"""Insert placement changes into a joint graph. Readers in one region that need the same placement of a value
+share one change."""
 
 from __future__ import annotations
 

@@ -3,10 +3,11 @@
     k, v[S(2)] -> shift -> k, v[S(2)+1] -> attend -\\
     q, k, v[S(2)] -> attend ------------------------+-> merge -> ...
 
-Each shift sends shards directly from the rank that owns them, so no shift waits for another shift. Each shard
-of the keys is processed in a separate region while the next shard arrives. In turn i, a rank receives its
-shard after it has processed the shard of turn i - 2, so it holds at most two shards of other ranks at a time.
-The backward pass sends the keys again, and returns their gradients to their owners.
+In the placement `S(2)+1` (turn 1), each rank has the shard of the rank before it. Each shift sends shards
+directly from the rank that owns them, so no shift waits for another shift. Each shard of the keys is
+processed in a separate region while the next shard arrives. A rank receives the shard of turn i after it has
+processed the shard of turn i - 2, so it holds at most two shards of other ranks at a time. The backward pass
+sends the keys again, and returns their gradients to their owners.
 """
 
 from __future__ import annotations

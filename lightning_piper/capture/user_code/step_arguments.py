@@ -1,4 +1,5 @@
-"""The arguments of a step during its capture, and the error for a step that returns nothing."""
+"""The arguments with which Piper calls a step during its capture, and the error for a step that returns
+None."""
 
 from __future__ import annotations
 
