@@ -38,8 +38,8 @@ class ChunkBinder:
         seed: The seed of the current step.
         scale: The factor on the gradient of the current step's loss.
         loss_dtype: The dtype of the loss.
-        inplace: Node of a pack or sum -> indices of the tensors in its bucket or bundle that chunks write
-            directly into its slot.
+        inplace: Node of a pack or sum -> indices, in its bucket or bundle, of the tensors that chunks write
+            there directly. The instruction of the node skips these tensors.
     """
 
     def __init__(
@@ -77,7 +77,8 @@ class ChunkBinder:
         self.seed = 0
 
     def bind(self, run: Run) -> Bound:
-        """Return the call that runs a chunk's code on its slots."""
+        """Return a function that runs a chunk's code: it reads the arguments from their slots, empties slots
+        at their last read, and writes the outputs."""
         code = self._code_of(run)
         parts = self._arguments(run)
         function: Function | None = None
@@ -100,15 +101,15 @@ class ChunkBinder:
         return step.at(run.samples, run.degrees).code_of(run.key)
 
     def _compiled(self, code: Code, run: Run) -> Function:
-        # Compiled code takes one number of rows. If parameters are tensor-parallel, the number of rows of a
-        # region varies.
+        # Compiled code is for one number of rows. In a region whose experts are
+        # divided over devices (`degrees`), the number of rows varies, so the code runs uncompiled.
         return code.run if self._compiler is None or run.degrees else self._compiler(code)
 
     def _bind_inplace(
         self, run: Run, destination: GradDestination, code: Code, first: int, own: Sequence[TensorSpec]
     ) -> Function | None:
-        """Return code that writes gradients directly to their final memory. None if it cannot write any
-        gradient there.
+        """Return a function like the chunk's code that writes gradients directly to their final memory. None
+        if it cannot write any gradient there, or if the chunks of the sum have different code.
 
         Args:
             run: The chunk.
@@ -195,7 +196,8 @@ class ChunkBinder:
         return count
 
     def shares(self, way: Way, slices: Sequence[Slice]) -> list[torch.Tensor]:
-        """Return the weight of each slice of the local batch in a mean."""
+        """Return the weight of each slice of the current local batch in a value that joins the slices. `way`
+        says how the value joins them (`ops.arguments.shares`)."""
         return shares(self._step, way, slices, self._batch, self._buffers)
 
     def _find(self, run: Run, kind: str, name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -278,11 +280,13 @@ class ChunkBinder:
                 slots[slot] = (torch.full((), share * scale, dtype=self.loss_dtype, device=self._device),)
 
     def given(self) -> Iterator[torch.Tensor]:
-        """Yield every tensor that chunks read and that neither a chunk nor a message made."""
+        """Yield every tensor that chunks read and that neither a chunk nor a message made: parameters,
+        buffers, slices of the batch and loss gradients. Call this only during a step."""
         for bundle in self._slots[self._plan.slots :]:
             yield from bundle
 
     def end(self) -> None:
+        """Drop the references to the batch of the step."""
         for slot in self._leaves.values():
             self._slots[slot] = None
         self._batch = []

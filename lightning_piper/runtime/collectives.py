@@ -26,8 +26,8 @@ from lightning_piper.runtime.same_machine.shared_memory import DIRECT, SharedMes
 # Returns the value of a collective. The argument is the second entry of the pair that the start of the
 # collective left in the slot.
 Finish = Callable[[Any], Bundle]
-# Maximum bytes of a tensor that each member sends to all members, which then add. For more bytes, gloo's own
-# all-reduce is faster.
+# Maximum bytes that a member sends in all, if each member sends its tensor to all other members, which then
+# add. For more bytes, gloo's own all-reduce is faster.
 FEW = 2**15
 
 # torch 2.13 renamed these functions.
@@ -76,8 +76,8 @@ class Members:
         """Start an all-reduce of `x`, which has the same shape on each member. All members get the same bits.
 
         Returns:
-            The work, and the tensor that will hold the sum. This tensor is `x` itself, unless the other
-            members read `x` in place.
+            The work, and the tensor that will hold the sum when the work is done. This tensor is `x` itself,
+            unless the other members read `x` where it lies. Do not use `x` for anything else.
         """
         if x.is_complex():
             work, total = self.add_up(torch.view_as_real(x))
@@ -89,7 +89,7 @@ class Members:
         return _Sum(self, x) if few and not self.native else self.group.allreduce([x]), x
 
     def without_memory(self) -> Members:
-        """Return the same members with messages that use the backend only."""
+        """Return the same members, with messages through the backend only and not through shared memory."""
         return Members(Messages(self.group), self.ranks, self.ranks[self.own], self.native)
 
     def by_rank(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -35,7 +35,9 @@ class StepResult:
     Attributes:
         grads: Maps the names of the parameters updated on this device to the gradients of the weighted loss
             times `scale`. If the device has a shard of a parameter, this is the one-dimensional gradient of
-            its local shard (`Bucket.local_shards`). The tensors share memory with nothing else.
+            its local shard (`Bucket.local_shards`). No other tensor has the same elements in memory, so the
+            caller may change the gradients in place. Empty after a batch before the last one of an
+            accumulation, if all gradients wait for the last batch.
         metrics: A float64 vector of the step's loss and logged tensors, unscaled, in the order of
             `ops.metrics.metric_names`.
         results: Maps names to the tensors that a forward-only step returns (`StepCode.rebuild`). The tensors
@@ -47,8 +49,8 @@ class StepResult:
     results: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
 
 
-# Takes the bound instructions of a step and the plan index of each instruction. Returns the functions to call
-# instead.
+# Receives the bound instructions of a step and the plan index of each instruction. Returns as many functions,
+# in the same order, which the step calls instead.
 Observer = Callable[[Sequence[Bound], Sequence[int]], list[Bound]]
 
 
@@ -72,12 +74,16 @@ class Executor:
             uncompiled).
 
     Attributes:
+        plan: The plan that was passed.
         accumulates: Whether the plan has gradients that are kept until the last batch of an accumulation.
         observer: Called at the beginning of each step; returns the functions to call in place of the
             bound instructions. None: the step calls the bound instructions.
+        position: The index of the next bound instruction of the current step. Before the first step and after
+            each step, it is the number of bound instructions.
 
     Raises:
-        ExecutionError: A parameter or buffer is missing.
+        ExecutionError: A parameter, a buffer or a shard is missing, the transport is not connected for this
+            plan, or an instruction cannot be bound.
     """
 
     def __init__(
@@ -125,10 +131,14 @@ class Executor:
         self._running = False
 
     def _assembled(self, bound: Sequence[Bound | None], last: bool) -> tuple[list[Bound], list[int]]:
-        """Return the bound instructions of a step, and the plan index of each.
+        """Return the functions that a step calls in order, and the plan index of each function.
+
+        If an instruction is on a different stream than the instruction before, a function that switches
+        streams precedes it. It has the same plan index.
 
         Args:
-            bound: The bound instruction of each instruction of the plan.
+            bound: For each instruction of the plan, the function that runs it, or None if there is nothing to
+                run.
             last: Whether the step is the last one of an accumulation.
         """
         code: list[Bound] = []
@@ -204,8 +214,8 @@ class Executor:
         """Run one training step. Afterwards the module's buffers have their new values.
 
         Args:
-            leaves: The tensors of this replica's local batch (`StepCode.batch_specs`), on this executor's
-                device.
+            leaves: The tensors of this replica's local batch (`StepCode.batch_specs`). Tensors on a different
+                device are copied to this executor's device.
             seed: The seed of the step's random numbers, the same on all devices.
             scale: The factor on the gradient of the loss.
             last: Whether this is the last batch of a gradient accumulation. For earlier batches, this device
@@ -215,8 +225,9 @@ class Executor:
                 (`carries_digest`).
 
         Raises:
-            ExecutionError: An instruction failed. The message names the device, the node and its directives;
-                the cause is the original error.
+            ExecutionError: The batch does not fit the plan, or an instruction failed. For an instruction, the
+                message names the device, the node and its directives, and the cause is the original error. If
+                memory ran out, the error is an `OutOfMemoryError`.
             DigestMismatch: The processes passed different digests, or a process called `vote_abort`. Nothing
                 has changed.
         """
@@ -297,7 +308,11 @@ class Executor:
 
     def advance(self) -> bool:
         """Run until the end of the step, or until an instruction must wait for another device of this
-        process. Return whether the step has ended."""
+        process. Return whether the step has ended. If it has not, call `advance` again later.
+
+        Raises:
+            ExecutionError: An instruction failed. If memory ran out, the error is an `OutOfMemoryError`.
+        """
         code, position, end = self._code, self.position, len(self._code)
         if position == end:
             return True
@@ -322,7 +337,8 @@ class Executor:
         return position == end
 
     def end(self) -> StepResult:
-        """Finish a step whose plan has run to its end."""
+        """Finish a step for which `advance` has returned True: copy the new values into the module's buffers,
+        and return the results."""
         grads, metrics, results = self._step_outputs.empty()
         with torch.no_grad():
             self._streams.end([*grads.values(), metrics, *results.values()])
@@ -333,7 +349,8 @@ class Executor:
 
     @property
     def waiting_for(self) -> str:
-        """The text in an error about the next instruction, or about the end of the step."""
+        """Text for errors: the instruction at which this device waits, or that its step has ended. For
+        example, "device 1 waits in recv of ..."."""
         if self.position == len(self._code):
             return f"device {self.plan.device} is done"
         return (
@@ -342,10 +359,11 @@ class Executor:
 
 
 def _checked(plan: Plan, shards: Mapping[Bucket, torch.Tensor]) -> Mapping[Bucket, torch.Tensor]:
-    """Return the shards, after a check that there is one of the right size and dtype for each bucket.
+    """Return `shards`, after a check of the flat tensor of each bucket in `plan.shards`.
 
     Raises:
-        ExecutionError: A shard is missing or different.
+        ExecutionError: A flat tensor is missing, or does not have the bucket's dtype or the right size. The
+            whole bucket is needed if the plan keeps the whole bucket between steps, otherwise a shard.
     """
     for bucket, kept in plan.shards.items():
         wanted = bucket.numel if kept else bucket.shard

@@ -54,7 +54,7 @@ class GradDestination:
         into: The slot of the pack or sum.
         runs: The chunks that compute the terms, in the order of the sum. A pack has one chunk.
         bucket: The bucket whose flat tensor is the memory; None if the memory is a bundle like the terms.
-        take: The tensors of a term that are in the bucket, in the bucket's order.
+        take: For each tensor of the bucket, its index in a term; None if the term does not have the tensor.
     """
 
     node: int
@@ -65,9 +65,10 @@ class GradDestination:
 
 
 def destinations_of(plan: Plan, sums: bool) -> dict[int, GradDestination]:
-    """Return the final memory of the gradients that chunks can write directly, by the slot of the gradient.
+    """Return the final memory of the gradients that chunks can write directly: slot of a chunk's bundle of
+    gradients -> final memory.
 
-    A chunk can do so if only one instruction reads the gradient, on the stream of the chunk, and if this
+    A chunk can write there if only one instruction reads its bundle, on the stream of the chunk, and if this
     instruction is a pack. If `sums` is set, the instruction may also be an addition. Then all terms of the sum
     must fulfil the condition, and the chunk of the first term must run first.
     """
@@ -120,7 +121,12 @@ class InplaceCode:
     def new(
         self, bucket: Bucket | None, device: torch.device, flat_of: Callable[[Bucket], torch.Tensor]
     ) -> tuple[torch.Tensor | None, ...]:
-        """Allocate the memory to write to, with zeros where the code adds to it."""
+        """Return new memory to write to, with zeros where the code adds to it.
+
+        Returns:
+            For a bucket, its flat tensor, from `flat_of`, as the only entry. For a bundle, one tensor for
+            each entry of the bundle, or None if the code does not write the entry.
+        """
         if bucket is None:
             return tuple(
                 None
@@ -135,7 +141,8 @@ class InplaceCode:
         return (flat,)
 
     def views(self, made: Sequence[Any]) -> list[torch.Tensor]:
-        """Return the tensors to write to, as views of the memory that `new` returned."""
+        """Return the tensors to write to, in the order of `places`, as views of the memory that `new`
+        returned."""
         if self.specs:
             return [
                 made[place].as_strided(*layout)
@@ -199,8 +206,8 @@ def inplace_code(
 
 
 def written_in_place(code: Code, first: int, own: Sequence[TensorSpec]) -> list[bool]:
-    """Return which gradients of a bundle the code can write directly into a bucket, so that packing takes no
-    time.
+    """Return, for each gradient of a bundle, whether the code can write it directly into a bucket. Packing
+    such a gradient takes no time.
 
     Args:
         code: The chunk's code.

@@ -29,7 +29,8 @@ class _Collective:
     """A running collective.
 
     Attributes:
-        brought: Member that has started -> its parts, and the point from which others may read the parts.
+        brought: Logical device of a member that has started -> its parts, and the point from which the other
+            members may read the parts.
         taken: The number of members that have taken their result.
     """
 
@@ -180,7 +181,8 @@ class LocalEndpoint:
 
 
 def _taken(part: Any, mark: Arrival, device: torch.device) -> Any:
-    """Return one device's part of a collective on this device. The part is a tensor or a bundle."""
+    """Return a part that a member offers, on `device`. The part is a tensor or a bundle, and so is the
+    result."""
     return mark.take(part, device) if isinstance(part, tuple) else mark.take((part,), device)[0]
 
 
@@ -191,7 +193,8 @@ def run_local(
     scale: float = 1.0,
     last: bool = True,
 ) -> list[StepResult]:
-    """Run one step of all devices, whose executors share one `LocalTransport`.
+    """Run one step of all devices, whose executors share one `LocalTransport`. Returns the results in the
+    order of `executors`.
 
     Args:
         executors: One for each logical device.

@@ -9,8 +9,9 @@ The message also carries a digest of each process. If all digests are equal, the
 digest stands for, without a message for this purpose. A process that cannot run the step sends zeros instead
 (`vote_abort`). Zero is not a valid digest, so the step is then void for all processes.
 
-The metrics have a place for each replica, with zeros in the places of other replicas. Piper sends the metrics
-as bytes. Integers up to 255 are exact in every dtype, and so is the sum of such an integer and zeros.
+The vector of metrics has elements for each replica. A replica writes its own elements, and leaves zeros in
+the elements of other replicas. So the sum only joins the vectors. Piper sends each byte as one element of the
+gradients' dtype. Integers up to 255 are exact in every dtype, and so is the sum of such an integer and zeros.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.collectives import Members
 
 SMALL = 2**16  # maximum elements of a bucket that is copied to append the metrics
-CAPACITY = 2**9  # maximum numbers of 8 bytes that a message carries besides gradients
+CAPACITY = 2**9  # how many 8-byte numbers a message carries at most besides gradients
 Start = Callable[[], None]
 
 
@@ -45,7 +46,8 @@ class Piggyback:
     Attributes:
         metrics_node: The node of the sum of the metrics.
         gradients_node: The node of the sum of gradients that carries the metrics.
-        agreed: Whether all processes sent the same digest in this step.
+        agreed: Whether all processes sent the same digest in this step. Also True if the step did not
+            exchange digests, or has not received them yet.
 
     Args:
         sums: All sums of the plan over processes, in order.
@@ -83,7 +85,7 @@ class Piggyback:
 
         Args:
             digest: The nonzero digest of this process.
-            on: Whether the step sums gradients over processes.
+            on: Whether the step sums gradients over processes. If not, it exchanges no digests.
         """
         self._on, self.agreed = on, True
         self._digest.fill_(digest)
@@ -104,10 +106,14 @@ class Piggyback:
         return start
 
     def finish_metrics(self, values: Bundle) -> Bundle:
-        """Return the summed metrics: from the message of gradients, or `values` of a separate sum."""
+        """Return the summed metrics. In a step that sums gradients, these come from the message of the
+        gradients. Otherwise they are `values`, the result of the separate sum."""
         return self._received if self._on else values
 
     def bind_gradients(self, exchange: Exchange, into: int, slots: Slots, members: Members) -> Start:
+        """Return the function that starts the sum of the message: the bucket of gradients, the metrics and
+        the digests."""
+
         def start() -> None:
             (flat,) = exchange.bring()
             message = torch.cat([flat, self._bytes.to(self._dtype)])
@@ -117,7 +123,8 @@ class Piggyback:
         return start
 
     def finish_gradients(self, values: Bundle) -> Bundle:
-        """Return the summed gradients of the message. Store its metrics, and set `agreed`."""
+        """Return the summed gradients, a view of the summed message. Also store the message's metrics for
+        `finish_metrics`, and set `agreed`."""
         (message,) = values
         found = message[self._numel :].to(torch.uint8).view(torch.int64)
         digests = found[self._reported :].tolist()
@@ -126,7 +133,9 @@ class Piggyback:
         return (message[: self._numel],)
 
     def vote_abort(self, members_of: Callable[[Collective], Members]) -> None:
-        """Take part in the sums of a step that this process cannot run but other processes may run."""
+        """Take part, with zeros, in the sums of a step that this process cannot run but other processes may
+        run. The zero digest makes the step void for all processes. `members_of` returns the members of a
+        sum."""
         works = []
         for each in self._sums:
             assert each.bucket is not None

@@ -33,9 +33,12 @@ from lightning_piper.runtime.wire import packer, unpacker
 
 
 class Communicators(Protocol):
-    """The part of a transport that an endpoint needs."""
+    """The communicators of one device, as its endpoint needs them. `ProcessTransport` has real ones, and
+    `simulated_transport` has simulated ones."""
 
-    def members(self, key: Group) -> Members: ...
+    def members(self, key: Group) -> Members:
+        """Return the members of a group, with this device as `own`."""
+        ...
 
     def channel(self, channel: Channel, end: int) -> tuple[Messages, int]:
         """Return the messages of a channel, and a rank in its communicator: the rank of the sender (`end` 0)
@@ -48,10 +51,10 @@ def in_order(plan: Plan) -> list[Channel | Group]:
     """Return the communicators of a device in the order in which the device connects them.
 
     Any two devices connect their common communicators in the same order, so they cannot wait for each other.
-    Unrelated communicators connect at the same time where possible. Channels between i and j are sorted by i
-    xor j, because pairs with the same xor do not share a device. A pipeline of n stages has about log n
-    different values of i xor j. Groups are sorted by stream, because the groups on one stream rarely share
-    devices.
+    The order lets communicators without a common device connect at the same time. Channels between i and j
+    are sorted by i xor j, because different pairs with the same xor do not share a device. The neighbours in
+    a pipeline of n stages have about log n different values of i xor j. Groups are sorted by stream, because
+    the groups on one stream rarely share devices.
     """
     channels = sorted(plan.channels, key=lambda channel: (channel[0] ^ channel[1], channel))
     return [*channels, *sorted(plan.groups, key=lambda group: (group[1], group[0]))]
@@ -70,6 +73,9 @@ class ProcessTransport:
         ranks: The global rank of each logical device.
         device: The device of this process, which decides the backend (`kinds.backend_of`).
         timeout: The time after which an unanswered operation fails (default: torch's).
+
+    Raises:
+        ExecutionError: Two logical devices have the same rank.
     """
 
     def __init__(
@@ -93,10 +99,11 @@ class ProcessTransport:
 
     def connect(self, plans: Mapping[int, Plan]) -> None:
         """Create the communicators that this process's plan needs and that earlier plans did not need. Do
-        nothing if the plans do not have this process's device. Collective.
+        nothing if this process has no logical device, or `plans` does not have it. Collective over the
+        devices of the plans.
 
-        Each new communicator carries one message now, because NCCL connects at first use. In the middle of a
-        step, connecting could wait for a device that waits for this device.
+        Each new communicator carries one message now, because NCCL connects at the first message. In a step,
+        the process would wait there for the other members, and one of these may wait for this process.
         """
         if self._own is None or self._own not in plans:
             return
@@ -130,7 +137,7 @@ class ProcessTransport:
         return messages_of(group, self._timeout) if backend == HOST else Messages(group)
 
     def close(self) -> None:
-        """Destroy the communicators. Collective."""
+        """Destroy the communicators. Collective over the devices that share them."""
         for messages in [*self._channels.values(), *self._groups.values()]:
             messages.close()
         self._channels, self._groups = {}, {}
@@ -166,7 +173,8 @@ MOST = 2**28  # maximum bytes of gradients per step that are summed through shar
 class ProcessEndpoint:
     """The endpoint of one process (see `transport.RidingEndpoint`).
 
-    A slot whose value is pending holds the works and the tensors that they fill.
+    While a value is pending, its slot holds a pair: the works (`PendingWork`), and the tensors that the works
+    fill. `wait` replaces the pair with the value.
 
     Attributes:
         piggyback: The metrics and digests that travel in the messages of gradients; None if the plan does
@@ -221,7 +229,8 @@ class ProcessEndpoint:
         return send
 
     def wait_send(self, instruction: WaitSend) -> Bound:
-        """Return the function that waits for the send, and then frees the sent tensors."""
+        """Return the function that waits until the transport no longer reads the sent tensors, and then drops
+        the references to these tensors."""
         sent = self._sent[instruction.node]
 
         def wait_send() -> None:
@@ -250,8 +259,8 @@ class ProcessEndpoint:
         return irecv
 
     def collective(self, instruction: Collective, exchange: Exchange, slots: Slots) -> Bound:
-        """Return the function that starts a collective, and store the function that `wait` calls at its
-        end."""
+        """Return the function that starts a collective. If the received tensors are not yet its value, also
+        store the function that makes the value from these tensors: `wait` calls it."""
         if len(instruction.members) == 1:  # nothing to exchange
             return bind_alone(exchange, instruction.into, slots)
         members, piggyback = self._members_of(instruction, exchange), self.piggyback
@@ -269,9 +278,9 @@ class ProcessEndpoint:
     def _members_of(self, instruction: Collective, exchange: Exchange) -> Members:
         """Return the members of a collective, and store them for `vote_abort`.
 
-        Count the bytes of the plan's sums, all of which may be running at once. Up to `MOST` bytes, buckets of
-        gradients are packed into shared memory, where the other members read them. Beyond that, the backend
-        carries the all-reduces.
+        Also count the bytes of the plan's sums so far, because all of them may be running at once. As long as
+        the count is at most `MOST`, buckets of gradients are packed into shared memory, where the other
+        members read them. After that, the backend carries the all-reduces.
         """
         members, bucket = self._transport.members(instruction.group), instruction.bucket
         if exchange.kind == "all_reduce" or instruction.sums:

@@ -40,7 +40,8 @@ def local_shards_of(plan: Plan, shards: Mapping[Bucket, torch.Tensor]) -> dict[s
 
 
 def joined(plans: Sequence[Plan], results: Sequence[StepResult]) -> dict[str, torch.Tensor]:
-    """Return the whole gradients of a step.
+    """Return the whole gradients of a step: parameter name -> gradient. If several devices have a gradient
+    whole, the first device's tensor is returned.
 
     Args:
         plans: The plans of all devices.

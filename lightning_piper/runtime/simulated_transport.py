@@ -73,7 +73,7 @@ class SimulatedTransport:
             self._simulated.host = before
 
     def run(self, programs: Mapping[int, Callable[[], Any]]) -> list[Any]:
-        """Run a program on each device. Returns the results of the programs, in the order of the devices.
+        """Run a program on each device. Returns the results of the programs, by ascending device.
 
         Args:
             programs: Device -> the function that runs on it.
@@ -83,7 +83,7 @@ class SimulatedTransport:
 
 
 class _Side:
-    """The transport as one device sees it."""
+    """The communicators of a `SimulatedTransport`, as one device sees them (`process.Communicators`)."""
 
     def __init__(self, transport: SimulatedTransport, device: int) -> None:
         self._transport, self._device = transport, device
@@ -105,7 +105,8 @@ class _Side:
 
 
 def samples_of(plan: Plan, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the local batch of a plan's replica."""
+    """Return the local batch of a plan's replica: views of the global batch `leaves`. A tensor without
+    dimensions is the same in all local batches."""
     first = plan.replica * plan.local_batch_size
     return (
         list(leaves)

@@ -16,10 +16,9 @@ class StepOutputs:
     """A collector of a step's outputs. Instructions fill the collector while the step runs, and `empty`
     returns the outputs at the end.
 
-    The caller may change gradients in place (clipping, scaling), so gradients must not share memory with any
-    other tensor.
-    A gradient that a chunk returns may share memory: it may also be the gradient of another parameter, an
-    expanded scalar, or a part of the batch.
+    The caller may change gradients in place (clipping, scaling), so no element of a gradient may also be an
+    element of another tensor. A gradient that a chunk returns may break this rule: it may also be the
+    gradient of another parameter, an expanded scalar, or a part of the batch. Such a gradient is copied.
 
     Args:
         buffers: The module's buffers, by name.
@@ -28,7 +27,7 @@ class StepOutputs:
     Attributes:
         grads: Maps parameter names to gradients.
         results: Maps names to the tensors that a forward-only step returns.
-        metrics: The vector of the loss and the logged values.
+        metrics: The vector of the loss and the logged values; None until an instruction has set it.
     """
 
     def __init__(
@@ -39,8 +38,8 @@ class StepOutputs:
         self.results: dict[str, torch.Tensor] = {}
         self.metrics: torch.Tensor | None = None
         self._changed: dict[str, torch.Tensor] = {}  # name of a buffer -> its new value
-        # Addresses of storages that a later output must not share: of what chunks read, and of outputs so far.
-        # None until the first output that needs the check.
+        # Addresses of the storages of all tensors that chunks read, and of the outputs so far. A later output
+        # must not share these storages. None until the first output that needs the check.
         self._foreign: set[int] | None = None
         self._kept: set[int] = set()  # storages of tensors that metric objects keep and only read
 
@@ -50,7 +49,8 @@ class StepOutputs:
         self._kept = set()
 
     def bind_deliver(self, instruction: Deliver, slots: Slots, hands_over: bool) -> Bound:
-        """Return the function that delivers an output.
+        """Return the function that stores an output in this collector. A gradient or result is copied first
+        if it could share memory; a buffer's new value waits for `commit`.
 
         Args:
             instruction: The delivery.
@@ -85,8 +85,8 @@ class StepOutputs:
     def _deliver_flat(
         self, instruction: Deliver, bucket: Bucket, taken: Callable[[], Bundle], copy: bool
     ) -> Bound:
-        """Return the function that delivers the tensors in a flat tensor, or in a shard of it, in the dtypes
-        of the parameters.
+        """Return the function that stores the gradients that lie in a bucket's flat tensor, or in a shard of
+        it, in the dtypes of their parameters. With `copy`, it copies the flat tensor first.
         """
         specs = dict(zip(bucket.names, bucket.tensors, strict=True))
         shard, own = instruction.shard, frozenset(instruction.names)
@@ -114,8 +114,8 @@ class StepOutputs:
         return deliver
 
     def keep(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that metric objects may read after the step. Several objects may read the same
-        tensor.
+        """Return `x` as a tensor that metric objects may read after the step: `x` itself, or a copy if
+        another output or an input shares its memory. Several objects may read the same tensor.
         """
         if memory_of(x) not in self._kept:
             x = self._own(x)
@@ -134,7 +134,7 @@ class StepOutputs:
 
     def empty(self) -> tuple[dict[str, torch.Tensor], torch.Tensor, dict[str, torch.Tensor]]:
         """Return gradients, metrics and results, and drop the references to all three, because the caller
-        owns the tensors."""
+        owns the tensors. An instruction of the step must have set the metrics."""
         grads, metrics, results = self.grads, self.metrics, self.results
         assert metrics is not None
         self.grads, self.metrics, self.results = {}, None, {}

@@ -1,5 +1,5 @@
-"""Logical streams: streams and events of an accelerator. On a CPU, these classes do nothing, and instructions
-run in plan order.
+"""Logical streams: streams and events of an accelerator. A CPU does not have streams, so `Streams` and
+`Arrival` do nothing there, and instructions run in plan order.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class DeviceStreams(Streams):
         api: The accelerator.
         plan: The plan of the executor.
         device: The torch device.
-        own_compute: Whether `compute` gets a stream of its own. If not, it is the caller's stream, and
-            results need not be recorded.
+        own_compute: Whether `compute` gets a stream of its own. If not, it is the stream that is current when
+            this object is made.
     """
 
     def __init__(self, api: Accelerator, plan: Plan, device: torch.device, own_compute: bool) -> None:
@@ -108,13 +108,15 @@ class DeviceStreams(Streams):
 
 
 class Arrival:
-    """The point from which another device of this process may read a bundle. On a CPU, it may always do so."""
+    """The point from which another device of this process may read a bundle. This class is for CPUs, where
+    another device may always read. `_DeviceArrival` is for accelerators."""
 
     def record(self) -> None:
-        """Include all work issued so far."""
+        """Set the point after all work that the current stream has received so far."""
 
     def take(self, bundle: Bundle, device: torch.device) -> Bundle:
-        """Return the bundle on `device`, readable on its current stream."""
+        """Return the bundle on `device`, readable on the device's current stream. Tensors that are there
+        already are returned without a copy, and so are tensors in host memory."""
         return bundle
 
 
@@ -141,10 +143,12 @@ class _DeviceArrival(Arrival):
 
 
 def arrival(device: torch.device) -> Arrival:
+    """Return a new `Arrival` for bundles that this device makes."""
     api = accelerator_of(device)
     return Arrival() if api is None else _DeviceArrival(api)
 
 
 def streams_of(plan: Plan, device: torch.device, own_compute: bool) -> Streams:
+    """Return the streams of an executor of this plan. `DeviceStreams` explains `own_compute`."""
     api = accelerator_of(device)
     return Streams() if api is None else DeviceStreams(api, plan, device, own_compute)

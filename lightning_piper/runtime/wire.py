@@ -24,9 +24,11 @@ def _as_bytes(spec: TensorSpec, device: torch.device) -> bool:
 
 
 def packer(spec: TensorSpec, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that makes a message of a tensor of this spec.
+    """Return a function that makes a contiguous message of a tensor of this spec. The message may be the
+    tensor itself.
 
-    The message is on `device`, even if the step keeps the tensor, a number, on the host.
+    The message is on `device`. A step may keep a tensor that is one number in host memory, and the function
+    then copies it to `device`.
     """
     pack = _packer(spec, device)
     return pack if device.type == "cpu" else lambda x: pack(x.to(device))
@@ -42,7 +44,8 @@ def _packer(spec: TensorSpec, device: torch.device) -> Callable[[torch.Tensor], 
 
 
 def unpacker(spec: TensorSpec, device: torch.device) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-    """Return a function that allocates a message of this spec and the tensor that views it."""
+    """Return a function that allocates memory for a tensor of this spec. It returns two views of the memory:
+    the message to receive, and the tensor with the sender's shape and dimension order."""
     dim_order = spec.dim_order
     shape = tuple(spec.shape[d] for d in dim_order)
     inverse = tuple(sorted(range(len(dim_order)), key=dim_order.__getitem__))

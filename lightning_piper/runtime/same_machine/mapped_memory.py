@@ -18,7 +18,8 @@ _FAILED = ctypes.c_void_p(-1).value
 
 @cache
 def _system() -> ctypes.CDLL:
-    """Load the C library. Not at import, because this works on Linux only."""
+    """Return the C library. It is loaded at the first call and not at import, because this works on Linux
+    only."""
     found = ctypes.CDLL(None, use_errno=True)
     found.mmap.restype = ctypes.c_void_p
     found.mmap.argtypes = [
@@ -35,7 +36,16 @@ def _system() -> ctypes.CDLL:
 
 
 class Mapped:
-    """A range of a file, mapped while `room`, a buffer of its bytes, or a tensor made from `room` is alive.
+    """A range of a file that is mapped into this process's memory. The system unmaps the range when `room`
+    and all tensors made from `room` are gone.
+
+    Args:
+        file: The file's descriptor, open for reading and writing.
+        begin, size: The range in bytes. `begin` must be a multiple of the page size.
+
+    Attributes:
+        address: The address of the first byte.
+        `room`: The bytes of the range, as a buffer (`torch.frombuffer`).
 
     Raises:
         OSError: The system cannot map the range.

@@ -35,7 +35,7 @@ def _bytes_of(x: torch.Tensor) -> memoryview:
 
 
 class _End:
-    """One end of a pipe. `close` closes it, or the garbage collection of this object.
+    """One end of a pipe. It is closed by `close`, or when this object is garbage-collected.
 
     Args:
         file: The file descriptor of the pipe.
@@ -94,8 +94,13 @@ class Outbox(_End):
         self._unsent: deque[bytes] = deque()
 
     def send(self, x: torch.Tensor) -> list[Outbox]:
-        """Send a contiguous tensor of at most `MOST` bytes. The caller may change it immediately. Return the
-        works to wait for.
+        """Send a contiguous tensor of at most `MOST` bytes. The caller may change it immediately.
+
+        Returns:
+            The works to wait for: none if the message is written, otherwise this outbox.
+
+        Raises:
+            RuntimeError: The process at the other end is gone.
         """
         message = _bytes_of(x)
         self.write()
@@ -116,7 +121,11 @@ class Outbox(_End):
             until = self._sleep(until, select.POLLOUT)
 
     def write(self) -> None:
-        """Write the messages that fit into the pipe now."""
+        """Write the waiting messages that fit into the pipe now.
+
+        Raises:
+            RuntimeError: The process at the other end is gone.
+        """
         while self._unsent and self._written(self._unsent[0]):
             self._unsent.popleft()
         if not self._unsent:
@@ -137,8 +146,8 @@ class Outbox(_End):
 
 
 class Expected:
-    """A message that has not arrived yet. `room` is the memory for its missing bytes; empty when it has
-    arrived."""
+    """A message that an inbox expects, as a work to wait for. `room` is the memory for the bytes that have
+    not arrived yet; it is empty when the whole message has arrived."""
 
     def __init__(self, inbox: Inbox, room: memoryview) -> None:
         self._inbox, self.room = inbox, room
@@ -155,8 +164,8 @@ class Inbox(_End):
         self._expected: deque[Expected] = deque()
 
     def receive(self, into: torch.Tensor) -> Expected:
-        """Expect the next message in a contiguous tensor of the same size, at most `MOST` bytes. `wait` of the
-        result fills the tensor."""
+        """Return a work that receives the next message into `into`, a contiguous tensor of the message's
+        size, at most `MOST` bytes. `wait` of the work fills the tensor. An empty tensor receives nothing."""
         expected = Expected(self, _bytes_of(into))
         if expected.room:
             self._expected.append(expected)
@@ -184,8 +193,8 @@ class Inbox(_End):
 
 
 def pipes_for(peers: Iterable[int]) -> dict[int, tuple[int, int]]:
-    """Create a pipe to receive from each peer. Return peer -> (end to read, end to write). If the system cannot
-    create a pipe, return only the pipes before it.
+    """Create a pipe to receive from each peer. Return peer -> (descriptor of the reading end, descriptor of
+    the writing end). If the system cannot create a pipe, return only the pipes before it.
     """
     made = {}
     with contextlib.suppress(OSError):
@@ -196,7 +205,13 @@ def pipes_for(peers: Iterable[int]) -> dict[int, tuple[int, int]]:
 
 
 def writing_end(process: int, file: int) -> int | None:
-    """Open, in this process, the writing end of another process's pipe. Return None if that is impossible."""
+    """Open, in this process, the writing end of another process's pipe, and return its descriptor. Return
+    None if that is impossible.
+
+    Args:
+        process: The ID of the other process.
+        file: The descriptor of the writing end in the other process.
+    """
     with contextlib.suppress(OSError):
         path = f"/proc/{process}/fd/{file}"
         if os.readlink(path).startswith("pipe:"):

@@ -75,8 +75,8 @@ class _SharedBlock:
         return self._readers.isdisjoint(readers)
 
     def note(self, at: int, readers: Collection[int]) -> torch.Tensor:
-        """Return the note of a message that begins `at` bytes after the head. The block then waits for these
-        readers."""
+        """Return the note of a message that begins `at` bytes after the head. The block is not free again
+        until these readers have read the message."""
         self._readers.update(readers)
         return torch.tensor([self._begin, self._number, self._begin + HEAD + at])
 
@@ -87,7 +87,8 @@ class _SharedBlock:
             self._number, self._readers = 0, set()
 
     def part(self) -> None:
-        """Make writes to a tensor in this block private to a forked process, as in ordinary memory."""
+        """If a tensor lies in the block, make this process's writes to it private. Called in a forked
+        process, whose writes would otherwise reach the memory of the process that it was forked from."""
         if self.lent:
             self._memory.part()
 
@@ -130,9 +131,9 @@ class SharedBlocks:
     def lay(self, x: torch.Tensor, readers: Collection[int]) -> torch.Tensor:
         """Make a contiguous tensor a message for these ranks to read, and return the note of the message.
 
-        If the tensor lies in a block, there is usually no copy, so do not change the tensor any more. In other
-        cases, and if one of the readers already reads a message in the tensor's block, the tensor is copied
-        into another block.
+        If the tensor lies in a block, the message is the tensor itself, so do not change the tensor any more.
+        The tensor is copied into another block in two cases: it does not lie in a block, or one of the
+        readers already reads a message in the tensor's block.
 
         Raises:
             torch.OutOfMemoryError: The system has no memory for it.

@@ -30,9 +30,15 @@ NOWHERE = [0, 0, 0, 0]  # the address of memory that other processes cannot read
 
 
 class Incoming:
-    """A message on its way.
+    """A message of more than `DIRECT` bytes that this process reads part by part.
 
-    After `arrive`, read its bytes in order with `read`, then call `done`.
+    First call `arrive`. Then call `read` for each part, in order. At last call `done`.
+
+    Args:
+        work: The receipt of the note.
+        note: The tensor that receives the note.
+        file: The descriptor of the sender's memory.
+        reader: The rank of this process, which selects its number in the head of the block.
     """
 
     def __init__(self, work: PendingWork, note: torch.Tensor, file: int, reader: int) -> None:
@@ -45,7 +51,11 @@ class Incoming:
         self._block, _, self._at = self._note.tolist()
 
     def read(self, into: torch.Tensor) -> torch.Tensor:
-        """Fill a flat tensor with the next bytes of the message. Returns the tensor."""
+        """Fill a flat tensor with the next bytes of the message. Returns the tensor.
+
+        Raises:
+            ExecutionError: The sender's memory ends before the message does.
+        """
         room = into.view(torch.uint8).numpy().data
         while room:
             count = os.preadv(self._file, [room], self._at)
@@ -160,8 +170,8 @@ def messages_of(group: dist.ProcessGroup, timeout: timedelta | None = None) -> M
 
 
 def _address() -> list[int]:
-    """Return the address of this process's memory: machine, process, file descriptor, and the token at its
-    start.
+    """Return the address of this process's shared memory: machine, process, file descriptor, and the token at
+    the start of the file. Return `NOWHERE` if other processes cannot read this memory.
     """
     # AttributeError, ImportError: not on Linux.
     with contextlib.suppress(OSError, AttributeError, ImportError):
@@ -205,7 +215,7 @@ class SharedSum:
 
     Attributes:
         total: The tensor that holds the sum after `wait`. The tensor is `x`, unless the other members read
-            `x` in place.
+            `x` where it lies, in a shared block. Then it is a new tensor in another block.
     """
 
     def __init__(self, messages: SharedMessages, ranks: Sequence[int], own: int, x: torch.Tensor) -> None:
