@@ -141,8 +141,8 @@ def _refuse_read_terms(assignment: RegionAssignment) -> None:
     sum.
 
     Raises:
-        CaptureError: The pass that computes the term reads the sum, or the step returns the sum. The same for
-            the result of an exchange along an axis.
+        CaptureError: The pass that computes the term reads the sum, or the step returns the sum. Or the pass
+            before an exchange along an axis reads the result of the exchange, or the step returns it.
     """
     for node in assignment.of:
         for user in [x for x in node.users if x.target is not CHANGE] if node.target in BORDERS else ():
@@ -314,8 +314,8 @@ def _weigh_gradients(
 
 
 def _drop_unused(passes: Mapping[PassKey, RegionPass]) -> None:
-    """Remove the nodes on which no output depends from their passes. Otherwise other passes would send values
-    that only these nodes read.
+    """Remove each node on which no output depends from its pass. Otherwise other passes would send values that
+    only these nodes read.
 
     The removed nodes are unused operations of the user, and the additions of gradients that `_results` has
     split into terms. Such an addition would make a pass send the gradient of a tied weight with every
@@ -417,9 +417,9 @@ def _saved_by(
 ) -> bool:
     """Return whether the forward pass of `region` saves the value `node` for the region's backward pass.
 
-    It does so for a forward value that it computes or receives, and for the old value of a buffer that the
-    step changes. It does not for backward values, nor for results of `BORDERS`, which the training DAG
-    computes after the forward pass.
+    The forward pass saves forward values that it computes or receives, and old values of buffers that the
+    step changes. It does not save backward values, or results of `BORDERS`, which the training DAG computes
+    after the forward pass.
     """
     if _torch.is_backward(node) or node.target in BORDERS:
         return False

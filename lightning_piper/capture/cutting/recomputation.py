@@ -41,8 +41,8 @@ def recomputed_nodes(
     said = next((each for each in reversed(wanted) if matches(each.filter, region.tags)), None)
     if said is None:
         return set()
-    # The nodes that may run again. Operations that draw random numbers would draw others. The work of
-    # `BORDERS` and of an exchange (`ROUTE`) runs between passes.
+    # The nodes that may run again. Random operations may not, because their second run would draw other
+    # numbers. `BORDERS` and exchanges (`ROUTE`) may not, because they run between passes.
     own = {
         node for node in forward.nodes if not _torch.is_random(node) and node.target not in (*BORDERS, ROUTE)
     }

@@ -37,8 +37,8 @@ def arrives(node: Node, p: RegionPass) -> str:
     """Return the role of the input `node` in the exchanges of a pass (`Interface.arrives`): `COUNTS`,
     `DISPATCH` or `COMBINE`.
 
-    Return "" if the pass reads the input without an exchange (also if it reads the input in an exchange, too)
-    or outputs it, or if the input has several roles.
+    Return "" if an operation other than an exchange reads the input, if the pass outputs it unchanged, or if
+    the input has several roles.
     """
     own, directions = set(p.nodes), set()
     for user in node.users:
@@ -50,8 +50,8 @@ def arrives(node: Node, p: RegionPass) -> str:
 
 
 def leaves(nodes: Iterable[Node]) -> str:
-    """Return the role of a pass's output in exchanges (`Interface.leaves`): `COMBINE` if all its values are
-    combined rows, otherwise (or if the output is empty) "".
+    """Return the role of a pass's output in exchanges (`Interface.leaves`): `COMBINE` if the output has only
+    combined rows, and "" if it has other values or is empty.
 
     Args:
         nodes: the values of the output.
@@ -62,8 +62,8 @@ def leaves(nodes: Iterable[Node]) -> str:
 def routed_of(
     passes: Mapping[PassKey, RegionPass], params: Mapping[Node, str], shared: Collection[Node]
 ) -> dict[int, Routed]:
-    """Return index of a region -> `Routed`, for each region whose forward pass has the result of a
-    `dispatch`. Other regions are missing.
+    """Return index of a region -> `Routed`, for each region whose forward pass has a `dispatch`. Other regions
+    are missing.
 
     Args:
         passes: the passes F and B of all regions, with their nodes.

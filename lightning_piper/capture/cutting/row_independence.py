@@ -44,7 +44,7 @@ def refuse_row_dependence(
     - A pass with the same graph was checked before (`known`).
 
     Args:
-        p, interface, code: the pass, and the interface and code of it.
+        p, interface, code: the pass, its interface and its code.
         experts: the experts of the pass's region.
         known: keys of the passes that were checked before (`_RowTrial.kind`), because layers are often
             copies. The function adds the key of this pass.

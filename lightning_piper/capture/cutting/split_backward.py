@@ -1,9 +1,9 @@
 """Split the backward pass of a region into `BI`, the input-gradient pass, and `BW`, the weight-gradient pass.
 
 Other regions wait for the cotangents, so BI runs the operations that the cotangents need, and BW runs all
-other operations. BI passes the values that both need to BW. Only views, and the nodes that each pass computes
-itself, are computed twice. Apart from them, BI followed by BW runs the same operations as the whole backward
-pass B.
+other operations. If both need a value, BI computes it and passes it to BW. Only views, and the nodes that
+each pass computes itself, are computed twice. Apart from them, BI followed by BW runs the same operations as
+the whole backward pass B.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def split_backward(
 
 
 def _needed(whole: RegionPass, results: list[Node]) -> set[Node]:
-    """Return the nodes of the pass that BI runs: those that `results` need, and those that nodes with random
-    numbers need.
+    """Return the nodes of the pass that BI runs: the nodes on which `results` depend, and random operations
+    with the nodes on which they depend.
 
     BI draws all random numbers, in the order of B, so that BI and BW draw the same numbers as B.
     """
