@@ -160,7 +160,9 @@ class _Claim:
 
 
 class MetricObjects:
-    """The metric objects that the steps of a module update."""
+    """The metric objects that the steps of a module update. `Replay` repeats the calls of a step on these
+    objects through this class, so that only the owners of an object update it. With one process, no object is
+    changed."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -199,7 +201,7 @@ class MetricObjects:
                 self._claim(part, ".".join(filter(None, (name, path))), ranks)
 
     def _check_network(self, name: str, metric: nn.Module, ranks: Ranks) -> None:
-        """If this rank updates a metric, check that the metric has all values of its parameters here.
+        """If this rank updates a metric, check that all parameters of the metric have values on this rank.
 
         Raises:
             PiperError: A parameter belongs to the model, and is sharded or on another rank.
@@ -217,7 +219,13 @@ class MetricObjects:
 
     def _claim(self, part: Any, name: str, ranks: Ranks) -> None:
         """Register one object, and move it to this process's device. From then on, `compute` of the object
-        covers all replicas. Do nothing if the object is registered with the same owners. Collective.
+        covers all replicas. If the object is registered already, only check its owners. Collective.
+
+        Args:
+            part: The object.
+            name: Name of the object in the module, which errors show.
+            ranks: The owners. Empty means the first rank of each replica, or the owners that are registered
+                already.
 
         Raises:
             PiperError: Another step updates the object on different processes.
@@ -248,7 +256,8 @@ class MetricObjects:
         return self._on_owners(claim.owners, partial(compute, *args, **kwargs))
 
     def _on_owners(self, owners: Ranks, work: Callable[[], Any]) -> Any:
-        """Run `work` on the owners and return the first owner's result on all processes. Collective."""
+        """Run `work` on the owners and return the first owner's result on all processes. If all processes are
+        owners, each of them returns its own result. Collective."""
         value = None
         if self._world.rank in owners:
             value = self._alone(work)
@@ -265,8 +274,8 @@ class MetricObjects:
         given: Callable[[Any], Any],
         wanted: bool,
     ) -> Any:
-        """Repeat a metric call of the step, and return its result. The result may be None on a process that
-        does not update the object, if not `wanted`. Collective.
+        """Repeat a metric call of the step, and return its result. If not `wanted`, the result of an update
+        is None on a process that is not an owner. Collective.
 
         Args:
             module: The module that has the object.
