@@ -119,8 +119,8 @@ def annotate(tag: str, index: int | None = None) -> AbstractContextManager[None]
 
 @contextmanager
 def _tagged(tag: str, index: int | None, source: str) -> Iterator[None]:
-    """Annotate the operations inside of the context with a tag. If the index is None,
-    it is the tag's next number."""
+    """Annotate the operations inside of the context with a tag, and with `source`, the line or module for
+    errors. If the index is None, it is the tag's next number."""
     assert _counters is not None
     if index is None:
         index = _counters[tag]

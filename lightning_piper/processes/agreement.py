@@ -151,7 +151,8 @@ class BatchCheck:
     def digest(self, batch_spec: BatchSpec, settings: Settings, state: int, plans: int) -> int:
         """Return a checksum, never 0, of everything that `start` would compare except the batch's values.
 
-        Like `start`, this finishes the previous comparison and counts the step.
+        Like `start`, this finishes the previous comparison and counts the step. The arguments are as in
+        `start`, except that `plans` is 0 if the plans are yet to be compiled.
         """
         self.finish()
         self._steps += 1

@@ -200,6 +200,11 @@ class _Judge:
     """The decision of rank 0 about which process failed first. `run` is the function of a thread of rank 0,
     which has rank 0's ends of the connections of all processes, including the connection of rank 0 itself.
 
+    Args:
+        server: The socket to which the processes connect.
+        size: Number of processes.
+        token: Secret text by which the processes of this run identify themselves.
+
     Attributes:
         lines: Open connection -> rank.
         strangers: Connected socket that has not identified itself -> the bytes received from it so far.
@@ -341,6 +346,8 @@ class _Judge:
         """Send the verdict, unless a verdict was sent before.
 
         Args:
+            rank: The rank that failed first.
+            why: The error or the reason, for all processes' errors.
             parted: Whether the rank has left processes that wait for it.
         """
         if self.verdict is None:

@@ -32,6 +32,7 @@ class Termination:
     """The SIGTERM handler of one run.
 
     Args:
+        rank: Rank of this process.
         watch: The watch over the run's processes.
         error: Returns an exception with the given text, which ends this process at an exchange.
     """

@@ -142,7 +142,7 @@ class World:
             warnings.warn(text, stacklevel=2)
 
     def broadcast(self, value: T, source: int = RANK_ZERO) -> T:
-        """Return the value of one process on every process."""
+        """Return the value of the process `source` on every process. The other processes pass any value."""
         if self.size == 1:
             return value
         box = [value]

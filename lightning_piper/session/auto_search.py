@@ -187,7 +187,14 @@ def _searched(
 ) -> tuple[ChosenProgram | None, str]:
     """Return the choice from the first part of the space in which a program fits, and an empty text. If no
     program fits, or if an uncaptured step as under DDP is faster than the choice, return None and the
-    reason."""
+    reason.
+
+    Args:
+        devices: Number of devices.
+        memory: Bytes that a program may use on each device.
+        parts: The parts of the space, in the order of the search.
+        workload, hardware: The measured costs of the step, and the machine.
+    """
     problem = ""
     for part in parts:
         try:

@@ -330,6 +330,7 @@ class ProcessRuntime:
         """Run one step, and return its result: the gradients of the parameters that this process holds, and
         the values that the step reports.
 
+        The caller passes the tensors of the batch (`leaves`) and the seed of the step's random numbers.
         `Executor.step` explains `scale`, `last` and `digest`. With all devices in one process, `digest` has
         no effect.
         """
@@ -443,7 +444,13 @@ def arguments_of(
     buffers: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
     """Return the tensor arguments of metric objects for the global batch, by name, from the results of all
-    devices in one process. Empty if the step passes no tensors to metric objects."""
+    devices in one process. Empty if the step passes no tensors to metric objects.
+
+    Args:
+        results: The result of each device, by device.
+        leaves: The tensors of the global batch.
+        buffers: This process's buffers by name, because denominators may be counted from them.
+    """
     found = {}
     edges = range(0, dag.size + 1, dag.local_batch_size)
     slices = [Slice(a, b) for a, b in itertools.pairwise(edges)]

@@ -118,7 +118,8 @@ def annotations_for_fit(
 
 def told(program: Sequence[Directive], annotations: Annotations, searched: bool) -> str:
     """Return this process's program as text, to compare across ranks and to show in errors. A long text ends
-    with a checksum instead of the last directives."""
+    with a checksum instead of the last directives. With `searched`, the text says that a search may replace
+    the program."""
     given = [directive.to_json() for directive in program]
     text = json.dumps(
         [given, annotations] if annotations else given, skipkeys=True, default=lambda x: type(x).__qualname__

@@ -207,7 +207,7 @@ class Programs:
 
     def _captured(self, step: Step, batch_spec: BatchSpec, history: History) -> Compiled:
         """Capture a step for a batch of this spec, and compile it. If a training step cannot be captured,
-        return the result of `instead`.
+        return the result of `instead`. `history` has facts from earlier captures of the step.
 
         Raises:
             CaptureError: The step cannot be captured, and there is no `instead`, or the capture would take

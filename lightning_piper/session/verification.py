@@ -46,6 +46,7 @@ def verify_by_execution(
     samples, and warnings name visible differences from one device.
 
     Args:
+        how: The strategy's argument `verify`.
         module: The whole module.
         leaves: The tensors of this process's batch. If the replicas' batches have different shapes, the first
             batch is used for all replicas.
@@ -96,6 +97,7 @@ def _run_whole(
     """Run the program on the batch of all replicas in this process, and compare it with one device.
 
     Args:
+        how: "first_batch" or "each", which an error shows.
         gathered: The tensors of the batches of all processes, by rank.
 
     Raises:

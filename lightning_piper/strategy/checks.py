@@ -194,7 +194,13 @@ def uncapturable(
     module: pl.LightningModule, optimizers: list[torch.optim.Optimizer], processes: int, capture: str
 ) -> str | None:
     """Return why a module's training step cannot be captured, as far as that is known before the first batch.
-    None if a capture may succeed."""
+    None if a capture may succeed.
+
+    Args:
+        optimizers: The Trainer's optimizers.
+        processes: Number of processes of the run.
+        capture: The strategy's argument `capture`. With "never", the result is never None.
+    """
     if not module.automatic_optimization:
         return (
             "manual optimisation (automatic_optimization=False), because a captured training step is one "

@@ -38,7 +38,8 @@ def compiled_eager(
 ) -> Compiled:
     """Return the program applied to a step of user code, which takes the place of a captured step.
 
-    `compile_step` uses only the attributes that an `EagerStep` or a `RegatherStep` has.
+    `compile_step` uses only the attributes that an `EagerStep` or a `RegatherStep` has. `training` is the
+    program that determines where parameters are; None if this program determines it.
     """
     dag = None if training is None else training.dag
     return compile_step(cast(CapturedStep, step), tuple(program), None, settings.static, dag, settings.device)
