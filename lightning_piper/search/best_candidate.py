@@ -53,8 +53,8 @@ def best_of(
         gap: How much worse than the best program the result may be: 0.01 for one percent.
         budget: Largest amount of work. Each estimated candidate costs one. Each branch costs one or more: the
             cost grows with its stages and microbatches. When the budget is spent, the search ends, and the
-            result's `gap` says what is proved. After that, the result's table takes at most the same amount
-            of work again, and at most 1000.
+            result's `gap` says how far from the best candidate it may be. After that, the result's table
+            takes at most the same amount of work again, and at most 1000.
         progress: Called with the number of candidates estimated, the lowest bound of the open branches, and
             the best value so far, in seconds or bytes (infinite: none fits so far).
 

@@ -19,8 +19,9 @@ stage. This bound holds for every cut of the other blocks, because the work befo
 sum over blocks, and each boundary costs at least the smallest message.
 
 The bound of stage s over the blocks i to j grows with j and falls with i, and so do the bytes of its rank. So
-the cuts below a limit follow from the end of the chain to its beginning. The last stage must begin at some
-block or later, hence so must the stage before it, and so on.
+`Cutting.reach` finds the possible cuts below a limit from the end of the chain to its beginning. The last
+stage must begin at some block or later. Hence the stage before it must also begin at some block or later, and
+so on.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ class Cutting:
     def __init__(
         self, model: CostModel, layout: Layout, options: Sequence[Sequence[Option]], by_memory: bool
     ) -> None:
-        """Prepare what the bounds of all cuts have in common. With `by_memory`, bounds are bytes of a device,
-        and otherwise seconds of a step."""
+        """Compute the terms that the bounds of all cuts share. With `by_memory`, bounds are bytes of a
+        device, and otherwise seconds of a step."""
         self.layout, self._options = layout, options
         self.costs: Costs = model.costs(layout)
         self._rows = rows_of(layout.schedule, layout.per_rank, layout.ranks, layout.microbatches)

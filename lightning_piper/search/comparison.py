@@ -77,7 +77,8 @@ class PredictionComparison:
         return f"<PredictionComparison: predicted {predicted} a step, recorded {recorded}>"
 
     def __str__(self) -> str:
-        """Return a table of the compared times, and what the search with the recorded costs proposes."""
+        """Return a table of the compared times, and the program that the search with the recorded costs
+        proposes."""
         rows = [("", "predicted", "recorded", "difference")]
         for row in (self.step, *self.passes, *self.devices):
             sign = "-" if row.difference < 0 else "+"

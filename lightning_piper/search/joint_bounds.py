@@ -1,21 +1,24 @@
 """A bound of whole layouts and choices, however blocks are cut, from the work and memory of all ranks.
 
-`bounds` says of each rank: head + work of the passes between + tail <= time. Heads, work and tails are sums
-over stages: the seconds of a pass of the stage, times how often it counts. The bytes that a rank keeps in a
-state of its schedule are sums over stages, too, and they are at most its memory. So a weighted sum of these
-inequalities is an inequality. Its weights are p >= 0 of the time inequalities, with sum 1, and q >= 0 of the
-memory inequalities, in seconds for all of a device's memory. A block adds to the sum at least what it adds
-with the stage and option with which it adds least:
+For each rank, `bounds` states: head + work of the passes between + tail <= time. Heads, work and tails are
+sums over stages: the seconds of a pass of the stage, times how often it counts. The bytes that a rank keeps
+in a state of its schedule are sums over stages, too, and they are at most its memory. So a weighted sum of
+these inequalities is an inequality. Its weights are p >= 0 of the time inequalities, with sum 1, and q >= 0
+of the memory inequalities, in seconds for all of a device's memory.
+
+How much a block adds to the sum depends on its stage and option. The smallest of these amounts, summed over
+the blocks, gives a bound:
 
     time >= sum over blocks of min over stages and options of (p counts passes + q counts bytes / memory)
             - sum of q
 
-No stage is empty. So a block can only be in a stage if enough blocks are before and after it. In addition,
-each block of a stage may add u less, with some u >= 0 for each stage, if the sum of all u is added to the
-bound. Because each stage has at least one block, the bound stays valid.
+No stage is empty. So a block can only be in a stage if enough blocks are before and after it. A second
+consequence can raise the bound. Choose some u >= 0 for each stage. Let each block of the stage add u less,
+and add the sum of all u to the bound. Because each stage has at least one block, the bound stays valid.
 
-A rank has some bytes once for several blocks: a parameter that they share, or the largest update. These bytes
-count with one of the blocks. If one of them must be on this rank, they count with this block.
+Some bytes exist once on a rank for several blocks: a parameter that several blocks use, or the temporary
+tensors of the largest update. They count with one of these blocks. If some of the blocks must be on this
+rank, they count with such a block.
 
 The bound holds for any weights. The best weights solve a linear program, the dual of a relaxation in which
 parts of a block may lie in several stages. A few steps of the simplex method come close, and the weights
@@ -364,8 +367,8 @@ def _alike(blocks: _Blocks, most: int) -> tuple[Array, _Blocks, Array]:
 
 
 def _columns(table: Table, kinds: _Blocks, inverse: Array) -> Array:
-    """Return what a block of each kind adds to each inequality, as (inequalities, kinds, stages, options).
-    Time inequalities come first. `inverse` is 1 / limit of each memory inequality."""
+    """Return the amount that a block of each kind adds to each inequality, as (inequalities, kinds, stages,
+    options). Time inequalities come first. `inverse` is 1 / limit of each memory inequality."""
     time = np.einsum("ics,kwc->iksw", table.passes, kinds.passes)
     time += np.einsum("is,kw->iksw", table.sums, kinds.sums)
     time[:, :, 0] += kinds.start
@@ -379,7 +382,8 @@ def _columns(table: Table, kinds: _Blocks, inverse: Array) -> Array:
 
 
 def _each(table: Table, blocks: _Blocks, p: Array, q: Array) -> Array:
-    """Return what each block adds to the weighted sum of all inequalities, as (blocks, stages, options).
+    """Return the amount that each block adds to the weighted sum of all inequalities, as (blocks, stages,
+    options).
 
     The letters in `einsum` are: c the pass (F, BI, BW), s the stage, k the block, w the option.
 

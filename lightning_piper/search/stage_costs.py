@@ -269,8 +269,8 @@ class Costs:
     def passes(
         self, span: Span, level: int, recomputed: bool, offloaded: bool
     ) -> tuple[Number, Number, Number, Number]:
-        """Return the seconds of F, B, BI and BW of a stage. `recomputed` and `offloaded` say what the stage
-        does with saved values.
+        """Return the seconds of F, B, BI and BW of a stage. `recomputed` and `offloaded` say how the
+        stage keeps saved values.
 
         A pass takes as long as the longest of three: its work, the transfer of its saved values to or from
         the host, and (level 3) the gather of its parameters, block by block.

@@ -71,7 +71,7 @@ class Footprint:
 
     def _find(self, given: Sequence[Group | None], sizes: tuple[int, ...]) -> Peak:
         """Return the result of `peak` without its cache."""
-        # The first walk finds the peak. The second walk stops there and reads what is in use.
+        # The first walk finds the peak. The second walk stops there and reads which storages are in use.
         most, at = -1, 0
         for i, (live, _) in enumerate(self._walk(given, sizes)):
             if live > most:
