@@ -1,4 +1,4 @@
-"""Records real steps of a training run, to compare them with the plan::
+"""Record real steps of a training run, to compare them with the plan::
 
     PiperStrategy(program, profile=Schedule(wait=5, active=3))
     Trainer(profiler=PiperProfiler(wait=5, active=3))  # the same for a strategy without `profile`

@@ -1,4 +1,5 @@
-"""Converts recorded times to a trace like the simulator's, so that the same functions compute its figures.
+"""Convert recorded times to a trace like the simulator's, so that the same functions compute the figures of
+both.
 
 On a CPU, one thread computes, starts messages and waits, so starting and waiting delay the device. A message
 lasts from its start until its receiver's wait returns, because its actual arrival is unknown.

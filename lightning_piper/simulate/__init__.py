@@ -1,5 +1,5 @@
-"""Runs plans in virtual time: how long a step takes, when devices idle, and how much memory the step needs.
-No device is used::
+"""Run plans in virtual time, to predict how long a step takes, when devices are idle, and how much memory the
+step needs. This needs no device::
 
     result = simulate(compiled.dag, compiled.plans, {"F": 1, "B": 2}, Network(Link(latency=0.1)))
     print(result)                      # a table of figures

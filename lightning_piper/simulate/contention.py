@@ -1,4 +1,5 @@
-"""Simulates exchanges that share links or communicators, event by event in the order of time.
+"""Simulate exchanges that share links or communicators, event by event in the order of time. An exchange is a
+message or a collective.
 
 Exchanges on a shared link divide its bandwidth by progressive filling: the rates of all exchanges rise
 together until a link is full, or an exchange reaches its own largest rate. The exchanges on the full link, or

@@ -1,4 +1,4 @@
-"""Turns measured or calculated seconds of regions' passes into the work of blocks, which a search distributes
+"""Convert measured or calculated seconds of regions' passes to the work of blocks, which a search distributes
 over stages."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Decides whether a step has the same result in microbatches. If it may have a different result, a search
-uses one microbatch."""
+"""Decide whether a step has the same result in microbatches. If the result may be different, a search uses
+one microbatch."""
 
 from __future__ import annotations
 

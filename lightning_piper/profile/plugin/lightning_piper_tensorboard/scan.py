@@ -1,4 +1,4 @@
-"""Finds the recordings in the log directories and reads their files.
+"""Find the recordings in the log directories, and read their files.
 
 Anyone who may write to a log directory may put links, FIFOs and files of any size there at any moment. So a
 run is a path of names below its log directory, and the code opens one name at a time. The code never follows
