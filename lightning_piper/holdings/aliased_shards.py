@@ -20,18 +20,22 @@ from lightning_piper.runtime import local_shards_of
 class AliasedShards(Ownership):
     """An `Ownership` whose shards share memory with the whole parameters.
 
-    A change of a shard changes the module, and a change of the module changes the shard. After the other
-    processes have updated their shards, this process's copies of these other shards are stale, until a plan
-    gathers all shards.
+    A change of a shard changes the module, and a change of the module changes the shard. When another process
+    updates its shard, the same elements in this process are out of date until a plan gathers all shards.
+
+    Around each step of the optimizer, call `lay` and `take_gradients` before it, and `updated` after it. Then
+    run the plan that gathers the shards, and call `changed`.
 
     Args:
-        module: The whole module, with the same values on every process.
+        module: The whole module, with the same values on every process. The constructor moves its parameters
+            into the buckets.
         compiled: The program that shards parameters. Its plan keeps all elements of each bucket between
             steps.
+        world: The processes of the run.
     """
 
     def __init__(self, module: nn.Module, compiled: Compiled, world: World) -> None:
-        # name -> the parameter that had this name first
+        # name -> the parameter that the module had under this name when `_get` was first called
         self._divided: dict[str, nn.Parameter] = {}
         super().__init__(module, compiled, world)
         plan = compiled.plans[world.rank]
@@ -55,8 +59,9 @@ class AliasedShards(Ownership):
         self.whole = True
 
     def _get(self, name: str) -> torch.Tensor:
-        """Return the parameter that had this name first, or the buffer that has this name now. The optimizer
-        updates that parameter, even if a hook has replaced it in the module (pruning)."""
+        """Return the parameter that this method returned at its first call for the name, or the buffer that
+        has this name now. The optimizer updates the first parameter, even if a hook has replaced it in the
+        module (pruning)."""
         if name not in self._divided:
             found = super()._get(name)
             if not isinstance(found, nn.Parameter):
@@ -79,7 +84,8 @@ class AliasedShards(Ownership):
                 self._elsewhere.add(name)
 
     def take_gradients(self) -> None:
-        """Give each local shard its part of the whole parameter's gradient; None if there is no gradient."""
+        """Set the `grad` of each local shard to its elements of the whole parameter's gradient, which becomes
+        dense if it is sparse; to None if the parameter has no gradient."""
         for name, shard in self._local_shards.items():
             grad, (start, stop) = self._get(name).grad, self._range(name)
             dense = grad.to_dense() if grad is not None and grad.is_sparse else grad
@@ -87,16 +93,18 @@ class AliasedShards(Ownership):
 
     @torch.no_grad()
     def updated(self) -> None:
-        """After the optimizer's step, copy into the buckets the parameters in other memory that this process
-        updated as a whole."""
+        """After the optimizer's step, copy into the buckets the values of parameters that are in other memory
+        and have no local shard here. If this process's optimizer updated such a parameter, it updated the
+        whole parameter."""
         for name in self._elsewhere - self._local_shards.keys():
             self._views[name].copy_(self._get(name))
 
     def changed(self) -> None:
-        """After the gather, drop the shards' gradients and publish the new values.
+        """After the gather, drop the shards' gradients, and copy the new values to parameters in other
+        memory.
 
-        Parameters in other memory receive their values. Autograd must see that parameters which it saved have
-        changed.
+        Also count a change of each parameter, because autograd must raise its error if a later backward pass
+        reads a parameter that it saved before.
         """
         for shard in self._local_shards.values():
             shard.grad = None

@@ -30,17 +30,17 @@ Refer = Callable[[str], Any]  # parameter or buffer name -> its replacement in a
 
 
 class Copy(Ownership):
-    """The distribution of a copy of a module. The copy may have other dtypes and another device than the
-    module, and no plan works on its tensors.
+    """The distribution of a copy of a module, such as the average of `EMAWeightAveraging`. The copy may have
+    other dtypes and another device than the module, and no plan works on its tensors.
 
-    While the copy is distributed, its `state_dict()` is collective. It contains whole tensors on rank 0, or
-    the values of the function that `refer` returns.
+    While the copy is distributed, its `state_dict()` contains whole tensors on rank 0, and is collective. If
+    `refer` returns a function, the state dict contains the results of this function instead.
 
     Args:
         module: The copy, whole on every process; rank 0's values count.
         of: The distribution of the module, which the copy follows.
-        refer: Returns the function that maps a name to the value in the state dict; None if the state
-            dict has tensors.
+        refer: Called for each state dict. Returns the function that maps a canonical name to the value in the
+            state dict; None if the state dict gets tensors.
 
     Raises:
         PiperError: The copy's parameters and buffers do not match the module's.
@@ -96,11 +96,11 @@ class Copy(Ownership):
 
 
 def averages_each_element(update: Callable[[nn.Module, nn.Module], None]) -> bool:
-    """Return whether a function averages each element independently. Piper runs the function on whole tensors
-    and on shards to find out.
+    """Return whether a function averages each element independently. To find out, this function runs `update`
+    on whole tensors and on shards of them.
 
     Args:
-        update: Updates the values of one module with the values of another.
+        update: Updates the values of its first module, the average, with the values of its second module.
     """
     draw = torch.Generator().manual_seed(0)
     return all(_tried(update, draw) for _ in range(DRAWS))
@@ -127,8 +127,8 @@ def _tried(update: Callable[[nn.Module, nn.Module], None], draw: torch.Generator
 
 
 def _piece(of: Mapping[str, torch.Tensor], part: int) -> dict[str, torch.Tensor]:
-    """Return one of three shards of each tensor. The first shard has elements of all tensors, the last shard
-    of only one."""
+    """Return shard number `part` (0 to 2) of each tensor. Shards 0 and 1 have elements of both tensors. Shard
+    2 of "b" is empty."""
     cuts = {"a": (0, 7, 19, 30), "b": (0, 2, 7, 7)}
     return {name: x.flatten()[cuts[name][part] : cuts[name][part + 1]] for name, x in of.items()}
 

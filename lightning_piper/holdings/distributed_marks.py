@@ -25,10 +25,12 @@ def parts_of(module: nn.Module) -> Ownership | None:
 
 def put_together(module: nn.Module, known: Known) -> None:
     """If the module is still distributed from an earlier run, give every process the whole module before a
-    new run. Collective.
+    new run, and remove the marks of the earlier run. Collective.
 
     Args:
-        known: Values from a checkpoint. If they include all missing tensors, nothing is restored.
+        module: The module.
+        known: Values from a checkpoint. If they include all tensors without values, the tensors stay where
+            they lie, because the checkpoint gives them values.
 
     Raises:
         PiperError: The earlier run failed, or it had no step and so did not read a checkpoint's values.

@@ -54,11 +54,12 @@ class Untried(Exception):
 
 @dataclass(frozen=True)
 class StateKeys:
-    """The keys of an optimizer's state of one parameter.
+    """The keys of an optimizer's states of parameters, as trials have found them. Without trials, both sets
+    are empty.
 
     Attributes:
-        cut: Keys of tensors with one number for each element.
-        once: All other keys; their values are the same for every shard.
+        cut: Keys of tensors with one number for each element of the parameter, such as `exp_avg`.
+        once: Keys of values that are the same for every shard, such as `step`.
     """
 
     cut: frozenset[str] = frozenset()
@@ -68,8 +69,16 @@ class StateKeys:
         return StateKeys(self.cut | other.cut, self.once | other.once)
 
     def is_cut(self, key: str, value: Any, shape: torch.Size | tuple[int, ...]) -> bool:
-        """Return whether a state value of a parameter or shard of this shape has a number for each
-        element."""
+        """Return whether a state value has one number for each element of its parameter or shard.
+
+        A tensor of the same shape does, unless its key is in `once`. But a tensor without dimensions does
+        only if its key is in `cut`, because it may be a step count.
+
+        Args:
+            key: The key of the state value.
+            value: The state value.
+            shape: The shape of the parameter or shard.
+        """
         if not isinstance(value, Tensor) or value.shape != torch.Size(shape) or key in self.once:
             return False
         return key in self.cut or value.ndim > 0
@@ -85,7 +94,8 @@ def state_keys(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], device:
         device: The device to run on.
 
     Raises:
-        NotElementwise: Shards are updated differently from the whole, or copies cannot run.
+        NotElementwise: Shards are updated differently from the whole parameter, copies cannot run, or a state
+            has a number for each element of only some parameters.
     """
     kinds = kinds_of(chosen)
     keys = StateKeys()
@@ -112,7 +122,8 @@ def state_keys(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], device:
 def _run_shards(
     optimizer: Optimizer, kinds: Sequence[ParameterKind], whole: TrialResult, part: int, device: torch.device
 ) -> TrialResult:
-    """Repeat a run with the first or the second shard of each parameter, without empty shards."""
+    """Repeat the trial `whole` with one shard of each parameter: the first (`part` 0) or the second (`part`
+    1). Parameters whose shard is empty are left out."""
     starts = {
         i: shard for i, kind in enumerate(kinds) if (shard := _cut(whole.before[i], kind)[part]).numel()
     }
@@ -133,7 +144,8 @@ def _compared(
     steps: int,
 ) -> StateKeys:
     """Return the keys of a parameter's state, after a check that its shards have the values and the state of
-    the whole parameter.
+    the whole parameter. A parameter with one element gives no keys for `once`, and gives keys for `cut` only
+    if it has dimensions.
 
     Args:
         kind: The kind of the parameter, which is number `i`.
@@ -186,7 +198,8 @@ def _compare(what: str, whole: Any, shards: Sequence[Any]) -> None:
 
 
 def sees_others(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], device: torch.device) -> str:
-    """Return why an optimizer needs all parameters at once; an empty text if it does not.
+    """Return why an optimizer needs all parameters at once: the part of an error's text after the optimizer's
+    name. Return an empty text if it treats each parameter independently.
 
     Args:
         optimizer: The optimizer; it is not changed.
@@ -232,11 +245,11 @@ def _sees_others(
 
 
 def goes_in_parts(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], device: torch.device) -> bool:
-    """Return whether updating some parameters and then the remaining parameters gives bit for bit the same as
-    one step. False if copies of the optimizer cannot run.
+    """Return whether one step for each parameter gives the same bits as one step for all parameters. False if
+    copies of the optimizer cannot run.
 
-    The result is False for an optimizer that counts its steps in a group (not for each parameter), or that
-    runs its closure again.
+    For example, the result is False for an optimizer that counts its steps in a group and not for each
+    parameter, or that runs its closure again.
 
     Args:
         optimizer: The optimizer; it is not changed.

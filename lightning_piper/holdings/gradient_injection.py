@@ -50,7 +50,8 @@ class GradientInjection:
     def hold(
         self, params: Mapping[str, torch.nn.Parameter], absent: Mapping[str, torch.nn.Parameter]
     ) -> None:
-        """Replace the parameters. The constructor explains the arguments."""
+        """Replace the parameters. The class explains the arguments. Of `params`, only those that require
+        gradients count."""
         self.absent = absent
         self.trained = {name: x for name, x in params.items() if x.requires_grad}
 
@@ -91,7 +92,7 @@ class GradientInjection:
 
         Args:
             value: Value of the loss, without scaling.
-            grads: Parameter name -> gradient times `scale`. Some may be missing.
+            grads: Parameter name -> gradient times `scale`. A parameter without an entry gets no gradient.
             scale: The factor that `backward` is expected to pass; `grads` are multiplied by the actual factor
                 divided by `scale`.
             kept: Whether the plan accumulates this batch's gradients locally, and returns the sum in a later
@@ -125,8 +126,9 @@ class GradientInjection:
         return bool(self._kept)
 
     def settle(self) -> float | torch.Tensor:
-        """Return the factor that `backward` passed for the locally accumulated gradients, divided by the
-        expected factor; 1.0 without such gradients. Forget these gradients, because the caller sums them.
+        """Return the factor that `backward` passed for the losses of the locally accumulated gradients,
+        divided by the expected factor; 1.0 if there are no such gradients. Forget these losses, because the
+        caller sums their gradients.
 
         Raises:
             PiperError: `backward` did not run on one of the losses, or passed different factors.
@@ -157,9 +159,10 @@ class GradientInjection:
         return float(self._last.factor) / self._last.scale
 
     def check(self, last: _PendingGradients) -> None:
-        """Check that `last` and the batches whose gradients the plan returns with it had the same factor.
+        """Check that `last` and the batches whose gradients the plan returns with `last` had the same factor.
+        Then forget these batches.
 
-        Do nothing if the plan accumulates the gradients of `last` locally.
+        Do nothing if the plan accumulates the gradients of `last` locally, or if there are no such batches.
 
         Raises:
             PiperError: The factors differ.
@@ -200,8 +203,8 @@ class _PendingGradients:
         self._injection = injection
 
     def take(self, factor: torch.Tensor) -> list[torch.Tensor]:
-        """Return the gradients, multiplied by the factor that `backward` passed. Also set placeholder
-        gradients.
+        """Return the gradients, multiplied in place by the factor that `backward` passed, divided by `scale`.
+        Also set placeholder gradients, and with `closing` multiply the gradients in `.grad`.
 
         Raises:
             ExecutionError: The gradients were taken before.
@@ -229,8 +232,12 @@ class _PendingGradients:
         return grads
 
     def _check_factor(self, factor: torch.Tensor, nonlinear: str) -> None:
-        """Check that `backward` passed the expected factor, because the gradients were computed with it and
-        do not scale."""
+        """Check that `backward` passed the expected factor. The gradients were computed with the expected
+        factor and are not proportional to it.
+
+        Raises:
+            PiperError: `backward` passed a different factor.
+        """
         ratio = float(factor) / self.scale
         if abs(ratio - 1) > 4 * torch.finfo(factor.dtype).eps:
             raise PiperError(

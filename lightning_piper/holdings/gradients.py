@@ -17,8 +17,9 @@ from lightning_piper.processes.world import World
 
 
 def changed_by(dag: TrainingDAG, kind: Kind) -> dict[str, set[int]]:
-    """Return name -> devices. With `Kind.GRAD`, these are the devices that have the gradient of a parameter
-    after a step; with `Kind.BUFFER`, the devices that have the new values of a buffer."""
+    """Return name -> logical devices, for example `{"fc.weight": {0, 1}}`. With `Kind.GRAD`, these are the
+    devices that have the gradient of a parameter after a step. With `Kind.BUFFER`, they are the devices that
+    have the new values of a buffer. Names that the step does not change are absent."""
     found: dict[str, set[int]] = {}
     for update in dag.of_type(Update):
         value = dag.value(update.inputs[0])
@@ -56,7 +57,8 @@ class Handing:
         """Send gradients and buffers to their other holders after a step. Collective.
 
         Args:
-            grads: This process's gradients, by parameter. The method inserts the received gradients.
+            grads: Parameter name -> this process's gradient. The method inserts the received gradients.
+                Received buffers are written in place.
         """
         for name, source, target in self._grads:
             found = self._world.move_object(grads.get(name), source, target)
@@ -70,8 +72,8 @@ class Handing:
 def _routes(
     changed: Mapping[str, set[int]], tensor_map: TensorMap, world: World
 ) -> list[tuple[str, int, int]]:
-    """Return (name, source, target) of each transfer. The source is the first process that computes the value
-    and holds the same elements as the target."""
+    """Return (name, source rank, target rank) of each transfer, in the same order on every process. The
+    source is the first process that computes the value and holds the same elements as the target."""
     found = []
     for name in sorted(changed) if world.size > 1 else ():
         for rank in range(world.size):
@@ -92,9 +94,10 @@ def _routes(
 
 
 def mark(params: Mapping[str, torch.nn.Parameter], local_shards: Mapping[str, torch.Tensor]) -> None:
-    """Give parameters placeholder gradients, which stay until the next gradients arrive.
+    """Give parameters placeholder gradients (`RemoteGradient`), unless they already have one.
 
     Args:
+        params: The parameters, by name.
         local_shards: The local shards of some of these parameters, by name. Dropping or zeroing a parameter's
             gradient (`module.zero_grad()`) also applies to its shard.
     """

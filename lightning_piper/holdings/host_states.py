@@ -21,7 +21,9 @@ PART = 32 * 2**20  # bytes of parameters whose states are on the device at once
 
 
 class HostStates:
-    """The states of some parameters: on the device while the optimizer updates them, otherwise on the host.
+    """A mover of the optimizer states of some parameters: a state is on the device while the optimizer
+    updates its parameter, otherwise on the host. The constructor adds hooks to the optimizer and wraps its
+    `step`.
 
     Parameters are updated part by part, in their order. For each part, this class copies the states to the
     device, runs the optimizer, and copies the states back. If the optimizer would compute different numbers
@@ -74,16 +76,16 @@ class HostStates:
         yield params, hosted
 
     def _states(self) -> Iterator[tuple[Tensor, str, Tensor]]:
-        """Yield parameter, key and state tensor of the current part. Skip numbers, such as step counts,
-        because they stay on the device."""
+        """Yield parameter, key and state tensor of the current part. Skip numbers, such as step counts, which
+        stay where the optimizer has them, because they take little memory."""
         for p in self._part:
             for key, value in self._optimizer.optimizer.state.get(p, {}).items():
                 if isinstance(value, Tensor) and value.numel() > 1:
                     yield p, key, value
 
     def _around(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the optimizer's step so that the groups have all parameters afterwards, even if the step
-        fails."""
+        """Return a function that calls the optimizer's step, after which the groups have all parameters
+        again, even if the step fails."""
 
         # `wraps` keeps the attribute by which learning rate schedulers recognize a wrapped step.
         @functools.wraps(step)
@@ -98,7 +100,9 @@ class HostStates:
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        """Hook before a step: call `_update` when the gradients exist. With a closure, that is after it."""
+        """Hook before a step. Without a closure, call `_update` now. With a closure, replace it by one that
+        calls `_update` at its end, because the closure computes the gradients. Returns the arguments of the
+        step."""
         if args and callable(args[0]):
             return (self._updating(args[0]), *args[1:]), kwargs
         if callable(kwargs.get("closure")):
@@ -115,8 +119,9 @@ class HostStates:
         return run
 
     def _update(self) -> None:
-        """Update all parts but the last one, and prepare the last part for the step that runs now. The
-        gradients are already computed."""
+        """Update all parts but the last one. Then restrict the optimizer's groups to the last part and copy
+        its states to the device, because the step that the user has called updates this part. The gradients
+        are already computed."""
         optimizer = self._optimizer.optimizer
         self._rest.close()
         parts = list(self._parts())

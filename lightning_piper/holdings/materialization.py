@@ -48,7 +48,8 @@ class StoredValue(Protocol):
 
 @dataclass(frozen=True)
 class Pretrained:
-    """How a model on the meta device, whose values are in files, gives values to tensors that no file has.
+    """The mark of a model from `piper.from_pretrained`, whose tensors are on the meta device until the first
+    batch. It says how tensors that no file has get their initial values.
 
     Attributes:
         initialize: Name of the method of the model that fills one of its own submodules.
@@ -58,9 +59,11 @@ class Pretrained:
 
 
 class FileMark(NamedTuple):
-    """The values of a tensor on the meta device, and the version of the tensor to which they belong.
+    """The values of a tensor on the meta device, and the version that the tensor had when it was marked.
 
-    A tensor with another version was changed in place, which has no effect on the meta device.
+    If the tensor has another version now, it was changed in place, which has no effect on the meta device.
+    Piper then raises an error instead of silently losing the change. The version -1 marks a tensor that was
+    changed before it was copied or through `data`.
     """
 
     value: StoredValue
@@ -77,8 +80,9 @@ class StoredParameter(nn.Parameter):
 
     @data.setter
     def data(self, tensor: torch.Tensor) -> None:
-        # `Module.to` assigns the same tensor, or one of another dtype. Any other tensor has other values; another
-        # shape is found later.
+        # `Module.to` assigns a tensor with the same memory or of another dtype, which is not a change. Any
+        # other tensor of this shape and dtype has other values. `Known.with_stored` finds a tensor of another
+        # shape.
         alike = (tensor.shape, tensor.dtype) == (self.shape, self.dtype)
         if alike and tensor.untyped_storage() is not self.untyped_storage() and STORED in self.__dict__:
             self.__dict__[STORED] = self.__dict__[STORED]._replace(version=-1)
@@ -88,9 +92,9 @@ class StoredParameter(nn.Parameter):
 class StoredTensors:
     """The tensors of one submodule whose values are in files, by their names in the submodule.
 
-    A user may take the submodule out of its model, or put the submodule into another model. Copies of the
-    submodule mark their tensors again, because a copied parameter does not have the attributes of the
-    original one.
+    The submodule has this object as an attribute, so it may move into a different model. If the submodule is
+    copied (`copy.deepcopy`) or pickled, this object marks the tensors of the copy. Without it, a copied
+    parameter would not have the mark of the original parameter.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -110,12 +114,14 @@ class StoredTensors:
 
 
 def mark_stored(model: nn.Module, stored: Mapping[str, StoredValue]) -> None:
-    """Mark the tensors of a model whose values are in files. They are on the meta device afterwards.
+    """Mark the tensors of a model whose values are in files. Marked tensors that have values are replaced by
+    tensors on the meta device.
 
-    A constructor may make some of them elsewhere although its default device is the meta device, for example
-    with `torch.Tensor(size)`.
+    Such tensors have values if the constructor made them on a device of its own, for example with
+    `torch.Tensor(size)`, although the default device was the meta device.
 
     Args:
+        model: The model, built on the meta device. Its parameters become `StoredParameter`s.
         stored: Name in the model -> tensor in a file. A tied tensor needs only one of its names.
     """
     ids = {id(tensor) for name, tensor in named_tensors(model) if name in stored}
@@ -141,7 +147,8 @@ def own_tensors(part: nn.Module) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Known:
-    """The values that a checkpoint has for a module on the meta device.
+    """The values that a checkpoint or pretrained files have for a module on the meta device. `name in known`
+    says whether a tensor gets its values from there, so that it needs no initial values.
 
     Attributes:
         loaded: Canonical name -> value.
@@ -158,11 +165,13 @@ class Known:
         return name in self.loaded or name in self.later or name in self.stored
 
     def with_stored(self, module: nn.Module) -> Known:
-        """Return the values of `self`, which has nothing in `stored`, with stored values of further tensors:
-        the module's tensors on the meta device that `piper.from_pretrained` found in files.
+        """Return the values of `self`, and as `stored` the files' values of the module's tensors on the meta
+        device that `piper.from_pretrained` found in files. Tensors with values in `self` keep these values.
+        `self.stored` must be empty.
 
         Raises:
-            PiperError: The user has changed or replaced a tensor since `piper.from_pretrained`.
+            PiperError: Since `piper.from_pretrained`, the user has changed a tensor, or its shape, or
+                replaced a parameter by one on the meta device.
         """
         stored: dict[int, StoredValue] = {}  # id of a tensor of the module -> its values
         # First the tensors that `from_pretrained` has marked and that are still in the module.
@@ -208,8 +217,8 @@ def _changed(name: str, how: str) -> PiperError:
 
 
 def named_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return the name and tensor of all parameters and buffers. A tensor with several names occurs once for
-    each name."""
+    """Return (name, tensor) for all parameters and then all buffers. A tensor with several names occurs once
+    for each name."""
     parameters = module.named_parameters(remove_duplicate=False)
     return [*parameters, *module.named_buffers(remove_duplicate=False)]
 
@@ -251,7 +260,9 @@ def _attributes(tensor: torch.Tensor) -> dict[str, object]:
 
 
 def like(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """Return `data` as a parameter or buffer like `tensor`, with the attributes that were set on `tensor`."""
+    """Return `data` as a parameter or buffer like `tensor`, with the attributes that were set on `tensor`,
+    except the mark of stored values. A parameter is a new object that shares memory with `data`. A buffer is
+    `data` itself."""
     if not isinstance(tensor, nn.Parameter):
         data.__dict__.update(_attributes(tensor))  # such as the mark of `nn.Buffer`
         return data
@@ -261,14 +272,16 @@ def like(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
 
 
 def empty_like(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Return an uninitialized parameter or buffer like `tensor`, on a device."""
+    """Return a new uninitialized parameter or buffer like `tensor`, with its shape, strides and dtype, on
+    `device`."""
     data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return like(tensor, data)
 
 
 def without_initial_values(module: nn.Module, known: Known) -> str | None:
-    """Return why a module's tensors on the meta device cannot get initial values; None if Piper can compute
-    these values."""
+    """Return the error text if a tensor on the meta device cannot get an initial value; None if all of them
+    can, or if the module has the method `HOOK`, which then must fill all submodules. Tensors in `known` need
+    no initial value."""
     if hasattr(module, HOOK):
         return None
     pretrained = _initializers(module)
@@ -291,11 +304,11 @@ def without_initial_values(module: nn.Module, known: Known) -> str | None:
 
 
 def _initializers(module: nn.Module) -> dict[int, Callable[[], None]]:
-    """Return id of a submodule -> a function that fills it. The result has all submodules of the models whose
-    values are in files.
+    """Return id of a submodule -> a function that gives initial values to the submodule's own tensors. The
+    result has the models from `piper.from_pretrained` and all their submodules.
 
-    A model may have models as submodules, such as a vision tower. Each of them fills its own submodules, as in
-    transformers.
+    A model may have models as submodules, such as a vision tower. Each model fills its own submodules, as in
+    transformers: the function is the `Pretrained.initialize` method of the nearest model.
     """
     found: dict[int, Callable[[], None]] = {}
 
@@ -313,12 +326,16 @@ def _initializers(module: nn.Module) -> dict[int, Callable[[], None]]:
 
 
 def materialize(module: nn.Module, seed: int, known: Known) -> None:
-    """Give values to all tensors of a module that is whole in one process.
+    """Give values to the tensors on the meta device of a module that one process trains, and values from
+    `known` to all tensors that it has. New tensors replace the old ones in the module.
 
     Args:
-        module: The module; parts of it may be on the meta device.
+        module: The module; some of its tensors may be on the meta device.
         seed: Seed of random initial values.
-        known: Values that need not be computed.
+        known: Values that need not be computed. Tensors in `known.later` stay on the meta device.
+
+    Raises:
+        PiperError: Initializing a submodule fails, or leaves a tensor without values.
     """
     if not is_on_meta(module) and not known.loaded:
         return
@@ -437,16 +454,20 @@ def load_state(
     module: nn.Module, state: Mapping[str, Any], strict: bool, keep: bool = False
 ) -> dict[str, torch.Tensor]:
     """Load a state dict into a module that has tensors on the meta device. Tensors with data receive their
-    values in place.
+    values in place. Tensors on the meta device stay in the module, and their values are returned.
 
     Args:
+        module: The module.
         state: The state dict.
         strict: Whether to raise an error if the names differ from the module's.
         keep: Change no tensor, and return the values of all tensors.
 
     Returns:
-        Canonical name -> value of the tensors that are on the meta device. These tensors stay in the module.
-        With `keep`, all tensors that the state dict has.
+        Canonical name -> value. The result has the tensors on the meta device that the state dict has. With
+        `keep`, it has all tensors that the state dict has. A value shares memory with the state dict's tensor.
+
+    Raises:
+        RuntimeError: torch's error, if names differ and `strict` is set, or if shapes differ.
     """
     places = places_of(module)
     before = {name: tensor_at(at) for name, at in places.items()}

@@ -35,15 +35,16 @@ _HERE, _ASKED, _ASKED_ELSEWHERE = 1, 2, 3
 class GlobalNorms:
     """Norms over the gradients of all processes.
 
-    This class makes `torch.nn.utils.clip_grad_norm_` and `get_total_norm` measure the gradients of all
-    processes. All processes must pass the same parameters of the module, or whole groups of the optimizer, of
-    which each process has different parameters. Each element counts once, even if it is tied, replicated or
-    sharded.
+    From the constructor until `remove`, `torch.nn.utils.clip_grad_norm_` and `get_total_norm` measure the
+    gradients of all processes. All processes must pass the same parameters of the module, or whole groups of
+    the optimizer, of which each process has different parameters. Each element counts once, even if it is
+    tied, replicated or sharded.
 
     Args:
         optimizer: The sharded optimizer.
         ownership: The module's tensors on the processes.
         trained: Names of the parameters that get gradients, on any process.
+        world: The processes of the run.
         keeps: Returns whether gradients of an accumulation are accumulated locally.
     """
 
@@ -101,14 +102,19 @@ class GlobalNorms:
         )
 
     def remove(self) -> None:
+        """Give torch its own functions back."""
         self._patches.close()
 
     def clip(self, params: Sequence[Tensor], clip_val: int | float) -> None:
         """Scale gradients down to a norm of at most `clip_val`, over all processes. Collective.
 
         Args:
-            params: The parameters and shards of this process whose gradients are clipped together.
+            params: The parameters and shards of this process whose gradients are clipped together. On some
+                processes there may be none.
             clip_val: The largest norm.
+
+        Raises:
+            PiperError: A gradient is sparse.
         """
         grads = {self._named[id(p)]: p.grad for p in params if p.grad is not None}
         own, here = self._own_norms(grads, 2.0), torch.zeros(len(self._keys), dtype=torch.float64)
@@ -154,7 +160,9 @@ class GlobalNorms:
 
     @staticmethod
     def _held_of(params: Sequence[Tensor]) -> list[Tensor]:
-        """Return this process's part of these parameters: the parameters themselves, or their shards."""
+        """Return the tensors of this process whose gradients are to be clipped: the given parameters
+        themselves, or the local shards if their gradients are placeholders. Without a local shard, a
+        parameter is left out."""
         grads = [(x, x.grad) for x in params]
         return [
             y for y in (g.shard if isinstance(g, RemoteGradient) else x for x, g in grads) if y is not None
@@ -172,11 +180,14 @@ class GlobalNorms:
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
-        """Replace torch's `get_total_norm`. Collective for gradients on several processes.
+        """Return the total norm in place of torch's `get_total_norm`, with the same arguments. Collective,
+        unless every process holds every parameter whole, or none of the given tensors is a gradient of the
+        module or the optimizer.
 
         Raises:
-            PiperError: The gradients are not summed yet, or are only some of this process's gradients, so
-                that Piper cannot know which gradients of other processes belong to them.
+            PiperError: The gradients are not summed yet, a gradient is sparse, or the gradients are only some
+                of this process's gradients, so that Piper cannot know which gradients of other processes
+                belong to them.
         """
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         here = {key: p.grad for key, p in self._held.items() if p.grad is not None}
@@ -268,7 +279,12 @@ class GlobalNorms:
 
 
 def norms_of_each(ownership: Ownership, world: World, p: float) -> dict[str, torch.Tensor]:
-    """Return name -> norm of the whole gradient, for each parameter that has a gradient. Collective."""
+    """Return name -> norm of the whole gradient, for each parameter that has a gradient on any process. The
+    norms are tensors in host memory, in the dtypes of the parameters, and equal on every process. Collective.
+
+    Raises:
+        PiperError: A gradient is sparse.
+    """
     grads = {
         n: x.grad
         for n, x in ownership.owned_params.items()
@@ -288,7 +304,7 @@ def norms_of_each(ownership: Ownership, world: World, p: float) -> dict[str, tor
 
 
 def _norms(grads: Mapping[str, Tensor], p: float) -> list[Tensor]:
-    """Return the norm of each gradient, with at least the precision of float32.
+    """Return the norm of each gradient, in the order of `grads`, with at least the precision of float32.
 
     Raises:
         PiperError: A gradient is sparse.

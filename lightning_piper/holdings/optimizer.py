@@ -42,7 +42,8 @@ Names = list[list[str | None]]
 
 
 def names_in(optimizer: Optimizer, module: nn.Module, before: Names | None = None) -> Names:
-    """Return the names of an optimizer's parameters. While the module is distributed, return `before`.
+    """Return the canonical names of an optimizer's parameters, for each group. While the module is
+    distributed, return `before`.
 
     Args:
         optimizer: An optimizer over the module's current parameters, or over the parameters that the
@@ -120,6 +121,7 @@ class ShardedOptimizer:
         ownership: The module's tensors on the processes. Other parameters of the optimizer stay on every
             process, and rank 0 saves them.
         compiled: The program; it determines which directive shards which parameter.
+        world: The processes of the run. The constructor is collective.
 
     Attributes:
         optimizer: The optimizer that was passed.
@@ -176,8 +178,8 @@ class ShardedOptimizer:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every process has all parameters whole. If so, the canonical state is the optimizer's own
-        `state_dict`, in whatever form its class returns it."""
+        """Whether every process has all parameters and buffers whole. If so, the canonical state is the
+        optimizer's own `state_dict`, in whatever form its class returns it."""
         return self._ownership.tensor_map.is_replicated
 
     def let_go(self) -> None:
@@ -271,7 +273,8 @@ class ShardedOptimizer:
             ) from error.__cause__
 
     def of_groups(self, only: Mapping[str, Tensor] | None = None) -> list[list[Tensor]]:
-        """Return the parameters of each group in their full shapes.
+        """Return the parameters of each group in their full shapes. Parameters that are not whole on this
+        process are placeholders.
 
         Args:
             only: Return only these parameters of the module; None for all parameters of the groups.
@@ -314,11 +317,13 @@ class ShardedOptimizer:
             )
 
     def local_shards(self, replicas: bool = False) -> list[LocalShard]:
-        """Return the elementwise state tensors of the parameters with dimensions of which this process is the
-        canonical holder. Over all processes, each element occurs once.
+        """Return the elementwise state tensors (such as `exp_avg`) of the parameters of which this process is
+        the canonical holder. Over all processes, each element occurs once. Parameters without dimensions are
+        left to `once`.
 
         Args:
-            replicas: Also return state tensors of which this process has a replica.
+            replicas: Also return the state tensors of parameters that this process holds as a member of the
+                canonical group, although another process is their canonical holder.
         """
         found = []
         for name, p, state in self._canonical_state(replicas):
@@ -358,9 +363,9 @@ class ShardedOptimizer:
         return found
 
     def _canonical_state(self, replicas: bool = False) -> Iterator[tuple[str, Tensor, State]]:
-        """Iterate over name, tensor and state of the module's parameters that have state and of which this
-        process is the canonical holder. With `replicas`, include the parameters of which this process has a
-        replica."""
+        """Yield name, tensor and state of the module's parameters that have state and of which this process
+        is the canonical holder. The tensor is the whole parameter or its local shard. `local_shards` explains
+        `replicas`."""
         for _, name, p in self.held():
             if name is None or p not in self.optimizer.state:
                 continue
@@ -385,8 +390,14 @@ class ShardedOptimizer:
                 number += 1
 
     def outline(self, refer: Callable[[str, str], Any]) -> State:
-        """Return the state in canonical form, with `refer(parameter, key)` instead of each tensor in
-        `local_shards`. Collective."""
+        """Return the state in canonical form, with `refer(parameter, key)` instead of each tensor that
+        `local_shards` returns on any process. The result is equal on every process. State of parameters
+        outside the module is rank 0's. Collective.
+
+        Raises:
+            CaptureError: The groups have changed since the optimizer was restricted.
+            PiperError: The state does not have the form of torch's optimizers.
+        """
         own = [(p.name, p.key) for p in self.local_shards()]
         others = {
             n: self.optimizer.state[p]
@@ -476,10 +487,12 @@ class ShardedOptimizer:
         return self._world.is_rank_zero if name is None else self._ownership.is_canonical(name)
 
     def full_groups(self) -> list[State]:
-        """Return the groups in canonical form.
+        """Return the groups in canonical form: each group's options, the numbers of all its parameters, and
+        `param_names` before the restriction.
 
         Raises:
             CaptureError: The groups have changed since the optimizer was restricted.
+            PiperError: The state does not have the form of torch's optimizers.
         """
         self.check_groups_stay()
         groups, start = [], 0
@@ -494,7 +507,8 @@ class ShardedOptimizer:
         return groups
 
     def load_full_state(self, full: Mapping[str, Any]) -> None:
-        """Load this process's part of a state in canonical form."""
+        """Load, of a state in canonical form, the state of the parameters and local shards that this process
+        holds, and the options of the groups. `full` is not changed."""
         if self.is_whole:
             self.optimizer.load_state_dict(dict(full))
             return
@@ -531,6 +545,7 @@ class ShardedOptimizer:
 
     def put_back(self, full: State) -> None:
         """Give the optimizer all parameters and states again, after every process got the whole module back.
+        Changes the optimizer's groups and state in place.
 
         Args:
             full: The state in canonical form, complete on every process.
@@ -549,8 +564,9 @@ class ShardedOptimizer:
         self.optimizer.load_state_dict(full)
 
     def cut(self, name: str | None, full: State) -> State:
-        """Return this process's part of a parameter's state. That is all of it if this process holds the
-        parameter whole, or if it is not in the module (`name` is None)."""
+        """Return the part of a parameter's state that belongs to this process's local shard: copies of the
+        shard's elements, and values that are not elementwise unchanged. If this process holds the parameter
+        whole, or the parameter is not in the module (`name` is None), return `full` itself."""
         tensor_map = self._ownership.tensor_map
         if name is None or tensor_map.holds_whole(name, self._world.rank):
             return full

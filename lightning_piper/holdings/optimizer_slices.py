@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 @contextmanager
 def only(optimizer: Optimizer, chosen: Iterable[Tensor]) -> Iterator[None]:
-    """Restrict the optimizer's groups to the chosen parameters inside of this context."""
+    """Restrict the optimizer's groups to the chosen parameters inside of this context. The groups stay, even
+    those without a chosen parameter."""
     whole, chosen = [list(group["params"]) for group in optimizer.param_groups], set(chosen)
     try:
         for group, params in zip(optimizer.param_groups, whole, strict=True):
@@ -24,8 +25,8 @@ def only(optimizer: Optimizer, chosen: Iterable[Tensor]) -> Iterator[None]:
 
 
 def own_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
-    """Return the `step` function of the optimizer's class. It does not run hooks, and learning rate
-    schedulers do not count it."""
+    """Return the `step` function of the optimizer's class, which takes the optimizer. Unlike
+    `optimizer.step`, it does not run hooks, and learning rate schedulers do not count it."""
     step: Any = type(optimizer).step
     # torch marks a `step` that it has wrapped with `hooked`.
     own: Callable[[Optimizer], Any] = step.__wrapped__ if getattr(step, "hooked", False) else step

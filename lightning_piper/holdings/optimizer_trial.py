@@ -25,13 +25,13 @@ AGAIN = "it runs the closure more than once"  # the error of a trial, by which c
 
 @dataclass(frozen=True)
 class GradientScenario:
-    """A recipe of a trial: the initial parameters and their gradients.
+    """A recipe for a trial: how to draw the initial parameters and the gradients of each step.
 
     Attributes:
         what: Description of the gradients for messages.
         steps: Number of steps.
-        values: Scale of the initial values.
-        scales: Scales of the gradients of successive steps, repeated.
+        values: Factor on the initial values, which are drawn from a normal distribution.
+        scales: Factors on the gradients of successive steps. After the last factor, the first one follows.
         turned: Whether each row of a gradient is at right angles to the parameter's row; some optimizers test
             this (AdamP).
         gap: Whether the elements of the first shard have zero gradients.
@@ -58,7 +58,8 @@ SCENARIOS = (
 
 @dataclass(frozen=True)
 class ParameterKind:
-    """A kind of parameters of an optimizer, which it cannot distinguish except by their size.
+    """A kind of parameters: parameters of one group with the same attributes and the same shape in a trial.
+    Piper assumes that an optimizer treats all parameters of a kind in the same way, and tries one of them.
 
     Attributes:
         group: Number of the parameters' group.
@@ -79,14 +80,15 @@ class ParameterKind:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """The result of a trial of an optimizer over some steps.
+    """The result of a trial of an optimizer over some steps. The number of a kind is its index among the
+    kinds.
 
     Attributes:
         scenario: The scenario of the trial.
         before: Number of the kind -> initial parameter.
         params: Number of the kind -> final parameter.
         states: Number of the kind -> final state.
-        grads: The gradients of each step, by number of the kind.
+        grads: For each step, number of the kind -> gradient.
     """
 
     scenario: GradientScenario
@@ -97,8 +99,9 @@ class TrialResult:
 
 
 def kinds_of(chosen: Sequence[Sequence[Tensor]]) -> list[ParameterKind]:
-    """Return the kinds of the trainable parameters with elements in each group. Kinds differ in the reduced
-    shape, or in attributes set by the user."""
+    """Return the kinds of the parameters that require gradients and have elements. Kinds differ in the group,
+    in the reduced shape, or in attributes set by the user (texts, numbers, None). `chosen` has the parameters
+    of each group."""
     found: dict[Any, ParameterKind] = {}
     for group, params in enumerate(chosen):
         for p in params:
@@ -111,8 +114,8 @@ def kinds_of(chosen: Sequence[Sequence[Tensor]]) -> list[ParameterKind]:
 
 
 def reduced(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return a small shape in place of a large shape. Several shapes often have the same small shape, but it
-    keeps every property that optimizers test.
+    """Return a small shape in place of a large shape, such as (128, 128) in place of (1000, 300). Several
+    large shapes often give the same small shape. The small shape keeps every property that optimizers test.
 
     The properties are the number of dimensions, whether each of the two largest is at least 128 (smaller
     matrices may not be worth special treatment), and whether the parameter has many elements. Some optimizers
@@ -142,22 +145,23 @@ def run(
     dtype: torch.dtype = torch.float64,
     apart: bool = False,
 ) -> TrialResult:
-    """Run a copy of an optimizer.
+    """Run a copy of an optimizer for the steps of a scenario, on one parameter of each kind.
 
     Args:
         optimizer: The optimizer; it is not changed.
         kinds: The kinds of parameters.
-        scenario: The initial parameters and the gradients.
+        scenario: The number of steps, and how to draw initial parameters and gradients.
         device: The device to run on.
-        before: Number of the kind -> initial parameter. None: draw initial parameters of all kinds.
-        grads: The gradients of each step, by number of the kind. If empty, draw gradients.
+        before: Number of the kind -> initial parameter. Only these kinds run. None: draw initial parameters
+            of all kinds.
+        grads: For each step, number of the kind -> gradient. If empty, draw gradients.
         seed: Seed of the optimizer's random numbers.
         dtype: Dtype of the parameters.
         apart: Whether to update one parameter after another, each in its own step.
 
     Raises:
-        Exception: Any error of making a copy or of its step; an error if it changes no parameter, or runs the
-            closure again.
+        Exception: Any error of making a copy or of its step. A RuntimeError if the copy changes no parameter
+            although a gradient is not zero, or runs the closure again.
     """
     draw = torch.Generator().manual_seed(len(kinds))
     if before is None:
@@ -193,7 +197,8 @@ def run(
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group's options with a rate of 0.01, because a schedule may begin with a rate of 0."""
+    """Return a copy of a group's options, without its parameters. The learning rate is 0.01, because a
+    schedule may begin with a rate of 0."""
     found = {
         k: v.detach().clone() if isinstance(v, Tensor) else v
         for k, v in group.items()
@@ -223,9 +228,10 @@ def _gradient(
 
 
 def _step(optimizer: Optimizer, grads: Sequence[tuple[nn.Parameter, Tensor]], apart: bool) -> None:
-    """Make a step as the Trainer does, in which the closure computes the gradients.
+    """Make a step as the Trainer does, in which the closure computes the gradients. `grads` has the
+    parameters with their gradients.
 
-    With `apart`, one step for each parameter follows the first call of the closure.
+    With `apart`, this function first calls the closure, and then makes one step for each parameter.
 
     Raises:
         RuntimeError: The optimizer calls the closure more than once.
@@ -250,12 +256,14 @@ def _step(optimizer: Optimizer, grads: Sequence[tuple[nn.Parameter, Tensor]], ap
 
 
 def remade(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Optimizer:
-    """Make a new optimizer of the same class and settings over other groups.
+    """Return a new optimizer of the same class and settings over other groups, with the state that its
+    constructor creates.
 
-    If the class cannot be constructed from its defaults and the optimizer has no state yet, make a copy.
+    If the class cannot be constructed from its defaults and the optimizer has no state yet, return a copy of
+    the optimizer over these groups.
 
     Raises:
-        Exception: Any error of the constructor.
+        Exception: An error of the constructor, if the optimizer has state; or an error of copying.
     """
     accepted = inspect.signature(type(optimizer)).parameters
     anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())

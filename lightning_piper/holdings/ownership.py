@@ -1,9 +1,9 @@
 """The distribution of a module's tensors over the processes of a run, and the way back to the whole module.
 
-A process keeps the tensors that its device's chunks use. If a parameter is sharded, it keeps its local shard:
-a one-dimensional parameter that is a view of the flat tensor from which the executor gathers. In the module,
-every tensor that is not whole on this process becomes a tensor of the same shape on the `meta` device. So
-summaries, `configure_optimizers` and later captures see the whole module.
+A process keeps the tensors that its device's chunks use. Of a sharded parameter, the process keeps its local
+shard: a one-dimensional parameter that is a view of the flat tensor from which the executor gathers. In the
+module, every tensor that is not whole on this process becomes a placeholder: a tensor of the same shape on
+the `meta` device. So summaries, `configure_optimizers` and later captures see the whole module.
 
 One process with all devices has every tensor once: parameters in buckets are views of one flat tensor, and
 every device has its shard of that tensor. Parameters divided along an axis are an exception, because one
@@ -43,12 +43,22 @@ from lightning_piper.runtime import local_shards_of
 class Ownership:
     """The distribution of one module's tensors.
 
+    The constructor only makes the map. `distribute` moves the values and changes the module, and `end` or
+    `restore` gives every process the whole module again.
+
+    Args:
+        module: The module, the same in every process.
+        compiled: The training program, which says what each device uses and shards.
+        world: The processes of the run.
+
     Attributes:
         tensor_map: Which process holds which elements.
         shards: Logical device of this process -> bucket -> the flat tensor that the device keeps of the
             bucket.
-        whole: Whether every process holds all tensors whole, temporarily or after the run.
-        places: Canonical name of a tensor -> its places in the module.
+        whole: Whether the module in every process has all tensors with values: there is one process, or
+            `restore` was called, or `whole_everywhere` is active. False between `distribute` and `restore`,
+            even if the program shards nothing.
+        places: Canonical name of a tensor -> each submodule that has it, with the attribute's name there.
         ended: Whether the run has ended without a failure.
         copies: Copies of the module that are distributed like the module until it is whole again.
     """
@@ -68,7 +78,8 @@ class Ownership:
         self._local_shards: dict[str, nn.Parameter] = {}
         # parameter that this process holds whole -> its memory in this process's shards
         self._whole_in_shards: dict[str, torch.Tensor] = {}
-        # name of a tensor that is not whole on this process -> its local part, which may be empty
+        # name of a tensor that is not whole on this process -> its local shard; an empty tensor without a
+        # shard
         self._pieces: dict[str, torch.Tensor] = {}
         # name -> the module's original tensor, without data until `restore`
         self._before: dict[str, torch.Tensor] = {}
@@ -82,8 +93,8 @@ class Ownership:
 
     @property
     def params(self) -> dict[str, nn.Parameter]:
-        """Canonical name -> the parameter in the module. Parameters that are not whole on this process are on
-        the meta device."""
+        """Canonical name -> the parameter that the module has now. Usually, parameters that are not whole on
+        this process are placeholders on the meta device."""
         return {n: x for n in self.tensor_map.holder_groups if isinstance(x := self._get(n), nn.Parameter)}
 
     def is_canonical(self, name: str) -> bool:
@@ -93,7 +104,8 @@ class Ownership:
 
     @property
     def owned_params(self) -> dict[str, nn.Parameter]:
-        """The parameters that this process trains: whole parameters and local shards."""
+        """Canonical name -> the parameter that this process's optimizer updates: its local shard, otherwise
+        the whole parameter. Parameters of which the process has neither are absent."""
         found = {n: x for n, x in self.params.items() if self.tensor_map.holds_whole(n, self._world.rank)}
         return {
             n: x
@@ -103,6 +115,7 @@ class Ownership:
 
     @property
     def owned_buffers(self) -> dict[str, torch.Tensor]:
+        """Canonical name -> the buffer in the module. Buffers that this process does not hold are absent."""
         rank = self._world.rank
         found = {
             n: self._get(n) for n in self.tensor_map.holder_groups if self.tensor_map.holds_whole(n, rank)
@@ -111,10 +124,12 @@ class Ownership:
 
     def local_shards(self, replicas: bool = False) -> list[LocalShard]:
         """Return the elements of parameters and buffers of which this process is the canonical holder. Over
-        all processes, each element occurs once.
+        all processes, each element occurs once. The tensors share memory with the module's tensors and the
+        local shards, if the memory order allows a view.
 
         Args:
-            replicas: Also return elements of parameters of which this process has a replica.
+            replicas: Also return the elements of parameters that this process holds as a member of the
+                canonical group, although another process is their canonical holder.
         """
         found = []
         for name, spec in self.tensor_map.specs.items():
@@ -133,6 +148,9 @@ class Ownership:
         it is on the meta device there. Only rank 0's values travel: every process reads or computes known and
         initial values itself.
 
+        If there is one process, all tensors must have values already. They move to the device, and the
+        parameters of each bucket become views of one flat tensor. The arguments are then ignored.
+
         Args:
             seed: Seed of initial values.
             known: Values from a checkpoint.
@@ -140,8 +158,9 @@ class Ownership:
                 whole. Each tensor then passes through rank 0's host memory, one after another.
 
         Raises:
-            PiperError: A gradient hook is registered on a sharded parameter; or initial values cannot be
-                computed.
+            PiperError: A gradient hook is registered on a sharded parameter; initial values cannot be
+                computed; or a tensor is on the meta device on rank 0, but not on another rank. In one process,
+                a parameter is in two buckets.
         """
         if self._world.size == 1:
             self._lay_together()
@@ -185,7 +204,8 @@ class Ownership:
 
         Args:
             name: Canonical name of the tensor.
-            comes_back: Whether `restore` must put the original tensor back.
+            comes_back: Whether to keep the original tensor object, without its data, so that `restore` can
+                put it back.
         """
         tensor = self._get(name)
         nothing = like(tensor, torch.empty(0, dtype=tensor.dtype, device=self._device))
@@ -198,13 +218,14 @@ class Ownership:
             tensor.data = tensor.data.new_empty(0)
 
     def claim(self, compiled: Compiled) -> bool:
-        """Give the tensors that a training program is the first to change to the devices that use them.
+        """Leave each tensor that a training program is the first to change only to the devices that use it.
 
-        The other devices drop these tensors, and get them back at the end like all other tensors. All
-        processes call this method with the same program.
+        Until now, no training program has changed these tensors, and every process holds them. The other
+        devices drop them, and get them back at the end like all other tensors. All processes must call this
+        method with the same program.
 
         Returns:
-            Whether a device dropped such tensors.
+            Whether any device, in any process, drops a tensor.
         """
         claimed = self.tensor_map.claim(compiled, self._changes(compiled))
         for own in (self, *self.copies):
@@ -225,11 +246,11 @@ class Ownership:
         return changes
 
     def _absent(self, known: Known) -> tuple[set[str], bool]:
-        """Return the names of the tensors that have no values on rank 0, or whose values `known` has. Also
-        return whether any tensor has no values on rank 0.
+        """Return the names of the tensors that have no values on rank 0, or that are in `known`. Also return
+        whether any tensor has no values on rank 0. Collective.
 
         Raises:
-            PiperError: A tensor without values on rank 0 has values on another rank.
+            PiperError: A tensor without values on rank 0 has values on another rank, and is not in `known`.
         """
         on_meta = [name for name in self.tensor_map.holder_groups if self._get(name).is_meta]
         at_rank_zero, *others = self._world.gather(on_meta)
@@ -288,7 +309,8 @@ class Ownership:
     def _lay_together(self) -> None:
         """In the one process that has all devices, make the parameters of each bucket views of a flat tensor.
 
-        Each device gets its shard of that tensor, or all of it if the device keeps the bucket gathered.
+        In `shards`, each device gets its shard of that tensor, or the whole flat tensor if the device keeps
+        the bucket gathered between steps.
         A bucket whose parameters are divided along an axis (`degree` above 1) gets a flat tensor of its own
         for each part. `refresh` copies the parameters into these tensors. Every other tensor moves to the
         device whole.
@@ -355,16 +377,17 @@ class Ownership:
 
     @property
     def can_be_whole(self) -> bool:
-        """Whether every process may have the whole module."""
+        """Whether every process has enough memory for the whole module, as far as Piper knows. False if the
+        module was built without data."""
         return not self._stays
 
     @contextlib.contextmanager
     def pieces(self) -> Iterator[None]:
-        """Put this process's part of each tensor into the module inside of this context, for example because
-        an elementwise update of the module must change the local shards.
+        """Replace the placeholders in the module by this process's local shards inside of this context, for
+        example because an elementwise update of the module must change the local shards.
 
         Sharded parameters become local shards of one dimension. Tensors that this process does not hold
-        become empty.
+        become empty. Tensors that this process holds whole stay.
         """
         before = {name: self._get(name) for name in self._pieces}
         for name, piece in self._pieces.items():
@@ -387,7 +410,11 @@ class Ownership:
 
     def restore(self) -> None:
         """Give every process the whole module again, in the same parameter objects, because optimizers may
-        refer to them. Collective."""
+        refer to them. Collective.
+
+        The received values are in host memory. Gradients are dropped, unless every process had all tensors
+        whole. In one process, parameters in buckets get memory of their own.
+        """
         self._module.__dict__.pop(PARTS, None)
         if not self.whole:
             keeps = self.tensor_map.is_replicated  # If every process has all tensors whole, gradients stay.
@@ -414,16 +441,17 @@ class Ownership:
                     tensor.data = tensor.data.clone()
 
     def held_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """Return a copy of the part of `whole`, which has a parameter's shape, at the place of this process's
-        shard of the parameter. Without such a shard, return `whole`."""
+        """Return, as a one-dimensional copy, the elements of `whole` that belong to this process's local
+        shard of a parameter. `whole` has the parameter's shape. If the process has no shard of it, return
+        `whole` itself."""
         held = self.tensor_map.held(name, self._world.rank)
         if held is None or self.tensor_map.holds_whole(name, self._world.rank):
             return whole
         return flattened(whole, self.tensor_map.specs[name])[slice(*held)].clone()
 
     def whole_gradients(self) -> dict[str, torch.Tensor]:
-        """Return the whole gradients of all parameters that have a gradient, on every process, in host
-        memory. Collective."""
+        """Return canonical name -> whole gradient in host memory, for all parameters that have a gradient, on
+        every process. Collective."""
         own = {n: x.grad for n, x in self.owned_params.items() if x.grad is not None and self.is_canonical(n)}
         specs, shards = self.tensor_map.specs, self._local_shards
         parts = self._world.gather(
@@ -440,7 +468,8 @@ class Ownership:
 
     @contextlib.contextmanager
     def whole_on_rank_zero(self) -> Iterator[None]:
-        """Give rank 0 the whole module inside of this context, in host memory. Collective."""
+        """Give rank 0 the whole module inside of this context. Tensors that it does not hold come into host
+        memory. Collective."""
         with self._brought([] if self.whole else [RANK_ZERO]):
             yield
 
@@ -460,7 +489,8 @@ class Ownership:
 
     @contextlib.contextmanager
     def whole_everywhere(self) -> Iterator[None]:
-        """Give every process the whole module inside of this context. Collective."""
+        """Give every process the whole module inside of this context, on its device. `whole` is True
+        meanwhile. Collective. Call this only while `whole` is False."""
         with self._brought(range(self._world.size)) as names:
             for name in names:
                 self._get(name).data = self._get(name).data.to(self._device)
@@ -472,8 +502,11 @@ class Ownership:
 
     @contextlib.contextmanager
     def _brought(self, targets: Sequence[int]) -> Iterator[Collection[str]]:
-        """Give the processes `targets` every tensor inside of this context. Yields the names of the tensors
-        that this process has received."""
+        """Give the processes `targets` every tensor inside of this context. Collective.
+
+        Yields the names of the tensors that this process has received: the tensors that it does not hold
+        whole, if it is a target. Otherwise there are none.
+        """
         dropped = self._receive(targets)
         try:
             yield dropped.keys()
@@ -484,7 +517,7 @@ class Ownership:
     def load(self, values: Mapping[str, torch.Tensor]) -> None:
         """Copy the values of whole parameters, by any of their names, into this process's local shards.
 
-        Parameters without a local shard on this process are ignored.
+        Other names are ignored: buffers, and parameters without a local shard on this process.
         """
         canonical = self._compiled.step.canonical
         with torch.no_grad():
@@ -498,7 +531,8 @@ class Ownership:
         self._note_versions()
 
     def _note_versions(self) -> None:
-        """Record the versions of the placeholders of sharded parameters. Later changes are errors."""
+        """Record the versions of the placeholders of sharded parameters. `check_unwritten` compares with
+        these, and finds later changes."""
         found = {name: x for name, x in self.params.items() if x.is_meta and self.tensor_map.is_sharded(name)}
         self._versions = [(name, x, x._version) for name, x in found.items()]
 
@@ -507,7 +541,7 @@ class Ownership:
         not follow.
 
         Raises:
-            PiperError: A hook, or other code between the steps, has changed a placeholder in place or
+            PiperError: A user's hook, or other code between the steps, has changed a placeholder in place or
                 registered a gradient hook on it.
         """
         for name, tensor, version in self._versions:
@@ -528,11 +562,11 @@ class Ownership:
         )
 
     def _receive(self, targets: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Send every tensor to the targets, into host memory, because a device may have memory only for its
-        own part.
+        """Send to each target every tensor that it does not hold whole. Collective. The tensors come into
+        host memory, because a device may have memory only for its own tensors and shards.
 
         Returns:
-            The tensors that this process had before, by name, for each tensor that it received.
+            Name -> the tensor that the module in this process had before, for each tensor that it received.
         """
         brought = {
             (name, target): self.bring(name, target) for name in self.tensor_map.specs for target in targets
@@ -540,11 +574,12 @@ class Ownership:
         return {name: before for (name, _), before in brought.items() if before is not None}
 
     def bring(self, name: str, target: int) -> torch.Tensor | None:
-        """Send a whole tensor to a process, into host memory, unless that process holds it whole. Collective.
+        """Send a whole tensor to the process `target`, into host memory, unless that process holds it whole.
+        In the target's module, the whole tensor replaces the placeholder. Collective.
 
         Returns:
-            The tensor that the target had before; None on other processes, or if the target holds the tensor
-                whole.
+            On the target, the tensor that its module had before. None on the other processes, and on every
+            process if the target holds the tensor whole.
         """
         if self.tensor_map.holds_whole(name, target):
             return None
@@ -560,8 +595,8 @@ class Ownership:
         return before
 
     def _part(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return the values of the elements `start:stop`. They are this process's local shard of the tensor,
-        or a part of a tensor that it holds whole."""
+        """Return the elements `start:stop`, which this process holds, in one dimension. They are its local
+        shard of the tensor if it has one, otherwise these elements of the whole tensor."""
         shard = self._local_shards.get(name)
         return (
             flattened(self._get(name).detach(), self.tensor_map.specs[name])[start:stop]

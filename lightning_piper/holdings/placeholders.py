@@ -1,9 +1,9 @@
 """Placeholders in the module, on the meta device. They replace tensors that are sharded or whose values are
 on other processes.
 
-torch computes with tensors on the meta device without an error in some in-place operations:
-`average.mul_(0.9).add_(parameter)` ignores such a parameter and returns a wrong average. So a placeholder,
-and everything computed from it, raises an error when it is combined with real values. A write into a
+Some of torch's in-place operations accept tensors on the meta device without an error:
+`average.mul_(0.9).add_(parameter)` ignores such a parameter and returns a wrong average. So an operation that
+combines real values with a placeholder, or with a result computed from one, raises an error. A write into a
 placeholder is ignored, because the process that has the values executes the same write.
 """
 
@@ -54,7 +54,8 @@ class Placeholder(torch.Tensor):
 
     @data.setter
     def data(self, tensor: torch.Tensor) -> None:
-        """Ignore the new values, like other writes. The process that has the values also sets them."""
+        """Ignore real values, like other writes. The process that has the values also sets them. A
+        placeholder is assigned as usual."""
         if isinstance(tensor, Placeholder):
             torch.Tensor.data.__set__(self, tensor)  # type: ignore[attr-defined]
 
@@ -70,10 +71,12 @@ class Placeholder(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function on the meta device. Tensors without values that it returns become placeholders.
 
-        A write into a placeholder has no effect, but counts as a change.
+        A write into a placeholder has no effect, but counts as a change. `device` is the device of this
+        process.
 
         Raises:
-            PiperError: The function copies a placeholder, or combines it with real values.
+            PiperError: The function copies a placeholder, reads its values, combines it with real values, or
+                would move a real tensor to the meta device.
         """
         if func == _DEVICE:
             # A placeholder's `device` is this process's device, not meta, because user code creates tensors
@@ -98,7 +101,7 @@ class Placeholder(torch.Tensor):
 
 
 class ParameterPlaceholder(Placeholder, nn.Parameter):
-    """A placeholder in the module for a parameter of another process."""
+    """A placeholder in the module for a parameter that only other processes hold, each of them whole."""
 
 
 class ShardedPlaceholder(ParameterPlaceholder):
@@ -161,8 +164,9 @@ _MOVES = ("to", "type_as")
 
 
 def stand_in(tensor: torch.Tensor, name: str, sharded: bool, device: torch.device) -> torch.Tensor:
-    """Turn a tensor on the meta device into a placeholder for a parameter or buffer, in a process that works
-    on `device`."""
+    """Turn a tensor on the meta device into a placeholder for the parameter or buffer `name`, in a process
+    that works on `device`. Returns the same tensor object with another class. `sharded` says whether the
+    values of a parameter are in local shards."""
     if isinstance(tensor, nn.Parameter):
         tensor.__class__ = ShardedPlaceholder if sharded else ParameterPlaceholder
     else:
@@ -223,8 +227,9 @@ def _first(args: Any) -> Placeholder | None:
 
 
 def _marked(found: Any, args: Any) -> Any:
-    """Turn the results of an operation on placeholders into placeholders. Results with values are
-    unchanged."""
+    """Return the result of an operation on placeholders, with tensors on the meta device turned into
+    placeholders. Such a tensor may be the result itself, or lie in a list or tuple. All other results are
+    returned unchanged."""
     if type(found) is torch.Tensor and found.is_meta:
         made = found.as_subclass(Placeholder)
         of = _first(args)

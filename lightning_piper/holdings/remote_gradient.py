@@ -57,10 +57,13 @@ class RemoteGradient(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function that needs no values, or apply an elementwise change to the local gradients.
 
-        `detach` and `.data` return the placeholder itself.
+        An elementwise change by numbers, such as `grad.mul_(2)` or `torch.mul(grad, 2, out=grad)`, applies to
+        the gradient of the local shard, if this process has one. It returns its first argument. A function on
+        lists (`torch._foreach_mul_`) returns the function's result. `detach` and `.data` return the
+        placeholder itself.
 
         Raises:
-            PiperError: The function needs values.
+            PiperError: The function needs values, or the gradient of the local shard does not exist yet.
         """
         kwargs = kwargs or {}
         attribute = getattr(getattr(func, "__self__", None), "__name__", None)
@@ -96,10 +99,11 @@ class RemoteGradient(torch.Tensor):
 
 
 def _here(grad: torch.Tensor) -> torch.Tensor | None:
-    """Return the local part of a gradient; None if this process has no part of it.
+    """Return the tensor that an elementwise change of a gradient changes: the gradient of the local shard, or
+    `grad` itself if it is not a placeholder. None if this process has no shard.
 
     Raises:
-        PiperError: The local part does not exist yet.
+        PiperError: The local shard does not have a gradient yet.
     """
     if not isinstance(grad, RemoteGradient):
         return grad

@@ -1,5 +1,5 @@
-"""The identity of the module's tensors: hooks may replace them, but plans work on the tensors that they were
-bound to."""
+"""Plans work on the tensors to which they were bound, but hooks may replace tensors in the module.
+`TensorBinding` copies such changes to the bound tensors, or raises an error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class TensorBinding:
 
     If a tensor's values were replaced (`p.data = ...`, `self.average = ...`), `follow` copies the new values
     into the bound tensor, and puts the bound tensor back into its place. Parameters cannot be replaced,
-    removed or frozen, because the optimizer and the gradients would not follow.
+    removed or frozen, because the optimizer and the gradients would not follow. Make a new object for each
+    distribution of the module.
 
     `_names`, `_tensors`, `_bound`, `_pointers` and `_trained` are parallel lists: for each tensor its
     canonical name, the tensor itself, its memory, the address of its memory, and `requires_grad`. `_versions`
@@ -64,7 +65,8 @@ class TensorBinding:
         ]
 
     def follow(self) -> None:
-        """Copy the values of replaced tensors into the bound tensors. Called before each step.
+        """Copy the values of replaced tensors into the bound tensors, and put the bound tensors back into the
+        module. Called before each step.
 
         Raises:
             CaptureError: The module has changed in a way that the plans cannot follow. The error names

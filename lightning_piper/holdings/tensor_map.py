@@ -36,8 +36,9 @@ class HolderGroup:
 
     @property
     def canonical_holders(self) -> Mapping[int, Range]:
-        """The ranks that together have each element exactly once. Of several ranks with the same elements,
-        the first is chosen."""
+        """Rank -> elements. Together, these ranks have each element exactly once. Of several ranks with the
+        same elements, only the first is in the result. For example, of replicas that hold a whole tensor,
+        only the first is: `{0: (0, 12)}`."""
         first: dict[Range, int] = {}
         for rank, elements in self.ranges.items():
             first.setdefault(elements, rank)
@@ -111,10 +112,11 @@ class TensorMap:
             )
 
     def claim(self, compiled: Compiled, changes: Callable[[str, int], bool]) -> set[str]:
-        """Remove from `unused` the tensors that a training program changes. If only some processes use such a
-        tensor, only these processes hold it from now on.
+        """Remove from `unused` the tensors that a training program changes on any device. If only some
+        processes use such a tensor, only these processes hold it from now on.
 
         Args:
+            compiled: The training program.
             changes: Gets the name of a tensor and a device that uses it. Returns whether the program changes
                 the tensor there.
 
@@ -138,11 +140,13 @@ class TensorMap:
         return HolderGroup(dict.fromkeys(ranks, (0, self.specs[name].numel)))
 
     def held(self, name: str, rank: int) -> Range | None:
-        """Return the range of elements that a process holds; None if it holds no elements."""
+        """Return the range of elements of a tensor that a process holds; None if it holds no elements. If the
+        process is in several holder groups, this is its range in the first."""
         return next((group.ranges[rank] for group in self.holder_groups[name] if rank in group.ranges), None)
 
     def whole(self, name: str, flat: torch.Tensor) -> torch.Tensor:
-        """Return a tensor with the module's shape and strides, from all its elements in one dimension."""
+        """Return `flat`, all elements of a parameter or buffer in one dimension, with the module's shape and
+        strides."""
         return self._params[name].whole(flat) if name in self._params else view_as(flat, self.specs[name])
 
     def holds_whole(self, name: str, rank: int) -> bool:
@@ -172,8 +176,8 @@ class TensorMap:
 
 
 def _sharded(compiled: Compiled) -> tuple[dict[str, list[HolderGroup]], set[tuple[int, str]]]:
-    """Return the holder groups of the tensors in buckets (name -> groups), and for each of these tensors the
-    pairs (device, name) of the devices that together have its bucket.
+    """Return the holder groups of the tensors in buckets (name -> groups), and the set of all (device, name)
+    such that the device is one of those that together have the bucket of this tensor.
 
     Raises:
         PiperError: A parameter lies in two buckets of a device.
