@@ -43,21 +43,15 @@ from lightning_piper.runtime import local_shards_of
 class Ownership:
     """The distribution of one module's tensors.
 
-    The constructor only makes the map. `distribute` moves the values and changes the module, and `end` or
-    `restore` gives every process the whole module again.
-
-    Args:
-        module: The module, the same in every process.
-        compiled: The training program, which says what each device uses and shards.
-        world: The processes of the run.
+    The constructor maps the tensors by the training program `compiled`. `distribute` moves the values and
+    changes the module, and `end` or `restore` gives every process the whole module again.
 
     Attributes:
         tensor_map: Which process holds which elements.
         shards: Logical device of this process -> bucket -> the flat tensor that the device keeps of the
             bucket.
-        whole: Whether the module in every process has all tensors with values: there is one process, or
-            `restore` was called, or `whole_everywhere` is active. False between `distribute` and `restore`,
-            even if the program shards nothing.
+        whole: Whether the module is whole in every process: there is one process, or `restore` was called, or
+            `whole_everywhere` is active. Otherwise False, even if the program shards nothing.
         places: Canonical name of a tensor -> each submodule that has it, with the attribute's name there.
         ended: Whether the run has ended without a failure.
         copies: Copies of the module that are distributed like the module until it is whole again.
@@ -78,8 +72,7 @@ class Ownership:
         self._local_shards: dict[str, nn.Parameter] = {}
         # parameter that this process holds whole -> its memory in this process's shards
         self._whole_in_shards: dict[str, torch.Tensor] = {}
-        # name of a tensor that is not whole on this process -> its local shard; an empty tensor without a
-        # shard
+        # name of a tensor that is not whole on this process -> its local shard, or an empty tensor
         self._pieces: dict[str, torch.Tensor] = {}
         # name -> the module's original tensor, without data until `restore`
         self._before: dict[str, torch.Tensor] = {}
@@ -104,8 +97,8 @@ class Ownership:
 
     @property
     def owned_params(self) -> dict[str, nn.Parameter]:
-        """Canonical name -> the parameter that this process's optimizer updates: its local shard, otherwise
-        the whole parameter. Parameters of which the process has neither are absent."""
+        """Canonical name -> the parameter that this process trains: its local shard, or the whole parameter.
+        Parameters of which the process has neither are absent."""
         found = {n: x for n, x in self.params.items() if self.tensor_map.holds_whole(n, self._world.rank)}
         return {
             n: x
@@ -148,8 +141,8 @@ class Ownership:
         it is on the meta device there. Only rank 0's values travel: every process reads or computes known and
         initial values itself.
 
-        If there is one process, all tensors must have values already. They move to the device, and the
-        parameters of each bucket become views of one flat tensor. The arguments are then ignored.
+        One process ignores the arguments. Its tensors, which must have values, move to the device
+        (`_lay_together`).
 
         Args:
             seed: Seed of initial values.
@@ -220,12 +213,9 @@ class Ownership:
     def claim(self, compiled: Compiled) -> bool:
         """Leave each tensor that a training program is the first to change only to the devices that use it.
 
-        Until now, no training program has changed these tensors, and every process holds them. The other
-        devices drop them, and get them back at the end like all other tensors. All processes must call this
-        method with the same program.
-
-        Returns:
-            Whether any device, in any process, drops a tensor.
+        Until now, every process holds these tensors. The other devices drop them, and get them back at the
+        end like all other tensors. All processes call this method with the same program. Return whether any
+        device, in any process, drops a tensor.
         """
         claimed = self.tensor_map.claim(compiled, self._changes(compiled))
         for own in (self, *self.copies):
@@ -377,8 +367,7 @@ class Ownership:
 
     @property
     def can_be_whole(self) -> bool:
-        """Whether every process has enough memory for the whole module, as far as Piper knows. False if the
-        module was built without data."""
+        """Whether every process may have the whole module. False if the module was built without data."""
         return not self._stays
 
     @contextlib.contextmanager
@@ -410,11 +399,8 @@ class Ownership:
 
     def restore(self) -> None:
         """Give every process the whole module again, in the same parameter objects, because optimizers may
-        refer to them. Collective.
-
-        The received values are in host memory. Gradients are dropped, unless every process had all tensors
-        whole. In one process, parameters in buckets get memory of their own.
-        """
+        refer to them. Collective. The received values are in host memory. Gradients are dropped, unless every
+        process had all tensors whole. In one process, parameters in buckets get memory of their own."""
         self._module.__dict__.pop(PARTS, None)
         if not self.whole:
             keeps = self.tensor_map.is_replicated  # If every process has all tensors whole, gradients stay.
@@ -502,11 +488,8 @@ class Ownership:
 
     @contextlib.contextmanager
     def _brought(self, targets: Sequence[int]) -> Iterator[Collection[str]]:
-        """Give the processes `targets` every tensor inside of this context. Collective.
-
-        Yields the names of the tensors that this process has received: the tensors that it does not hold
-        whole, if it is a target. Otherwise there are none.
-        """
+        """Give the processes `targets` every tensor inside of this context. Collective. Yields the names of
+        the tensors that this process has received: none if it is not a target."""
         dropped = self._receive(targets)
         try:
             yield dropped.keys()
@@ -516,9 +499,7 @@ class Ownership:
 
     def load(self, values: Mapping[str, torch.Tensor]) -> None:
         """Copy the values of whole parameters, by any of their names, into this process's local shards.
-
-        Other names are ignored: buffers, and parameters without a local shard on this process.
-        """
+        Buffers, and parameters without a local shard on this process, are ignored."""
         canonical = self._compiled.step.canonical
         with torch.no_grad():
             for name, value in values.items():
