@@ -312,8 +312,8 @@ class Requeue(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """If a process has received the signal, save and requeue. Collective, at the last batch of each
-        accumulation."""
+        """If a process has received the signal, save and requeue. The method checks for the signal, which is
+        collective, only after each `every` batches of an epoch."""
         if self._requeue is None or self._world is None or (batch_idx + 1) % self._every:
             return
         if not self._world.decide(self._told, all=False):
