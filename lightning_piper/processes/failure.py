@@ -197,8 +197,8 @@ class FailureWatch:
 
 
 class _Judge:
-    """The decision of rank 0 about which process failed first. `run` is the function of a thread of rank 0,
-    which has rank 0's ends of the connections of all processes, including the connection of rank 0 itself.
+    """The judge of a run, which decides in a thread of rank 0 (`run`) which process failed first. It holds
+    rank 0's end of the connection of each process, including rank 0 itself.
 
     Args:
         server: The socket to which the processes connect.

@@ -6,7 +6,7 @@ agree that they have the same batch, and whether a plan must be compiled first. 
 replicas may have batches of different sizes, and some may have one batch more than other replicas. This
 happens in `predict`, where Lightning's sampler does not repeat samples to make the local batches equal. A
 replica that has run out of batches repeats its last batch, without a result, until the other replicas are
-done. The reason is that they may need its shards of parameters.
+done. The reason is that the other replicas may need its shards of parameters.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ NOT_CAPTURED = (CaptureError, DirectiveError, BatchError)
 def check_may_be(
     before: Standalone, step: str, problem: str | Exception, capture: str, accumulate: str = "batches"
 ) -> None:
-    """Check that a module's step may run uncaptured. Unless the user asked for it with `capture="never"`,
-    warn that it does. Collective.
+    """Check that a module's step may run uncaptured. Warn that the step runs uncaptured, unless the user
+    asked for that with `capture="never"`. Collective.
 
     Args:
         before: The module and its settings.

@@ -108,8 +108,8 @@ class Standalone:
         return self._distribute(Ownership(self.module, training, self.world))
 
     def under(self, settings: Settings, world: World) -> Standalone:
-        """Return a new owner of the same module under another program, of which no step has run yet. Replace
-        this owner, whose evaluation is closed, by the new owner. Collective."""
+        """Return a new owner of the same module under another program, of which no step has run yet. Close
+        the evaluation of this owner, because the new owner replaces it. Collective."""
         self.evaluation.close()
         return Standalone(
             self.module, settings, self.known, self.seed, self._drawn, world, self._distributed, self._resume
