@@ -6,10 +6,9 @@ starts when its stream is free, and advances the clock. Without an `IssueCost`, 
 CUDA, where the host runs ahead of its streams::
 
     chunks, sums and the like    occupy their stream for their duration
-    send, post, collectives      join an exchange (a message or a collective) without waiting. An exchange
-    starts
-                                 when all of its devices have joined it and the previous exchange on its
-                                 channel or in its group is over
+    send, post, collectives      join an exchange (a message or a collective) without waiting. It starts when
+                                 all of its devices have joined it and the previous exchange on its channel
+                                 or in its group is over
     wait, retire                 hold the stream until the exchange of the same node is over
     record, await                an awaiting stream is held until the recorded moment
 
