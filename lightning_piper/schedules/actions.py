@@ -36,9 +36,10 @@ def program_of(
     """Return a program that places each stage on the ranks that run it, splits the batch, and orders each
     rank's passes.
 
-    The result has the `Place` of each stage that one rank runs, the `Split`, the other `Place`s, and an
-    `Order` for each rank with more than one entry. A stage that several ranks run has a `Place` for each of
-    these ranks. This `Place` selects the rank's microbatches, so it comes after the split.
+    The result has, in this order: the `Place` of each stage that one rank runs, the `Split`, the other
+    `Place`s, and an `Order` for each rank with more than one entry. A stage that several ranks run has a
+    `Place` for each of these ranks. This `Place` selects the rank's microbatches, so it comes after the
+    split.
 
     Args:
         rows: The rows, by rank.

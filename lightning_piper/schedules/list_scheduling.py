@@ -1,9 +1,9 @@
 """List scheduling: each rank repeatedly runs the possible pass that its rule prefers. `fitted` tries many
 rules.
 
-Microbatches have equal costs. So each stage runs each kind of pass in the order of microbatches: the
-microbatches of any other schedule can be renumbered to this order without changing its times. Then a few
-counters for each stage describe the state.
+Microbatches have equal costs. So each stage runs each kind of pass in the order of microbatches. The
+microbatches of any other schedule can be renumbered to this order, which does not change its times. Then a
+few counters for each stage describe the state.
 """
 
 from __future__ import annotations

@@ -126,7 +126,8 @@ def zb_h2(
     from waiting.
 
     Every stage holds the activations of at most 2 `stages` - 1 microbatches. If F, BI and BW take equally
-    long, a stage waits only before its first pass and after its last pass, in sum for `stages` - 1 passes.
+    long, a stage waits only before its first pass and after its last pass. In sum, it waits as long as
+    `stages` - 1 passes take.
 
     In the paper, the next step's work fills these gaps. Its optimizer does not wait for all gradients, but
     validates its update later and may roll it back. Here the optimizer runs when all gradients have arrived,

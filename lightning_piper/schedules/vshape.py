@@ -182,8 +182,8 @@ class _RemainingPasses:
 
 
 def _cooled_down(rows: list[list[Action]]) -> list[list[Action]]:
-    """Return the rows with a new order of the passes after the last F of each row: the order in which they
-    can run if each pass takes one unit of time.
+    """Return the rows with a new order of the passes after the last F of each row. It is the order in which
+    these passes can run if each pass takes one unit of time.
     """
     waiting = [_RemainingPasses(row) for row in rows]
     done: list[list[Action]] = [[] for _ in rows]

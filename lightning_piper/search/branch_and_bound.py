@@ -176,8 +176,9 @@ class Search:
     def _refine(self) -> None:
         """Try the neighbours of the best candidates, and move to each neighbour that is better.
 
-        A neighbour has one boundary moved by a block, a different level for some or all stages, one less
-        stage that recomputes or offloads, or one stage that offloads instead of recomputing or the reverse.
+        A neighbour differs in one of these ways: one boundary is moved by a block. Some or all stages have a
+        different level. One stage less recomputes or offloads. Or one stage offloads instead of recomputing,
+        or recomputes instead of offloading.
         With different levels, a further neighbour recomputes and offloads only as many stages as necessary.
         """
         for _, candidate in heapq.nsmallest(REFINED, self.tried.values()):
@@ -301,8 +302,8 @@ class Search:
         """Put the smaller sets of a choice into the heap, or its cuts if it has no smaller sets. Skip and
         count the choice if no cut fits.
 
-        At once try a cut whose bound is low enough, to find a good candidate early: if the choice has no
-        smaller sets, or if no stage of the choice must recompute or offload.
+        If the choice has no smaller sets, or if no stage of the choice must recompute or offload, at once try
+        a cut whose bound is low enough. This finds a good candidate early.
         """
         self._left -= 1 + choice.layout.stages * (choice.layout.microbatches + 100) // UNIT
         cutting = Cutting(self.model, choice.layout, choice.options(), self.by_memory)

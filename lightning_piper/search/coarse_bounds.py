@@ -92,9 +92,9 @@ class Coarse:
         return found
 
     def memory(self, layout: Layout) -> Number:
-        """Return a lower bound of the bytes of the fullest device: the mean over the ranks of parameters,
-        gradients and optimizer states, at the highest ZeRO level that the space allows. Activations do not
-        count."""
+        """Return a lower bound of the bytes of the fullest device: the mean over the ranks of the bytes of
+        parameters, gradients and optimizer states. All stages have the highest ZeRO level that the space
+        allows. Activations do not count."""
         params = self._model.params(layout.tensor, layout.routed)
         every = ((0, len(self._space.workload.blocks)),)
         n, level, states = layout.replicas, max(self._space.levels_of(layout))[0], self._space.workload.states

@@ -1,8 +1,8 @@
 """`search`: find the fastest program for a module and a batch that fits into the devices' memory, and check
 it.
 
-`search` measures or calculates the costs of the module's blocks, chooses candidates with `best_of`, writes
-their programs, and returns the first program that passes the check and whose plan fits.
+`search` measures or calculates the costs of the module's blocks, and chooses candidates with `best_of`. It
+writes their programs, and returns the first program that passes the check and whose plan fits.
 """
 
 from __future__ import annotations

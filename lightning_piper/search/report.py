@@ -145,8 +145,8 @@ def counted(n: int, what: str) -> str:
 
 
 def _levels(candidate: Candidate) -> str:
-    """Return the ZeRO levels as text: `1` if all stages have level 1, or `3+1 (2+6 stages)` if the first two
-    stages have level 3 and six stages have level 1."""
+    """Return the ZeRO levels as text: `1` if all stages have level 1. `3+1 (2+6 stages)`: the first two
+    stages have level 3, and the other six stages have level 1."""
     runs = [(level, sum(1 for _ in run)) for level, run in groupby(candidate.levels)]
     levels, stages = ("+".join(map(str, column)) for column in zip(*runs, strict=True))
     return levels if len(runs) == 1 else f"{levels} ({stages} stages)"

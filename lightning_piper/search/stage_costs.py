@@ -272,8 +272,9 @@ class Costs:
         """Return the seconds of F, B, BI and BW of a stage. `recomputed` and `offloaded` say how the
         stage keeps saved values.
 
-        A pass takes as long as the longest of three: its work, the transfer of its saved values to or from
-        the host, and (level 3) the gather of its parameters, block by block.
+        A pass takes the longest of three times: of its work, of the transfer of its saved values to or from
+        the host, and of the gather of its parameters, block by block. The transfer counts only if `offloaded`
+        is set, and not for BW. The gather counts only at level 3.
         """
         i, j = span
         f, bi, bw = (column[j] - column[i] for column in (self.forward, self.inputs, self.weights))

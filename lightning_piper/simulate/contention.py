@@ -1,11 +1,11 @@
 """Simulate exchanges that share links or communicators, event by event in the order of time. An exchange is a
 message or a collective.
 
-Exchanges on a shared link divide its bandwidth by progressive filling: the rates of all exchanges rise
-together until a link is full, or an exchange reaches its own largest rate. The exchanges on the full link, or
-this one exchange, keep their rates, and the other rates rise further. The result is max-min fair (Bertsekas
-and Gallager 1992). When the bytes of an exchange start or stop to travel, rates change only for exchanges
-that share links with it, directly or through other exchanges.
+Exchanges on a shared link divide its bandwidth by progressive filling. The rates of all exchanges rise
+together until a link is full, or until an exchange reaches its own largest rate. The exchanges on the full
+link, or this one exchange, keep their rates, and the other rates rise further. The result is max-min fair
+(Bertsekas and Gallager 1992). When the bytes of an exchange start or stop to travel, rates change only for
+exchanges that share links with it, directly or through other exchanges.
 """
 
 from __future__ import annotations

@@ -80,8 +80,8 @@ class Block:
         If the work on this number of samples is not known, the function interpolates or extrapolates it
         linearly from the two nearest known numbers of samples. If only one number is known, the work is
         proportional to the samples. Below the smaller one of the two numbers, the result is at least
-        proportional to the samples, because a small microbatch does not take less time per sample than a
-        large one.
+        proportional to the samples. The reason is that a small microbatch does not take less time per sample
+        than a large one.
         """
         if (samples, tensor) in self.work:
             return self.work[samples, tensor]
