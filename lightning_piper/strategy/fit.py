@@ -155,7 +155,7 @@ class Fit:
 
     def _check_program(self, check: Callable[[Compiled], None], batch: Any) -> None:
         """Check that the program may run on these devices, and that the step does not write into memory that
-        two tensors of the batch share. Warn of gradient checkpointing, which would have no effect."""
+        two tensors of the batch share. Warn of gradient checkpointing, which would save no memory."""
         check(self.program)
         check_memory(self.program, batch)
         warn_of_checkpointing(self.program, self._module, self.world)

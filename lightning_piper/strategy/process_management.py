@@ -277,8 +277,8 @@ class Requeue(pl.Callback):
 
     @classmethod
     def of(cls, trainer: pl.Trainer, world: World) -> Requeue:
-        """Replace Lightning's handler of the requeue signal until the end of the run. Add a callback that
-        calls the handler to the Trainer, and return the callback.
+        """Replace Lightning's handler of the requeue signal until the end of the run. Give the Trainer a
+        callback that calls Lightning's handler, and return this callback.
 
         At the end of the run, the Trainer restores the handlers from before. If the run is not a SLURM job to
         requeue, or the handler is not Lightning's, nothing is replaced or added. The returned callback then
