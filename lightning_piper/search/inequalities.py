@@ -1,8 +1,7 @@
 """Inequalities that hold for the ranks of a schedule, whatever blocks its stages contain.
 
 - Time: the passes of a span of a rank's work, with the work before and after the span, take at most the time
-of
-  the step.
+  of the step.
 - Memory: the bytes that a rank keeps in a state of the schedule are at most its memory.
 
 `joint_bounds` adds these inequalities, each with a weight, to get a lower bound of the step's time.
