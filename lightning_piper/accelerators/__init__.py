@@ -20,7 +20,8 @@ from lightning_piper.errors import ExecutionError
 
 
 class Accelerator(Protocol):
-    """An accelerator's interface, as torch has it: streams, events, and tensors' use by streams."""
+    """The interface of an accelerator, as torch has it: streams, events, and the record of which streams use
+    a tensor. torch's accelerator and `Simulated` have it, and `runtime.streams` uses it."""
 
     def stream(self, device: torch.device, name: object) -> Any:
         """Return the process's stream of this name on the device. All callers get the same stream.
@@ -64,7 +65,8 @@ in_use: list[Accelerator] = []  # the simulated accelerators that replace the CP
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
-    """Return the accelerator that has the streams of a device; None if the device does not have streams."""
+    """Return the accelerator that has the streams of a device. For a CPU, this is the simulated accelerator
+    in use, or None if there is none. For a meta device, it is None."""
     if device.type == "cpu":
         return in_use[-1] if in_use else None
     return _OF_TORCH if device.type != "meta" else None

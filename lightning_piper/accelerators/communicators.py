@@ -88,7 +88,8 @@ class Issued:
 
 
 class Member:
-    """A member's side of a communicator, with the methods of a process group that transports use."""
+    """A member's side of a communicator. It has the methods of a `torch.distributed` process group that
+    `runtime.collectives` and `runtime.messages` call."""
 
     def __init__(self, simulated: Simulated, communicator: Communicator, rank: int, stream: Stream) -> None:
         self._simulated, self._communicator, self._rank, self._stream = simulated, communicator, rank, stream

@@ -32,11 +32,15 @@ class Access:
 
     @classmethod
     def of(cls, x: torch.Tensor, writes: bool) -> Access:
+        """Return the access to the bytes from the first to the last element of a tensor that is not empty.
+        Gaps between elements are included."""
         last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
         first, size = int(x.storage_offset()), x.element_size()
         return cls(x.untyped_storage().data_ptr(), first * size, (first + last + 1) * size, writes)
 
     def meets(self, other: Access) -> bool:
+        """Return whether this access conflicts with another access to the same storage: the ranges overlap,
+        and one of the two writes."""
         return (self.writes or other.writes) and self.first < other.end and other.first < self.end
 
 
@@ -69,6 +73,7 @@ class Conflicts:
         self._waiting: dict[int, dict[int, Note]] = {}  # address of a storage -> number of a work -> the work
 
     def issued(self, what: str, accesses: list[Access]) -> Note:
+        """Record that work is issued now, and return its note. Pass the note to `ran` when the work runs."""
         note = Note(next(self._numbers), what, accesses)
         for access in accesses:
             self._waiting.setdefault(access.storage, {})[note.number] = note

@@ -65,7 +65,7 @@ class _Turns:
 def run_together(
     simulated: Simulated, hosts: Sequence[Host], programs: Sequence[Callable[[], object]]
 ) -> list[object]:
-    """Run each host's program, and return the results.
+    """Run each host's program to its end, and return the results in the order of `hosts`.
 
     Raises:
         BaseException: The exception of the first program that failed.

@@ -16,7 +16,7 @@ HOST = "gloo"  # Backend that exchanges tensors in host memory
 # Backends that cannot send device memory: gloo needs host memory, and torch lists "fake" for device types
 # that have no backend.
 _NONE = (HOST, "fake")
-# Kinds of devices to which a method of the tensor, with the name of the kind, moves a tensor.
+# Kinds of devices that have a method of the same name, which moves a tensor there, such as `x.cuda()`.
 MOVES = frozenset({"cuda", "xpu", "hpu"})
 
 

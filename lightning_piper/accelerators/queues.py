@@ -42,6 +42,7 @@ class Queue:
     """A hardware queue.
 
     Attributes:
+        name: The queue's name in messages.
         number: Position of the queue in its pool. In the order with the same number, the queue comes last.
         work: The works that are issued and not done, first to last.
         issued, done: Number of works issued and done so far.
@@ -73,7 +74,7 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A moment: the first `count` works of a queue are done."""
+    """The moment when the first `count` works of a queue are done. Events and waits refer to it."""
 
     queue: Queue
     count: int

@@ -39,6 +39,7 @@ BLOCK = 1 << 20  # bytes read at once for a checksum
 
 def temporary_of(path: Path) -> Path:
     """Return the name under which a checkpoint is written, and to which it is renamed before it is deleted.
+    For example, `.last.ckpt.tmp` for `last.ckpt`, in the same directory.
 
     A checkpoint of this name is never loaded, and may be deleted. The name avoids `hpc_ckpt_`, because
     Lightning resumes from any file with `hpc_ckpt_` in its name.
@@ -47,8 +48,8 @@ def temporary_of(path: Path) -> Path:
 
 
 def earlier_of(path: Path) -> Path:
-    """Return the name that an earlier checkpoint has while a new checkpoint takes its name. A checkpoint of
-    this name is always complete.
+    """Return the name that an earlier checkpoint has while a new checkpoint takes its name, for example
+    `last.earlier.ckpt` for `last.ckpt`. A checkpoint of this name is always complete.
 
     `fit(ckpt_path="last")` finds it, because the name begins and ends like the name of the last checkpoint.
     """
@@ -86,8 +87,8 @@ def prepare(path: Path) -> Path:
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Rename a complete checkpoint from its temporary name to `path`, and delete an earlier checkpoint
-    there."""
+    """Rename a complete checkpoint from its temporary name to `path`, and delete the earlier checkpoint of
+    that name, if there is one. At every moment, `located` finds the earlier or the new checkpoint."""
     if os.path.lexists(path) and (path.is_dir() or temporary.is_dir()):
         os.rename(path, earlier_of(path))
     os.replace(temporary, path)
@@ -136,7 +137,8 @@ Fingerprint = list[int]  # size in bytes, CRC-32
 
 
 def fingerprint(path: Path) -> Fingerprint:
-    """Return the fingerprint of a file's present content."""
+    """Return size in bytes and CRC-32 of a file's present content. Raises OSError if the file cannot be read,
+    or is not a regular file."""
     size = crc = 0
     with open_regular(path) as file:
         while block := file.read(BLOCK):

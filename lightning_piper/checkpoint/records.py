@@ -33,13 +33,13 @@ DAMAGES = (
 
 
 def check_records(path: str | Path, world: World) -> None:
-    """Check every record of a checkpoint by reading it once. Collective.
+    """Check every record of a checkpoint that is one file, by reading the record once. Collective.
 
     Processes that see the same file divide the records. Files without checksums pass: files in torch's older
     format, and files saved after `torch.serialization.set_crc32_options(False)`.
 
     Raises:
-        PiperError: On every process, if any process finds a damaged record.
+        PiperError: On every process, if any process finds a damaged record, or cannot read the file.
     """
     path, doing = Path(path), f"loading {path}"
     files = together(world, doing, lambda: _identity(path))
@@ -53,7 +53,8 @@ def _identity(path: Path) -> tuple[str, int, int, int, int]:
 
 
 def _check(path: Path, first: int, step: int) -> None:
-    """Check the records `first::step`. A file that is not a zip archive, or has no checksums, passes.
+    """Check the records number `first`, `first + step`, ... A file that is not a zip archive, or does not
+    have checksums, passes.
 
     Raises:
         PiperError: A record, or the archive's table of records, is damaged.

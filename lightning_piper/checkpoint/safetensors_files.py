@@ -54,11 +54,13 @@ class StoredTensor:
     offset: int
 
     def whole(self) -> torch.Tensor:
-        """Read all elements."""
+        """Return a new tensor of all elements in host memory, in the file's dtype."""
         return self._elements(0, math.prod(self.shape)).view(self.shape)
 
     def read(self, spec: TensorSpec, start: int, stop: int) -> torch.Tensor:
-        """Read the elements `start:stop` of `flattened(self.whole(), spec)`."""
+        """Return the elements `start:stop` of `flattened(self.whole(), spec)`: a new tensor of one dimension
+        in host memory, in the file's dtype. If `spec` has another dimension order than the file, this reads
+        the whole tensor."""
         if spec.dim_order != tuple(range(len(self.shape))):
             return flattened(self.whole(), spec)[start:stop].clone()
         pieces = [self._elements(*piece) for piece in _pieces(spec, start, stop)]
@@ -90,7 +92,7 @@ def _pieces(spec: TensorSpec, start: int, stop: int) -> Iterator[tuple[int, int]
 
 
 def read_bytes(path: Path, offset: int, count: int) -> bytearray:
-    """Read bytes of a file.
+    """Return `count` bytes of a file from position `offset` on.
 
     Raises:
         PiperError: The file is missing, unreadable or too short.
@@ -113,7 +115,8 @@ def read_bytes(path: Path, offset: int, count: int) -> bytearray:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Return the tensors in the safetensors files of a folder, by their names in the files.
+    """Return the tensors in the safetensors files of a folder, by their names in the files. If the folder has
+    `SINGLE`, only this file counts. This reads headers, and no tensor's elements.
 
     Raises:
         PiperError: The files are missing or damaged, or differ from their index.
@@ -145,8 +148,8 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 class _Entry:
-    """An entry of a header: a tensor's dtype and shape, and the range of its bytes after the header, without
-    the byte `last`."""
+    """An entry of a header: a tensor's dtype (by the format's name) and shape, and the range of its bytes.
+    The bytes are counted from the end of the header, and `last` is not part of the range."""
 
     def __init__(self, key: str, found: dict[str, Any]) -> None:
         self.key, self.dtype = key, str(found["dtype"])

@@ -41,7 +41,8 @@ class SafetensorsWriter:
         self._file.write(len(text).to_bytes(LENGTH, "little") + text)
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Write the next tensor. After an error, write nothing."""
+        """Write the next tensor, which must have the shape and dtype that the constructor got. After an
+        error, write nothing."""
         if self._error is None:
             try:
                 flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -50,10 +51,10 @@ class SafetensorsWriter:
                 self._error = error
 
     def close(self) -> int:
-        """Flush the file to permanent storage, and return its size in bytes.
+        """Flush the file to permanent storage, and return the size in bytes that a complete file has.
 
         Raises:
-            Exception: The file could not be written.
+            Exception: The first error of `add`, or of the flush.
         """
         with self._file:
             if self._error is not None:

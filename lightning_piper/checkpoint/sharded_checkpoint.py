@@ -130,8 +130,8 @@ class Saving:
         self._plan = world.from_rank_zero(plans or None)
 
     def copy(self, room: HostRoom) -> None:
-        """Copy the data that this process is to write into `room`, so that later changes do not reach the
-        checkpoint."""
+        """Copy the data that this process is to write into memory of `room`, and write these copies later. So
+        changes of the tensors after this call do not reach the checkpoint."""
         self._planner.copy(self._plan, room)
 
     def write(self, world: World) -> None:
@@ -285,7 +285,7 @@ def load(
         weights_only: Raise an error for content that could run code. Only `common` may contain such content.
 
     Returns:
-        The `common` part.
+        The content that was passed to `save` as `common`, in host memory.
 
     Raises:
         PiperError: On every process, if any process finds no checkpoint, a damaged file, content that
@@ -301,8 +301,8 @@ def open_checkpoint(path: str | Path, world: World, weights_only: bool = True) -
     """Verify a checkpoint's files, and read all but its tensors. The processes divide the files. Collective.
 
     Raises:
-        PiperError: There is no checkpoint, it is damaged, it has content that `weights_only` forbids, or the
-            processes find different checkpoints.
+        PiperError: On every process, if any process finds no checkpoint, a damaged file or content that
+            `weights_only` forbids, or if the processes find different checkpoints.
     """
     path = Path(os.path.abspath(path))
     doing = f"loading {path}"
@@ -344,10 +344,13 @@ def _read_common(path: Path, weights_only: bool) -> dict[str, Any]:
 
 
 def fill(opened: VerifiedCheckpoint, wanted: Sequence[TensorRange], world: World) -> None:
-    """Read the wanted ranges of a checkpoint into their tensors. Collective.
+    """Read the wanted ranges of a checkpoint into their tensors, whose dtypes and devices may differ from the
+    saved ones. If a tensor's elements have another order in memory than when they were saved, the process
+    reads the whole tensor into host memory. Collective.
 
     Raises:
-        PiperError: The checkpoint does not have a wanted tensor, or has it in another shape.
+        PiperError: On every process, if the checkpoint does not have a tensor that any process wants, has it
+            in another shape, or cannot be read.
     """
     doing = f"loading {opened.path}"
     together(world, doing, lambda: _check_wanted(opened, wanted))
@@ -401,7 +404,8 @@ def _strides(shape: Sequence[int], dim_order: Sequence[int] | None) -> tuple[int
 
 
 def read_whole(opened: VerifiedCheckpoint, keys: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Return whole tensors with the strides that they had when they were saved. Not collective."""
+    """Return key -> whole tensor in host memory, in its saved dtype and with its saved dimension order. Not
+    collective. Raise a PiperError if the checkpoint does not have a key."""
     specs = {key: opened.spec_of(key) for key in keys}
     flat = {key: torch.empty(spec.numel, dtype=spec.dtype) for key, spec in specs.items()}
     tensor_ranges = [

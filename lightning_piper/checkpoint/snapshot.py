@@ -27,7 +27,8 @@ class HostRoom:
         self._taken = []
 
     def take(self, size: int, pinned: bool) -> torch.UntypedStorage:
-        """Return memory of `size` bytes. A device copies faster into pinned memory."""
+        """Return memory of `size` bytes, which no other copy uses until the next `begin`. With `pinned`, new
+        memory is pinned, because a device copies faster into it. Reused memory is as it was allocated."""
         free = self._free.get(size)
         taken = (
             free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=pinned).untyped_storage()
@@ -42,8 +43,9 @@ class HostRoom:
 
 
 def snapshot(content: Any, room: HostRoom) -> Any:
-    """Return a copy that later changes do not reach. Tensors that share memory also share memory in the copy,
-    as with `torch.save`. The copy before in the same `room` is overwritten."""
+    """Return a copy of `content` in host memory that later changes do not reach. Tensors that share memory
+    also share memory in the copy, as with `torch.save`. The memory of the previous copy in the same `room` is
+    used again, so do not use that copy any more."""
     room.begin()
     storages: dict[int, torch.UntypedStorage] = {}
     memo: dict[int, Any] = {}
@@ -62,8 +64,8 @@ def snapshot(content: Any, room: HostRoom) -> Any:
 def _tensors(content: Any) -> Iterator[torch.Tensor]:
     """Yield the plain tensors in dicts, lists and tuples.
 
-    A plain tensor has elements, and consists of memory, sizes and strides alone. `deepcopy` copies all other
-    tensors.
+    A plain tensor has elements, and nothing but memory, sizes and strides describes it (not, for example, a
+    parameter or a sparse tensor). `deepcopy` copies all other tensors.
     """
     if type(content) is torch.Tensor:
         if (

@@ -60,9 +60,13 @@ def referenced(content: Any) -> set[str]:
 
 
 def resolved(content: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the content with tensors instead of references. Dicts and lists are changed in place.
+    """Return the content with tensors instead of references. If the content is itself a reference, return its
+    tensor. Otherwise, return the same object: dicts and lists are changed in place, and references in tuples
+    stay.
 
-    References in tuples stay.
+    Args:
+        content: Nested dicts, lists and other values.
+        tensors: Key of a reference -> tensor. It must have all keys.
     """
     key = key_of(content)
     if key is not None:
@@ -79,9 +83,10 @@ def resolved(content: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def module_state(module: nn.Module, canonical: Mapping[str, str]) -> dict[str, Any]:
-    """Return the module's state dict, with references to its parameters and buffers.
+    """Return the module's state dict, with references in place of its parameters and buffers.
 
     Args:
+        module: The module; it may be distributed.
         canonical: Name of a parameter or buffer -> its canonical name.
 
     Raises:
@@ -111,10 +116,15 @@ def optimizer_state(optimizer: ShardedOptimizer) -> dict[str, Any]:
 def tensor_ranges_of(
     module: nn.Module, ownership: Ownership, optimizer: ShardedOptimizer, keys: set[str], running: bool
 ) -> list[TensorRange]:
-    """Return the ranges that this process holds of the tensors to be saved under these keys.
+    """Return the ranges that this process holds of the tensors of a module and its optimizer.
 
     Args:
-        running: Whether a fit is running, so that the module is distributed as `ownership` says.
+        module: The module.
+        ownership: The distribution of the module.
+        optimizer: The optimizer.
+        keys: Keys of references. Only tensors with these keys are saved in ranges.
+        running: Whether a fit is running, so that the module is distributed as `ownership` says. If not, and
+            every process has the whole module, the ranges are the whole tensors that the module has now.
     """
     tensor_map = ownership.tensor_map
     # (key, canonical name, start, stop, values) of ranges that `ranges_of` does not return
@@ -177,7 +187,8 @@ class Loading:
         content: Lightning's content, with references.
 
     Raises:
-        PiperError: There is no checkpoint, or it is damaged.
+        PiperError: On every process, if any process finds no checkpoint, a damaged file or content that
+            `weights_only` forbids.
     """
 
     def __init__(self, path: str, world: World, weights_only: bool) -> None:
@@ -188,9 +199,10 @@ class Loading:
         self._waiting: tuple[nn.Module, dict[str, str]] | None = None
 
     def read(self, content: dict[str, Any], entries: Iterable[str]) -> None:
-        """Replace references by whole tensors in some entries of the content. Each process reads alone.
+        """Replace references by whole tensors in some entries of `content`, in place. Each process reads
+        alone.
 
-        Code that does not understand references needs this.
+        Callbacks and hooks need this, because they do not understand references.
         """
         keys = {entry: referenced(content.get(entry)) for entry in entries}
         tensors = read_whole(self._opened, sorted(set().union(*keys.values())))
@@ -293,7 +305,7 @@ class Loading:
                 values.copy_(view_as(part.tensor, spec))
 
     def optimizer(self, saved: Mapping[str, Any], optimizer: ShardedOptimizer, tensor_map: TensorMap) -> None:
-        """Read this process's ranges of the optimizer's state.
+        """Load the optimizer's state: read this process's ranges, and take all other values from `saved`.
 
         Args:
             saved: The state in canonical form, with references.

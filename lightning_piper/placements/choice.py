@@ -43,9 +43,11 @@ def choose(
     placements, or divides a dimension that another axis divides.
 
     Args:
+        node: The operation.
         held: The placements of the operation's inputs.
         elsewhere: Returns the dimensions of a value that other axes divide, which this axis therefore must
             not divide.
+        degree: The number of members of the axis.
         fixed: Nodes whose placement does not change (parameters).
         free: Parameters without a given placement that no node has read yet. They take any placement.
         along: Pairs: a number of dimensions, and the shard into which the user divides a value with that

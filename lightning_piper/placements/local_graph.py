@@ -35,9 +35,12 @@ VIEWS = {aten.view.default, aten._unsafe_view.default}
 
 
 def localize(graph: Graph, held: Mapping[Node, Any], degree: int) -> None:
-    """Rewrite a graph of whole values into the graph of one of `degree` members, in place.
+    """Rewrite a graph of whole values into the graph of one member, in place. All members have the same
+    graph.
 
     Args:
+        graph: The graph. Its nodes' arguments and `meta["val"]` change.
+        degree: The number of members, which divide each sharded value evenly.
         held: Node -> the placement of its value, or a tuple of placements for a value that is several
             tensors.
 

@@ -80,7 +80,8 @@ class PlacementMap(dict[Node, Any]):
 
 
 def part_shape(shape: tuple[int, ...], placement: Placement, degree: int) -> tuple[int, ...]:
-    """Return the shape of the part that one of `degree` members holds."""
+    """Return the shape of what one of `degree` members holds of a value: for `S(d)`, dimension `d` is
+    `degree` times shorter. For `R` and `P(sum)`, it is `shape`."""
     if not isinstance(placement, Sharded):
         return shape
     return tuple(size // degree if d == placement.dim else size for d, size in enumerate(shape))

@@ -61,9 +61,14 @@ def prove(node: Node, rule: Rule, degree: int) -> None:
 
 
 def difference(graph: Graph, inputs: Sequence[Node], rule: Rule, degree: int) -> str | None:
-    """Return how the results on shards differ from the results on the whole, or None if they agree.
+    """Return a text that says how the results on shards differ from the results on the whole, or None if they
+    agree.
 
-    `graph` calls one operation on `inputs`. It becomes the graph of one member.
+    Args:
+        graph: A graph that calls one operation on `inputs`. It is changed into the graph of one member.
+        inputs: The graph's placeholders, in order.
+        rule: The placements of inputs and outputs.
+        degree: The number of members.
     """
     generator = torch.Generator().manual_seed(0)
     # First run the operation on whole values.

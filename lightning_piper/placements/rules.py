@@ -27,9 +27,12 @@ aten = torch.ops.aten
 
 
 def rules_for(node: Node, degree: int, blocks: Collection[int] = ()) -> list[Rule]:
-    """Return the sharding rules of an operation; first the rule for whole tensors.
+    """Return the sharding rules of an operation; first the rule for whole tensors. An operation that is not
+    known has only this rule.
 
     Args:
+        node: The operation.
+        degree: The number of members. Only rules whose shards are equal in size are returned.
         blocks: Values of `Sharded.blocks`. The result has rules for shards with these numbers of runs.
     """
     inputs, outputs = tensors_of(node), made_by(node)

@@ -12,7 +12,8 @@ from lightning_piper.ir.values import Sharded
 def regrouped(before: Sequence[int], after: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Return pairs of groups: dimensions before a view, and the dimensions after it with the same elements.
 
-    The groups are as small as possible. Dimensions of size 1 are in no group.
+    The groups are as small as possible. Dimensions of size 1 are in no group. For example, a view of
+    [2, 3, 4] as [6, 4] gives `[((0, 1), (0,)), ((2,), (1,))]`.
     """
     groups = []
     i = j = 0
@@ -50,6 +51,8 @@ def regrouping(
     in [samples * heads].
 
     Args:
+        before, after: The shapes of the view's input and output.
+        degree: The number of members, which divide each run evenly.
         blocks: Numbers of runs for the shard before the view, besides 1.
     """
     for mine, theirs in regrouped(before, after):

@@ -45,9 +45,9 @@ def from_pretrained(model_class: Any, path: str | os.PathLike[str], **options: A
         of a new classifier, get initial values from the model, and a warning names them.
 
     Raises:
-        PiperError: `transformers` is missing; or the files are missing or damaged; or they do not have the
-            base model's parameters in its shapes, or have others. Or transformers would convert the weights;
-            or an option, or the model, is not supported.
+        PiperError: `transformers` is missing, or the files are missing or damaged. The files do not have a
+            parameter of the base model, have it in another shape, or have a tensor that the base model does
+            not have. Transformers would convert the weights. An option, or the model, is not supported.
     """
     folder = Path(os.path.abspath(path))
     model = _built(model_class, folder, options)
@@ -103,10 +103,11 @@ def _built(model_class: Any, folder: Path, options: dict[str, Any]) -> Any:
 
 
 def _dtype(given: Any) -> torch.dtype | None:
-    """Return the dtype that a user gave, or None if the configuration or the weights decide it.
+    """Return the dtype that a user gave as a dtype or by name ("bfloat16"). Return None for None and "auto",
+    because then the configuration or the weights decide it.
 
     Raises:
-        PiperError: This is not a floating-point dtype.
+        PiperError: `given` is not a floating-point dtype.
     """
     if given is None or given == "auto":
         return None
@@ -241,7 +242,8 @@ def _differences(model: Any, stored: dict[str, StoredTensor]) -> list[str]:
 
 
 def _missing(model: Any, stored: Mapping[str, StoredTensor], ids: Mapping[str, int]) -> list[str]:
-    """Return the names for which neither the files nor a tied tensor has a value."""
+    """Return the names in the model for which neither the files nor a tied tensor has a value, without names
+    that transformers ignores."""
     persistent = model.state_dict()
     available = {ids[name] for name in stored if name in persistent}
     missing = [name for name in persistent if ids[name] not in available]

@@ -41,7 +41,9 @@ class ModelFolder:
         self._path = path
 
     def begin(self, model: Any, count: int) -> list[str]:
-        """Write all files but the weights, and return the names that `count` files of weights are to have."""
+        """Write all files but the weights into the folder of unfinished files. Return the names that `count`
+        files of weights are to have: `SINGLE` for one file, otherwise names such as
+        `model-00001-of-00002.safetensors`, with a random tag if the earlier model uses one of these names."""
         self.discard()
         folder = self.unfinished()
         _write_configuration(model, folder)
@@ -73,7 +75,8 @@ class ModelFolder:
         Args:
             sizes: Name of each file of weights -> its size in bytes.
             weights: Name of each tensor -> name of its file.
-            total: The metadata of the index.
+            total: The metadata of the index, such as `total_size`. It is written only if there are several
+                files of weights.
 
         Raises:
             PiperError: A file of another process is missing here or has another size.

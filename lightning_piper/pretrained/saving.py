@@ -62,7 +62,12 @@ def save_pretrained(trainer: Any, path: str | os.PathLike[str], model: Any = Non
 
 
 def _run_of(trainer: Any) -> tuple[World, nn.Module]:
-    """Return the processes of a Trainer, and its module."""
+    """Return the processes of a Trainer, and its module.
+
+    Raises:
+        PiperError: transformers is missing, the Trainer does not have PiperStrategy, or it does not have a
+            module yet.
+    """
     require_transformers("save_pretrained")
     strategy = getattr(trainer, "strategy", None)
     if not isinstance(strategy, PiperStrategy):
@@ -168,10 +173,12 @@ class SavedTensor:
 
 
 def _outputs(model: Any, parts: Ownership | None) -> list[SavedTensor]:
-    """Return all tensors to write. Tensors with larger elements come first, which aligns all in the files.
+    """Return all tensors to write, in the same order on every process. Tensors with larger elements come
+    first, so that each tensor in a file begins at a multiple of its element size.
 
     A canonical holder writes a tensor, so the files have the values that a checkpoint has. Of several
-    canonical holders, the one with the fewest bytes writes the tensor.
+    canonical holders, the holder with the fewest bytes so far writes the tensor. Rank 0 writes the tensors
+    that are not distributed.
     """
     keys, tensors = _keys(model), dict(named_tensors(model))
     canonical = {} if parts is None else _canonical_names(model, parts)
@@ -242,8 +249,8 @@ def _canonical_names(model: Any, parts: Ownership) -> dict[str, str]:
 
 
 def _save(model: Any, path: Path, parts: Ownership | None, world: World) -> None:
-    """Write a model into a folder. Collective. If any process fails, all fail, and the earlier model stays
-    unless `ModelFolder.finish` failed."""
+    """Write a model into a folder. Collective. If any process fails, all processes raise its error, and the
+    earlier model stays, unless `ModelFolder.finish` failed."""
     folder, doing = ModelFolder(path), f"saving {path}"
     outputs = _outputs(model, parts)
     ranks = sorted({each.rank for each in outputs}) or [RANK_ZERO]
@@ -287,7 +294,8 @@ def _save(model: Any, path: Path, parts: Ownership | None, world: World) -> None
 def _write(
     output: SavedTensor, parts: Ownership | None, writers: Sequence[SafetensorsWriter], rank: int
 ) -> None:
-    """Write a tensor on the process `output.rank`. Collective, if the tensor is distributed."""
+    """Write a tensor on the process `output.rank`. Collective if the tensor is distributed, because the other
+    holders send their shards to that process."""
     if parts is None or not output.name:
         if rank == output.rank:
             writers[0].add(output.tensor)

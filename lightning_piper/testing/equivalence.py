@@ -36,8 +36,8 @@ def assert_same(expected: Outcome, found: Outcome, mode: Mode, terms: int = 1) -
         mode: `bitwise` and `exact` require equal bits (except for the sign of zero). `float64` allows the
             effect of summing in another order: a sum of n terms moves by at most (n - 1) eps times the sum of
             the terms' magnitudes. The sum of magnitudes is taken to be at most `terms` times the tensor's
-            largest value. Gradients may differ by the error bounds of operations (`Outcome.slack`) more,
-            except with `bitwise`.
+            largest value. With `exact` and `float64`, a gradient may also differ by the error bounds of
+            operations (`Outcome.slack`).
         terms: An upper bound of the number of summed terms.
 
     Raises:
@@ -77,8 +77,8 @@ def single_device(spec: Spec, size: int, slices: tuple[Slice, ...]) -> Outcome:
 
 
 def run_interpreter(case: Case, dag: TrainingDAG) -> Outcome:
-    """Run a case's batch in the reference interpreter. Return logged values with the loss, gradients and
-    changed buffers."""
+    """Run a case's batch in the reference interpreter. Return the outcome: the loss and logged values,
+    gradients and changed buffers, by name. The case's tensors stay unchanged."""
     return interpret(dag, case.tensors, case.leaves)
 
 

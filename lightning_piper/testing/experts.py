@@ -19,7 +19,7 @@ class RoutedBlock(nn.Module):
 
     Args:
         kind: `experts` sends each token to two of four experts. `crowded` sends all tokens to expert 1.
-            `places` gives each expert one place for each sample and drops tokens that do not get a place.
+            `places` lets each expert take one token of each sample. Other tokens for this expert are dropped.
     """
 
     def __init__(self, kind: str) -> None:
@@ -73,11 +73,11 @@ class RoutedBlock(nn.Module):
         return torch.zeros_like(tokens).index_add(0, source, rows * weights.reshape(-1)[order].unsqueeze(1))
 
     def _placed(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Route with a capacity: each expert has one place for each sample. Shapes are as in `_sorted`, with
-        one expert for each token, but `x` is `[samples, positions, WIDTH]`."""
+        """Route with a capacity: of each sample, each expert takes the first token that is for it. Shapes are
+        as in `_sorted`, with one expert for each token, but `x` is `[samples, positions, WIDTH]`."""
         samples, positions, _ = x.shape
         wanted = F.one_hot(chosen.view(samples, positions), EXPERTS)
-        # [samples, positions, EXPERTS]; the first token that wants a place gets it
+        # [samples, positions, EXPERTS]: 1 where the expert takes the token
         seats = (wanted * (wanted.cumsum(1) == 1)).to(x.dtype)
         boxes = torch.einsum("spe,spw->esw", seats, x)
         with annotate("EP"):

@@ -314,7 +314,7 @@ class _OverFeatures(nn.Module):
 
 
 def make_batch(spec: Spec, size: int, seed: int = 0) -> dict[str, Tensor]:
-    """Return a batch of `size` samples.
+    """Return a batch of `size` random samples in float64: `{"x": ..., "y": ...}`, both [size, STEPS, WIDTH].
 
     In exact models, inputs and targets are multiples of 840, the least common multiple of 1 to 8. So a mean
     over up to 8 samples is exact.
@@ -333,8 +333,11 @@ class Case:
     """A captured model with a batch.
 
     Attributes:
-        step: The captured step. Captures are shared, so do not change the module.
-        tensors: Parameters and buffers by canonical name.
+        spec: The description of the model.
+        module: The model. All cases of a spec share it, so do not change it.
+        batch: The batch of `make_batch`.
+        step: The captured step. Its size is the size of the batch.
+        tensors: Parameters and buffers by canonical name. They share memory with the module.
     """
 
     spec: Spec

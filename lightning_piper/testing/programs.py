@@ -93,8 +93,9 @@ def programs(draw: Draw, case: Case) -> list[Directive]:
     """Draw a valid program for a case: splits, places, replicas, shards of experts, and orders, or only some
     of these directives.
 
-    A region may have several device groups. Splits may be nested or of one stage, before or after the places.
-    Programs are valid by construction, because orders follow a random linear extension of the DAG.
+    A region may have several device groups. Splits may be nested or of one stage, and come before or after
+    the `place` directives. Programs are valid by construction, because orders follow a random linear
+    extension of the DAG.
     """
     stages = sorted(set(case.spec.stages))
     replicas = draw(st.sampled_from([1, 1, 2, 4])) if case.size % 4 == 0 and not case.spec.coupled else 1

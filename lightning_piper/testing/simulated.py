@@ -1,7 +1,7 @@
 """Compares plans on a simulated accelerator, in random orders, with the same plans on the CPU, bit by bit::
 
-batches = [Batch(dag, plans, leaves)] * 2
-assert first_difference(batches, tensors, range(100)) is None
+    batches = [Batch(dag, plans, leaves)] * 2
+    assert first_difference(batches, tensors, range(100)) is None
 """
 
 from __future__ import annotations
@@ -93,9 +93,10 @@ class _Device:
 def run_steps(
     batches: Sequence[Batch], tensors: Values, order: int | None, over: Over = "devices", queues: int = QUEUES
 ) -> list[Values]:
-    """Return each device's values after steps with these batches.
+    """Return each device's values after steps with these batches, by ascending device.
 
-    The values are the gradients and metrics of each step, and the final parameters and buffers.
+    The values are, by name, the final parameters and buffers, and the gradients, results and metrics of each
+    step (`"metrics of step 0"`).
 
     Args:
         batches: The batches. Batches with the same plans share executors. Accumulated gradients pass from one
@@ -160,7 +161,8 @@ def _on_many(simulated: Simulated, batches: Sequence[Batch], devices: Mapping[in
 
 
 def differences(expected: Sequence[Values], found: Sequence[Values]) -> list[str]:
-    """Return a text with device and name for each value whose bits differ."""
+    """Return a text for each value whose bits differ, such as "device 1: fc.weight". The device is the index
+    in `expected`. Empty if all bits are the same."""
     return [
         f"device {d}: {name}"
         for d, (a, b) in enumerate(zip(expected, found, strict=True))

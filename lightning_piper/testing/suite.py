@@ -130,9 +130,12 @@ def directive_suite(
     programs. It also tests that rewrites are deterministic, that the directive's JSON reads back as an equal
     directive, and that malformed JSON raises an error.
 
+    pytest collects the class if its name in the test module begins with `Test`.
+
     Args:
         directive: The registered directive class.
-        strategy: Takes a case and the DAG to rewrite. Returns a hypothesis strategy of valid instances.
+        strategy: Takes a case and the DAG to rewrite. Returns a hypothesis strategy of instances that are
+            valid for this DAG.
         pool: Models to test with.
     """
 
