@@ -137,8 +137,12 @@ Fingerprint = list[int]  # size in bytes, CRC-32
 
 
 def fingerprint(path: Path) -> Fingerprint:
-    """Return size in bytes and CRC-32 of a file's present content. Raises OSError if the file cannot be read,
-    or is not a regular file."""
+    """Return size in bytes and CRC-32 of a file's present content.
+
+    Raises:
+        OSError: The file cannot be read.
+        PiperError: The path is not a regular file, for example a link.
+    """
     size = crc = 0
     with open_regular(path) as file:
         while block := file.read(BLOCK):

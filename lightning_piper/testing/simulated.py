@@ -1,4 +1,6 @@
-"""Compares plans on a simulated accelerator, in random orders, with the same plans on the CPU, bit by bit::
+"""Compares plans on a simulated accelerator, in random orders, with the same plans on the CPU, bit by bit.
+
+An example::
 
     batches = [Batch(dag, plans, leaves)] * 2
     assert first_difference(batches, tensors, range(100)) is None
