@@ -62,8 +62,9 @@ class Op(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The operations of each layer to recompute, from the first to the last. All their outputs except the
-    last are freed.
+    """A choice of the operations of a layer to recompute: from number `first` to number `last`. All their
+    outputs except the last one are freed. `freed` is the megabytes freed, and `again` the microseconds of the
+    recomputation. With `last` -1, nothing is recomputed.
     """
 
     first: int
@@ -75,8 +76,13 @@ class Choice(NamedTuple):
 class Case(NamedTuple):
     """A model on its devices.
 
-    It has the profile, the names of a layer's operations and of all operations, and the links inside a node
-    and between nodes.
+    Attributes:
+        repository: A copy of Aceso's repository.
+        size: The key of the model in `CASES`.
+        profile: (operation, key) -> its costs.
+        layer: The names of a layer's operations.
+        chain: The names of all operations of the model, in order.
+        near, far: The links inside a node and between nodes.
     """
 
     repository: Path
@@ -148,8 +154,8 @@ def _link(path: Path) -> Link:
 
 
 def choices(case: Case, key: Key) -> list[Choice]:
-    """Return the recomputation choices of a layer, from nothing on. Each next choice frees the most memory
-    for its time.
+    """Return recomputation choices of a layer that free more and more memory. The first choice recomputes
+    nothing. Each next choice costs the least additional time for each additional megabyte.
     """
     ops = [case.profile[name, key] for name in case.layer]
     every = [Choice(a, b, sum(op.saved for op in ops[a:b]), sum(op.forward for op in ops[a : b + 1]))
@@ -164,10 +170,10 @@ def choices(case: Case, key: Key) -> list[Choice]:
 
 
 class Model(NamedTuple):
-    """The case with numbers of replicas, samples and a tensor-parallel degree.
+    """A case with a number of replicas, samples of a microbatch and a tensor-parallel degree (`key`).
 
-    `chosen` is the index of each layer's recomputation choice. `parts` are the operations of a layer at which
-    stages may begin.
+    `known` has the recomputation choices of a layer, and `chosen` the index of each layer's choice. `parts`
+    are the operations of a layer at which stages may begin.
     """
 
     case: Case
@@ -244,8 +250,9 @@ class Model(NamedTuple):
         return 8 * weights + kept * (self.stages - stage) + again + max(reserved, weights)
 
     def fitting(self, edges: Sequence[int]) -> Model | None:
-        """Recompute as little as fits in each stage: its first layers use one choice more than its other
-        layers.
+        """Return the model with the least recomputation with which each stage fits into memory; None if a
+        stage does not fit with the last choice in all its layers. The first layers of a stage may use the
+        next choice after the choice of its other layers.
         """
         chosen = [0] * len(self.chosen)
         for stage, (i, j) in enumerate(pairwise(edges)):
@@ -354,8 +361,9 @@ def our_best(case: Case) -> Plan | None:
     tensor-parallel degrees.
 
     The search cuts the chain into stages. Then stages recompute as much as they need to fit, and the search
-    cuts the chain again with the new work. It may cut anywhere, or only at few operations of a layer, for
-    which its budget is more effective. Settings that cannot be better with any cut are skipped.
+    cuts the chain again with the new work. This is done with cuts anywhere, and with cuts only at few
+    operations of a layer, because the same budget then covers more of the possible cuts. Settings that cannot
+    be better with any cut are skipped. None if no plan fits into memory.
     """
     layers, _, each = CASES[case.size]
     keys = {key for _, key in case.profile}

@@ -25,8 +25,9 @@ WARM_UP = 3
 
 
 def compare_time(systems: Systems, steps: int) -> None:
-    """Print medians, ratios to the peer (of medians, and of pairs of steps), and differences of losses from
-    the first system.
+    """Print a line for each system: the median and smallest time of a step, the ratio to its peer, and the
+    largest difference of a loss from the first system's loss. The ratio is printed twice: of the medians, and
+    as the median over pairs of steps.
 
     The last rank has the loss.
     """

@@ -82,8 +82,8 @@ def batch(c: Config, step: int, sequences: int) -> tuple[Tensor, Tensor]:
 
 
 class Module(L.LightningModule):
-    """The stages as an annotated LightningModule. With `layers`, each layer is a region of its own (tag
-    `L`).
+    """A LightningModule whose stages are annotated with `PP`. With `layers`, each layer is also a region of
+    its own (tag `L`).
     """
 
     def __init__(self, c: Config, layers: bool = False) -> None:

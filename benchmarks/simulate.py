@@ -1,4 +1,4 @@
-"""Measures the time of a simulation as the plans grow. It should grow linearly.
+"""Measures the time of a simulation as the plans grow. The time should grow linearly.
 
 python benchmarks/simulate.py [--microbatches 256]
 """

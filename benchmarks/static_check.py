@@ -1,5 +1,5 @@
-"""Measures the time of the static check and of compiling plans as the training DAG grows. It should grow
-linearly.
+"""Measures the time of the static check and of compiling plans as the training DAG grows. Both times should
+grow linearly.
 
     python benchmarks/static_check.py [--microbatches 455]
 """

@@ -30,7 +30,7 @@ M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # constants of malloc.h
 
 
 class GPT2(L.LightningModule):
-    """124 million parameters: 2 GB with gradients and Adam's states."""
+    """GPT-2 with 124 million parameters, which take 2 GB together with their gradients and Adam's states."""
 
     def __init__(self) -> None:
         super().__init__()

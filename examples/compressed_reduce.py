@@ -1,9 +1,9 @@
 """Write an operation: a sum of gradients over replicas in bfloat16, with error feedback.
 
-The package does not know this operation. The file defines a node, its static rule, its reference semantics
-with an error bound, its instruction and the code that runs it. A directive replaces the sums of `replicate`
-by it. Each replica sends its gradients rounded to bfloat16, and adds the rounding error to the gradients that
-it sends in the next step (Seide et al., 1-bit SGD, 2014).
+This operation is not part of the package. The file defines a node, its static rule, its reference semantics
+with an error bound, its instruction and the code that runs it. The directive `Compress` replaces the sums of
+`replicate` by this operation. Each replica sends its gradients rounded to bfloat16, and adds the rounding
+error to the gradients that it sends in the next step (Seide et al., 1-bit SGD, 2014).
 
     python examples/compressed_reduce.py
 """
@@ -24,13 +24,13 @@ from lightning_piper.ir import Node, Replicated, TrainingDAG
 from lightning_piper.ir.nodes import IssuePriority
 from lightning_piper.ops.reference import sum_in_order
 
-HALF_ULP = 2.0**-8  # of bfloat16, relative
+HALF_ULP = 2.0**-8  # the largest rounding error of bfloat16, relative to the number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompressedReduce(Node):
-    """A node that sums a bucket of gradients over its group, rounding each member's to bfloat16: `Partial` ->
-    `Replicated`.
+    """A node that sums a bucket of gradients over its group, after each member has rounded its term to
+    bfloat16. The input has the placement `Partial`, the output `Replicated`.
     """
 
     turn = IssuePriority.ON_DEMAND
@@ -39,7 +39,8 @@ class CompressedReduce(Node):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compressed(ops.Collective):
-    """Sum a flat tensor over the members in bfloat16. Each member sends all of it to all other members."""
+    """The instruction: sum a flat tensor over the members. Each member sends its whole term, in bfloat16, to
+    all other members."""
 
     op: ClassVar[str] = "compressed_reduce"
     colour: ClassVar[str] = "#8fd3c8"
@@ -66,8 +67,9 @@ def check(facts: ops.Facts, node: CompressedReduce) -> Iterable[str]:
 
 
 def interpret(run: ops.Reference, node: CompressedReduce) -> list[list[list[torch.Tensor]]]:
-    """Compute the first step, in which there is no error to feed back. The bound is half an ulp of each
-    member's largest element.
+    """Return the sum of the rounded terms, for each member. This is the first step, in which there is no
+    rounding error of an earlier step to add. The error bound of each parameter is the sum, over the members,
+    of `HALF_ULP` times the largest element.
     """
     flats = [run.values[node.inputs[0], replica][0] for replica in run.places]
     bucket = node.outputs[0].bucket
@@ -78,7 +80,8 @@ def interpret(run: ops.Reference, node: CompressedReduce) -> list[list[list[torc
 
 
 def lower(plan: ops.Planning, node: CompressedReduce) -> None:
-    """Emit one instruction on each device. The first reader waits for its value."""
+    """Emit the instruction that starts the sum on a device. Before the first node that reads the sum, the
+    plan waits for it."""
     plan.start(node, Compressed, (plan.read(node.inputs[0], node),), bucket=node.outputs[0].bucket)
 
 
@@ -118,8 +121,8 @@ ops.register_operation(ops.Operation(CompressedReduce, check, interpret, lower, 
 @piper.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compress(piper.Directive):
-    """Sum the gradients of the regions that `filter` selects in bfloat16. Use it after a `replicate` that
-    shards nothing.
+    """A directive that sums the gradients of the regions that `filter` selects in bfloat16. Use it after a
+    `replicate` that shards nothing.
     """
 
     op: ClassVar[str] = "compress"

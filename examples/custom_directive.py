@@ -1,9 +1,9 @@
 """Write a directive: `checkpoint` repeats a region's forward pass just before its backward pass instead of
 saving activations.
 
-The package does not know this directive. It is a rewrite of the training DAG, registered under a name that
-JSON can use. `directive_suite` tests its contract (see tests/examples), and the same executor runs it as
-every other program.
+This directive is not part of the package. It is a rewrite of the training DAG, registered under a name that
+JSON can use. `directive_suite` tests its contract (see tests/examples). Programs with this directive run like
+all other programs.
 
     python examples/custom_directive.py
 """
@@ -24,8 +24,8 @@ from lightning_piper.ir import Chunk, TrainingDAG
 @piper.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint(piper.Directive):
-    """Make the backward passes of the regions that `filter` selects read the activations of a second forward
-    pass.
+    """A directive that makes the backward passes of the regions that `filter` selects read the activations of
+    a second forward pass.
 
         F -> saved -> B      --checkpoint-->      F     F' -> saved -> B        (F' waits for the gradient that B waits for)
 
@@ -45,7 +45,7 @@ class Checkpoint(piper.Directive):
         self.check_filter("filter", self.filter)
 
     def apply(self, dag: TrainingDAG) -> None:
-        second: dict[int, Chunk] = {}  # by the id of the first forward pass
+        second: dict[int, Chunk] = {}  # id of a first forward pass -> the second forward pass
         for backward in self.select(dag, "filter", self.filter):
             if backward.kind != "F":  # B, or BI and BW of a split backward
                 self._recompute(dag, backward, second)

@@ -2,9 +2,9 @@
 
 Three steps on two processes are recorded for TensorBoard's PIPER tab.
 
-Lightning starts the second process by running this file again. So the file guards work that only one process
-should do: it prints the report before `fit` starts the second process, and compares losses where
-`trainer.is_global_zero`.
+Lightning starts the second process by running this file again. So only the first process must verify the plan
+(`rank_zero_only.rank == 0`), and only this process trains on one device and compares the losses
+(`trainer.is_global_zero`).
 """
 
 from __future__ import annotations
@@ -50,19 +50,20 @@ def make_module() -> CharGPT:
 
 
 def make_loader() -> DataLoader:
-    """Return the same batches in the same order at every call and in every process."""
+    """Return a loader that gives the same batches in the same order, at every call and in every process."""
     dataset = CharDataset(context=CONTEXT)
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(SEED))
     return DataLoader(Subset(dataset, order.tolist()), batch_size=BATCH_SIZE)
 
 
 def make_logger(folder: str) -> Logger:
-    """Return a TensorBoard logger. The recording of the schedule goes to its folder."""
+    """Return a TensorBoard logger. `PiperStrategy(profile=...)` writes its recording into the logger's
+    folder."""
     return TensorBoardLogger(folder, name=f"{STAGES}_stages")
 
 
 def train(logger: Logger | bool = False, **trainer_options: object) -> tuple[L.Trainer, list[float]]:
-    """Train a new model for STEPS steps. Returns the trainer and the loss of each step."""
+    """Train a new model for STEPS steps. Returns the trainer and the loss of each step on this process."""
     curve = LossCurve()
     trainer = L.Trainer(
         accelerator="cpu",

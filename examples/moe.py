@@ -199,7 +199,8 @@ class SparseGPT(L.LightningModule):
 
 
 class Share(Sampler[list[int]]):
-    """A sampler of one replica's part of each step's consecutive samples."""
+    """A sampler that yields one replica's local batch of each step. A step takes the next BATCH_SIZE numbers
+    of `order`, and each replica an equal run of them."""
 
     def __init__(self, order: list[int], replica: int, replicas: int) -> None:
         self.order, self.replica, self.size = order, replica, BATCH_SIZE // replicas
@@ -214,7 +215,7 @@ class Share(Sampler[list[int]]):
 
 
 class Text(L.LightningDataModule):
-    """The steps' batches, each divided over the replicas of the strategy."""
+    """A data module whose loader gives each replica of the strategy its local batches."""
 
     def train_dataloader(self) -> DataLoader:
         replicas = getattr(
@@ -230,8 +231,8 @@ def loader(replica: int = 0, replicas: int = 1) -> DataLoader:
 
 
 class Figures(Callback):
-    """A callback that keeps the logged losses of every step, and finally the bytes of this process's experts
-    and their states.
+    """A callback that keeps the logged losses of every step. At the end, it adds up the bytes of the experts'
+    parameters and optimizer states on this process.
     """
 
     def __init__(self) -> None:
@@ -257,7 +258,7 @@ def make_module(stages: int) -> SparseGPT:
 
 
 def programs() -> dict[str, tuple[int, list[piper.Directive]]]:
-    """Return the number of stages and the directives of each way to train."""
+    """Return name of a schedule -> number of stages, directives."""
     ways = {
         "1F1B": (2, piper.schedules.one_f_one_b(stages=2, microbatches=MICROBATCHES, devices=GROUPS)),
         "DualPipeV": (4, piper.schedules.dualpipev(stages=4, microbatches=MICROBATCHES, devices=GROUPS)),
@@ -270,7 +271,7 @@ def programs() -> dict[str, tuple[int, list[piper.Directive]]]:
 
 
 def train(stages: int, **trainer_options: Any) -> tuple[L.Trainer, Figures]:
-    """Train a new model for STEPS steps."""
+    """Train a new model for STEPS steps. Returns the trainer, and the figures of this process."""
     figures = Figures()
     trainer = L.Trainer(
         accelerator="cpu",
@@ -299,10 +300,10 @@ def verified(name: str, stages: int, program: list[piper.Directive]) -> bool:
 
 
 def print_memory(held: list[tuple[int, int]], single: Figures) -> None:
-    """Print the memory of each process.
+    """Print the memory of the experts on each process, next to their memory on one device.
 
     Args:
-        held: For each process, bytes of experts and of their optimizer states.
+        held: For each process, bytes of the experts' parameters and of their optimizer states.
         single: The figures of one device.
     """
     print("\nHalf of the layers is on each process, and half of their experts. Of all experts it has:")
@@ -331,7 +332,7 @@ def compare(curves: dict[str, Figures], single: Figures) -> bool:
             f"{name}: largest relative difference over {STEPS} steps {max(differences):.1e}, allowed: "
             f"{TOLERANCE:.0e}"
         )
-        # False for NaN.
+        # A NaN makes the comparison false.
         agree = agree and len(pairs) == 2 * STEPS and all(x <= TOLERANCE for x in differences)
     print("The curves agree." if agree else "The curves DIFFER.")
     return agree

@@ -28,9 +28,9 @@ class Architecture(NamedTuple):
     """A kind of model.
 
     Attributes:
-        model: Name of the model's class.
-        config: Makes its configuration from the module `transformers`.
-        batch: Draws a batch.
+        model: Name of the model's class in `transformers`.
+        config: Gets the module `transformers`, and returns the model's configuration.
+        batch: Gets a random generator, and returns a batch as keyword arguments of the model.
     """
 
     model: str
@@ -131,7 +131,7 @@ def model_class(kind: str) -> Any:
 
 
 def saved(kind: str, folder: Path) -> Path:
-    """A folder with a model's random weights in float64, as transformers saves them."""
+    """Save a model with random weights in float64 into `folder` with transformers, and return the folder."""
     import transformers
 
     torch.manual_seed(3)
@@ -166,7 +166,7 @@ class Adapted(torch.nn.Module):
 
 
 def adapt(model: torch.nn.Module) -> None:
-    """Freeze the model, and give an adapter to each linear layer of an attention."""
+    """Freeze the model, and replace each linear layer of an attention by an `Adapted` one, in place."""
     model.requires_grad_(False)
     found = [
         (part, name, child)
@@ -181,7 +181,8 @@ def adapt(model: torch.nn.Module) -> None:
 
 
 class Tuned(L.LightningModule):
-    """A model that `read` reads from a folder, with adapters or without."""
+    """A module that trains a model of an architecture. `read` gets the architecture's name and a folder, and
+    returns the model. With `adapters`, only the adapters are trained."""
 
     def __init__(
         self, kind: str, path: Path, read: Callable[[str, Path], Any], adapters: bool = False
@@ -232,7 +233,7 @@ def _in_float64(kind: str, model: Any) -> Any:
 
 
 def train(module: Tuned, strategy: Any = "auto", steps: int = 5) -> L.Trainer:
-    """Train for some steps. Returns the Trainer."""
+    """Train in one process for `steps` steps with the same batches at each call. Returns the Trainer."""
     trainer = L.Trainer(
         **{**QUIET, "accelerator": "cpu", "devices": 1, "max_steps": steps}, strategy=strategy
     )

@@ -50,7 +50,8 @@ def _reached(since: str) -> frozenset[Path]:
 
 
 def changed(since: str) -> set[Path]:
-    """Return the Python files that differ from a commit, committed or not."""
+    """Return the Python files that differ from the commit `since`, whether these changes are committed or
+    not. "1" stands for the commit at which this branch left the main branch."""
     if since == "1":
         since = git("merge-base", "HEAD", _main())[0]
     names = git("diff", "--name-only", since) + git("ls-files", "--others", "--exclude-standard")
@@ -89,7 +90,8 @@ def _importers() -> dict[Path, set[Path]]:
 
 
 def imported(path: Path) -> set[Path]:
-    """Return the files of this project that a file depends on."""
+    """Return the files of this project on which a file depends: the files that it imports. A file of tests
+    also depends on the conftest.py files above it, and a test on the helpers in its folder."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     found = {file for name in _names(tree, path) if (file := file_of(name)) is not None}
     if "tests" in path.parts or "property_tests" in path.parts:

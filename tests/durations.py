@@ -95,7 +95,8 @@ def pytest_sessionfinish() -> None:
 
 
 def _taken(item: pytest.Item, recorded: dict[str, float]) -> float:
-    """Return the recorded seconds of a test, or of a shared fixture of the test that took longer."""
+    """Return the recorded seconds of a test, or of a fixture that it shares if the fixture took longer.
+    Return 0 if nothing is recorded."""
     names = [item.nodeid, *(_shared(item, name) for name in getattr(item, "fixturenames", ()))]
     return max(recorded.get(name, 0.0) for name in names)
 
@@ -103,8 +104,9 @@ def _taken(item: pytest.Item, recorded: dict[str, float]) -> float:
 def _one_of_each(
     items: list[pytest.Item], recorded: dict[str, float], launched: set[str]
 ) -> set[pytest.Item]:
-    """Return the shortest case of each test of which all cases are long. A case of a launch takes as long as
-    the launch.
+    """Return the shortest case of each test of which all cases are long, if this case takes at most
+    `LIMIT_OF_ONE`. A case of a launch takes as long as the launch. `launched` has the names of tests with
+    launches.
     """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:

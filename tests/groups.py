@@ -14,7 +14,8 @@ K = TypeVar("K")
 
 
 def marked(every: Iterable[T], quick: Iterable[T]) -> list[Any]:
-    """Return the parameters of a test. Parameters that are not `quick` are marked as long."""
+    """Return the arguments for `pytest.mark.parametrize`, in the order of `every`. Those that are not in
+    `quick` are marked as long."""
     quick = list(quick)
     return [
         x if x in quick else pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=pytest.mark.long)
@@ -32,7 +33,8 @@ def grouped(every: Iterable[K], quick: Iterable[K], size: int) -> list[list[K]]:
 
 
 def on_demand(groups: Iterable[Iterable[K]], run: Callable[[list[K]], Mapping[K, T]]) -> Callable[[K], T]:
-    """Return a function of a key. Its first call for a key of a group calls `run` for the whole group."""
+    """Return a function that returns the result for a key. The first call for a key of a group calls `run`,
+    which returns the results for all keys of the group."""
     lists, found = [list(group) for group in groups], dict[K, T]()
 
     def get(key: K) -> T:

@@ -95,7 +95,8 @@ STAGES = {"llama": LLAMA_STAGES, "tied_llama": LLAMA_STAGES}
 
 
 def saved(kind: str, folder: Path, dtype: torch.dtype, sharded: bool) -> Path:
-    """A folder with a model's random weights, as transformers saves them."""
+    """Save a model with random weights into `folder` with transformers, and return the folder. With
+    `sharded`, the weights are in several files."""
     model_class, config_class, sizes = KINDS[kind]()
     torch.manual_seed(3)
     model = model_class(config_class(vocab_size=VOCABULARY, **sizes)).to(dtype)
@@ -104,7 +105,8 @@ def saved(kind: str, folder: Path, dtype: torch.dtype, sharded: bool) -> Path:
 
 
 class Tuned(L.LightningModule):
-    """A model that Piper reads, or that transformers reads."""
+    """A module that trains a model of a kind in `KINDS`. `read` gets the model's class and a folder, and
+    returns the model: `piper.from_pretrained` or `by_transformers`."""
 
     def __init__(self, kind: str, path: Path, read: Callable[..., Any]) -> None:
         super().__init__()
@@ -131,7 +133,7 @@ def by_transformers(model_class: Any, path: Path) -> Any:
 
 
 def fit(module: Tuned, strategy: Any = "auto", devices: int = 1, steps: int = 2) -> dict[str, Tensor]:
-    """The parameters after some steps, if one process has them all."""
+    """Return name -> parameter after some steps, if `devices` is 1; otherwise an empty dict."""
     trained(module, strategy, devices, steps)
     if devices > 1:
         return {}  # the module stays distributed
@@ -139,7 +141,7 @@ def fit(module: Tuned, strategy: Any = "auto", devices: int = 1, steps: int = 2)
 
 
 def trained(module: Tuned, strategy: Any = "auto", devices: int = 1, steps: int = 2) -> L.Trainer:
-    """A Trainer that has trained the module for some steps."""
+    """Train the module for `steps` steps, with the same batches at each call. Returns the Trainer."""
     draw = torch.Generator().manual_seed(1)
     tokens = torch.randint(2, VOCABULARY, (4 * steps, 6), generator=draw)
     trainer = L.Trainer(
@@ -150,7 +152,8 @@ def trained(module: Tuned, strategy: Any = "auto", devices: int = 1, steps: int 
 
 
 class Counting:
-    """Counts the bytes of tensors that are read from files."""
+    """A context that counts, in `bytes`, the bytes of tensors that this process reads from safetensors
+    files."""
 
     def __init__(self) -> None:
         self.bytes, self._read = 0, safetensors_files.StoredTensor._elements
@@ -168,7 +171,8 @@ class Counting:
 
 
 def count(rank: int, path: Path, programs: dict[str, Any]) -> dict[Any, Any]:
-    """Bytes that this process reads and elements that it holds, by program."""
+    """Train under each program for a step. Return name of the program -> (bytes that this process has read,
+    number of elements of parameters that it holds)."""
     found: dict[Any, Any] = {}
     for name, program in programs.items():
         module = Tuned("llama", path, piper.from_pretrained)
@@ -186,8 +190,8 @@ def count(rank: int, path: Path, programs: dict[str, Any]) -> dict[Any, Any]:
 
 
 def save(rank: int, source: Path, folder: Path, program: Any) -> dict[Any, Any]:
-    """Train under a program, uncaptured without one, and save the model in a hook and after the fit, and a
-    checkpoint."""
+    """Train for a step, and save the model in a hook, twice after the fit, and as a checkpoint. Without a
+    program, the step runs uncaptured. Return an empty dict."""
     module = Tuned("tied_llama", source, piper.from_pretrained if program else by_transformers)
     strategy = piper.PiperStrategy(program, capture="auto" if program else "never")
     module.on_train_end = lambda: piper.save_pretrained(module.trainer, folder / "hook")  # type: ignore[method-assign]
@@ -199,8 +203,9 @@ def save(rank: int, source: Path, folder: Path, program: Any) -> dict[Any, Any]:
 
 
 def continue_training(rank: int, source: Path, folder: Path, program: Any) -> dict[Any, Any]:
-    """Train for a step, then for a second step in another fit, and in a fit that resumes from a checkpoint.
-    All steps have the same batch. Save the model after each fit."""
+    """Train for one step ("first"), and train the same module for a second step in another fit ("second"). In
+    a third fit, a new module resumes from the first checkpoint ("resumed"). All steps have the same batch.
+    Save the model and a checkpoint after each fit. Return an empty dict."""
     loader: Any = DataLoader(torch.arange(2, 8).expand(8, 6), batch_size=2)
 
     def step(module: Tuned, name: str, steps: int, ckpt_path: Path | None = None) -> None:

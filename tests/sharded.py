@@ -29,8 +29,8 @@ def replicate(devices: Any, filter: Any = None, **fields: Any) -> dict[str, Any]
 
 
 def stages(step: Step, groups: list[list[int]]) -> list[dict[str, Any]]:
-    """Return places of stage i on group i, modulo the number of groups. Work without a stage is on the first
-    group.
+    """Return `place` directives in JSON that place stage i on group i, modulo the number of groups. Work
+    without a stage is on the first group.
     """
     found = sorted({region.tags.get("PP", -1) for region in step.at(step.size).regions})
     return [
@@ -46,6 +46,12 @@ NAMES = ("optimizer", "grads", "params")
 def program(step: Step, shape: str, level: dict[str, Any], **more: Any) -> Program:
     """Return a program with two replicas: of the whole step, with or without microbatches, or of a pipeline
     of two stages.
+
+    Args:
+        step: The captured step.
+        shape: Name of the program's form, such as "DP2" or "split before".
+        level: The fields of `replicate` that shard, such as `{"shard_params": True}`.
+        more: More fields of `replicate`.
     """
     whole, both = {"op": "place", "filter": {}, "devices": [0, 1]}, replicate([0, 1], **level, **more)
     match shape:
