@@ -17,8 +17,9 @@ def is_rank() -> bool:
 
 
 def launch(ranks: int, *args: str, timeout: float = 900) -> None:
-    """Run this script again as `ranks` processes over loopback with one thread each. Exits if one of them
-    fails.
+    """Run this script again as `ranks` processes, with the arguments `args`, over loopback and with one
+    thread each. Wait until all have ended, and exit if one of them failed. After `timeout` seconds for a
+    process, kill all and raise an error.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -42,7 +43,7 @@ def launch(ranks: int, *args: str, timeout: float = 900) -> None:
 
 
 def join() -> tuple[int, int]:
-    """Enter the process group. Returns (rank, world size)."""
+    """Enter the process group, over gloo and with one thread. Returns (rank, world size). Collective."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(minutes=10))
     return dist.get_rank(), dist.get_world_size()

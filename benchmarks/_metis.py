@@ -27,7 +27,8 @@ MEMORY, SAMPLES, DEVICES = 80 * 2**30, 128, 8
 
 
 class Plan(NamedTuple):
-    """A uniform plan, with the first layer of each stage except the first stage."""
+    """A uniform plan: the numbers of replicas and samples of a microbatch, the tensor-parallel degree
+    (`tensor`), and the first layer of each stage except the first stage (`cuts`)."""
 
     replicas: int
     tensor: int
@@ -42,7 +43,7 @@ class Profile(NamedTuple):
         times: Milliseconds of each layer, by (tensor-parallel degree, samples).
         memory: Megabytes of each layer, by (tensor-parallel degree, samples).
         between: Milliseconds between forward and backward pass, by (tensor-parallel degree, samples).
-        params: The size of each layer's parameters.
+        params: The bytes of each layer's parameters.
         update: The milliseconds of the optimizer step.
         batch: The milliseconds to make a batch.
     """
@@ -74,8 +75,8 @@ def read(folder: Path) -> Profile:
 
 
 def published(text: str) -> list[tuple[Plan, float]]:
-    """Parse the ranking: replicas, stages, tensor-parallel degree, samples of a microbatch, all samples,
-    milliseconds.
+    """Return the plans of Metis's published ranking, each with its milliseconds. A row has a rank, replicas,
+    stages, tensor-parallel degree, samples of a microbatch, all samples, and milliseconds.
     """
     rows = re.findall(r"^\d+,(\d+),(\d+),(\d+),(\d+),\d+,([\d.]+)", text, re.MULTILINE)
     return [(Plan(int(r), int(t), int(b), even(int(p))), float(cost)) for r, p, t, b, cost in rows]

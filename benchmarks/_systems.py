@@ -67,7 +67,7 @@ def ours(chain: Chain, batch: Batch, written: Written, rank: int, world: int) ->
 
 
 def data_parallel(chain: Chain, batch: Batch, rank: int, world: int, sharded: bool) -> Step:
-    """Return a step of DistributedDataParallel, or of FSDP2 on each block."""
+    """Return a step of DistributedDataParallel; with `sharded`, of FSDP2 on each block."""
     module = copy.deepcopy(chain)
     model: Any = nn.Sequential(*module.blocks)
     if sharded:
@@ -93,7 +93,8 @@ def data_parallel(chain: Chain, batch: Batch, rank: int, world: int, sharded: bo
 def pipeline(
     chain: Chain, batch: Batch, cuts: Sequence[int], microbatches: int, rank: int, world: int
 ) -> Step:
-    """Return a step of Schedule1F1B with one stage on each rank, or of DualPipeV with two stages along a V.
+    """Return a step of one of torch's pipelines: DualPipeV, with two stages on each rank along a V, if there
+    are `2 * world` stages, otherwise Schedule1F1B, with one stage on each rank.
 
     `cuts` are the first blocks of the stages after the first.
     """

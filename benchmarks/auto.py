@@ -55,8 +55,11 @@ class System:
     """A system to run.
 
     Attributes:
-        predicted: For our programs, the predicted seconds of a step.
+        predicted: For our programs, the predicted seconds of a step; None for other systems.
         build: Makes the step.
+        candidate: For our programs, the candidate of the search; None for other systems.
+        step: The step that `build` made; None while the system is not built.
+        executor: The executor of our program; None for other systems.
         again: The predictions from the costs measured in each round.
         alone: For each round, the seconds of a step without other systems.
         seconds: The seconds of each step in turns, on the slowest rank.
@@ -80,7 +83,8 @@ class System:
 def proposed(
     chain: Chain, batch: Batch, world: World, programs: int
 ) -> tuple[list[tuple[Candidate, Written, float]], list[Any], Any]:
-    """Return the best programs, the cuts for torch's pipelines, and the search space."""
+    """Return the best programs (candidate, program, predicted seconds), torch's pipelines (name, cuts, number
+    of microbatches), and the search space. Collective."""
     torch.manual_seed(0)
     costs = measured_together(chain, batch, world)
     found = world.on_rank_zero(lambda: _searched(chain, batch, world.size, programs, *costs))

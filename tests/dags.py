@@ -19,7 +19,8 @@ from tests.models import captured
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fixed(Directive):
-    """A directive of another package, which no directive of Piper's passes when a program is sorted."""
+    """A directive that changes nothing, as a third party may register it. When Piper sorts a program, it
+    moves none of its own directives past this directive."""
 
     op: ClassVar[str] = "fixed"
     contract: ClassVar[Contract] = "bitwise"
@@ -34,7 +35,8 @@ def build(name: str, *program: Any, size: int | None = None) -> TrainingDAG:
 
 
 def run(name: str, dag: TrainingDAG, seed: int = 0) -> Outcome:
-    """Return the outcome of the DAG on the model's batch."""
+    """Return the outcome of the DAG in the reference interpreter, on the first samples of the model's batch,
+    as many as the DAG has."""
     c = captured(name)
     return interpret(dag, c.tensors, [x[: dag.size] if x.ndim else x for x in c.leaves], seed)
 
@@ -46,7 +48,8 @@ def chunk(dag: TrainingDAG, label: str) -> Chunk:
 
 
 def shape(dag: TrainingDAG) -> Counter[tuple[Any, ...]]:
-    """Count the nodes without their ids: the work of each kind on each device."""
+    """Return how many nodes have the same type, devices, stream and outputs, so that DAGs can be compared
+    without the ids of their nodes."""
     return Counter(
         (
             type(n).__name__,
@@ -61,7 +64,7 @@ def shape(dag: TrainingDAG) -> Counter[tuple[Any, ...]]:
 
 
 def place(*stages: int, tag: str = "PP") -> list[dict[str, Any]]:
-    """Return places of stage i on device `stages[i]`."""
+    """Return `place` directives in JSON that place stage i on device `stages[i]`."""
     return [{"op": "place", "filter": {tag: i}, "devices": [device]} for i, device in enumerate(stages)]
 
 
@@ -74,7 +77,8 @@ def order(*groups: Any) -> dict[str, Any]:
 
 
 def f(stage: int, mb: int | None = None, **more: Any) -> dict[str, Any]:
-    """Return the filter of a stage's forward pass for a microbatch."""
+    """Return the filter of a stage's forward pass for microbatch `mb`; for all microbatches if `mb` is
+    None."""
     return {"PP": stage, **({} if mb is None else {"MB": mb}), "PASS": "F", **more}
 
 
@@ -94,8 +98,8 @@ def bw(stage: int, mb: int | None = None, **more: Any) -> dict[str, Any]:
 
 
 def zero_bubble(stages: int, microbatches: int) -> list[dict[str, Any]]:
-    """Return the order of ZB-H1 (Qi et al., 2023) for each stage as a builder writes it: every stage has
-    every pass.
+    """Return `order` directives in JSON for ZB-H1 (Qi et al., 2023), one for each stage. As in the programs
+    of the schedule builders, each stage has all of its passes, F, BI and BW.
     """
     program = []
     for stage in range(stages):

@@ -54,7 +54,7 @@ class Steps(L.LightningModule):
         return {"out": out.t(), "given": [x, None], "number": dataloader_idx, "again": out}
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Neither of the stages, and nothing is returned or logged."""
+        """Do nothing: run no stage, and return and log nothing."""
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Predict without annotations. The parameters are on the first stage."""
@@ -69,7 +69,8 @@ def examples(n: int = 8) -> tuple[Tensor, Tensor]:
 
 
 def replicated(**shards: Any) -> Program:
-    """Return a program of two stages on two devices each."""
+    """Return a 1F1B program of two stages with two microbatches, each stage replicated on two devices.
+    `shards` are fields of `Replicate`."""
     places: Program = [piper.Place(filter={"PP": stage}, devices=group) for stage, group in enumerate(GROUPS)]
     return [*places, *piper.schedules.one_f_one_b(2, 2)[2:], Replicate(filter={}, devices=GROUPS, **shards)]
 
@@ -77,7 +78,8 @@ def replicated(**shards: Any) -> Program:
 def forward_of(
     program: Program, step: str, module: L.LightningModule | None = None, fit: bool = False
 ) -> Compiled:
-    """Compile a step alone, or as in a fit, where the training step is compiled first."""
+    """Return a compiled step of `module` (default: a new `Steps`). With `fit`, compile the training step
+    first and then the step for its program, as in a fit."""
     module = Steps() if module is None else module
     if not fit:
         return piper.compile(module, examples(), program, step=step)
@@ -103,7 +105,7 @@ def run(compiled: Compiled, module: L.LightningModule, leaves: list[Tensor]) -> 
 
 
 def eager(module: L.LightningModule, step: str, batch: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Return what the step returns and logs in plain Python."""
+    """Run a step in plain PyTorch without gradients. Return its result, and name -> logged value."""
     logged: dict[str, Tensor] = {}
     module.log = lambda name, value, **kwargs: logged.__setitem__(name, value)  # type: ignore[method-assign,assignment]
     try:

@@ -529,9 +529,16 @@ def images(n: int) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Case:
-    """A model and its batches. `size`: samples. `context`: entered around the step. `reassociates`: over
-    microbatches, sums are taken in another order than by one device (a parameter with several regions, a loss
-    of terms with weights).
+    """A model and its batches.
+
+    Attributes:
+        make: Makes the module.
+        batch: Gets a number of samples, and returns a batch.
+        size: The number of samples of the batch with which the step is captured.
+        context: Makes the context in which the step runs, such as autocast.
+        reassociates: Whether plans with microbatches add terms in another order than one device, because a
+            parameter has several regions or the loss has terms with different weights.
+        random: Whether the step draws random numbers.
     """
 
     make: Callable[[], L.LightningModule]
@@ -591,8 +598,11 @@ DECOMPOSED = {"recurrent"}
 
 @dataclass(frozen=True)
 class Captured:
-    """A case with its captured step. `tensors`: parameters and buffers by canonical name. `leaves`: the
-    batch's tensors.
+    """A case with its captured step, which tests share, so do not change the module.
+
+    Attributes:
+        tensors: Parameters and buffers by canonical name. They share memory with the module.
+        leaves: The batch's tensors, in order.
     """
 
     case: Case
@@ -604,8 +614,9 @@ class Captured:
 
 
 def fresh(name: str, size: int | None = None, double: bool = False) -> tuple[L.LightningModule, Any]:
-    """Return a new module of a case, always with the same values, and a batch. With `double`, both are in
-    float64.
+    """Return a new module and a new batch of a case, with the same values at every call. `size` is the number
+    of samples (default: the case's). With `double`, the module is in float64, and so are the tensors of a
+    batch that is a tuple.
     """
     case = CASES[name]
     with torch.random.fork_rng():

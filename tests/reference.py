@@ -18,7 +18,8 @@ from tests.models import Captured
 
 
 def cut(batch: Any, start: int, stop: int) -> Any:
-    """Return samples `start:stop` of a batch."""
+    """Return samples `start:stop` of a batch, as copies in the same structure. Tensors without dimensions and
+    other values are returned unchanged."""
     if isinstance(batch, Tensor):
         return batch[start:stop].clone() if batch.ndim else batch
     if isinstance(batch, Mapping):
@@ -32,10 +33,14 @@ def cut(batch: Any, start: int, stop: int) -> Any:
 
 
 def plain(captured: Captured, sizes: list[int], weights: list[float] | None = None) -> Outcome:
-    """Return loss, logged values, gradients and buffers of one device that accumulates over microbatches of
-    the given sizes.
+    """Return loss, logged values, gradients and changed buffers of one device that accumulates over
+    microbatches.
 
-    Negative controls give `weights` of the microbatches that are not their shares of the samples.
+    Args:
+        captured: The case. Its module stays unchanged.
+        sizes: The number of samples of each microbatch.
+        weights: The weight of each microbatch (default: its share of the samples). Negative controls pass
+            other weights.
     """
     module = copy.deepcopy(captured.module)
     weights, start = weights or [size / sum(sizes) for size in sizes], 0
@@ -89,7 +94,8 @@ def differences(a: Outcome, b: Outcome) -> list[str]:
 
 
 def distance(a: Outcome, b: Outcome) -> float:
-    """Return the largest difference, relative to the largest element of the same result."""
+    """Return the largest difference of a result, relative to the result's largest element. Both outcomes must
+    have the same results."""
     worst = 0.0
     for left, right in ((a.metrics, b.metrics), (a.grads, b.grads), (a.buffers, b.buffers)):
         assert set(left) == set(right)

@@ -111,7 +111,7 @@ def sequences(devices: Any, attention: str | None = "ring", runs: int = 1) -> Sh
 
 
 def around(degree: int = 2, **about: Any) -> list[Any]:
-    """Return a program with all chunks on one line of `degree` members."""
+    """Return a program with all chunks on `degree` devices, which divide the sequences."""
     devices = list(range(degree))
     return [Place(filter={}, devices=devices), sequences(devices, **about)]
 
@@ -124,7 +124,8 @@ def stages(groups: Sequence[Sequence[int]]) -> list[Any]:
 def fit(
     module: L.LightningModule, strategy: Any, devices: int = 1, replica: int | None = None, **options: Any
 ) -> L.Trainer:
-    """Fit the module. `replica` is one of two replicas, which draws every other sample."""
+    """Fit the module, and return the Trainer. `replica` is 0 or 1: the number of a replica, which draws every
+    other sample. None: the module gets all samples."""
     trainer = L.Trainer(
         accelerator="cpu", devices=devices, strategy=strategy, precision="64-true", **(QUIET | options)
     )

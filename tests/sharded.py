@@ -82,7 +82,8 @@ def run(model: Captured, dag: TrainingDAG) -> Outcome:
 
 
 def distance(a: Outcome, b: Outcome) -> float:
-    """Return the largest difference of a gradient or the loss, relative to the tensor's largest element."""
+    """Return the largest difference of a gradient or the loss, relative to the tensor's largest element.
+    Assert that all logged values agree within 1e-6."""
     assert a.grads.keys() == b.grads.keys() and a.metrics.keys() == b.metrics.keys()
     pairs = [(a.grads[n].double(), b.grads[n].double()) for n in a.grads] + [
         (a.metrics[LOSS], b.metrics[LOSS])
@@ -97,7 +98,8 @@ def optimizer(params: Any) -> torch.optim.Optimizer:
 
 
 def trained_alone(model: Captured, dag: TrainingDAG) -> dict[str, torch.Tensor]:
-    """Return all parameters after some steps of the interpreter, with an optimizer of whole tensors."""
+    """Return name -> value, after `STEPS` steps of the interpreter with an AdamW over whole tensors, of all
+    parameters that a device reads."""
     tensors = {name: x.clone(memory_format=torch.preserve_format) for name, x in model.tensors.items()}
     trained: dict[str, torch.Tensor] = {}
     adam = None
@@ -114,11 +116,11 @@ def trained_alone(model: Captured, dag: TrainingDAG) -> dict[str, torch.Tensor]:
 
 
 def trained_in_shards(model: Captured, dag: TrainingDAG) -> dict[str, torch.Tensor]:
-    """Return all parameters after the same steps of the plans. Each device has an optimizer for the tensors
-    that it holds: shards of some parameters, and all of the other parameters.
+    """Return name -> value of the same parameters after the same steps of the plans. Each device has an
+    optimizer for its local shards, and for the parameters that it holds whole. The DAG is completed in place.
 
     Values that a device must not need are NaN: whole copies of sharded parameters, and the other devices'
-    shards in the memory that it keeps.
+    shards in the memory that it keeps. Assert that devices with the same whole parameter agree.
     """
     complete(dag)
     plans = compile_plans(dag)

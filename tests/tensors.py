@@ -135,7 +135,8 @@ def divided(devices: Any, sequence: bool = False, **fields: Any) -> Shard:
 
 
 def stages(groups: Sequence[Sequence[int]]) -> list[Directive]:
-    """Return a program of the four layers on groups of devices, in two microbatches."""
+    """Return a program that places the four layers in equal runs on groups of devices, with two
+    microbatches."""
     size = 4 // len(groups)
     layers = [list(range(i * size, i * size + size)) for i in range(len(groups))]
     places = [
@@ -146,13 +147,15 @@ def stages(groups: Sequence[Sequence[int]]) -> list[Directive]:
 
 
 def replicas(levels: Mapping[str, Any]) -> list[Directive]:
-    """Return a program of two lines of two members."""
+    """Return a program with two replicas of a tensor-parallel pair: a 2 x 2 grid of devices. `levels` are
+    fields of `Replicate`."""
     place = Place(filter={}, devices=[[0, 1], [2, 3]], axes=["data", "tp"])
     return [place, divided(None), Replicate(filter={}, devices=[0, 1, 2, 3], **levels)]
 
 
 def grid(chosen: Mapping[str, Any] | None = None, start: int = 0, **axes: int) -> Place:
-    """Return a place of devices from `start` on, along axes of these sizes."""
+    """Return a `Place` on a grid of devices with consecutive numbers from `start` on. `axes` has the size of
+    each axis, for example `data=2, tp=2`. `chosen` is the filter."""
     devices: Any = list(range(start, start + math.prod(axes.values())))
     for size in reversed(list(axes.values())[1:]):
         devices = [devices[i : i + size] for i in range(0, len(devices), size)]
@@ -164,7 +167,8 @@ def fit(
     module: L.LightningModule, strategy: Any, devices: int = 1, batch: int = 8, ckpt_path: str | None = None,
     replica: int | None = None, **options: Any,
 ) -> L.Trainer:  # fmt: skip
-    """Fit the module. `replica` is one of two replicas, which draws every other sample."""
+    """Fit the module, and return the Trainer. `replica` is 0 or 1: the number of a replica, which draws every
+    other sample. None: the module gets all samples."""
     about: dict[str, Any] = QUIET | {"precision": "64-true"} | options
     trainer = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **about)
     data = TensorDataset(*(x if replica is None else x[replica::2] for x in tensors(40)))
