@@ -33,14 +33,15 @@ from lightning_piper.schedules import (
 from lightning_piper.testing import Spec, case, make_batch
 from lightning_piper.testing.simulated import Batch, Values, first_difference, run_steps
 
-Program = tuple[list[Batch], Values]  # two or more steps; parameters and buffers
+Program = tuple[list[Batch], Values]  # batches of two or more steps; parameters and buffers by name
 GROUPS = ([0, 2], [1, 3])
 CHAIN = Spec(("linear", "attention", "norm", "residual"), (0, 1, 2, 3))
 PAIR = Spec(("attention", "norm"), (0, 1), loss="tokens")
 
 
 def steps(spec: Spec, size: int, program: Sequence[Directive], accumulated: int = 1) -> Program:
-    """Return two steps of `accumulated` batches each. All batches differ."""
+    """Return the batches of two steps, `accumulated` batches each, under a program, and the model's tensors.
+    All batches differ."""
     one = case(spec, size)
     compiled = compile_step(one.step, tuple(program))
     batches = []
@@ -51,7 +52,8 @@ def steps(spec: Spec, size: int, program: Sequence[Directive], accumulated: int 
 
 
 def replicated(level: str = "", spec: Spec = PAIR, accumulated: int = 1, **more: object) -> Program:
-    """Return two stages of two replicas, with two microbatches."""
+    """Return batches and tensors for 1F1B of two stages with two replicas and two microbatches. `level` and
+    `more` are fields of `Replicate`."""
     levels = {level: True} if level else {}
     both = _both(**levels, **more)
     return steps(spec, 8, [*one_f_one_b(2, 2, devices=[list(g) for g in GROUPS]), both], accumulated)
@@ -62,8 +64,8 @@ def _both(**fields: Any) -> Replicate:
 
 
 def sizes_of(spec: Spec, sizes: Sequence[int]) -> Program:
-    """Return batches of several sizes over which gradients are accumulated. Each size has its own plans and
-    executors.
+    """Return batches and tensors for two steps, each of which accumulates gradients over batches of these
+    sizes. Each size has its own plans and executors.
     """
     program = [Place(filter={}, devices=[0, 1]), Replicate(filter={}, devices=[0, 1], bucket_size=0.0003)]
     one, batches, compiled = case(spec, sizes[0]), [], {}
@@ -85,7 +87,8 @@ def experts(**level: bool) -> Program:
 
 
 def tensors(sequence: bool) -> Program:
-    """Return two tensor-parallel blocks on two devices, times two replicas."""
+    """Return batches and tensors for a tensor-parallel model on two devices, with two replicas. With
+    `sequence`, values between the layers are sharded too."""
     torch.manual_seed(0)
     module = _Divided().double()
     batch = torch.randn(8, 4, 8, dtype=torch.float64)

@@ -1,8 +1,8 @@
 """Measures the cost of guards on Python state: checks of guards and tensors before every step, and occasional
 traces.
 
-One module has about 500 submodules, like a GPT. The other is the GPT of the examples, for which it also makes
-the traces of 1,000 steps.
+One module has about 500 submodules, like a GPT. The other is the GPT of the examples. For this GPT, the
+benchmark also makes the traces that a training of `--steps` steps makes.
 
     python benchmarks/guards.py [--layers 49] [--steps 1000]
 """

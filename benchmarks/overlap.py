@@ -58,7 +58,7 @@ class Around(L.LightningModule):
 
 
 def passes(kind: str, mb: int) -> dict[str, Any]:
-    """Return the filter of a pass of the regions on device 0."""
+    """Return the filter of the passes of kind `kind` ("F" or "B") of microbatch `mb` on device 0."""
     return {"PP": [0, 2], "MB": mb, "PASS": kind}
 
 

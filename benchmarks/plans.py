@@ -86,8 +86,8 @@ def zero3(stages: int, replicas: int, microbatches: int, bucket: float = 25.0) -
 
 
 def row(make: Callable[[], Any], program: tuple[Directive, ...]) -> str:
-    """Return the times of the parts of `compile` in a process in the middle of the cluster. `make` makes
-    the captured step.
+    """Return a row of the table: the sizes of DAG and plans, and the CPU seconds of each part of `compile`,
+    in the process of the device in the middle. `make` makes the captured step.
     """
     start = time.process_time()
     step = make()

@@ -30,7 +30,8 @@ CPU = torch.device("cpu")
 def in_turn(
     step: Callable[[int], object], executors: list[Executor], rounds: int
 ) -> tuple[list[float], list[float]]:
-    """Return seconds of steps without and with recording."""
+    """Run steps, alternately without and with recording. Return the seconds of each step without recording,
+    and of each step with recording."""
     recorders = [StepRecorder(executor, CPU) for executor in executors]
     plain: list[float] = []
     recorded: list[float] = []

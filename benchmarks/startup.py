@@ -2,7 +2,7 @@
 
 It compares a model that every process builds whole with the same model on the meta device, of which each
 process fills its part. The peak is the kernel's (`VmHWM`) minus the memory before the process built the
-model. On a CPU, it includes the parts themselves.
+model. The training is on the CPU, so the peak includes the parameters that the process keeps.
 
     python benchmarks/startup.py [--layers 8]
 """

@@ -25,10 +25,11 @@ PARAMS: dict[str, Any] = {
 
 
 class Fused(nn.Module):
-    """`kind`: a linear layer, a weight with inputs first, or torch's own attention.
+    """A layer whose queries, keys and values are one weight: of a linear layer (`kind` "linear"), a weight
+    whose first dimension is the input ("turned"), or the weight of torch's own attention ("own").
 
-    A bias of keys changes no score: its gradient is nothing but rounding, of which Adam makes steps.
-    Trainings are without it, or have it frozen.
+    A bias of keys does not change any score. So its gradient consists of rounding errors only, which Adam
+    turns into steps. Trainings do without this bias, or freeze it.
     """
 
     def __init__(self, kind: str, bias: bool) -> None:

@@ -1,8 +1,8 @@
-"""examples/notebook.ipynb as a reader runs it: all cells in order, in a kernel of their own; an error ends
-it.
+"""Runs examples/notebook.ipynb as a reader does: all cells in order, in a new kernel. The first error ends
+the run.
 
-python -m tests.notebook            # and compare what the cells print; as `make docs` does python -m
-tests.notebook --write    # put what they print into the file
+    python -m tests.notebook            # compare what the cells print with the file, as `make docs` does
+    python -m tests.notebook --write    # put what the cells print into the file
 
 Needs the extra `docs`.
 """

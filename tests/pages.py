@@ -18,7 +18,7 @@ QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "logger": 
 
 
 class Pair(L.LightningModule):
-    """Two stages."""
+    """The module of most blocks: two linear layers in two stages. Batch: `samples`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,8 +47,8 @@ class Layer(nn.Module):
 
 
 class Layers(L.LightningModule):
-    """A module with any number of layers, between modules with the names of common models. `tag` annotates
-    each layer.
+    """A module with any number of layers, whose submodules have the names of common models (`embed`,
+    `layers`, `norm`, `head`). With `tag`, each layer is annotated with this tag and its index.
     """
 
     def __init__(self, layers: int, tag: str | None = None) -> None:
@@ -86,8 +86,9 @@ class Rehearsed(piper.PiperStrategy):
 
 
 def rehearsal(trainer: type[L.Trainer]) -> Any:
-    """Return a replacement of `L.Trainer`: one process on a CPU, and only as many steps as a test can wait
-    for.
+    """Return a replacement of `L.Trainer` for the blocks of pages. It makes a Trainer of class `trainer` with
+    one process on a CPU, whatever devices a block names, and with one epoch if the block does not say how
+    many.
     """
 
     def make(*, devices: int = 1, num_nodes: int = 1, strategy: Any = "auto", **options: Any) -> L.Trainer:

@@ -8,7 +8,8 @@ import os
 
 from hypothesis import HealthCheck, settings
 
-# A number of examples in STEPS asks for other examples, those of `--hypothesis-seed`, which `derandomize` ignores.
+# If STEPS is set, a run draws the examples of its `--hypothesis-seed`. With `derandomize`, hypothesis would
+# ignore this seed and draw the same examples each time.
 slow = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 settings.register_profile(
     "ci", max_examples=25, derandomize="STEPS" not in os.environ, deadline=None, suppress_health_check=slow

@@ -396,7 +396,12 @@ def _initialize_one(
     take: Callable[[str, torch.Tensor], None],
 ) -> None:
     """Compute the initial values of one submodule, and pass the tensors that are in `names` to `take`.
-    `group` has the canonical names of the submodule's tensors."""
+    `group` has the canonical names of the submodule's tensors. Afterwards, the module has its old tensors
+    again.
+
+    Raises:
+        PiperError: Initializing fails, replaces a tensor, or leaves a tensor without values.
+    """
     part, path = places[group[0]][0][0], group[0].rpartition(".")[0]
     reset: Any = (
         partial(getattr(module, HOOK), path, part)
