@@ -23,16 +23,16 @@ STAGES = [[0, 1, 2], [3, 4, 5, 6]]
 SECONDS = {"F": 1.0, "B": 4.0}
 
 
-def recorded(folder: Path) -> Workload:
+def recorded(folder: Path, dim_name: str = "MB") -> Workload:
     """Write a recording of two stages and two microbatches, in which stage 1 takes ten times as long as stage
-    0. Returns the workload of the module.
+    0. Microbatches have the tag `dim_name`. Returns the workload of the module.
     """
     module, batch = Module(GPT(4)), tokens(4)
     workload = analytic(module, batch, Hardware.read("cpu"), samples=(1, 2, 4), tensor=())
     piper.annotate_modules(module, "PP", blocks_of(module, batch).stages([3]))
     program: list[Any] = [piper.Place(filter={"PP": i}, devices=[i]) for i in range(2)]
     compiled = piper.compile(
-        module, batch, [*program, piper.Split(filter={}, dim_name="MB", num_microbatches=2)]
+        module, batch, [*program, piper.Split(filter={}, dim_name=dim_name, num_microbatches=2)]
     )
     (folder / "piper").mkdir()
     (folder / "piper" / "plan.json").write_text(json.dumps(plan_json(compiled, {}, None)))
@@ -64,6 +64,21 @@ def test_stages_take_what_was_recorded(tmp_path: Path) -> None:
         }
         a, b, c, d = (block.work[n, 1].forward for block in (old, new) for n in (1, 4))
         assert a * d == pytest.approx(float(b * c), rel=1e-12)  # as it grew with samples before
+
+
+@pytest.mark.parametrize("dim_name", ["MB", "part"])
+def test_microbatches_with_any_tag_are_apart(dim_name: str, tmp_path: Path) -> None:
+    after = from_recording(tmp_path, recorded(tmp_path, dim_name), STAGES)
+    assert sums(after, 2) == pytest.approx([1.0, 4.0, 10.0, 40.0], rel=1e-12)
+
+
+def test_two_regions_of_one_microbatch_are_added(tmp_path: Path) -> None:
+    """The negative control: passes with the samples of one microbatch are one pass of the stage."""
+    workload = recorded(tmp_path)
+    path = tmp_path / "piper" / "plan.json"
+    path.write_text(path.read_text().replace(" 2:4 ", " 0:2 "))
+    after = from_recording(tmp_path, workload, STAGES)
+    assert sums(after, 2) == pytest.approx([2.0, 8.0, 20.0, 80.0], rel=1e-12)
 
 
 def test_refusals(tmp_path: Path) -> None:

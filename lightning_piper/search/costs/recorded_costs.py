@@ -113,8 +113,9 @@ def _read(
     if Path(step["plan"]).name != step["plan"]:
         raise ValueError(f"the plan is {step['plan']!r}, which is not a file in the same folder")
     plan = read_json(path.parent / step["plan"])
-    # (stage, pass, microbatch) -> sum of the seconds of all regions of the stage.
-    seconds: dict[tuple[int, str, int], float] = {}
+    # (stage, pass, samples of the microbatch) -> sum of the seconds of all regions of the stage. The samples
+    # identify a microbatch whatever the name of its tag is.
+    seconds: dict[tuple[int, str, tuple[int, int]], float] = {}
     sizes: set[int] = set()
     for number, node in plan["nodes"].items():
         duration, stage = step["durations"].get(f"%{number}"), node["tags"].get(tag, untagged)
@@ -123,10 +124,10 @@ def _read(
         if node["kind"] in FIELDS and stage is not None and duration is not None and not again:
             if not is_number(duration):
                 raise ValueError(f"%{number} takes {shown(duration)} seconds")
-            key = stage, node["kind"], node["tags"].get("MB", 0)
-            seconds[key] = seconds.get(key, 0.0) + float(duration)
             start, stop = map(int, _SAMPLES.findall(node["text"])[0])
             sizes.add(stop - start)
+            key = stage, node["kind"], (start, stop)
+            seconds[key] = seconds.get(key, 0.0) + float(duration)
     if len(sizes) != 1:
         raise PiperError(
             f"{str(path)!r} has microbatches of {sorted(sizes)} samples under {tag!r}. Record microbatches "
