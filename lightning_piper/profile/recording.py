@@ -101,15 +101,14 @@ class Recording:
 
     def before(self, prepared: ExecutableProgram) -> None:
         """Prepare to record the training step that follows, if the schedule says so. In the first step after
-        a cycle's active steps, write these steps, which is collective. If cycles have only active steps, they
-        are written together, after the last cycle.
+        a cycle's active steps, write these steps, which is collective.
         """
         if self._steps and self._steps[-1].batch_time is None:
             self._steps[-1].batch_time = (now() - self._begun) * SECOND
         phase = self._schedule.phase(self._count)
-        if phase != ACTIVE:
+        if phase != ACTIVE or self._schedule.is_first_active(self._count):
             self._flush()
-        elif self._kernels is not None:
+        if phase == ACTIVE and self._kernels is not None:
             self._kernels.start()
         if phase != OFF:
             for recorder in self._of(prepared):

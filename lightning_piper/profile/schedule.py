@@ -54,6 +54,13 @@ class Schedule:
             return OFF
         return WARMUP if place < self.wait + self.warmup else ACTIVE
 
+    def is_first_active(self, step: int) -> bool:
+        """Return whether a step is the first active step of its cycle."""
+        return (
+            self.phase(step) == ACTIVE
+            and step % (self.wait + self.warmup + self.active) == self.wait + self.warmup
+        )
+
 
 def schedule_of(given: object) -> Schedule | None:
     """Return the schedule of `PiperStrategy(profile=...)`. True is the default schedule; False and None

@@ -122,6 +122,8 @@ def test_phases() -> None:
     assert {schedule.phase(i) for i in range(10, 30)} == {"off"}
     endless = Schedule(wait=0, warmup=0, active=1, repeat=0)
     assert {endless.phase(i) for i in range(30)} == {"active"}
+    assert [i for i in range(20) if schedule.is_first_active(i)] == [3, 8]
+    assert all(endless.is_first_active(i) for i in range(30))
 
 
 @pytest.mark.parametrize(("field", "value"), [("wait", -1), ("active", 0), ("repeat", 1.5), ("warmup", True)])

@@ -235,6 +235,53 @@ def test_batches_of_another_size_have_a_plan_of_their_own(tmp_path: Path) -> Non
     assert (plan(tmp_path)["samples"], second["samples"]) == (4, 2)
 
 
+class CountsFiles(L.Callback):
+    """Counts the step files in a folder at the end of each batch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.counts = folder, list[int]()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.counts.append(len(list(self.folder.rglob("step_*.json"))))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "counts"),
+    [
+        ({"active": 1}, [0, 1, 2, 3, 4, 5]),
+        ({"active": 2}, [0, 0, 2, 2, 4, 4]),
+        ({"active": 2, "warmup": 1}, [0, 0, 0, 2, 2, 2]),
+        ({"active": 6}, [0, 0, 0, 0, 0, 0]),
+    ],
+)
+def test_each_cycle_is_written_before_the_next_one_is_recorded(
+    schedule: dict[str, int], counts: list[int], tmp_path: Path
+) -> None:
+    """The last schedule is the negative control: within a cycle, nothing is written."""
+    module = Chain(2)
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), 0.1)  # type: ignore[method-assign]
+    counter = CountsFiles(tmp_path)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        logger=False,
+        default_root_dir=tmp_path,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        callbacks=[counter],
+        strategy=piper.PiperStrategy(
+            piper.schedules.gpipe(2, 2),
+            transport="local",
+            profile=piper.Schedule(**{"wait": 0, "warmup": 0, "repeat": 0, **schedule}),
+        ),
+    )
+    trainer.fit(module, DataLoader(torch.randn(24, 4), batch_size=4))
+    assert counter.counts == counts
+    assert len(steps(tmp_path)) == (4 if "warmup" in schedule else 6)
+
+
 SHIFT = 3_000_000_000  # nanoseconds by which the clock of rank 1 is ahead
 
 
