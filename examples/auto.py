@@ -1,9 +1,10 @@
 """Two devices train an unmodified Hugging Face GPT-2 that is too large for one, with a program that a search
 finds.
 
-    python examples/auto.py              two processes, each limited to 2.2 GB of address space beyond its
-    start
-    python examples/auto.py --devices 1  one process with the same limit, which the model exceeds
+    python examples/auto.py              two processes
+    python examples/auto.py --devices 1  one process, whose limit the model exceeds
+
+Each process is limited to 2.2 GB of address space in addition to what it uses at its start.
 
 Needs `transformers`. The model is built from its configuration with random weights, so nothing is downloaded.
 """
@@ -48,7 +49,8 @@ class GPT2(L.LightningModule):
 
 
 def limit(megabytes: int) -> None:
-    """Limit this process to this much memory on top of its current memory, as `ulimit -v` does."""
+    """Limit the address space of this process to what it uses now and `megabytes` MB more, like `ulimit
+    -v`."""
     # Glibc: return freed memory to the system, and use few thread arenas.
     with contextlib.suppress(AttributeError):
         allocator = ctypes.CDLL(None)

@@ -2,9 +2,9 @@
 
     python -m tests.versions [--all] [--environments build/versions] [2.15.0 ...]
 
-Each combination has a virtual environment, which later runs use again. With `--all`, all
-tests of `make test` run, otherwise some of them, which take a few minutes. The README's example also runs
-from the wheel, in an empty environment (`tests.wheel`). docs/versions.md has the results.
+Each combination has a virtual environment, which later runs use again. With `--all`, all tests of `make test`
+run, otherwise some of them, which take a few minutes. The README's example also runs from the wheel, in an
+empty environment (`tests.wheel`). docs/versions.md has the results.
 """
 
 from __future__ import annotations
