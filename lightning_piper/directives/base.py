@@ -193,7 +193,7 @@ class Directive:
         self, dag: TrainingDAG, field: str, condition: Filter, index: Index | None = None
     ) -> list[Chunk]:
         """Return the chunks that the filter `condition` matches. Messages name `field`, the directive's field
-        that holds the filter.
+        that holds the filter. `index` is an index of the DAG's present chunks (default: a new index).
 
         A filter that matches nothing is an error, with three exceptions that give an empty list. A smaller
         batch may not have the microbatch. A part of the step may not have the pass: a frozen first stage does
@@ -328,7 +328,8 @@ def register(cls: D) -> D:
     """Register a directive class under its `op`, so that JSON can name it. This is a class decorator.
 
     Raises:
-        DirectiveError: `op` or `contract` is missing or not valid, or another class has the same op.
+        DirectiveError: `op` or `contract` is missing or not valid, or a class with another name has the same
+            op. A class with the same name replaces the earlier one, as when a notebook cell runs again.
     """
     check_class(cls)
     taken = _registry.get(cls.op)
@@ -366,7 +367,7 @@ def find(op: str) -> type[Directive] | None:
 
 def known() -> dict[str, type[Directive]]:
     """Register the directives of installed packages (entry points of group `lightning_piper.directives`), and
-    return all registered classes by op.
+    return all registered classes by op. The result is the registry itself: do not change it.
     """
     for point in entry_points(group=ENTRY_POINTS):
         if point.name not in _registry:

@@ -156,7 +156,8 @@ class Order(Directive):
         them.
 
         Raises:
-            DirectiveError: The filter matches nothing. The exceptions of `select` apply.
+            DirectiveError: The filter matches nothing. For chunks, the exceptions of `select` apply. For
+                copies, the only exception is a filter of microbatches that a smaller batch does not have.
         """
         if not names_copies(condition):
             return self.select(dag, field, condition, index)

@@ -52,7 +52,7 @@ class Replicate(Directive):
         reduce_stream: The logical stream of gradient sums.
         gather_stream: The logical stream of gathers of sharded parameters.
         bucket_size: Size of a bucket of parameters or gradients, which travel in one message, in MB (2**20
-            bytes).
+            bytes; default: 25).
         shard_optimizer: Each replica updates a shard of the parameters and holds the optimizer state of that
             shard only. The parameters are gathered once a step (ZeRO-1).
         shard_grads: As `shard_optimizer`. In addition, gradients are summed after each microbatch, and each

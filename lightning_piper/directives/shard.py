@@ -120,7 +120,8 @@ class Shard(Directive):
 
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
         """Divide experts or tensors as in training. If there is a training step, parameters come from the
-        shards that it keeps. Do nothing if the selected regions do not have experts to divide."""
+        shards that the training step keeps. If the directive divides experts and the selected regions do not
+        have experts, do nothing."""
         if self.divides_tensors:
             chunks = self.select(dag, "filter", self.filter)
             take_parts(self, dag, self._mesh(dag, chunks), training)

@@ -112,8 +112,8 @@ def gather_parameters(dag: TrainingDAG, regions: set[int], policy: ShardingPolic
     """
     readers = readers_of(dag)
     sharded = _sharded(dag, regions)
-    # Include regions that read a sharded parameter without training it. If they train it, the directive of
-    # their region decides.
+    # Include regions that read a sharded parameter but do not train it. For a region that trains the
+    # parameter, the region's own directive decides.
     trained = _trained(dag)
     reading = regions | {
         region
@@ -157,10 +157,13 @@ def gather_as_in_training(dag: TrainingDAG, training: TrainingDAG) -> None:
 
 
 def gather_at(dag: TrainingDAG, devices: Group, buckets: Iterable[Bucket], policy: ShardingPolicy) -> None:
-    """Make chunks on these devices read the parameters in `buckets` from a gather.
+    """Make chunks on these devices read the parameters in `buckets` from a gather: one gather for each chunk
+    if `policy.parameters`, otherwise one gather for all chunks.
 
     Raises:
-        Conflict: See `gather_parameters`.
+        Conflict: Another directive already shards some parameters of a bucket on these devices, but not all
+            of them in one bucket, or keeps them whole between their uses while `policy` does not (or the
+            reverse).
     """
     placed = {
         n: node for node in dag.of_type(Parameters) if node.devices == devices for n in node.outputs[0].names
@@ -183,7 +186,7 @@ def gather_at(dag: TrainingDAG, devices: Group, buckets: Iterable[Bucket], polic
                 )
             )
         sources |= dict.fromkeys(bucket.names, found)
-    shared: dict[int, AllGather] = {}  # id of such a node -> its gather. Used if chunks share a gather.
+    shared: dict[int, AllGather] = {}  # id of a node with shards -> the gather that all chunks share
     for chunk in [c for c in dag.of_type(Chunk) if c.devices == devices]:
         names = dag.interface(chunk).params
         own: dict[int, AllGather] = {} if policy.parameters else shared
@@ -243,7 +246,7 @@ def buckets_between_steps(training: TrainingDAG) -> dict[str, dict[Group, Bucket
     """Return, for each parameter and device group, the bucket in which the group keeps its shards between
     steps.
 
-    Parameters that are divided along axes other than `DATA` are absent.
+    Parameters that are not sharded, and parameters that are divided along axes other than `DATA`, are absent.
     """
     found: dict[str, dict[Group, Bucket]] = {}
     for node in training.of_type(Parameters):
@@ -314,7 +317,8 @@ def _is_to_sum(dag: TrainingDAG, total: Accumulate) -> bool:
 
 
 def _packed(dag: TrainingDAG, total: Accumulate, bucket: Bucket, names: tuple[str, ...]) -> Accumulate:
-    """Add a sum of the parts of `total`'s terms that lie in `bucket`, the gradients of `names`."""
+    """Pack the gradients of `names` in each term of `total` into a flat tensor of `bucket`. Add the sum of
+    these flat tensors, and return its node. `total` stays."""
     value = Value(Kind.GRAD, names, (bucket.whole,), Partial(), bucket)
     about = {"tags": total.tags, "devices": total.devices, "placed_by": total.placed_by, "outputs": (value,)}
     packs = tuple((dag.add(Pack(inputs=(ref,), stream=total.stream, **about)).id, 0) for ref in total.inputs)  # type: ignore[arg-type]

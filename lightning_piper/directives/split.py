@@ -119,7 +119,8 @@ class Split(Directive):
         )
 
     def _cuttable(self, dag: TrainingDAG, chunks: list[Chunk]) -> list[Chunk]:
-        """Return the chunks that are not computed from gathered samples. Raise an error if there are none.
+        """Return the chunks that are not computed from gathered samples; empty if `chunks` is empty. Raise an
+        error if all of the given chunks are computed from gathered samples.
 
         Chunks that are computed from gathered samples need all samples at once. They get the tag of the first
         microbatch, so that they run on its devices.
@@ -187,8 +188,9 @@ class Split(Directive):
         """Check that the selected chunks can be split.
 
         Raises:
-            DirectiveError: An earlier directive has made, offloaded or ordered a chunk, or has given it
-                the same tag. Or a chunk of the same region is not selected.
+            DirectiveError: A chunk is a second forward pass of an earlier `recompute`, or already has the tag
+                `dim_name`. An earlier directive offloads what a chunk saves, or has ordered a chunk. The
+                filter selects a chunk, but not another chunk of the same region that shares a value with it.
         """
         selected = {chunk.id for chunk in chunks}
         for chunk in chunks:
@@ -278,12 +280,13 @@ class _Rewrite:
         """Repeat the chunks, connect their readers to the copies, and remove the originals.
 
         Returns:
-            The nodes with new inputs.
+            The nodes that may now read values of other devices: the copies of the chunks, the readers of
+            their values, and the new nodes that cut or join values.
         """
         touched: list[Node] = []
         repeated: list[Node] = []
         turn = {i: n for n, i in enumerate(nx.lexicographical_topological_sort(self.dag.graph))}
-        # In this order, the chunks that a chunk reads are repeated before it.
+        # In this order, each chunk is repeated after the chunks whose outputs it reads.
         for chunk in sorted(self.chunks, key=lambda chunk: turn[chunk.id]):
             repeated += self._repeat_gathers(chunk)
             self.copies[chunk.id] = copies = [
@@ -362,8 +365,8 @@ class _Rewrite:
     def _input(self, ref: Ref, i: int, chunk: Chunk, part: Slice) -> Ref:
         """Return the value that copy i of a chunk reads instead of `ref`.
 
-        It is the output of copy i of another node, or a part cut out of `ref`. It is `ref` itself if its
-        shape does not depend on the number of samples.
+        If the node of `ref` is repeated, this is the output of its copy i. Otherwise it is the microbatch's
+        part of `ref`, or `ref` itself if the shape of `ref` does not depend on the number of samples.
         """
         if ref[0] in self.copies:
             return (self.copies[ref[0]][i].id, ref[1])

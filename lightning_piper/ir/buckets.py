@@ -94,7 +94,7 @@ class Bucket:
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """Ranges of elements that belong to no tensor."""
+        """The ranges (start, stop) of elements that do not belong to a tensor, in ascending order."""
         ranges = sorted(
             (start, start + spec.numel) for start, spec in zip(self.offsets, self.tensors, strict=True)
         )
@@ -105,7 +105,7 @@ class Bucket:
 
     @cached_property
     def shard(self) -> int:
-        """Elements of one member's shard."""
+        """The number of elements of one member's shard. All shards have the same size, with padding."""
         if self.by_parameter:
             pairs = list(zip(self._owners, self._sizes, strict=True))
             return max(
@@ -189,8 +189,8 @@ class Bucket:
         """Yield (name, `start`, `stop`, `offset`) for each parameter with elements in the shard of group rank
         `replica`.
 
-        Elements `start:stop` of the whole parameter, counted in its memory order, begin at element `offset`
-        of the shard.
+        Elements `start:stop` of the undivided parameter begin at element `offset` of the shard. They are
+        counted in memory order, or part by part if the spec has `TensorSpec.runs`.
         """
         first = self.member(replica) * self.shard
         last, part = first + self.shard, self.part_of(replica)
@@ -266,7 +266,8 @@ def buckets_of(
     by_parameter: bool = False,
     along: tuple[str, ...] = (),
 ) -> list[Bucket]:
-    """Assign parameters to buckets, in order, one dtype per bucket.
+    """Return new buckets of parameters, in the order of each bucket's first parameter; empty without
+    parameters. Parameters of one bucket have the same dtype and keep their order.
 
     Args:
         params: The parameters to assign. If they are divided, their specs are the specs of parts.

@@ -116,9 +116,10 @@ class TrainingDAG:
         return self.code.interface_of(chunk.key)
 
     def divide(self, meshes: Mapping[int, Mesh]) -> None:
-        """Divide the expert parameters of some regions along the axes of the regions' meshes.
+        """Record that the expert parameters of some regions are divided along the axes of the regions' meshes.
 
-        Chunks of these regions then run code for one part. `meshes` maps a region to its mesh.
+        Chunks of these regions then run code for one part (`code_at`). This method does not change the nodes.
+        `meshes` maps a region to its mesh.
         """
         self.meshes |= meshes
         routed = self.code.routed
@@ -175,13 +176,14 @@ class TrainingDAG:
         return self.nodes[ref[0]].outputs[ref[1]]
 
     def specs_of(self, ref: Ref, samples: int) -> tuple[TensorSpec, ...]:
-        """Return the specs that a value has if its producer works on `samples` samples (see `producer`)."""
+        """Return the specs of the chunk's output from which a value comes (see `producer`), if the chunk works
+        on `samples` samples. Nodes after the chunk, such as a pack or a gather, do not change these specs."""
         chunk, index = self._made_by(ref)
         return self.code_at(chunk.key, samples).outputs[index]
 
     def producer(self, ref: Ref) -> Chunk:
-        """Return the chunk that made a value. If another node made it, return the producer of the node's
-        first input."""
+        """Return the chunk that made a value. If a node of another kind made the value, return the producer
+        of the first input of this node."""
         return self._made_by(ref)[0]
 
     def _made_by(self, ref: Ref) -> tuple[Chunk, int]:
@@ -203,7 +205,8 @@ class TrainingDAG:
         ]
 
     def source(self, ref: Ref) -> Ref:
-        """Follow transfers from a value back to the output of the node that made it."""
+        """Return the output from which transfers (`Node.moves`) carry a value; `ref` itself if no transfer
+        carries the value."""
         while self.nodes[ref[0]].moves:
             ref = self.nodes[ref[0]].inputs[0]
         return ref
@@ -223,8 +226,12 @@ class TrainingDAG:
         return tuple(sorted(set().union(*groups.values())))
 
     def slices(self) -> dict[PassKey, tuple[Slice, ...]]:
-        """Return the slices of the global batch of each pass, in order. A recomputed pass counts once. BI and
-        BW count as B."""
+        """Return each pass F and B of the step -> the slices of the global batch on which its chunks work, in
+        ascending order.
+
+        A second forward pass counts as F, and BI and BW count as B. A slice that occurs twice counts once. A
+        pass without chunks has no slices.
+        """
         found: dict[PassKey, set[Slice]] = {key: set() for key in self.code.interfaces}
         for chunk in self.of_type(Chunk):
             found[chunk.region, "B" if chunk.kind in SPLIT_BACKWARD else chunk.kind].add(chunk.slice)
@@ -329,9 +336,9 @@ class TrainingDAG:
         """Change a node's devices, tags, outputs or other fields. `rewire` changes what it reads.
 
         Raises:
-            ValueError: The node is not in this DAG, or does not have the field. Or a field is the id or a
-                read of the node, the devices are not a tuple of integers, or the step does not have the pass
-                with as many outputs.
+            ValueError: The node is not in this DAG, or does not have one of the fields. `fields` contains
+                `id`, `inputs`, `state`, `params` or `weights`. The devices are not a tuple of integers. The
+                step does not have the chunk's new pass, or this pass has a different number of outputs.
         """
         self._check_here(node)
         for name in ("id", *READS):
@@ -432,8 +439,8 @@ class TrainingDAG:
                 self.graph.add_edge(source, node.id, data=True, order=None)
 
     def copy(self) -> TrainingDAG:
-        """Return a copy of the DAG that can be rewritten independently. It does not have
-        `earlier_buckets`."""
+        """Return a copy of the DAG that can be rewritten independently. The copy has the same `step`. Its
+        `earlier_buckets` are None."""
         copy = TrainingDAG(self.step, self.size)
         copy.program = self.program.copy()
         copy.nodes = {i: dataclasses.replace(node) for i, node in self.nodes.items()}

@@ -63,10 +63,10 @@ class Node:
         sums: Whether the node sums the members' values of a bucket over replicas.
         reads_from: Where the inputs are: on the node's `own` devices, at the other end of a `channel`, or on
             some of its `members`.
-        placed_by_reader: Whether the node runs on the devices of the chunk that reads it, because it prepares a
-            value for this chunk. Otherwise, or if no chunk reads it, it runs on the devices of the values that it
-            reads. This matters only for a node to which no directive has given devices before a `place`.
-        everywhere: Whether the node runs on all devices of the step, replicas or not.
+        placed_by_reader: Whether the node runs on the devices of the chunk that reads its output, because it
+            prepares a value for this chunk. If false, or if no chunk reads the output, the node runs on the
+            devices of the values that it reads. Only a node that has no devices before a `place` uses this.
+        everywhere: Whether the node runs on all devices of the step, whichever regions they run.
         shows_tags: Whether texts show the tags after the label.
     """
 
@@ -109,8 +109,12 @@ class Node:
         return ""
 
     def members(self, replica: int) -> tuple[int, ...]:
-        """Return the devices that communicate with group rank `replica` in this node: the devices that divide
-        the output's bucket with it. If the output is not in a bucket, return all devices of the node."""
+        """Return the devices that communicate with each other in this node, with group rank `replica` among
+        them, in the order of their shards.
+
+        They are the devices that divide the bucket of the first output with this rank. If that output is not
+        in a bucket, or if the node has no outputs, they are all devices of the node.
+        """
         bucket = self.outputs[0].bucket if self.outputs else None
         return (
             self.devices

@@ -198,7 +198,7 @@ class Logged:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names of the outputs that the log reads."""
+        """Names of the outputs of kind `log` from which the value comes; empty for a Python number."""
         if self.computed is not None:
             return self.computed.names
         return (self.name,) if self.constant is None else ()
@@ -260,7 +260,8 @@ class StepCode:
         local: Buffers whose new values depend on the samples of the local batch, on their number, or on
             random numbers. All other buffers that the step changes get the same values on any part of the
             batch.
-        divided: Parameter -> (the axis along which members have parts of it, how it is divided into parts).
+        divided: Parameter -> (the axis along which members have parts of the parameter, how it is divided
+            into parts), such as `{"fc.weight": ("tp", Sharded(0))}`. Whole parameters are absent.
     """
 
     size: int
@@ -381,8 +382,8 @@ class ParamInfo:
 
     Attributes:
         name: Its canonical name.
-        spec: Spec of the whole parameter. Shards count elements in the memory order of this spec. In this
-            order, each part of a divided parameter is contiguous.
+        spec: Spec of the whole parameter. Shards count elements in the order of this spec: in memory order,
+            or part by part if it has `runs`. In this order, each part of a divided parameter is contiguous.
         aliases: Further names of the same tensor (tied parameters).
         strides: The parameter's strides in the module, if they differ from the spec's.
     """
@@ -394,7 +395,9 @@ class ParamInfo:
     strides: tuple[int, ...] | None = None
 
     def whole(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the parameter as the module has it, from a one-dimensional tensor of all its elements."""
+        """Return the parameter with its shape and strides in the module, from a one-dimensional tensor of all
+        its elements in the order of `spec`. It is a copy if `strides` is set, otherwise the `view_as` of
+        `flat`."""
         found = view_as(flat, self.spec)
         if self.strides is None:
             return found

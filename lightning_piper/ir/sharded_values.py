@@ -14,7 +14,8 @@ def take_parts(dag: TrainingDAG, training: TrainingDAG | None = None) -> None:
     meshes of parameters.
 
     Args:
-        training: For a step without a backward pass, the training DAG, if there is one. It has the meshes.
+        training: The training DAG, if `dag` is of a forward-only step and there is a training step. The
+            parameters then have the meshes that they have in training, because only gradients show them.
     """
     dag.member_axes = tuple(division.axis for division in dag.step.divisions)
     dag.divided |= {name: (axis,) for name, (axis, _) in dag.code.divided.items()}

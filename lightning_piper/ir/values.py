@@ -21,9 +21,10 @@ class TensorSpec:
     Strides stay the same on all devices, because kernels depend on strides.
 
     Attributes:
-        runs: (number of runs, number of parts). The slowest dimension then consists of equal runs, and each
-            part of the tensor has a piece of every run. Elements are counted part by part. None: elements are
-            counted in memory order.
+        runs: (number of runs, number of parts), such as (3, 2) for the weights of queries, keys and values in
+            one parameter, divided over two devices. The slowest dimension then consists of equal runs, and
+            each part of the tensor has an equal piece of every run. Offsets count all elements of the first
+            part, then all elements of the second part. None: offsets count elements in memory order.
     """
 
     shape: tuple[int, ...]
@@ -75,8 +76,8 @@ class TensorSpec:
 def view_as(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """Return the elements of a one-dimensional tensor with the spec's shape and strides.
 
-    The result is a copy if the spec has `runs`, otherwise a view. If the spec has gaps in its memory, the
-    result has strides without the gaps.
+    The result is a view of `flat`, or a copy if the spec has several `runs` in several parts. If the spec has
+    gaps in its memory, the result has strides without the gaps.
     """
     dim_order = spec.dim_order
     inverse = sorted(range(len(dim_order)), key=dim_order.__getitem__)
@@ -131,7 +132,8 @@ class Sharded:
         return (f"S({self.dim})" if self.blocks == 1 else f"S({self.dim},{self.blocks})") + turned
 
     def parts(self, whole: torch.Tensor, count: int) -> list[torch.Tensor]:
-        """Return the parts that `count` members hold, each contiguous."""
+        """Return the parts of `whole`, one for each of `count` members in their order. Each part is
+        contiguous: a view if `whole` has these elements in this order, otherwise a copy."""
         if self.turn:
             own = replace(self, turn=0).parts(whole, count)
             return [own[(i - self.turn) % count] for i in range(count)]

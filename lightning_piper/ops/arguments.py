@@ -69,7 +69,8 @@ def ways_of(dag: TrainingDAG, node: Arguments) -> tuple[Way, ...]:
     """Return, for each tensor, how its values in several slices or replicas become one value.
 
     Raises:
-        CaptureError: The number of samples changes more than one dimension of a tensor.
+        CaptureError: The number of samples changes more than one dimension of a tensor, or changes a
+            dimension whose size is not proportional to it.
     """
     ref = node.inputs[0]
     names, part = dag.value(ref).names, _samples(dag, ref)

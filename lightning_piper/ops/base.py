@@ -57,7 +57,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def bring(self) -> Any:
-        """Take the inputs out of their slots. Returns the state."""
+        """Return the state, from the inputs in their slots. Empty each slot at its last read."""
 
     @abstractmethod
     def parts(self, state: Any) -> Sequence[Any]:
@@ -199,7 +199,7 @@ class Planning(Protocol):
         ...
 
     def add_up(self, node: Node) -> int:
-        """Complete the sum of a node's inputs, and return its slot.
+        """Emit what is missing of the sum of a node's inputs, and return the slot of the sum.
 
         The plan adds the inputs from the first to the last.
         """

@@ -189,7 +189,8 @@ def _is_total(facts: Facts, wanted: Origin) -> bool:
 def _enters_whole(facts: Facts, ref: Ref, origin: Origin, part: Slice) -> bool:
     """Return whether a chunk may read a forward value that a chunk for a larger part of the batch made.
 
-    The chunk may read it if the value's shape does not depend on the batch size.
+    The chunk may read it if the other chunk is a forward pass of a slice that contains `part`, and the shape
+    of the value does not depend on the batch size.
     """
     dag = facts.dag
     if origin[1] != "F" or not any(

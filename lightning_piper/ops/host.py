@@ -139,7 +139,7 @@ class _View(NamedTuple):
         return (last + 1) * self.dtype.itemsize
 
     def of(self, span: torch.Tensor, first: int) -> torch.Tensor:
-        """Return the tensor in a span that begins at byte `first` of the storage."""
+        """Return the tensor as a view of `span`, a copy of the storage's bytes from byte `first` on."""
         offset = self.offset - first // self.dtype.itemsize
         return torch.empty(0, dtype=self.dtype, device=span.device).set_(
             span.untyped_storage(), offset, self.size, self.stride
@@ -218,7 +218,9 @@ class HostPool:
         return room.copy_(span, non_blocking=self._api is not None)
 
     def fetch(self, stored: Stored, last: bool) -> tuple[torch.Tensor, ...]:
-        """Return the bundle on the device. The `last` fetch of a bundle frees its host memory."""
+        """Return the bundle in new memory of the device. A tensor that is empty or was never on the device is
+        returned as it was stored. The `last` fetch of a bundle makes its host memory free for other
+        bundles."""
         spans: dict[int, tuple[torch.Tensor, int]] = {}
         for storage, (room, first) in stored.spans.items():
             spans[storage] = (

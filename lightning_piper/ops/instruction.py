@@ -20,8 +20,8 @@ Group = tuple[tuple[int, ...], str]  # devices that communicate together, and th
 
 
 def neighbours(members: tuple[int, ...], steps: int = 1) -> tuple[Channel, ...]:
-    """Return the channels on which each member of a ring sends to the member `steps` after it. Return none if
-    that is the sender itself."""
+    """Return the channels on which each member of a ring sends to the member that is `steps` further, such as
+    `((0, 1), (1, 2), (2, 0))`. Return an empty tuple if this member is the sender itself."""
     far = steps % len(members)
     return tuple(zip(members, members[far:] + members[:far], strict=True)) if far else ()
 

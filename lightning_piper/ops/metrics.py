@@ -310,7 +310,8 @@ def _merged(run: Reference, node: Metrics, replica: int) -> torch.Tensor:
 
 
 def interpret_report(run: Reference, node: StepReport) -> Made:
-    """Sum the vectors, merge the replicas' elements of each metric, and set `run.metrics`."""
+    """Sum the vectors, merge the replicas' elements of each metric, and set `run.metrics`. Do not set it if
+    the node has no inputs. Return no outputs for any group rank."""
     if node.inputs:  # the step has a loss or a logged value
         vector = sum_in_order([run.values[ref, 0] for ref in node.inputs])[0]
         columns = vector.view(run.dag.replicas, -1).split(list(widths(run.dag.code)), 1)
@@ -480,7 +481,7 @@ def _folded(
 
 def bind_report(instruction: ReportInstruction, on: Binding) -> Bound:
     """Return the function that sums the vectors, merges the replicas' elements of each metric, and sets
-    `StepOutputs.metrics`."""
+    `StepOutputs.metrics`: an empty vector if the instruction reads nothing."""
     reads = instruction.reads
     replicas = instruction.replicas
     slots = on.slots

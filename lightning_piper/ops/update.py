@@ -189,8 +189,8 @@ def interpret_accumulate(run: Reference, node: Accumulate, inputs: list[Bundle])
 
 
 def interpret_update(run: Reference, node: Update) -> Made:
-    """Add whole gradients, or buffers, to the outcome of the run. Raise an error if group ranks have
-    different values."""
+    """Record the gradients of whole parameters in `run.grads`, or the buffers in `run.buffers`. Return an
+    empty list for each group rank. Raise an error if group ranks have different values."""
     value = run.dag.value(node.inputs[0])
     summands: list[list[Bundle]] = []  # for each input, its value on each group rank
     for ref in node.inputs:
@@ -265,7 +265,7 @@ def lower_update(plan: Planning, node: Update) -> None:
 
 def bind_add(instruction: Add, on: Binding) -> Bound:
     """Return the function that makes one step of a sum, except for the tensors that chunks add themselves."""
-    # Indices of the tensors that chunks add to the sum themselves.
+    # Indices of the tensors that a chunk's code adds to the sum itself, which saves memory for the term.
     there: frozenset[int] = on.chunks.inplace.get(instruction.node, frozenset())
     if instruction.bucket is not None:
         return _bind_add_flat(instruction, instruction.bucket, on.slots, on.endpoint.flat, there)

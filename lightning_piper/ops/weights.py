@@ -154,7 +154,7 @@ def _denominator(dag: TrainingDAG, term: int) -> Denominator:
 def weights_of(
     denominators: Sequence[Denominator], own: torch.Tensor, total: torch.Tensor, parts: int
 ) -> list[torch.Tensor]:
-    """Return the weights of all slices, for each denominator.
+    """Return for each denominator the weights of all slices, a float64 tensor `[slices]`.
 
     Args:
         own: Counts of each slice, `[slices, width]`.

@@ -104,7 +104,7 @@ def find_dependences(
 class _SliceRun:
     """The forward passes of all regions on one slice, with every operation recorded.
 
-    `whole` is the run on the whole batch; it is None for this run itself. A slice reads the values that it
+    `whole` is the run on the whole batch; None if this object is that run. A slice reads the values that it
     made itself, with two exceptions. Each slice draws random numbers of its own, so after a region with
     random numbers a slice reads its part of the values of `whole`. And it reads sums over the whole batch
     from `whole`.

@@ -124,9 +124,13 @@ class _Runner:
         """Compare the outcome of the previous row with one device on the whole batch.
 
         Returns:
-            The comparison, its causes, and the operations among the causes. If the outcomes agree, the causes
-            are a nonlinear backward pass of a split step, and approximate operations whose bounds were
-            needed.
+            The comparison, its causes as text, and the cross-sample operations among the causes. If the
+            outcomes agree, the causes are a nonlinear backward pass of a split step, and approximate
+            operations whose bounds were needed. If the outcomes differ, the causes are a nonlinear backward
+            pass of a split step, operations that mix samples, and regions that draw random numbers. If there
+            are no mixing operations or random numbers, regions that change buffers are causes. Without any of
+            these causes, `StepCode.meet` is the cause. Without a cause, the comparison also allows the
+            rounding of the step's least precise dtype.
         """
         assert self._last is not None
         outcome, moved = self._last
@@ -264,6 +268,11 @@ def compare(expected: Outcome, found: Outcome, rounding: Mapping[str, float]) ->
         expected: The reference.
         found: The outcome to judge.
         rounding: Result -> the effect of rounding on it (`_Runner.rounding`).
+
+    Returns:
+        "differs" with the first result that differs too much. Otherwise the weakest verdict of all results,
+        with the result whose distance is the largest in proportion to what is allowed; "bitwise equal"
+        without a result.
     """
     kinds = (
         (expected.metrics, found.metrics),
@@ -294,7 +303,8 @@ def compare(expected: Outcome, found: Outcome, rounding: Mapping[str, float]) ->
 
 
 def movement(still: Outcome, others: Sequence[Outcome]) -> dict[str, float]:
-    """Return the largest distance of each result from the same result in the other outcomes."""
+    """Return the largest distance of each result from the same result in the other outcomes. A result that
+    does not occur in another outcome is absent."""
     largest: dict[str, float] = {}
     for other in others:
         for name, a, b in _pairs(still, other):

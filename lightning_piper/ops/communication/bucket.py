@@ -88,7 +88,8 @@ def bind_pack(instruction: PackInstruction, on: Binding) -> Bound:
     """Return the function that packs a bundle, except for the tensors that chunks write themselves."""
     (source,), into, bucket, take = instruction.reads, instruction.into, instruction.bucket, instruction.take
     slots, new = on.slots, on.endpoint.flat
-    # Indices of the tensors that chunks write into the flat tensor themselves.
+    # Indices of the tensors whose gradients the chunk's code wrote directly into the flat tensor, which saves
+    # a copy. The slot then has this flat tensor already.
     there: frozenset[int] = on.chunks.inplace.get(instruction.node, frozenset())
     others = [(place, i) for place, i in enumerate(take) if i is not None and place not in there]
     absent = [place for place, i in enumerate(take) if i is None]
