@@ -181,8 +181,8 @@ class GlobalNorms:
         foreach: bool | None = None,
     ) -> Tensor:
         """Return the total norm in place of torch's `get_total_norm`, with the same arguments. Collective,
-        unless every process holds every parameter whole, or none of the given tensors is a gradient of the
-        module or the optimizer.
+        unless every process holds every parameter whole, or tensors are given and none of them is a gradient
+        of the module or the optimizer. An empty list takes part, because other processes may have gradients.
 
         Raises:
             PiperError: The gradients are not summed yet, a gradient is sparse, or the gradients are only some
