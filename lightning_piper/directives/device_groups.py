@@ -121,8 +121,8 @@ def _update_everywhere(dag: TrainingDAG, family: list[Update], users: set[Group]
     """Add an update on each device group that uses the parameters (`users`) or makes their gradients.
 
     Returns:
-        `family` with the new updates. If an input of the update does not have devices yet, nothing is added
-        and the list is empty.
+        The list `family`, to which this function adds the new updates. If an input of the updates does not
+        have devices yet, the function changes nothing and returns an empty list.
     """
     inputs = tuple(dag.source(ref) for ref in family[0].inputs)
     sources = [dag.nodes[ref[0]] for ref in inputs]

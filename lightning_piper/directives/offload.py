@@ -133,7 +133,8 @@ class Offload(Directive):
     def _store(self, dag: TrainingDAG, chunk: Chunk, ref: Ref) -> Node:
         store = dag.add(Store(inputs=(ref,), stream=self.store_stream, **_about(dag, chunk, ref, STORE)))
         if ref[0] != chunk.id:
-            # The chunk reads `ref`. If it is a received value, the chunk waits for it, so the store need not.
+            # The chunk reads `ref`. If `ref` is a received value, the chunk waits for the message, so that the
+            # store stream does not have to wait.
             dag.order(chunk, store, dag.origin)
         return store
 

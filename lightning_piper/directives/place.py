@@ -87,7 +87,7 @@ class Place(Directive):
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of the group ranks along the axes."""
+        """The mesh of the group ranks along the axes. It exists only if `axes` is not empty."""
         return Mesh(tuple(self.axes), _shape(self.devices), tuple(range(len(self.group))))
 
     def apply(self, dag: TrainingDAG) -> Contract | None:
@@ -135,7 +135,8 @@ class Place(Directive):
         return "reassociated" if place_around(dag, chunks) else None
 
     def _together(self, dag: TrainingDAG, chunks: list[Chunk], group: tuple[int, ...]) -> None:
-        """Raise an error if the passes of a region for one slice would be on different devices (or groups).
+        """Raise an error if the passes of a region for one slice would be on different devices (or groups), or
+        if placed chunks would be on groups of different sizes.
 
         The backward pass reads values that the forward pass saved on its device.
         """

@@ -18,7 +18,7 @@ def without_device(dag: TrainingDAG) -> tuple[str, str] | None:
     Return None if all regions have a device, if none has one, or if a later directive may place them.
     """
     unplaced: dict[int, Chunk] = {}
-    placed, readers = set[int](), dict[str, int]()  # placed regions; parameter -> one that reads it
+    placed, readers = set[int](), dict[str, int]()  # placed regions; parameter -> a placed region
     for chunk in dag.of_type(Chunk):
         if chunk.devices:
             placed.add(chunk.region)

@@ -66,7 +66,8 @@ class Node:
         placed_by_reader: Whether the node runs on the devices of the chunk that reads its output, because it
             prepares a value for this chunk. If false, or if no chunk reads the output, the node runs on the
             devices of the values that it reads. Only a node that has no devices before a `place` uses this.
-        everywhere: Whether the node runs on all devices of the step, whichever regions they run.
+        everywhere: Whether the node's devices need not be a device group of a region. The report and its sum
+            run on all devices of the step. A `Barrier` runs nothing.
         shows_tags: Whether texts show the tags after the label.
     """
 

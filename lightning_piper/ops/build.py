@@ -83,7 +83,8 @@ def _exchange(dag: TrainingDAG, chunk: Chunk, i: int, way: str) -> Ref:
 
 
 def _gradients(dag: TrainingDAG, chunks: dict[PassKey, Chunk]) -> None:
-    """Sum gradients region by region, and for a tied parameter also over its regions."""
+    """Add a sum of gradients (`Accumulate`) for each gradient output of a chunk. Add an `Update` for each
+    bundle of parameters. The update of a tied parameter reads the sums of all regions that use it."""
     bundles: dict[tuple[str, ...], list[Ref]] = {}
     for chunk in chunks.values():
         for i, value in enumerate(chunk.outputs):

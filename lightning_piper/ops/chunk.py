@@ -62,7 +62,9 @@ def make_chunk(
 def held(dag: TrainingDAG, output: Output) -> Placement:
     """Return the placement of an output along `DATA`.
 
-    Each replica has its own term of gradients and of sums over the batch. All other outputs are replicated.
+    Each replica has its own term of a parameter's gradient, of a sum over the batch, and of the gradient of
+    gathered rows: `Partial` if there are several replicas. A gradient that is also summed over members is
+    `Partial` even with one replica. All other outputs are replicated.
     """
     if is_summed(dag, output):
         return Partial()

@@ -75,7 +75,10 @@ class Reference:
 
 
 def each(made: Callable[[Reference, Any, list[Bundle]], list[Bundle]]) -> Callable[[Reference, Any], Made]:
-    """Return the reference semantics of a node that does the same on every rank with that rank's inputs."""
+    """Return the reference semantics of a node that does the same on every rank with that rank's inputs.
+
+    `made` takes the run, the node and the inputs on one rank, and returns the outputs on this rank.
+    """
 
     def interpret(run: Reference, node: Any) -> Made:
         return [made(run, node, run.inputs(node, replica)) for replica in run.places]
@@ -84,7 +87,8 @@ def each(made: Callable[[Reference, Any, list[Bundle]], list[Bundle]]) -> Callab
 
 
 def sum_in_order(bundles: Sequence[Bundle]) -> Bundle:
-    """Return the sum of bundles from the first to the last."""
+    """Return the sum of bundles from the first to the last, in new tensors. With one bundle, return this
+    bundle itself."""
     total = bundles[0]
     for bundle in bundles[1:]:
         total = [a + b for a, b in zip(total, bundle, strict=True)]
@@ -92,7 +96,8 @@ def sum_in_order(bundles: Sequence[Bundle]) -> Bundle:
 
 
 def strided(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """Return the same numbers with the strides of `spec`, because strides choose kernels and thereby bits."""
+    """Return the same numbers with the strides of `spec`, because strides choose kernels and thereby bits. The
+    result is `x` itself if `x` has these strides, otherwise a copy."""
     return (
         x
         if x.stride() == spec.stride

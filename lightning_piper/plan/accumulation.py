@@ -55,8 +55,8 @@ class Accumulation:
         return self.total
 
     def _add(self, term: Read) -> None:
-        """Add a term. The first term is the sum itself, the second starts a sum in a new slot, and later
-        terms are added in place."""
+        """Add a term. After the first term, the slot of this term is the slot of the sum. The second term starts
+        a sum in a new slot, and later terms are added to this slot in place."""
         if self._added == 0:
             self.total = term.slot
         elif self._added == 1:

@@ -2,7 +2,7 @@
 
 Such work could start as soon as its inputs are there, but the result would then stay in memory unused. So a
 plan issues the work a few chunks before its reader, and the result arrives while these chunks run. At most two
-gathered buckets are in memory: the bucket in use and the next bucket. `ops.gather` issues gathers on the
+gathered buckets are in memory: the bucket in use and the next bucket. `ops.communication.gather` issues gathers on the
 stream that reads them, so the limit also holds on a device that is slower than its host.
 """
 

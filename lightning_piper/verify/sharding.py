@@ -83,7 +83,7 @@ def _misfit(dag: TrainingDAG, bucket: Bucket) -> str | None:
 
 
 def unsummed(facts: Facts) -> Iterable[str]:
-    """Yield gradients that reach an optimizer without a sum over replicas."""
+    """Yield a problem for each update that reads a gradient which is not summed over replicas."""
     for update in facts.dag.of_type(Update):
         value = facts.dag.value(update.inputs[0])
         if any(isinstance(facts.dag.value(ref).placement, Partial) for ref in update.inputs):
@@ -95,10 +95,14 @@ def unsummed(facts: Facts) -> Iterable[str]:
 
 
 def shards(facts: Facts, updated: Updates) -> Iterable[str]:
-    """Yield a problem for each parameter that the optimizer shards and that a use does not gather from the
-    same shards.
+    """Yield the problems of shards of parameters and gradients:
 
-    Parameters that the optimizer holds whole must not be sharded.
+    - An update adds gradients with different placements.
+    - Two nodes hold shards of one parameter on the same devices.
+    - A chunk reads a device's own copy of a parameter of which the device has only a shard.
+    - A chunk gathers a parameter that the optimizer updates whole, or that it updates in other shards.
+
+    `updated` has the updates of each parameter or buffer, by name and devices.
     """
     dag = facts.dag
     for update in dag.of_type(Update):

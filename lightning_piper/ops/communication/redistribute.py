@@ -148,7 +148,8 @@ class PartsInstruction(AllReduceInstruction):
 
 @dataclass(frozen=True, kw_only=True)
 class CutOutInstruction(Instruction):
-    """An instruction that cuts the part of one of `count` members out of a bundle."""
+    """An instruction that cuts part `index` of `count` parts out of the only tensor of a bundle. The placement
+    `after` says how the tensor is divided."""
 
     op: ClassVar[str] = "cut_out"
     after: Sharded

@@ -50,8 +50,8 @@ class AllReduceInstruction(Collective):
 
     Attributes:
         tensors: Specs of the summed tensors.
-        bucket: The bucket whose flat tensor is summed in place. Only this sum uses the flat tensor. None: the
-            tensors are not in a bucket.
+        bucket: The bucket of the flat tensors that the instruction reads. If it reads only one flat tensor,
+            for the last time, the sum may overwrite this tensor. None: the tensors are not in a bucket.
     """
 
     op: ClassVar[str] = "reduce"
