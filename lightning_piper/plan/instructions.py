@@ -52,7 +52,8 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Record(Instruction):
-    """An instruction that records an event on its stream, if another stream reads a value made before it."""
+    """An instruction that records an event on its stream, because another stream waits for earlier work of this
+    stream (`plan.streams`)."""
 
     op: ClassVar[str] = "record"
     event: int
@@ -74,7 +75,10 @@ class Keep(Instruction):
 class WaitEvent(Instruction):
     """An instruction that makes its stream wait for an event.
 
-    `shared` are the slots of another stream that this stream reads next.
+    Attributes:
+        event: Number of the event.
+        shared: Slots that another stream made and this stream uses from here on. The instruction records this
+            use, so that the allocator does not reuse their memory too early.
     """
 
     op: ClassVar[str] = "await"

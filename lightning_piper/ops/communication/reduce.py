@@ -50,8 +50,8 @@ class AllReduceInstruction(Collective):
 
     Attributes:
         tensors: Specs of the summed tensors.
-        bucket: The bucket of the flat tensors that the instruction reads. If it reads only one flat tensor,
-            for the last time, the sum may overwrite this tensor. None: the tensors are not in a bucket.
+        bucket: The bucket of the flat tensors that the instruction reads. If it reads only one flat tensor
+            and no later instruction reads this tensor, the sum may overwrite the tensor. None: the tensors are not in a bucket.
     """
 
     op: ClassVar[str] = "reduce"
