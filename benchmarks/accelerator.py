@@ -20,7 +20,16 @@ import torch
 import lightning_piper as piper
 from lightning_piper.capture import capture
 from lightning_piper.compiler import compile_step
-from lightning_piper.directives import Directive, Offload, Place, Recompute, Replicate, Shard, Split
+from lightning_piper.directives import (
+    Directive,
+    Offload,
+    Place,
+    Recompute,
+    Replicate,
+    ShardExperts,
+    ShardWeights,
+    Split,
+)
 from lightning_piper.schedules import (
     dualpipev,
     gpipe,
@@ -82,7 +91,7 @@ def experts(**level: bool) -> Program:
     spec = Spec(("experts", "crowded"), (0, 1))
     program = [*one_f_one_b(2, 2, devices=[list(g) for g in GROUPS]),
                _both(**level),
-               Shard(filter={"EP": "*"}, devices=[list(g) for g in GROUPS])]  # fmt: skip
+               ShardExperts(filter={"EP": "*"}, devices=[list(g) for g in GROUPS])]  # fmt: skip
     return steps(spec, 8, program)
 
 
@@ -96,7 +105,7 @@ def tensors(sequence: bool) -> Program:
     program = [
         Place(filter={}, devices=[[0, 1], [2, 3]], axes=["data", "tp"]),
         Split(filter={}, dim_name="MB", num_microbatches=2),
-        Shard(
+        ShardWeights(
             filter={},
             devices=None,
             axis="tp",

@@ -94,7 +94,7 @@ def programs(microbatches: int) -> dict[str, list[piper.Directive]]:
         in_order(directive) if isinstance(directive, piper.Order) else directive for directive in overlapped
     ]
     replicate = piper.Replicate(filter={}, devices=GROUP)
-    shard = piper.Shard(filter={"EP": "*"}, devices=GROUP)
+    shard = piper.ShardExperts(filter={"EP": "*"}, devices=GROUP)
     return {
         "replicas": [*plain, replicate],
         "in order": [*plain, replicate, shard],

@@ -26,7 +26,7 @@ from _launch import is_rank, join, launch
 from _memory import MB, growth_of
 
 import lightning_piper as piper
-from lightning_piper import Offload, Place, Recompute, Replicate, Shard, Split, schedules
+from lightning_piper import Offload, Place, Recompute, Replicate, ShardWeights, Split, schedules
 from lightning_piper.runtime import Executor, ProcessTransport, shards_of
 from lightning_piper.runtime.same_machine import shared_memory
 from lightning_piper.simulate import simulate
@@ -50,7 +50,7 @@ def replicas(**level: Any) -> list[Any]:
 
 def programs(module: Module, sequences: int) -> dict[str, list[Any]]:
     divided = {"*.up.weight": 0, "*.down.weight": 1}
-    tensor = [Place(filter={}, devices=[0, 1]), Shard(filter={}, devices=[0, 1], params=divided)]
+    tensor = [Place(filter={}, devices=[0, 1]), ShardWeights(filter={}, devices=[0, 1], params=divided)]
     along = piper.tensor_parallel(module, batch(CONFIG, 0, sequences), degree=2, sequence=True)
     return {
         "1F1B": schedules.one_f_one_b(stages=2, microbatches=4),

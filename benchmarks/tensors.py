@@ -121,7 +121,7 @@ def ours(sequence: bool, stages: bool = False) -> Build:
         program = [place, shard]
         if stages:
             groups = [[0, 1], [2, 3]]
-            shard = piper.Shard(
+            shard = piper.ShardWeights(
                 filter={}, devices=groups, axis="tp", stream="tp", params=shard.params, values=shard.values
             )  # type: ignore[attr-defined]
             program = [

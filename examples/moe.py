@@ -265,7 +265,7 @@ def programs() -> dict[str, tuple[int, list[piper.Directive]]]:
     }
     divided = [
         piper.Replicate(filter={}, devices=GROUPS, shard_params=True),
-        piper.Shard(filter={"EP": "*"}, devices=GROUPS),
+        piper.ShardExperts(filter={"EP": "*"}, devices=GROUPS),
     ]
     return {name: (stages, program + divided) for name, (stages, program) in ways.items()}
 

@@ -25,8 +25,8 @@ from lightning_piper.common.garbage_collection import uncollected
 from lightning_piper.common.limits import INDEX, integer, shown
 from lightning_piper.common.units import duration
 from lightning_piper.directives import Directive, Place, Replicate, parse
+from lightning_piper.directives.replicate import shards_of
 from lightning_piper.directives.split import refuse_nonlinear
-from lightning_piper.directives.zero_stages import shards_of
 from lightning_piper.errors import CaptureError, NodeNotFoundError, PiperError, with_notes
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import describe, matches

@@ -18,7 +18,7 @@ from torch import nn
 from lightning_piper.capture import capture
 from lightning_piper.common.argument_names import checks_names
 from lightning_piper.common.limits import DEVICES, integer, shown
-from lightning_piper.directives import Directive, Place, Shard
+from lightning_piper.directives import Directive, Place, ShardExperts, ShardSequences
 from lightning_piper.directives.base import set_degrees
 from lightning_piper.directives.sequence import applied_order
 from lightning_piper.errors import DirectiveError, PiperError
@@ -88,7 +88,7 @@ class Degrees:
             )
             raise DirectiveError(
                 f"degrees {found}: give only one of them. For several axes, write Place(axes=...) and one "
-                "Shard for each axis [PIPER-D023]"
+                "ShardWeights, ShardSequences or ShardExperts for each axis [PIPER-D023]"
             )
 
     @property
@@ -186,7 +186,7 @@ class Degrees:
         return Candidate(layout, (self.zero,), stages if self.recompute else 0, 0, cuts)
 
     def _with_lines(self, directives: Sequence[Directive]) -> tuple[Directive, ...]:
-        """Return the directives with a `shard` of sequences or experts after every `place` and `split`, if
+        """Return the directives with a `shard_sequences` or `shard_experts` after every `place` and `split`, if
         `cp` or `ep` is above 1. Otherwise return the directives. Raise an error if `ep` does not divide
         `dp`."""
         size = self.cp if self.cp > 1 else self.ep
@@ -200,11 +200,8 @@ class Degrees:
         devices = range(self.pp * (self.dp or 1) * self.cp)
         lines: Any = [list(devices[i : i + size]) for i in range(0, len(devices), size)]
         lines = lines[0] if len(lines) == 1 else lines
-        if self.cp > 1:
-            shard = Shard(devices=lines, axis="cp", stream="cp", values={"*": 1})
-        else:
-            shard = Shard(devices=lines)
-        program = (shard, *directives)
+        kind = ShardSequences if self.cp > 1 else ShardExperts
+        program = (kind(devices=lines), *directives)
         return tuple(program[i] for i in applied_order(program))
 
     def _cuts(self, cut: BlockCut, module: nn.Module | None, batch: Any) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Experts of Hugging Face models in a form that `shard` can divide. The models' code does not change.
+"""Experts of Hugging Face models in a form that `shard_experts` can divide. The models' code does not change.
 
     from lightning_piper.huggingface import use_piper_experts
 
@@ -29,7 +29,7 @@ __all__ = ["use_piper_experts"]
 
 
 def use_piper_experts(model: Any) -> None:
-    """Let a model compute its experts so that a `shard` directive can divide them.
+    """Let a model compute its experts so that a `shard_experts` directive can divide them.
 
     Args:
         model: A `transformers` model, already built.

@@ -5,7 +5,7 @@
         rows = self.experts(rows, sizes)
         out = piper.combine(rows)                         # in the order of `tokens` again
 
-On one device, `dispatch` and `combine` are identities. A `shard` directive divides the experts among its
+On one device, `dispatch` and `combine` are identities. A `shard_experts` directive divides the experts among its
 devices, and sends tokens to their experts and back at these two calls. Then `rows` are the tokens of all
 devices for this device's experts, sorted by expert, and `sizes` is the number of rows of each of these
 experts. So code between the two calls must take sizes from the tensors that it receives (`sizes.shape[0]`,

@@ -10,8 +10,7 @@ from lightning_piper.capture.losses.cross_sample import takes_statistics
 from lightning_piper.common.units import compact, duration
 from lightning_piper.directives import Replicate
 from lightning_piper.directives.program import Program
-from lightning_piper.directives.replicate import LEVELS
-from lightning_piper.directives.zero_stages import shards_of
+from lightning_piper.directives.replicate import LEVELS, shards_of
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import DATA
 from lightning_piper.ir.nodes import Chunk

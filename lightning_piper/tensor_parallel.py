@@ -12,7 +12,7 @@ from torch import nn
 from lightning_piper.capture import capture
 from lightning_piper.capture.tensor_sharding.shardable_params import find_params
 from lightning_piper.common.limits import integer, shown
-from lightning_piper.directives import Directive, Place, Shard
+from lightning_piper.directives import Directive, Place, ShardWeights
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.values import Sharded
 
@@ -34,7 +34,7 @@ def tensor_parallel(module: nn.Module, batch: Any, degree: int, *, sequence: boo
             parts.
 
     Returns:
-        A `Place` of everything on devices 0 to `degree` - 1; and a `Shard` whose `params` name the weights,
+        A `Place` of everything on devices 0 to `degree` - 1; and a `ShardWeights` whose `params` name the weights,
             with `*` for the number of a layer. You can change these directives, and combine them with other
             directives.
 
@@ -57,16 +57,14 @@ def tensor_parallel(module: nn.Module, batch: Any, degree: int, *, sequence: boo
             "because an "
             "operation after each matrix product needs its whole result. To see which operation blocks a "
             "weight, "
-            'name it yourself: Shard(params={"fc.weight": 0}, ...) [PIPER-D024]'
+            'name it yourself: ShardWeights(params={"fc.weight": 0}, ...) [PIPER-D024]'
         )
     devices = list(range(number))
     return [
         Place(filter={}, devices=devices, axes=(AXIS,)),
-        Shard(
+        ShardWeights(
             filter={},
             devices=devices,
-            axis=AXIS,
-            stream=AXIS,
             params=_patterns(params, step.params),
             values=values or None,
         ),

@@ -146,7 +146,7 @@ def divisions(draw: Any, experts: int) -> tuple[list[piper.Directive], int]:
         piper.Place(filter={"PP": i} if stages == 2 else {}, devices=group) for i, group in enumerate(groups)
     ]
     sharing = [
-        piper.Shard(filter={"EP": "*"}, devices=owners),
+        piper.ShardExperts(filter={"EP": "*"}, devices=owners),
         piper.Replicate(filter={}, devices=groups, bucket_size=1e-4, **level),
     ]
     return [*program, *draw(st.permutations(sharing))], replicas

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import lightning_piper as piper
-from lightning_piper import Place, Replicate, Shard, Split
+from lightning_piper import Place, Replicate, ShardWeights, Split
 from lightning_piper.capture import capture
 from lightning_piper.capture.eager.eager_reference import run_eagerly
 from lightning_piper.errors import CaptureError, DirectiveError
@@ -144,7 +144,7 @@ def mesh(devices: Any, shape: tuple[int, ...]) -> Any:
 
 
 @st.composite
-def shards(draw: st.DrawFn, module: Drawn, axis: str, devices: Any, taken: dict[str, int]) -> Shard:
+def shards(draw: st.DrawFn, module: Drawn, axis: str, devices: Any, taken: dict[str, int]) -> ShardWeights:
     """Parameters, but for those that are taken, and values of any regions; of which some cannot be divided
     so.
     """
@@ -152,7 +152,7 @@ def shards(draw: st.DrawFn, module: Drawn, axis: str, devices: Any, taken: dict[
     names = draw(st.lists(st.sampled_from(sorted(weights)), max_size=6, unique=True)) if weights else []
     labels = st.sampled_from(["*", *(f"PART={i}" for i in range(len(module.parts)))])
     values = draw(st.dictionaries(labels, st.integers(0, 2) | st.just((1, 2)), max_size=2))
-    return Shard(filter={}, devices=devices, axis=axis, stream=axis, values=values,
+    return ShardWeights(filter={}, devices=devices, axis=axis, stream=axis, values=values,
                  params={name: draw(st.integers(0, weights[name] - 1)) for name in names},
                  attention=draw(st.sampled_from([None, "keys", "heads", "ring"])))  # fmt: skip
 
@@ -204,7 +204,7 @@ OF_RUNS = "has another structure"
 
 def runs_of(program: list[Any]) -> set[int]:
     """In how many runs values are divided."""
-    shards = [directive for directive in program if isinstance(directive, Shard)]
+    shards = [directive for directive in program if isinstance(directive, ShardWeights)]
     return {
         1 if isinstance(said, int) else said[1] for shard in shards for said in (shard.values or {}).values()
     }

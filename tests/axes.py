@@ -10,16 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lightning_piper as piper
-from lightning_piper import Replicate, Shard
+from lightning_piper import Replicate, ShardExperts, ShardSequences, ShardWeights
 from tests.tensors import DIM, PARAMS, VOCABULARY, WORDS, Attention
 
 
-def columns(axis: str = "tp", **fields: Any) -> Shard:
-    return Shard(**({"filter": {}, "axis": axis, "params": PARAMS | VOCABULARY, "stream": axis} | fields))
+def columns(axis: str = "tp", **fields: Any) -> ShardWeights:
+    return ShardWeights(
+        **({"filter": {}, "axis": axis, "params": PARAMS | VOCABULARY, "stream": axis} | fields)
+    )
 
 
-def sequences(attention: str | None = "keys", axis: str = "cp", **fields: Any) -> Shard:
-    return Shard(
+def sequences(attention: str | None = "keys", axis: str = "cp", **fields: Any) -> ShardSequences:
+    return ShardSequences(
         **({"filter": {}, "axis": axis, "values": {"*": 1}, "attention": attention, "stream": axis} | fields)
     )
 
@@ -88,4 +90,4 @@ def sparse(**options: Any) -> SparseDecoder:
 
 
 HEADS = {"*.q.weight": 0, "*.k.weight": 0, "*.v.weight": 0, "*.out.weight": 1}
-EXPERTS = Shard(filter={"EP": "*"}, axis="ep")
+EXPERTS = ShardExperts(filter={"EP": "*"}, axis="ep")

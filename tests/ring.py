@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_piper as piper
-from lightning_piper import Place, Shard
+from lightning_piper import Place, ShardSequences
 from lightning_piper.capture import CapturedStep, capture
 from lightning_piper.compiler import Compiled
 from lightning_piper.verify import Report
@@ -103,10 +103,10 @@ def report_of(program: Any, **options: Any) -> Report:
     return programs.report(captured(**options), words(), program)
 
 
-def sequences(devices: Any, attention: str | None = "ring", runs: int = 1) -> Shard:
+def sequences(devices: Any, attention: str | None = "ring", runs: int = 1) -> ShardSequences:
     values: Any = {"*": 1 if runs == 1 else (1, runs)}
-    return Shard(
-        filter={}, devices=devices, axis="cp", stream="cp", params={}, values=values, attention=attention
+    return ShardSequences(
+        filter={}, devices=devices, axis="cp", stream="cp", values=values, attention=attention
     )
 
 

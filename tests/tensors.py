@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_piper as piper
-from lightning_piper import Directive, Place, Replicate, Shard, Split
+from lightning_piper import Directive, Place, Replicate, ShardWeights, Split
 from lightning_piper.capture import CapturedStep, capture
 from lightning_piper.compiler import Compiled
 from lightning_piper.verify import Report
@@ -117,9 +117,9 @@ def report_of(program: Any, make: Callable[[], L.LightningModule] = decoder) -> 
     return programs.report(captured(make), tensors(8), program)
 
 
-def divided(devices: Any, sequence: bool = False, **fields: Any) -> Shard:
+def divided(devices: Any, sequence: bool = False, **fields: Any) -> ShardWeights:
     values = {"LAYER=*": 1} if sequence else None
-    return Shard(
+    return ShardWeights(
         **(
             {
                 "filter": {},

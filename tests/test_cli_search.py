@@ -370,7 +370,7 @@ def test_recordings_that_cannot_be_compared(project: Path, capsys: pytest.Captur
     assert message in ran(capsys, *argv, "other.json", status=1)
     shard = [{"op": "place", "filter": {}, "devices": [0, 1]},
              {"op": "shard", "filter": {}, "devices": [0, 1], "params": {"net.head.weight": 0}}]  # fmt: skip
-    with pytest.raises(PiperError, match="the program has a shard directive"):
+    with pytest.raises(PiperError, match="the program shards weights, sequences or experts"):
         compared(project, shard)
     path = project / "piper" / "step_3.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "step": {}}))

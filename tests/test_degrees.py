@@ -91,13 +91,13 @@ HAND_WRITTEN = {
     ),
     "ep2": (
         {"dp": 4, "ep": 2},
-        [piper.Place(EVERYWHERE), piper.Shard(devices=[[0, 1], [2, 3]]), piper.Replicate(EVERYWHERE)],
+        [piper.Place(EVERYWHERE), piper.ShardExperts(devices=[[0, 1], [2, 3]]), piper.Replicate(EVERYWHERE)],
     ),
     "cp2": (
         {"cp": 2, "dp": 2},
         [
             piper.Place(EVERYWHERE),
-            piper.Shard(devices=[[0, 1], [2, 3]], axis="cp", stream="cp", values={"*": 1}),
+            piper.ShardSequences(devices=[[0, 1], [2, 3]], axis="cp", stream="cp", values={"*": 1}),
             piper.Replicate(EVERYWHERE),
         ],
     ),
@@ -134,7 +134,7 @@ def test_tensor_parallel_stages_are_those_of_the_directives() -> None:
     module, whole = Net(), batch()
     groups, lines = [[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1], [2, 3], [4, 5], [6, 7]]
     (_, shard) = piper.tensor_parallel(module, whole, 2)
-    assert isinstance(shard, piper.Shard)
+    assert isinstance(shard, piper.ShardWeights)
     shard = dataclasses.replace(shard, devices=lines)
     program = before_orders(schedules.one_f_one_b(2, 4, devices=groups), shard, piper.Replicate(groups))
     assert to_json(piper.parallel(pp=2, dp=2, tp=2, module=module, batch=whole)) == to_json(program)

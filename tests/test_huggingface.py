@@ -131,7 +131,10 @@ def test_trains_as_one_device_does() -> None:
     plain.set_experts_implementation("eager")
     use_piper_experts(divided)
     program = piper.schedules.one_f_one_b(stages=2, microbatches=2, devices=GROUPS)
-    program += [piper.Replicate(filter={}, devices=GROUPS), piper.Shard(filter={"EP": "*"}, devices=GROUPS)]
+    program += [
+        piper.Replicate(filter={}, devices=GROUPS),
+        piper.ShardExperts(filter={"EP": "*"}, devices=GROUPS),
+    ]
     loss, expected = fit(plain, "auto")
     found, moved = fit(divided, piper.PiperStrategy(program, transport="local", verify="first_batch"))
     eps = torch.finfo(torch.float32).eps

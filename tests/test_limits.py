@@ -102,8 +102,8 @@ def test_what_is_no_file_or_too_large(read: Callable[[Any], object], tmp_path: P
         (lambda: parse([piper.Place(filter={"PP": 10**5000}, devices=[0])]), "a int that cannot be shown"),
         (lambda: parse([piper.Place(filter={}, devices=[10**6])]), "give indices below 65536"),
         (
-            lambda: parse([piper.Shard(filter={}, devices=[[0, 1], 2])]),
-            r"directive 0 \(shard\): field 'devices': 2 is "
+            lambda: parse([piper.ShardExperts(filter={}, devices=[[0, 1], 2])]),
+            r"directive 0 \(shard_experts\): field 'devices': 2 is "
             r"not a list",
         ),
         (

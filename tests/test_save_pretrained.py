@@ -34,7 +34,7 @@ PROGRAMS = {
     "pp2": piper.schedules.one_f_one_b(stages=2, microbatches=2),
     "tp2": [
         piper.Place([0, 1], axes=("tp",)),
-        piper.Shard(
+        piper.ShardWeights(
             axis="tp",
             params={"*.gate_proj.weight": 0, "*.up_proj.weight": 0, "*.down_proj.weight": 1},
             stream="tp",

@@ -200,8 +200,8 @@ def test_keys_go_round_in_models_of_hugging_face():
     batch = {"input_ids": words, "labels": words.clone()}
     program = [
         piper.Place(filter={}, devices=[[0, 1], [2, 3]], axes=["cp", "tp"]),
-        piper.Shard(filter={}, axis="tp", params=piper.tensor_parallel(model, batch, 2)[1].params),
-        piper.Shard(filter={}, axis="cp", values={"*": 1}, attention="ring"),
+        piper.ShardWeights(filter={}, axis="tp", params=piper.tensor_parallel(model, batch, 2)[1].params),
+        piper.ShardSequences(filter={}, axis="cp", values={"*": 1}, attention="ring"),
     ]
     assert piper.verify(model, batch, program).verdict == "verified"
     labels = [node.label for node in piper.compile(model, batch, program).dag.nodes.values()]
@@ -232,7 +232,9 @@ def test_a_weight_that_is_needed_whole_itself_is_left(name, left):
     assert piper.verify(module, batch, program).verdict == "verified"
     named = [
         program[0],
-        piper.Shard(filter={}, axis="tp", params=dict.fromkeys(left, 1 if name == "down.weight" else 0)),
+        piper.ShardWeights(
+            filter={}, axis="tp", params=dict.fromkeys(left, 1 if name == "down.weight" else 0)
+        ),
     ]
     follows = r" \(up.bias is sharded because of the tensors it is used with\)" if name == "up.bias" else ""
     with pytest.raises(
@@ -267,7 +269,7 @@ def test_work_outside_of_stages_is_in_one_of_them_on_the_way_back():
     parts = {"mean.weight": 0, "mean.bias": 0, "spread.weight": 0, "spread.bias": 0, "up.weight": 1}
     groups = [[0, 1], [2, 3]]
     program = piper.schedules.one_f_one_b(stages=2, microbatches=2, devices=groups)
-    program += [piper.Shard(filter={}, devices=groups, axis="tp", stream="tp", params=parts)]
+    program += [piper.ShardWeights(filter={}, devices=groups, axis="tp", stream="tp", params=parts)]
     compiled = piper.compile(module, batch, program)
     assert all(region.tags for region in compiled.step.at(4, (2,)).regions)
     assert piper.verify(module, batch, program).verdict == "verified"

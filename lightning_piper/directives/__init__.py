@@ -7,8 +7,9 @@ from lightning_piper.directives.place import Place
 from lightning_piper.directives.program import Program, parse, replicas_of, to_json
 from lightning_piper.directives.recompute import Recompute
 from lightning_piper.directives.replicate import Replicate
-from lightning_piper.directives.shard import Shard
+from lightning_piper.directives.shard_experts import ShardExperts
 from lightning_piper.directives.split import Split, accumulating
+from lightning_piper.directives.tensor_shards import ShardSequences, ShardWeights
 
 __all__ = [
     "Directive",
@@ -18,7 +19,9 @@ __all__ = [
     "Program",
     "Recompute",
     "Replicate",
-    "Shard",
+    "ShardExperts",
+    "ShardSequences",
+    "ShardWeights",
     "Split",
     "accumulating",
     "known",

@@ -1,9 +1,9 @@
-"""Tensor parallelism: the rewrite of a `shard` with `params` or `values`. Ranks of an axis hold shards of
+"""Tensor parallelism: the rewrite of `shard_weights` and `shard_sequences`. Ranks of an axis hold shards of
 tensors.
 
-    F[0] -> F[1] -> F[2]     --shard over [0, 1]-->     F[0] -> F[1] @0,1, a shard each -> allreduce -> F[2]
+    F[0] -> F[1] -> F[2]     --shard_weights over [0, 1]-->     F[0] -> F[1] @0,1, a shard each -> allreduce -> F[2]
 
-`Shard.prepare` cuts the step for this rewrite: regions end where the placement of a value must change. Until
+`TensorSharding.prepare` cuts the step for this rewrite: regions end where the placement of a value must change. Until
 the directive is applied, the passes run on whole tensors as on one device, without communication between
 them.
 """
@@ -37,14 +37,14 @@ from lightning_piper.ops.communication.redistribute import CutOut, Redistribute,
 from lightning_piper.ops.communication.total import Total
 
 if TYPE_CHECKING:
-    from lightning_piper.directives.shard import Shard
+    from lightning_piper.directives.tensor_shards import TensorSharding
 
 
-def check_tensors(directive: Shard) -> None:
-    """Check the fields `params`, `values` and `attention` of a `shard`. Raise an error if one is not
+def check_tensors(directive: TensorSharding) -> None:
+    """Check the fields `params`, `values` and `attention`. Raise an error if one is not
     valid."""
     for field in ("params", "values"):
-        given: Any = getattr(directive, field)
+        given: Any = getattr(directive, field, None)
         if given is None:
             continue
         if not isinstance(given, Mapping) or not all(
@@ -85,7 +85,7 @@ def _part(said: int | Sequence[int]) -> Sharded:
     return Sharded(said) if isinstance(said, int) else Sharded(*said)
 
 
-def divided_step(directive: Shard, step: Step, program: Sequence[Directive]) -> Step:
+def divided_step(directive: TensorSharding, step: Step, program: Sequence[Directive]) -> Step:
     """Return the step cut where placements change, if `directive` is the last one that divides tensors.
 
     The last directive cuts the step for all directives that divide tensors. For an earlier directive, this
@@ -111,13 +111,13 @@ def divided_step(directive: Shard, step: Step, program: Sequence[Directive]) -> 
     return step.divided(tuple(divisions)) if len(divisions) == len(_dividing(program)) else step
 
 
-def _dividing(program: Sequence[Directive]) -> list[Shard]:
+def _dividing(program: Sequence[Directive]) -> list[TensorSharding]:
     """Return the directives of a program that divide tensors."""
-    shards: list[Any] = [directive for directive in program if directive.op == "shard"]
-    return [directive for directive in shards if directive.divides_tensors]
+    found: list[Any] = [each for each in program if each.op in ("shard_weights", "shard_sequences")]
+    return found
 
 
-def _check_together(directive: Shard, divisions: Sequence[Division]) -> None:
+def _check_together(directive: TensorSharding, divisions: Sequence[Division]) -> None:
     """Raise an error if the last division, which is of `directive`, shards the same parameter as an earlier
     division, or the same dimension of values."""
     *earlier, mine = divisions
@@ -130,14 +130,14 @@ def _check_together(directive: Shard, divisions: Sequence[Division]) -> None:
             directive.refuse("values", found, "shard each dimension along one axis only [PIPER-D017]")
 
 
-def blocks_of(directive: Shard, program: Sequence[Directive]) -> list[tuple[int, ...]]:
+def blocks_of(directive: TensorSharding, program: Sequence[Directive]) -> list[tuple[int, ...]]:
     """Return the groups of devices that work on the same samples: blocks along all axes that divide
     tensors.
     """
     return lines_of(directive, program, _axes_of(directive, program))
 
 
-def _axes_of(directive: Shard, program: Sequence[Directive]) -> list[str]:
+def _axes_of(directive: TensorSharding, program: Sequence[Directive]) -> list[str]:
     """Return the axes along which a program divides tensors. Raise an error if several directives have the
     axis of `directive`."""
     axes = [other.axis for other in _dividing(program)]
@@ -148,7 +148,7 @@ def _axes_of(directive: Shard, program: Sequence[Directive]) -> list[str]:
 
 
 def lines_of(
-    directive: Shard, program: Sequence[Directive], axes: Sequence[str] = ()
+    directive: TensorSharding, program: Sequence[Directive], axes: Sequence[str] = ()
 ) -> list[tuple[int, ...]]:
     """Return the lines of devices along the directive's axis, in all groups: the field `devices`, or else the
     lines of the meshes that the program's `place` directives give. Raise an error if there are none.
@@ -160,7 +160,7 @@ def lines_of(
         if len(_dividing(program)) > 1:
             advice = "remove devices, and name the axes of all of them in place(axes=...)"
             directive.refuse("devices", "several directives shard tensors", f"{advice} [PIPER-D017]")
-        return directive._groups()
+        return directive.groups()
     found: list[tuple[int, ...]] = []
     for place in program:
         if isinstance(place, Place) and directive.axis in place.axes:
@@ -180,12 +180,12 @@ def lines_of(
     )
 
 
-def _params(directive: Shard, step: Step, degree: int) -> dict[str, Sharded]:
+def _params(directive: TensorSharding, step: Step, degree: int) -> dict[str, Sharded]:
     """Return, by canonical name, the division of each parameter that a pattern of the directive matches. If
     several patterns match, the last one counts. Raise an error if a pattern matches nothing, or if the
     dimension cannot be divided evenly."""
     found: dict[str, Sharded] = {}
-    for pattern, said in (directive.params or {}).items():
+    for pattern, said in directive.weights.items():
         names = [
             name
             for name, info in step.params.items()
@@ -211,7 +211,9 @@ def _params(directive: Shard, step: Step, degree: int) -> dict[str, Sharded]:
     return found
 
 
-def take_parts(directive: Shard, dag: TrainingDAG, mesh: Mesh, training: TrainingDAG | None = None) -> None:
+def take_parts(
+    directive: TensorSharding, dag: TrainingDAG, mesh: Mesh, training: TrainingDAG | None = None
+) -> None:
     """Let ranks hold shards of tensors along all axes, and insert the communication that changes placements
     between passes. For a second directive of a program, this function only checks its fields. Raise an error
     if the directive does not fit the DAG.
@@ -220,7 +222,7 @@ def take_parts(directive: Shard, dag: TrainingDAG, mesh: Mesh, training: Trainin
     """
     if not dag.step.divisions:
         directive.refuse(
-            "params",
+            "filter",
             "the step was captured without this directive, so its tensors are whole",
             "compile the whole program at once [PIPER-D018]",
         )
@@ -228,7 +230,7 @@ def take_parts(directive: Shard, dag: TrainingDAG, mesh: Mesh, training: Trainin
         directive.refuse(
             "filter",
             "the batch is divided over replicas already",
-            "put the shard before every replicate [PIPER-D007]",
+            "move this directive before every replicate [PIPER-D007]",
         )
     _check_selected(directive, dag)
     labels = list(dict.fromkeys(region.label for region in dag.regions))
@@ -279,7 +281,7 @@ def take_parts(directive: Shard, dag: TrainingDAG, mesh: Mesh, training: Trainin
     connect(dag, [node for node in touched if node.id in dag.nodes])
 
 
-def _check_divided(directive: Shard, dag: TrainingDAG) -> None:
+def _check_divided(directive: TensorSharding, dag: TrainingDAG) -> None:
     """Raise an error if no output of a region has a dimension that the directive divides."""
     ranks = {
         len(specs[0].shape)
@@ -301,7 +303,7 @@ def _check_divided(directive: Shard, dag: TrainingDAG) -> None:
         )
 
 
-def _check_selected(directive: Shard, dag: TrainingDAG) -> None:
+def _check_selected(directive: TensorSharding, dag: TrainingDAG) -> None:
     """Raise an error if the filter does not select all regions that read a divided parameter."""
     selected = {chunk.region for chunk in directive.select(dag, "filter", directive.filter)}
     readers = readers_of(dag)

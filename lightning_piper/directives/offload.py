@@ -38,8 +38,9 @@ class Offload(Directive):
             the update.
         store_stream, fetch_stream: Logical streams of the copies.
 
-    Piper applies this directive after `split`, `shard` and `recompute`. On CUDA the host memory is pinned,
-    and copies overlap other work. On a CPU they take the time of a copy. The bits do not change.
+    Piper applies this directive after `split`, `recompute` and the directives that shard tensors or experts. On
+    CUDA the host memory is pinned, and copies overlap other work. On a CPU they take the time of a copy. The bits
+    do not change.
 
     Source: Rhu et al., vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient Neural Network
     Design, 2016.

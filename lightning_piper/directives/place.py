@@ -28,7 +28,7 @@ class Place(Directive):
         filter: Selects chunks by tags (default: all chunks).
         devices: One logical device, or a group of devices over which a `replicate` divides the work. A group
             may be a mesh, a nested list such as `[[0, 1], [2, 3]]`.
-        axes: The names of a mesh's dimensions, such as `["dp", "ep"]`, from the outermost list on. A `shard`
+        axes: The names of a mesh's dimensions, such as `["dp", "ep"]`, from the outermost list on. A directive that shards
             may name one.
         stream: The logical stream that runs the chunks.
 

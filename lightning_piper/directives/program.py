@@ -179,6 +179,30 @@ def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
+def _in_current_form(entry: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """Return a JSON entry in the form of this version. Earlier versions had one directive `shard` for experts,
+    weights and sequences.
+    """
+    if entry["op"] != "shard":
+        return entry
+    found = {"axis": "ep", "stream": "alltoall", **entry}
+    if found.get("params"):
+        return {**found, "op": "shard_weights"}
+    if found.get("params") is None and found.get("values") is None:
+        return {k: v for k, v in found.items() if v is not None or k not in _OF_TENSORS} | {
+            "op": "shard_experts"
+        }
+    found.pop("params", None)
+    return {**found, "op": "shard_sequences", "values": found.get("values") or {}}
+
+
+_OF_TENSORS = (
+    "params",
+    "values",
+    "attention",
+)  # fields of an earlier `shard` that are None if it shards experts
+
+
 def _from_json(entry: Any) -> Directive:
     """Return the directive that a JSON object describes.
 
@@ -189,6 +213,7 @@ def _from_json(entry: Any) -> Directive:
         raise DirectiveError(
             f'is {shown(entry)}; give a directive or an object such as {{"op": "place", ...}} [PIPER-D001]'
         )
+    entry = _in_current_form(entry)
     op = entry["op"]
     cls = find(op) if isinstance(op, str) else None
     if cls is None:

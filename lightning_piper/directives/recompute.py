@@ -41,7 +41,7 @@ class Recompute(Directive):
             the least time, with 0 it saves the region's inputs only. torch's min-cut partitioner chooses the
             values (its `activation_memory_budget`).
 
-    Piper applies this directive after `place`, `split` and a `shard` of experts, and before an `order` that
+    Piper applies this directive after `place`, `split` and `shard_experts`, and before an `order` that
     names second passes. The bits do not change.
 
     Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.

@@ -5,7 +5,7 @@ gradients.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -71,7 +71,7 @@ class Replicate(Directive):
         zero: Only in the constructor: the ZeRO stage from 0 to 3, which sets one of the three fields.
             `Replicate(zero=3)` is `Replicate(shard_params=True)`.
 
-    If a `shard` divides a parameter, each part is summed and sharded over the replicas that hold this part.
+    If another directive shards a parameter, each part is summed and sharded over the replicas that hold this part.
 
     The local batches are the same for all regions of a step, whether one directive or several directives
     replicate them. The ZeRO stages of regions may differ.
@@ -189,7 +189,7 @@ class Replicate(Directive):
 
     def apply(self, dag: TrainingDAG) -> None:
         """Divide the batch, sum gradients over the replicas, and shard what the fields say. Parameters that a
-        `shard` divides get their sums and gathers again, with this directive's policy. Raise an error if
+        `shard_experts` divides get their sums and gathers again, with this directive's policy. Raise an error if
         another directive treats the same parameters differently.
         """
         regions, policy = self._shard_batch(dag), self._policy()
@@ -266,7 +266,7 @@ class Replicate(Directive):
                 "average", shown(self.average), "give all replicate directives the same average [PIPER-D017]"
             )
         dag.mean_of_replicas = mean
-        # An earlier `shard` of tensors has already divided the batch over the replicas of its mesh.
+        # An earlier `shard_weights` or `shard_sequences` has already divided the batch over the replicas of its mesh.
         known = dag.mesh if dag.member_axes and len(dag.mesh.places) == len(groups[0]) else None
         shard_batch(dag, known or Mesh.flat(len(groups[0])), self)
         return regions
@@ -289,3 +289,31 @@ class Replicate(Directive):
             by_parameter=self.shard_by == "parameter",
             dtype=None if self.reduce_dtype is None else getattr(torch, self.reduce_dtype),
         )
+
+
+# Variants of a program with the same replicas at a lower ZeRO stage
+
+_WHOLE: Mapping[str, Any] = {"shard_optimizer": False, "shard_grads": False, "shard_params": False}
+
+
+def shards_of(directive: Directive) -> list[str]:
+    """Return the names of the sharding fields that are set in a directive."""
+    return [field for field in _WHOLE if isinstance(directive, Replicate) and getattr(directive, field)]
+
+
+def without_sharding(program: Sequence[Directive]) -> tuple[Directive, ...]:
+    """Return the program at ZeRO stage 0: replicas shard nothing."""
+    return tuple(
+        dataclasses.replace(each, **_WHOLE, shard_by="elements") if isinstance(each, Replicate) else each
+        for each in program
+    )
+
+
+def divides_optimizer(program: Sequence[Directive]) -> tuple[Directive, ...]:
+    """Return the program with each ZeRO stage above 0 lowered to stage 1, a sharded optimizer state."""
+    return tuple(
+        dataclasses.replace(each, **{**_WHOLE, "shard_optimizer": True})
+        if isinstance(each, Replicate) and shards_of(each)
+        else each
+        for each in program
+    )

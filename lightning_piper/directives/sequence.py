@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from lightning_piper.directives.base import Directive
 
 PLACES = ("place", "place of microbatches")
+OF_TENSORS = ("shard_weights", "shard_sequences")
 # Kind of a directive (`Directive.kind_in`) -> the kinds that are applied before it.
 FOLLOWS: Mapping[str, frozenset[str]] = {
     kind: frozenset(earlier)
@@ -16,11 +17,12 @@ FOLLOWS: Mapping[str, frozenset[str]] = {
         "place": (),
         "split": (),
         "place of microbatches": ("split",),
-        "shard of tensors": (*PLACES, "split"),
-        "shard of experts": (*PLACES, "split", "shard of tensors"),
-        "replicate": (*PLACES, "shard of tensors"),
-        "recompute": (*PLACES, "split", "shard of experts"),
-        "offload": (*PLACES, "split", "shard of tensors", "shard of experts", "recompute"),
+        "shard_weights": (*PLACES, "split"),
+        "shard_sequences": (*PLACES, "split"),
+        "shard_experts": (*PLACES, "split", *OF_TENSORS),
+        "replicate": (*PLACES, *OF_TENSORS),
+        "recompute": (*PLACES, "split", "shard_experts"),
+        "offload": (*PLACES, "split", *OF_TENSORS, "shard_experts", "recompute"),
         "order": (*PLACES, "split"),
         "order of R": (*PLACES, "split", "recompute"),
         "order of copies": (*PLACES, "split", "recompute", "offload"),

@@ -144,7 +144,7 @@ def gather_as_in_training(dag: TrainingDAG, training: TrainingDAG) -> None:
         bucket = shards.outputs[0].bucket
         assert bucket is not None
         if bucket.mesh != dag.mesh_of(bucket.names[0]):
-            continue  # A `shard` that is applied later divides these parameters and gathers them.
+            continue  # A `shard_experts` that is applied later divides these parameters and gathers them.
         stream = next((gather.stream for gather in training.users(shards)), shards.stream)
         policy = ShardingPolicy(
             optimizer=True, gradients=not shards.kept, parameters=not shards.kept, gather_stream=stream
@@ -331,7 +331,7 @@ def _buckets(
     """Return the buckets that hold parameters, each with its parameters among `names`.
 
     Parameters that an earlier program sharded are in its buckets. The other parameters of one bucket have the
-    same readers, so that a gather brings only parameters that its reader reads. Parameters that a `shard` may
+    same readers, so that a gather brings only parameters that its reader reads. Parameters that a `shard_experts` may
     divide have buckets of their own. `dtype` is the dtype of the buckets; None: the parameters' dtype.
 
     Raises:

@@ -1,11 +1,11 @@
 """A training program applied to a forward-only step: `validation_step`, `test_step`, `predict_step`.
 
-Piper keeps `place`, `shard` and `replicate`: each replica has its local batch, and parameters are gathered
-from the shards of training. Piper skips `order`, `recompute` and `offload`, and a `split` does not cut the
-batch. An evaluation step needs no microbatches, because it saves nothing for a backward pass. On the whole
-batch the step's values equal its values on one device, whatever the step computes from them (a ratio, the
-exponential of a mean). The batch runs where the first microbatch runs, so a region with several device groups
-(DualPipe) uses one of these groups.
+Piper keeps `place`, `replicate` and the directives that shard tensors or experts: each replica has its local
+batch, and parameters are gathered from the shards of training. Piper skips `order`, `recompute` and `offload`,
+and a `split` does not cut the batch. An evaluation step needs no microbatches, because it saves nothing for a
+backward pass. On the whole batch the step's values equal its values on one device, whatever the step computes
+from them (a ratio, the exponential of a mean). The batch runs where the first microbatch runs, so a region with
+several device groups (DualPipe) uses one of these groups.
 
 A forward-only step may have regions that the training step lacks or annotates differently. Each directive
 applies to the regions that it matches. A region that no `place` matches gets, in trace order:

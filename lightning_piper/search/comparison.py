@@ -18,7 +18,8 @@ from torch import nn
 
 from lightning_piper.common.units import duration
 from lightning_piper.compiler import Compiled, compile
-from lightning_piper.directives import Directive, Shard, to_json
+from lightning_piper.directives import Directive, to_json
+from lightning_piper.directives.group_sharding import Sharding
 from lightning_piper.directives.program import Annotations, annotate_as
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.nodes import Chunk
@@ -130,13 +131,13 @@ def compare(
 
     Raises:
         PiperError: There is no valid recording, or it is of a different program or batch size. Or the program
-            has a `Shard`, and the costs of sharded blocks are not known. Or a boundary between stages is
-            inside of a block. Or the search or the capture raises an error.
+            shards weights, sequences or experts, because the costs of sharded blocks are not known. Or a
+            boundary between stages is inside of a block. Or the search or the capture raises an error.
     """
-    if any(isinstance(directive, Shard) for directive in program):
+    if any(isinstance(directive, Sharding) for directive in program):
         raise PiperError(
-            "comparison with a recording: the program has a shard directive, but costs are measured for "
-            "blocks with whole tensors. Record a program without shard [PIPER-R002]"
+            "comparison with a recording: the program shards weights, sequences or experts, but costs are measured for "
+            "blocks with whole tensors. Record a program without these directives [PIPER-R002]"
         )
     annotated = copy_of(module)
     annotate_as(annotated, annotations)

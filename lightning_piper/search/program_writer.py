@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_piper.annotate import annotate_modules
-from lightning_piper.directives import Directive, Offload, Order, Place, Recompute, Replicate, Shard
+from lightning_piper.directives import Directive, Offload, Order, Place, Recompute, Replicate, ShardWeights
 from lightning_piper.directives.program import to_json
 from lightning_piper.schedules.searched_schedules import SEARCHED
 from lightning_piper.search.space import Candidate
@@ -24,7 +24,9 @@ LEVELS: tuple[Mapping[str, Any], ...] = (
     {"shard_grads": True},
     {"shard_params": True},
 )
-Params = Mapping[str, int | Sequence[int]]  # parameter -> dimension, or (dimension, runs), as in `Shard`
+Params = Mapping[
+    str, int | Sequence[int]
+]  # parameter -> dimension, or (dimension, runs), as in `ShardWeights`
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def write(
     Args:
         candidate: The candidate that a search has chosen.
         stages: Names of the modules of each stage.
-        params: Parameters that are sharded along the tensor axis, as in `Shard` (default: none).
+        params: Parameters that are sharded along the tensor axis, as in `ShardWeights` (default: none).
         unnamed: The stage of the work outside of all modules in `stages`; None if all work is in them.
     """
     layout = candidate.layout
@@ -108,7 +110,7 @@ def write(
         lines = [
             group[i : i + layout.tensor] for group in groups for i in range(0, len(group), layout.tensor)
         ]
-        more.append(Shard(filter={}, devices=lines, axis=TENSOR, stream=TENSOR, params=params))
+        more.append(ShardWeights(filter={}, devices=lines, axis=TENSOR, stream=TENSOR, params=params))
     if layout.replicas > 1:
         everywhere = groups if len(groups) > 1 else groups[0]
         for level in sorted(set(candidate.levels)):

@@ -385,7 +385,7 @@ def write_stages(candidate: Candidate, cut: BlockCut, params: Params | None) -> 
     """Return the program of a candidate whose stages are blocks of `cut`.
 
     Args:
-        params: Parameters that are sharded along the tensor axis, as in `Shard`. None: the axis has one
+        params: Parameters that are sharded along the tensor axis, as in `ShardWeights`. None: the axis has one
             device.
 
     Raises:

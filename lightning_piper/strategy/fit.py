@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_piper.capture import PartlyCaptured, flatten
 from lightning_piper.common.units import Stopwatch
 from lightning_piper.compiler import Compiled
-from lightning_piper.directives.zero_stages import shards_of
+from lightning_piper.directives.replicate import shards_of
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.added_groups import AddedGroups
 from lightning_piper.holdings.gradient_injection import GradientInjection

@@ -9,7 +9,7 @@ from typing import Any
 import networkx as nx
 from hypothesis import strategies as st
 
-from lightning_piper.directives import Directive, Order, Place, Replicate, Shard, Split, to_json
+from lightning_piper.directives import Directive, Order, Place, Replicate, ShardExperts, Split, to_json
 from lightning_piper.directives.backward import split_backward
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
@@ -118,13 +118,13 @@ def programs(draw: Draw, case: Case) -> list[Directive]:
 
 
 @st.composite
-def _sharding(draw: Draw, head: list[Directive], replicas: int) -> Shard:
+def _sharding(draw: Draw, head: list[Directive], replicas: int) -> ShardExperts:
     """Draw a shard of the routed blocks, which divides the group ranks of all stages in the same way."""
     places = draw(st.permutations(range(replicas)))
     degree = draw(st.sampled_from([n for n in (2, 4) if replicas % n == 0]))
     groups = [places[i : i + degree] for i in range(0, replicas, degree)]
     placed = dict.fromkeys(tuple(p.devices) for p in head if isinstance(p, Place))
-    return Shard(
+    return ShardExperts(
         filter={"EP": "*"}, devices=[[base[place] for place in group] for base in placed for group in groups]
     )
 

@@ -19,7 +19,7 @@ from lightning_piper.capture.eager.eager_reference import Outcome
 from lightning_piper.capture.eager.eager_step import EagerStep, is_of_none
 from lightning_piper.capture.user_code.step_arguments import arguments
 from lightning_piper.directives import Directive, replicas_of
-from lightning_piper.directives.zero_stages import without_sharding
+from lightning_piper.directives.replicate import without_sharding
 from lightning_piper.errors import CaptureError, DirectiveError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.passes import Done, run_pipeline

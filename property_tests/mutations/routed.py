@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lightning_piper.capture.cutting import extraction
-from lightning_piper.directives import shard, sharded_parameters
+from lightning_piper.directives import shard_experts, sharded_parameters
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import Mesh
@@ -48,7 +48,9 @@ def _applied(change: Callable[[TrainingDAG], Iterable[object]]) -> Wrap:
 def _rewrite_bug(
     name: str, what: str, change: Callable[[TrainingDAG], Iterable[object]], scenario: str = SCENARIO
 ) -> None:
-    mutation(name, what, "rewrite", (shard.Shard, "apply"), scenario=scenario)(_applied(change))
+    mutation(name, what, "rewrite", (shard_experts.ShardExperts, "apply"), scenario=scenario)(
+        _applied(change)
+    )
 
 
 def _moves(dag: TrainingDAG, direction: str) -> list[AllToAll]:

@@ -11,7 +11,16 @@ from typing import Any
 
 from lightning_piper.capture import capture
 from lightning_piper.capture.graph_cache import cached_graphs
-from lightning_piper.directives import Directive, Offload, Order, Place, Recompute, Replicate, Shard, Split
+from lightning_piper.directives import (
+    Directive,
+    Offload,
+    Order,
+    Place,
+    Recompute,
+    Replicate,
+    ShardExperts,
+    Split,
+)
 from lightning_piper.schedules import one_f_one_b, zero_bubble
 from lightning_piper.testing import POOL, Case, Model, Spec, case, make_batch
 
@@ -142,13 +151,13 @@ _ALL = (
     Scenario("experts", Spec(("experts", "experts"), (0, 1)), 8,
         [*one_f_one_b(2, 2, devices=[[0, 2], [1, 3]]),
              _replicate([0, 2], [1, 3], shard_grads=True),
-             Shard(filter={"EP": "*"}, devices=[[0, 2], [1, 3]])]),
+             ShardExperts(filter={"EP": "*"}, devices=[[0, 2], [1, 3]])]),
     Scenario("experts twice", Spec(("crowded", "experts"), (0, 0), exact=True), 8,
         [*_groups([0, 1, 2, 3]), _split(2),
-             _replicate([0, 1, 2, 3]), Shard(filter={"EP": "*"}, devices=[[0, 3], [1, 2]])]),
+             _replicate([0, 1, 2, 3]), ShardExperts(filter={"EP": "*"}, devices=[[0, 3], [1, 2]])]),
     Scenario("places", Spec(("places", "linear"), (0, 0)), 8,
         [*_groups([0, 1]), _split(2), _replicate([0, 1]),
-             Shard(filter={"EP": "*"}, devices=[0, 1])]),
+             ShardExperts(filter={"EP": "*"}, devices=[0, 1])]),
     Scenario("whole batch", Spec(("synced", "linear", "synced"), (0, 1, 1)), 8,
              [_split(2), *_groups([0, 2], [1, 3]), _replicate([0, 2], [1, 3])]),
     Scenario("gathered samples", Spec(("linear", "gathered", "residual"), (0, 1, 1)), 8,

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lightning_piper as piper
-from lightning_piper import Place, Shard
+from lightning_piper import Place, ShardSequences
 from lightning_piper.errors import DirectiveError
 from tests.groups import marked
 from tests.tensors import decoder, fit
@@ -69,7 +69,7 @@ def test_it_equals_one_device(over, name):
     degree, length, runs = OVER[over]
     torch.manual_seed(0)
     devices = list(range(degree))
-    parts = Shard(filter={}, devices=devices, axis="cp", values={"*": (1, runs)}, stream="cp")
+    parts = ShardSequences(filter={}, devices=devices, axis="cp", values={"*": (1, runs)}, stream="cp")
     program = [Place(filter={}, devices=devices), parts]
     report = piper.verify(Net(WORK[name]).double(), torch.randn(4, length, 3).double(), program)
     assert report.verdict == "verified" and all(row.single.verdict != "differs" for row in report.rows)
@@ -79,7 +79,7 @@ def test_one_axis_is_divided_by_one_directive():
     """Said when the program is given, before anything is captured."""
     program = [
         Place(filter={}, devices=[0, 1], axes=["tp"]),
-        *(Shard(filter={}, axis="tp", values={"*": 1}) for _ in range(2)),
+        *(ShardSequences(filter={}, axis="tp", values={"*": 1}) for _ in range(2)),
     ]
     with pytest.raises(
         DirectiveError, match="several directives shard tensors along 'tp'; combine them into one directive"

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lightning_piper as piper
-from lightning_piper import Replicate, Shard, Split
+from lightning_piper import Replicate, ShardExperts, ShardWeights, Split
 from lightning_piper.directives import member_tensors
 from lightning_piper.errors import CaptureError, DirectiveError, VerificationError
 from lightning_piper.ops.communication.all_to_all import AllToAll
@@ -131,7 +131,7 @@ def test_one_dimension_has_one_axis(monkeypatch):
         match=r"directive 2 .*an earlier directive shards dimension 1 of values along 'tp'; shard each",
     ):
         compiled_for([grid(cp=2, tp=2), columns(values={"*": 1}), sequences()])
-    both = [grid(cp=2, tp=2), columns(), Shard(filter={}, axis="cp", params={"blocks.0.up.weight": 0})]
+    both = [grid(cp=2, tp=2), columns(), ShardWeights(filter={}, axis="cp", params={"blocks.0.up.weight": 0})]
     with pytest.raises(
         DirectiveError, match=r"shards blocks\.0\.up\.weight along 'tp'; shard each parameter along one axis"
     ):
@@ -227,7 +227,7 @@ def test_experts_are_owned_along_their_axis_and_tokens_travel_along_it():
             [
                 grid(ep=2, tp=2),
                 columns(params=HEADS),
-                Shard(filter={"EP": "*"}, devices=[[0, 2], [1, 3]]),
+                ShardExperts(filter={"EP": "*"}, devices=[[0, 2], [1, 3]]),
                 everywhere(4),
             ],
             "another directive shards params or values; remove devices, and name the axes of both",

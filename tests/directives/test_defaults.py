@@ -25,7 +25,7 @@ ALL: dict[str, Any] = {}
         (piper.Replicate([0, 1], zero=0), piper.Replicate(filter=ALL, devices=[0, 1])),
         (piper.Recompute(), piper.Recompute(filter=ALL)),
         (piper.Offload(), piper.Offload(filter=ALL)),
-        (piper.Shard(devices=[0, 1]), piper.Shard(filter=ALL, devices=[0, 1])),
+        (piper.ShardExperts(devices=[0, 1]), piper.ShardExperts(filter=ALL, devices=[0, 1])),
     ],
 )
 def test_a_field_left_out_has_its_default(short: Any, whole: Any) -> None:
@@ -58,14 +58,14 @@ def test_a_level_and_another_one_are_refused() -> None:
     assert dataclasses.replace(piper.Replicate([0, 1], zero=3), average="replicas").shard_params
 
 
-@pytest.mark.parametrize("make", [piper.Replicate, piper.Shard])
+@pytest.mark.parametrize("make", [piper.Replicate, piper.ShardExperts])
 def test_groups_left_out_are_those_of_the_places(make: Any) -> None:
     groups = [[0, 1], [2, 3]]
     placed = schedules.one_f_one_b(2, 4, devices=groups)[:3]
     assert parse([*placed, make()]) == [*placed, make(devices=groups)]
     assert parse([piper.Place([2, 3]), make()])[1] == make(devices=[2, 3])
     mesh = piper.Place(groups, axes=["dp", "ep"])
-    assert parse([mesh, piper.Shard()])[1] == piper.Shard()
+    assert parse([mesh, piper.ShardExperts()])[1] == piper.ShardExperts()
 
 
 def test_a_place_on_one_device_has_no_replicas() -> None:

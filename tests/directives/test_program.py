@@ -11,7 +11,17 @@ from typing import Any
 import numpy
 import pytest
 
-from lightning_piper.directives import Directive, Order, Place, Split, parse, to_json
+from lightning_piper.directives import (
+    Directive,
+    Order,
+    Place,
+    ShardExperts,
+    ShardSequences,
+    ShardWeights,
+    Split,
+    parse,
+    to_json,
+)
 from lightning_piper.directives.program import annotations_of
 from lightning_piper.errors import DirectiveError
 from lightning_piper.schedules import gpipe, one_f_one_b
@@ -262,3 +272,29 @@ def test_a_malformed_dataclass_is_refused_like_its_json() -> None:
 def test_directives_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         PROGRAM[0].filter = {}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "entry, now",
+    [
+        ({"filter": {"EP": "*"}}, ShardExperts(filter={"EP": "*"})),
+        (
+            {"devices": [0, 1], "params": None, "values": None, "attention": None},
+            ShardExperts(devices=[0, 1]),
+        ),
+        ({"axis": "tp", "stream": "tp", "params": {"a": 0}}, ShardWeights(params={"a": 0})),
+        ({"params": {"a": 0}}, ShardWeights(axis="ep", stream="alltoall", params={"a": 0})),
+        (
+            {"axis": "cp", "stream": "cp", "params": {}, "values": {"*": 1}, "attention": "ring"},
+            ShardSequences(attention="ring"),
+        ),
+        ({"axis": "cp", "stream": "cp", "values": {"*": [1, 2]}}, ShardSequences(values={"*": [1, 2]})),
+    ],
+)
+def test_the_single_shard_of_earlier_programs_is_read(entry: dict[str, Any], now: Directive) -> None:
+    assert parse([{"op": "shard", **entry}]) == [now]
+
+
+def test_its_unknown_fields_are_errors() -> None:
+    with pytest.raises(DirectiveError, match=r"directive 0 \(shard_experts\): field 'parms'"):
+        parse([{"op": "shard", "parms": {}}])

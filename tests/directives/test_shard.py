@@ -1,4 +1,4 @@
-"""`shard` on graphs: the result in all combinations with other directives, in either order."""
+"""`shard_experts` on graphs: the result in all combinations with other directives, in either order."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ TWICE = [[0, 1], [2, 3]]
 
 
 def shard(devices: Any, **condition: Any) -> Directive:
-    return piper.Shard(filter=condition or {"EP": "*"}, devices=devices)
+    return piper.ShardExperts(filter=condition or {"EP": "*"}, devices=devices)
 
 
 def replicate(devices: Any, **level: Any) -> Directive:
@@ -61,7 +61,7 @@ def together(devices: list[Any], *axes: str) -> list[Directive]:
 
 
 def along(axis: str) -> Directive:
-    return piper.Shard(filter={"EP": "*"}, axis=axis)
+    return piper.ShardExperts(filter={"EP": "*"}, axis=axis)
 
 
 def staged(schedule: Any, microbatches: int) -> list[Directive]:
@@ -155,7 +155,7 @@ def test_each_region_has_its_own_mesh() -> None:
         other,
         replicate(ALL),
     ]
-    program += [piper.Shard(filter={"PP": stage, "EP": "*"}, axis="ep") for stage in (0, 1)]
+    program += [piper.ShardExperts(filter={"PP": stage, "EP": "*"}, axis="ep") for stage in (0, 1)]
     dag = compile_step(case(EXACT, 8).step, program).dag
     found = {dag.regions[region].tags["PP"]: mesh.lines("ep") for region, mesh in dag.meshes.items()}
     assert found == {0: ((0, 1), (2, 3)), 1: ((0, 2), (1, 3))}
@@ -190,7 +190,7 @@ def test_each_region_has_its_own_mesh() -> None:
             TWICE,
             ["dp", "ep"],
             "data",
-            r"field 'axis': 'data'; give the name of an axis other than 'data', such as 'ep'",
+            r"field 'axis': 'data'; give the name of an axis other than 'data', such as 'tp'",
         ),
         (
             TWICE,
@@ -208,7 +208,7 @@ def test_each_region_has_its_own_mesh() -> None:
 def test_a_mesh_that_does_not_fit_is_refused(devices: Any, axes: Any, axis: str, says: str) -> None:
     program = [
         piper.Place(filter={}, devices=devices, axes=axes),
-        piper.Shard(filter={"EP": "*"}, axis=axis),
+        piper.ShardExperts(filter={"EP": "*"}, axis=axis),
         replicate(ALL),
     ]
     with pytest.raises(piper.DirectiveError, match=says):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lightning_piper as piper
-from lightning_piper import Place, Replicate, Shard, Split
+from lightning_piper import Place, Replicate, ShardWeights, Split
 from lightning_piper.capture import capture
 from lightning_piper.compiler import compile_step
 from lightning_piper.errors import CaptureError, DirectiveError, VerificationError
@@ -240,7 +240,7 @@ def test_chunks_run_on_parts():
 def test_a_program_reads_back():
     program = [TWO, divided([0, 1], sequence=True)]
     assert program[1].to_json()["params"] == PARAMS
-    assert Shard(**{k: v for k, v in program[1].to_json().items() if k != "op"}) == program[1]
+    assert ShardWeights(**{k: v for k, v in program[1].to_json().items() if k != "op"}) == program[1]
 
 
 def test_a_filter_selects_all_that_reads_what_is_divided():

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lightning_piper as piper
-from lightning_piper import Place, Shard
+from lightning_piper import Place, ShardWeights
 from lightning_piper.ops.communication.redistribute import CutOut, Redistribute
 from lightning_piper.verify.interpreter import interpret
 from tests.groups import marked
@@ -80,7 +80,7 @@ def over(degree: int, **params: int) -> list[Any]:
     params = params or {"embed.weight": 0, "head.weight": 0}
     return [
         Place(filter={}, devices=devices),
-        Shard(filter={}, devices=devices, axis="tp", params=params, stream="tp"),
+        ShardWeights(filter={}, devices=devices, axis="tp", params=params, stream="tp"),
     ]
 
 

@@ -47,14 +47,14 @@ class Experts(L.LightningModule):
 
 TITLE = "Experts on several devices"
 INTRO = (
-    "Piper raises these errors when the step marks experts, and when a `shard` "
+    "Piper raises these errors when the step marks experts, and when `shard_experts` "
     "divides them. The module is\n\n"
     "```python\n" + MOE.rstrip() + "\n```"
 )
 
 PLACE = {"op": "place", "filter": {}, "devices": [0, 1]}
 REPLICATE = {"op": "replicate", "filter": {}, "devices": [0, 1]}
-SHARD = {"op": "shard", "filter": {"EP": "*"}, "devices": [0, 1]}
+SHARD = {"op": "shard_experts", "filter": {"EP": "*"}, "devices": [0, 1]}
 GELU = "rows = torch.relu(piper.grouped_linear(rows, self.up, sizes))"
 
 
@@ -111,17 +111,17 @@ CASES: Cases = [
     Case("`grouped_linear` of several dtypes",
          lambda: piper.grouped_linear(torch.ones(3, 8), torch.ones(2, 6, 8).double(), torch.tensor([1, 2]))),
     program("a filter that does not select experts", PLACE, REPLICATE, {**SHARD, "filter": {"EP": "-"}}),
-    program("`shard` before `place`", SHARD),
-    program("`shard` over devices that are not the stage's "
+    program("`shard_experts` before `place`", SHARD),
+    program("`shard_experts` over devices that are not the stage's "
             "devices", PLACE, REPLICATE, {**SHARD, "devices": [0, 2]}),
-    program("`shard` over one device", PLACE, REPLICATE, {**SHARD, "devices": [0]}),
-    program("`shard` over groups of different sizes", PLACE, {**SHARD, "devices": [[0, 1], [2, 3, 4]]}),
-    program("`shard` names a device twice", PLACE, {**SHARD, "devices": [[0, 1], [1, 2]]}),
+    program("`shard_experts` over one device", PLACE, REPLICATE, {**SHARD, "devices": [0]}),
+    program("`shard_experts` over groups of different sizes", PLACE, {**SHARD, "devices": [[0, 1], [2, 3, 4]]}),
+    program("`shard_experts` names a device twice", PLACE, {**SHARD, "devices": [[0, 1], [1, 2]]}),
     program("the devices do not divide the experts", {**PLACE, "devices": [0, 1, 2]},
         {**SHARD, "devices": [0, 1, 2]}),
     program("experts are divided twice", PLACE, REPLICATE, SHARD, SHARD),
     program("experts are divided, and other regions are not replicated", PLACE, SHARD),
-    program("`split` after `shard` and a directive of another package", PLACE, REPLICATE, SHARD, Fixed(),
+    program("`split` after `shard_experts` and a directive of another package", PLACE, REPLICATE, SHARD, Fixed(),
             {"op": "split", "filter": {}, "dim_name": "MB", "num_microbatches": 2}),
     divided("dropout in experts", (GELU, GELU + "; rows = F.dropout(rows)")),
     divided("experts read a tensor past `dispatch`", (GELU, GELU + "; rows = rows * score.mean()")),

@@ -33,7 +33,7 @@ class Blocks(L.LightningModule):
 
 TITLE = "Tensors on several devices"
 INTRO = (
-    "Piper raises these errors when a `shard` with `params` or `values` divides tensors. The module is\n\n"
+    "Piper raises these errors when `shard_weights` or `shard_sequences` divides tensors. The module is\n\n"
     "```python\n" + MODEL.rstrip() + "\n```"
 )
 
@@ -43,7 +43,7 @@ REPLICATE = {"op": "replicate", "filter": {}, "devices": [0, 1]}
 
 def shard(**fields: Any) -> dict[str, Any]:
     return {
-        "op": "shard",
+        "op": "shard_weights",
         "filter": {},
         "devices": [0, 1],
         "axis": "tp",
@@ -66,8 +66,9 @@ CASES: Cases = [
     Case("the program does not have the axis",
         lambda: compiled({**PLACE, "axes": ["dp"]}, shard(devices=None))),
     Case("some regions are not placed", lambda: compiled({**PLACE, "filter": {"PP": 0}}, shard())),
-    Case("`replicate`, a directive of another package, and then `shard`", lambda: compiled(PLACE, REPLICATE, Fixed(), shard())),
-    Case("two `shard` directives for the same axis", lambda: compiled(PLACE, shard(), shard())),
+    Case("`replicate`, a directive of another package, and then `shard_weights`",
+         lambda: compiled(PLACE, REPLICATE, Fixed(), shard())),
+    Case("two `shard_weights` directives for the same axis", lambda: compiled(PLACE, shard(), shard())),
     Case("the filter leaves out a region that reads a "
          "parameter", lambda: compiled(PLACE, shard(filter={"PP": 1}))),
     Case("`tensor_parallel` does not find a weight to shard", lambda: piper.tensor_parallel(

@@ -158,7 +158,7 @@ def test_rows_cross_the_link_once_to_the_experts_and_once_back() -> None:
     whole, divided = (
         CostModel(space).costs(layout) for layout in sorted(layouts, key=lambda each: each.routed)
     )
-    dag = piper.compile(module, batch, [piper.Place([0, 1]), piper.Replicate(), piper.Shard()]).dag
+    dag = piper.compile(module, batch, [piper.Place([0, 1]), piper.Replicate(), piper.ShardExperts()]).dag
     labels = [node.label for node in dag.nodes.values()]
     exchanges = labels.count("alltoall.dispatch") + labels.count("alltoall.combine")
     rows = 320 * 4  # bytes of the rows of a replica in one block; half of them stay where they are

@@ -26,14 +26,14 @@ SPECS = {
 
 def _stages(schedule: list[Directive], groups: list[list[int]], **sharded: bool) -> list[Directive]:
     replicate = piper.Replicate(filter={}, devices=groups, bucket_size=1e-4, **sharded)
-    return [*schedule, replicate, piper.Shard(filter={"EP": "*"}, devices=groups)]
+    return [*schedule, replicate, piper.ShardExperts(filter={"EP": "*"}, devices=groups)]
 
 
 def _one_stage(owners: list[list[int]], **sharded: bool) -> list[Directive]:
     return [
         piper.Place(filter={}, devices=[0, 1, 2, 3]),
         piper.Split(filter={}, dim_name="MB", num_microbatches=2),
-        piper.Shard(filter={"EP": "*"}, devices=owners),
+        piper.ShardExperts(filter={"EP": "*"}, devices=owners),
         piper.Replicate(filter={}, devices=[0, 1, 2, 3], bucket_size=1e-4, **sharded),
     ]
 

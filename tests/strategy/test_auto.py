@@ -164,7 +164,7 @@ def test_what_is_chosen_trains_as_one_device(kind, tmp_path):
         made = {
             "pipeline": outcome["chosen"]["annotate"]["PP"],
             "replicas": "replicate" in ops,
-            "tensors": "shard" in ops,
+            "tensors": "shard_weights" in ops,
         }
         assert outcome["hooks"] == 0 and [name for name, there in made.items() if there] == [kind]
         assert far(trained, one) < ROUNDING < 1e-3 < far(trained, fewer)

@@ -238,8 +238,8 @@ def _results(
             users.setdefault(param, set()).add(region)
     for region, by_param in grads.items():
         # A bundle holds gradients of parameters that the same regions use, so that no gradient waits for the
-        # gradient of a tied parameter. Parameters that a `shard` may divide are not in one bundle with other
-        # parameters, because their gradients may be on other devices. The key of a bundle: whether a `shard`
+        # gradient of a tied parameter. Parameters that a `shard_experts` may divide are not in one bundle with other
+        # parameters, because their gradients may be on other devices. The key of a bundle: whether a `shard_experts`
         # may divide its parameters, the regions that use them, and the placements of the gradients.
         bundles: dict[tuple[bool, tuple[int, ...], tuple[tuple[str, Placement], ...]], list[str]] = {}
         for param, terms in by_param.items():

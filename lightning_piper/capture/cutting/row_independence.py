@@ -63,7 +63,7 @@ def refuse_row_dependence(
         or interface.batch
         or interface.state
     ):
-        return  # the experts are on one device, or `shard` raises an error for this pass
+        return  # the experts are on one device, or `shard_experts` raises an error for this pass
     # Without its accelerator, the machine cannot run the code.
     if _spec(sent[0]).device.type != "cpu" and not torch.accelerator.is_available():
         return

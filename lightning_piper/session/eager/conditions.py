@@ -7,8 +7,7 @@ import re
 from collections.abc import Sequence
 
 from lightning_piper.directives.place import Place
-from lightning_piper.directives.replicate import Replicate
-from lightning_piper.directives.zero_stages import shards_of
+from lightning_piper.directives.replicate import Replicate, shards_of
 from lightning_piper.errors import BatchError, CaptureError, DirectiveError, LongStepError, PiperError
 from lightning_piper.holdings.distributed_marks import parts_of
 from lightning_piper.holdings.materialization import is_on_meta

@@ -23,7 +23,7 @@ from lightning_piper.capture import CapturedStep
 from lightning_piper.capture.eager.eager_step import EagerStep, RegatherStep
 from lightning_piper.compiler import Compiled, compile_step
 from lightning_piper.directives import Directive
-from lightning_piper.directives.zero_stages import divides_optimizer, shards_of
+from lightning_piper.directives.replicate import divides_optimizer, shards_of
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.aliased_shards import AliasedShards
 from lightning_piper.holdings.host_states import HostStates

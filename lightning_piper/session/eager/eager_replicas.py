@@ -22,7 +22,7 @@ from lightning_piper.batch_norms import whole_batch_norms
 from lightning_piper.capture.eager.eager_step import EagerStep, is_of_none
 from lightning_piper.compiler import Compiled
 from lightning_piper.directives import replicas_of
-from lightning_piper.directives.zero_stages import divides_optimizer, shards_of, without_sharding
+from lightning_piper.directives.replicate import divides_optimizer, shards_of, without_sharding
 from lightning_piper.errors import CaptureError, DirectiveError, ExecutionError
 from lightning_piper.processes.world import RANK_ZERO, fill
 from lightning_piper.profile import Recording

@@ -18,7 +18,7 @@ from lightning_piper.capture.eager.eager_reference import merged
 from lightning_piper.capture.eager.eager_remainder import RemainderLog
 from lightning_piper.capture.tracing.step_trace import REDUCTIONS
 from lightning_piper.compiler import Compiled, compile_step
-from lightning_piper.directives.zero_stages import shards_of
+from lightning_piper.directives.replicate import shards_of
 from lightning_piper.errors import CaptureError, ExecutionError, PiperError, with_notes
 from lightning_piper.ir.regions import Step
 from lightning_piper.processes.world import World, on_host

@@ -1,31 +1,25 @@
-"""`shard`: expert parallelism and tensor parallelism.
-
-It divides the experts of a region over devices, and tokens travel to the experts and back. Or it divides
-tensors, and ranks exchange values where an operation needs more than its shard (`member_tensors.py`).
+"""`shard_experts`: expert parallelism. It divides the experts of a region over devices, and tokens travel to the
+experts and back.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import ClassVar
 
-from lightning_piper.common.limits import is_name, shown
-from lightning_piper.directives.base import Contract, Directive, register
+from lightning_piper.directives.base import register
 from lightning_piper.directives.batch_sharding import shard_batch
-from lightning_piper.directives.member_tensors import blocks_of, check_tensors, divided_step, take_parts
-from lightning_piper.directives.place import Place, groups_of
+from lightning_piper.directives.group_sharding import Sharding
 from lightning_piper.directives.sharded_parameters import hold_parts
 from lightning_piper.directives.sharding import Conflict, gather_as_in_training, readers_of
 from lightning_piper.directives.transfers import connect
-from lightning_piper.directives.unplaced_regions import without_device
 from lightning_piper.ir import values
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.filters import AGAIN, Filter
-from lightning_piper.ir.mesh import DATA, Mesh
+from lightning_piper.ir.filters import AGAIN
+from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk, Ref
-from lightning_piper.ir.regions import Routed, Step
+from lightning_piper.ir.regions import Routed
 from lightning_piper.ir.values import Kind, Slice, TensorSpec, Value
 from lightning_piper.ops.chunk import make_chunk
 from lightning_piper.ops.communication.all_to_all import AllToAll
@@ -35,43 +29,25 @@ from lightning_piper.routing import COMBINE, COUNTS, DISPATCH
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shard(Directive):
-    """Divide the experts of the regions that `filter` selects over the devices of a group. With `params` or
-    `values`, divide tensors instead.
+class ShardExperts(Sharding):
+    """Divide the experts of the regions that `filter` selects over the devices of a group.
 
-        F[EP=0] @0,1     --shard {EP: 0} over [0, 1]-->     all-to-all -> F[EP=0], half of the experts on each @0,1 -> all-to-all
+        F[EP=0] @0,1     --shard_experts-->     all-to-all -> F[EP=0], half of the experts on each @0,1 -> all-to-all
 
     Attributes:
-        filter: Selects chunks. A `place` must put them on the groups. Only regions between
+        filter: Selects chunks (default: all chunks). A `place` must put them on the groups. Only regions between
             `piper.dispatch` and `piper.combine` are divided. Operations with the same annotation before or
             after such a region are not.
         devices: One group, `[0, 1]`, or a list of groups, `[[0, 1], [2, 3]]`. Each group has all experts, and
             device i of n has the i-th of n equal parts. A stage on `[0, 1, 2, 3]` may have its experts twice,
             on `[0, 1]` and on `[2, 3]`. Default: the lines along `axis` of the mesh on which chunks are
             placed. Without a mesh, the groups on which the program places chunks.
-        axis: The name of the axis along which the experts or tensors are divided.
-        stream: The logical stream of the exchanges.
-        params: For tensors: maps parameter names, or patterns, to the dimension along which each parameter is
-            divided. If one parameter holds several weights side by side, give (dimension, runs):
-            `"*.qkv.weight": (0, 3)`.
-        values: For tensors: maps region labels, or patterns, to the dimension along which the outputs of
-            these regions are divided. With (dimension, runs), each device has a part of each of this many
-            runs of a sequence. This balances the work if a query sees only the keys before it.
-        attention: For tensors: how attention works on parts of sequences. "keys": each device has its queries
-            and gathers keys and values. "heads": parts of the sequence are exchanged for heads, and back.
-            "ring": keys and values rotate through the devices, and each device has the keys and values of one
-            other device at a time. None: the one of "keys" and "heads" that moves fewer bytes.
+        axis: The name of the axis along which the experts are divided (default: "ep").
+        stream: The logical stream of the exchanges of tokens (default: "alltoall").
 
-    With `params` or `values`, all devices of a line work on the same samples. Several such directives may
-    divide other parameters and other dimensions along other axes of one mesh. Then all devices of a block of
-    these axes work on the same samples. Piper propagates placements through the captured graph, and inserts a
-    node where a placement must change. All regions must be placed on the lines. Piper applies the directive
-    after `place` and `split`, and before `replicate`.
-
-    Without `params` and `values`, every device works on its own local batch, as with a `replicate` over the
-    same devices. In a divided region, a parameter whose first dimension is the number of experts is divided,
-    with its gradient and optimizer state. The devices that hold the same experts sum these gradients, and
-    shard the optimizer state further.
+    Every device works on its own local batch, as with a `replicate` over the same devices. In a divided region, a
+    parameter whose first dimension is the number of experts is divided, with its gradient and optimizer state.
+    The devices that hold the same experts sum these gradients, and shard the optimizer state further.
 
     The gradients of all other parameters are summed as the `replicate` of their region says. The `replicate`
     may come before or after this directive. Its levels (shard_grads, shard_params) also apply to the experts,
@@ -80,83 +56,13 @@ class Shard(Directive):
     The gradient of an expert is a sum over the tokens of all devices, so it is equal up to reassociation.
     """
 
-    op: ClassVar[str] = "shard"
-    contract: ClassVar[Contract] = "reassociated"
+    op: ClassVar[str] = "shard_experts"
 
-    filter: Filter = dataclasses.field(default_factory=dict)
-    devices: Sequence[int] | Sequence[Sequence[int]] | None = None
     axis: str = "ep"
     stream: str = "alltoall"
-    params: Mapping[str, int | Sequence[int]] | None = None
-    values: Mapping[str, int | Sequence[int]] | None = None
-    attention: str | None = None
-
-    def check_fields(self) -> None:
-        check_tensors(self)
-        self.check_filter("filter", self.filter)
-        self.check_stream("stream", "alltoall")
-        if not is_name(self.axis) or self.axis == DATA:
-            self.refuse(
-                "axis",
-                shown(self.axis),
-                f"give the name of an axis other than {DATA!r}, such as 'ep' [PIPER-D003]",
-            )
-        if self.devices is None:
-            return
-        self.check_groups("devices", self.devices)
-        sizes = sorted({len(group) for group in self._groups()})
-        if len(sizes) > 1 or sizes[0] < 2:
-            self.refuse(
-                "devices",
-                f"groups of {sizes} devices",
-                "give groups of one size, of at least two devices [PIPER-D005]",
-            )
-        counts = Counter(device for group in self._groups() for device in group)
-        twice, times = counts.most_common(1)[0]
-        if times > 1:
-            self.refuse(
-                "devices", f"device {twice} is named {times} times", "name each device once [PIPER-D005]"
-            )
-
-    def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
-        """Divide experts or tensors as in training. If there is a training step, parameters come from the
-        shards that the training step keeps. If the directive divides experts and the selected regions do not
-        have experts, do nothing."""
-        if self.divides_tensors:
-            chunks = self.select(dag, "filter", self.filter)
-            take_parts(self, dag, self._mesh(dag, chunks), training)
-            return
-        selected = {chunk.region for chunk in self.select(dag, "filter", self.filter)}
-        if not selected & dag.code.routed.keys():
-            return
-        if training is None:
-            self.apply(dag)
-            return
-        self._divide(dag, selected)
-        gather_as_in_training(dag, training)
-
-    def prepare(self, step: Step, program: Sequence[Directive]) -> Step:
-        return divided_step(self, step, program) if self.divides_tensors else step
-
-    def completed(self, program: Sequence[Directive]) -> Shard:
-        if self.devices is not None or any(isinstance(place, Place) and place.axes for place in program):
-            return self
-        groups = groups_of(program)
-        return dataclasses.replace(self, devices=groups) if groups else self
-
-    def member_lines(self, program: Sequence[Directive]) -> Sequence[Sequence[int]]:
-        return blocks_of(self, program) if self.divides_tensors else ()
-
-    def kind_in(self, program: Sequence[Directive]) -> str:
-        return f"{self.op} of {'tensors' if self.divides_tensors else 'experts'}"
-
-    @property
-    def divides_tensors(self) -> bool:
-        """Whether the directive divides tensors, not experts."""
-        return self.params is not None or self.values is not None
 
     def apply(self, dag: TrainingDAG) -> None:
-        """Divide tensors or experts, insert the exchanges, and let each device sum and update its parts.
+        """Divide experts, insert the exchanges of tokens, and let each device sum and update its experts.
         Raise an error if the directive does not fit the DAG."""
         for store in dag.of_type(Store):
             self.refuse(
@@ -164,10 +70,6 @@ class Shard(Directive):
                 f"directive {store.origin} offloads saved values",
                 "move this directive before the offload [PIPER-D007]",
             )
-        if self.divides_tensors:
-            chunks = self.select(dag, "filter", self.filter)
-            take_parts(self, dag, self._mesh(dag, chunks))
-            return
         regions = self._divide(dag, {chunk.region for chunk in self.select(dag, "filter", self.filter)})
         try:
             connect(dag, hold_parts(dag, regions))
@@ -179,6 +81,21 @@ class Shard(Directive):
                 f"{advice} [PIPER-D017]",
             )
 
+    def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
+        """Divide experts as in training. If there is a training step, parameters come from the shards that
+        the training step keeps. Do nothing if the selected regions do not have experts to divide."""
+        selected = {chunk.region for chunk in self.select(dag, "filter", self.filter)}
+        if not selected & dag.code.routed.keys():
+            return
+        if training is None:
+            self.apply(dag)
+            return
+        self._divide(dag, selected)
+        gather_as_in_training(dag, training)
+
+    def dividing_axes(self, dag: TrainingDAG) -> tuple[str, ...]:
+        return (self.axis, *(division.axis for division in dag.step.divisions))
+
     def _divide(self, dag: TrainingDAG, selected: set[int]) -> list[int]:
         """Divide the experts of the `selected` regions and insert the exchanges of tokens. Return the
         selected regions that have experts. Raise an error if no selected region has experts, or if the
@@ -186,7 +103,7 @@ class Shard(Directive):
         if len(dag.member_axes) < len(dag.step.divisions):
             self.refuse(
                 "filter",
-                "a later shard directive shards params or values",
+                "a later directive shards weights or sequences",
                 "move this directive after it [PIPER-D007]",
             )
         regions = sorted(selected & dag.code.routed.keys())
@@ -204,7 +121,13 @@ class Shard(Directive):
         ):
             says = f"{chunk.label} is the second forward pass that directive {chunk.origin} makes"
             self.refuse("filter", says, "move this directive before the recompute [PIPER-D007]")
-        mesh = self._mesh(dag, [chunk for found in chunks.values() for chunk in found])
+        if dag.step.divisions and self.devices is not None:
+            self.refuse(
+                "devices",
+                "another directive shards weights or sequences",
+                "remove devices, and name the axes of both directives in place(axes=...) [PIPER-D017]",
+            )
+        mesh = self.mesh_of(dag, [chunk for found in chunks.values() for chunk in found])
         for region in regions:
             self._check_region(dag, region, mesh.size(self.axis))
         self._check_shared(dag, regions, mesh)
@@ -213,73 +136,6 @@ class Shard(Directive):
         for found in chunks.values():
             self._exchange(dag, found, mesh)
         return regions
-
-    def _groups(self) -> list[tuple[int, ...]]:
-        assert self.devices is not None
-        groups: Any = self.devices if isinstance(self.devices[0], list | tuple) else [self.devices]
-        return [tuple(group) for group in groups]
-
-    def _mesh(self, dag: TrainingDAG, chunks: Sequence[Chunk]) -> Mesh:
-        """Return the mesh of the chunks' group ranks. Raise an error if two device groups have different
-        meshes."""
-        found: dict[Mesh, Chunk] = {}
-        places: dict[tuple[int, tuple[int, ...]], Mesh] = {}
-        for chunk in chunks:
-            where = (chunk.region if self.devices is None else 0, chunk.devices)
-            if where not in places:
-                places[where] = self._at(dag, chunk)
-            found[places[where]] = chunk
-        if len(found) > 1:
-            shown = " and ".join(f"{chunk.label} on {list(chunk.devices)}" for chunk in found.values())
-            self.refuse(
-                "devices",
-                f"{shown} have {self.axis!r} at different positions",
-                "list devices and axes of all groups in the same order [PIPER-D005]",
-            )
-        return next(iter(found))
-
-    def _at(self, dag: TrainingDAG, chunk: Chunk) -> Mesh:
-        """Return the mesh of one chunk's group ranks: the mesh of its `place`, reduced to the axes along
-        which work is divided, or a mesh of `DATA` and `axis` that follows from `devices`. Raise an error if
-        neither fits."""
-        where = f"placed on {list(chunk.devices)}" if chunk.devices else "not placed yet"
-        if self.devices is None:
-            arranged = dag.arranged.get((chunk.region, chunk.devices))
-            if arranged is None or arranged.size(self.axis) < 2:
-                mesh = f"with the mesh {arranged}" if arranged else "without a mesh"
-                found = f"{chunk.label} is {where}, {mesh}"
-                self.refuse(
-                    "axis",
-                    found,
-                    f"place it on a mesh with two or more devices along {self.axis!r}, or give devices"
-                    " [PIPER-D017]",
-                )
-            members = [division.axis for division in dag.step.divisions]
-            return arranged.against(*members if self.divides_tensors else (self.axis, *members))
-        if dag.step.divisions and not self.divides_tensors:
-            found = "another directive shards params or values"
-            self.refuse(
-                "devices",
-                found,
-                "remove devices, and name the axes of both directives in place(axes=...) [PIPER-D017]",
-            )
-        own = set(chunk.devices)
-        here = [group for group in self._groups() if own.intersection(group)]
-        if not here or sorted(device for group in here for device in group) != sorted(chunk.devices):
-            given = [list(group) for group in self._groups()]
-            if not chunk.devices and (forgotten := without_device(dag)) is not None:
-                self.refuse("devices", *forgotten)
-            advice = (
-                f"give groups that together have exactly these devices, not {given} [PIPER-D005]"
-                if chunk.devices
-                else "place it first [PIPER-D009]"
-            )
-            self.refuse("devices", f"{chunk.label} is {where}", advice)
-        place_of = {device: place for place, device in enumerate(chunk.devices)}
-        places = sorted(tuple(place_of[device] for device in group) for group in here)
-        return Mesh(
-            (DATA, self.axis), (len(here), len(here[0])), tuple(place for line in places for place in line)
-        )
 
     def _check_region(self, dag: TrainingDAG, region: int, degree: int) -> None:
         """Check that the experts of a region can be divided over `degree` devices.
