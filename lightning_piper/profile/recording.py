@@ -4,6 +4,7 @@ and after each training step."""
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +96,7 @@ class Recording:
         self._recorders: dict[int, list[StepRecorder]] = {}  # id of a program -> recorders of its executors
         self._prepared: list[ExecutableProgram] = []  # keeps the objects alive whose ids are keys above
         self._steps: list[_Step] = []  # the steps of this cycle, not yet written
-        self._plans: list[Compiled] = []  # the programs whose plan files are written
+        self._plans: list[weakref.ref[Compiled]] = []  # the programs whose plan files are written
         self._board: Board | None = None
         self._kernels = Kernels() if schedule.kernels else None
 
@@ -142,11 +143,18 @@ class Recording:
                 "profile=piper.Schedule(wait=0, warmup=0) [PIPER-W027]",
                 stacklevel=2,
             )
+        self._forget()
         if self._board is not None:
             self._board.close()
 
+    def _forget(self) -> None:
+        """Drop the recorders and the programs. Executors have tensors and communicators, so the strategy must
+        be able to free them."""
+        self._recorders.clear()
+        self._prepared.clear()
+
     def _of(self, prepared: ExecutableProgram) -> list[StepRecorder]:
-        """Return the recorders of a program's executors. The first call makes them."""
+        """Return the recorders of a program's executors. The first call of a cycle makes them."""
         if id(prepared) not in self._recorders:
             self._prepared.append(prepared)
             labels = self._kernels is not None
@@ -161,6 +169,7 @@ class Recording:
         if not self._steps:
             return
         steps, self._steps = self._steps, []
+        self._forget()
         offset = clock_offsets(self._world)[self._world.rank]
         own = [{d: _shifted(times(), offset) for d, times in step.times.items()} for step in steps]
         kernels = None if self._kernels is None else self._kernels.stop()
@@ -199,8 +208,8 @@ class Recording:
         durations = measured.durations()
         virtual = run_in_virtual_time(dag, plans, WorkDurations(dag, durations), Network())
         planned = figures(dag, plans, virtual)
-        if all(step.compiled is not known for known in self._plans):
-            self._plans.append(step.compiled)
+        if all(step.compiled is not known() for known in self._plans):
+            self._plans.append(weakref.ref(step.compiled))
             plan = plan_json(step.compiled, step_of(plans, planned, virtual), self._verification)
             write_json(self.folder / self._name(step.compiled), plan)
             self._board.texts(plan, step.global_step)
@@ -225,7 +234,7 @@ class Recording:
 
     def _name(self, compiled: Compiled) -> str:
         """Return the name of the plan file of a program."""
-        index = next(i for i, known in enumerate(self._plans) if known is compiled)
+        index = next(i for i, known in enumerate(self._plans) if known() is compiled)
         return f"plan_{index + 1}.json" if index else "plan.json"
 
 

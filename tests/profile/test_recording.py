@@ -236,13 +236,14 @@ def test_batches_of_another_size_have_a_plan_of_their_own(tmp_path: Path) -> Non
 
 
 class CountsFiles(L.Callback):
-    """Counts the step files in a folder at the end of each batch."""
+    """Counts the step files in a folder at the end of each batch, and the programs that the recording keeps."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.counts = folder, list[int]()
+        self.folder, self.counts, self.kept = folder, list[int](), list[int]()
 
-    def on_train_batch_end(self, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         self.counts.append(len(list(self.folder.rglob("step_*.json"))))
+        self.kept.append(len(trainer.strategy.phase.fit.recording._prepared))  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -279,6 +280,9 @@ def test_each_cycle_is_written_before_the_next_one_is_recorded(
     )
     trainer.fit(module, DataLoader(torch.randn(24, 4), batch_size=4))
     assert counter.counts == counts
+    assert counter.kept == [1] * 6
+    recording = trainer.strategy.phase.fit.recording  # type: ignore[attr-defined]
+    assert not recording._prepared and not recording._recorders
     assert len(steps(tmp_path)) == (4 if "warmup" in schedule else 6)
 
 
