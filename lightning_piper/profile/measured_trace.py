@@ -63,7 +63,7 @@ class Measured:
             (CUDA).
 
     Attributes:
-        zero: The earliest recorded time, in nanoseconds. The trace counts from it.
+        zero: The earliest recorded time, in nanoseconds; 0 if no instruction ran. The trace counts from it.
         trace: The measured trace, in seconds.
         started: (device, node) -> the exchange that the device's instruction of this node has joined.
     """
@@ -72,7 +72,7 @@ class Measured:
         self, dag: TrainingDAG, plans: Mapping[int, Plan], times: Mapping[int, InstructionTimes], serial: bool
     ) -> None:
         self._dag, self._plans, self._serial = dag, plans, serial
-        self.zero = min(s for t in times.values() for s in t.start if s)
+        self.zero = min((s for t in times.values() for s in t.start if s), default=0)
         self.trace = Trace(times={device: self._seconds(times[device]) for device in plans})
         self._ran = {device: [bool(s) for s in times[device].start] for device in plans}
         self._computing = {
@@ -110,14 +110,15 @@ class Measured:
             before = position[device]
             while position[device] < len(instructions):
                 instruction = instructions[position[device]]
+                ran = self._ran[device][position[device]]
                 exchange = (
                     self.started.get((device, instruction.node))
-                    if isinstance(instruction, WaitWork)
+                    if ran and isinstance(instruction, WaitWork)
                     else None
                 )
                 if exchange is not None and len(exchange.joined) < exchange.parties:
                     break
-                if self._ran[device][position[device]] or isinstance(instruction, Irecv):
+                if ran or isinstance(instruction, Irecv):
                     start, end = self.trace.times[device][position[device]]
                     self._read(device, instruction, float(start), float(end))
                 position[device] += 1
@@ -242,7 +243,9 @@ class Measured:
         # (lane, node, duration, whether a device waited for the transfer, so the duration is known)
         found: list[tuple[Lane, int, float, bool]] = []
         for exchange in {id(e): e for e in self.started.values()}.values():
-            first = next(i for _, i, *_ in exchange.joined if not isinstance(i, Irecv))
+            first = next((i for _, i, *_ in exchange.joined if not isinstance(i, Irecv)), None)
+            if first is None:  # the step skipped the send
+                continue
             assert isinstance(first, SendInstruction | Collective)
             lane = lane_of(first)
             ready = max(stop for *_, stop in exchange.joined)

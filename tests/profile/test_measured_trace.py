@@ -9,6 +9,7 @@ import torch
 
 from lightning_piper import schedules
 from lightning_piper.compiler import Compiled, compile
+from lightning_piper.plan.instructions import Irecv, SendInstruction, WaitWork
 from lightning_piper.profile.files import rows_of, step_of
 from lightning_piper.profile.measured_trace import Measured
 from lightning_piper.profile.recorder import InstructionTimes
@@ -109,3 +110,45 @@ def test_boxes_are_the_spans_and_the_waiting() -> None:
         if kind == "wait" and rows[row] == (0, "compute")
     )
     assert exposed == pytest.approx(content["devices"]["0"]["exposed"])
+
+
+@pytest.mark.parametrize("serial", [False, True])
+def test_a_step_in_which_nothing_ran_takes_no_time(serial: bool) -> None:
+    compiled = pipeline("gpipe", 3, 4)
+    _, times = virtual(compiled, {"F": 10, "B": 20}, 3)
+    none = {device: InstructionTimes([0] * len(t.start), [0] * len(t.end)) for device, t in times.items()}
+    measured = Measured(compiled.dag, compiled.plans, none, serial)
+    found = figures(compiled.dag, compiled.plans, measured.trace)
+    assert found.step_time == 0 and not any(f.busy or f.exposed for f in found.devices.values())
+    assert not any(measured.durations().values())
+    assert step_of(compiled.plans, found, measured.trace)["step_time"] == 0 and str(found)
+    one = {**none, 0: times[0]}  # the negative control: the instructions of one device ran
+    measured = Measured(compiled.dag, compiled.plans, one, serial)
+    assert figures(compiled.dag, compiled.plans, measured.trace).step_time > 0
+    assert any(measured.durations().values())
+
+
+def test_a_message_that_was_skipped_does_not_hide_later_work() -> None:
+    compiled = pipeline("gpipe", 2, 2)
+    _, times = virtual(compiled, {"F": 10, "B": 20}, 3)
+    whole = Measured(compiled.dag, compiled.plans, times, serial=False)
+    sends = [i for i in compiled.plans[0].instructions if isinstance(i, SendInstruction)]
+    receives = [
+        i for i in compiled.plans[1].instructions if isinstance(i, Irecv) and i.channel == sends[-1].channel
+    ]
+    skipped = {sends[-1].node, receives[-1].node}
+    some = {}
+    for device, t in times.items():
+        skips = [
+            isinstance(i, SendInstruction | Irecv | WaitWork) and i.node in skipped
+            for i in compiled.plans[device].instructions
+        ]
+        some[device] = InstructionTimes(
+            *(
+                [0 if skip else x for skip, x in zip(skips, column, strict=True)]
+                for column in (t.start, t.end)
+            )
+        )
+    part = Measured(compiled.dag, compiled.plans, some, serial=False)
+    assert [s for s in part.trace.spans if s.kind in "FB"] == [s for s in whole.trace.spans if s.kind in "FB"]
+    assert part.durations().keys() == whole.durations().keys() - {f"%{sends[-1].node}"}
