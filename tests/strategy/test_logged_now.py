@@ -20,6 +20,8 @@ READS = {
     "item": lambda t: t.logged_metrics["loss"].detach(),
     "all": lambda t: float(dict(t.progress_bar_metrics)["loss"]),
     "in": lambda t: 2.0 if "loss" in t.callback_metrics else 1.0,
+    "is empty": lambda t: 2.0 if t.callback_metrics else 1.0,
+    "equals": lambda t: 2.0 if t.callback_metrics == {} else 1.0,
 }
 OTHER = {
     "another": lambda t: float(t.callback_metrics.get("other", 0.5)),

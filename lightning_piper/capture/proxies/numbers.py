@@ -94,7 +94,12 @@ class NumberAnswer:
     value: Any
 
     def holds(self) -> bool:
-        now = self.ask()
+        """Return whether the expression still has this value. Return False if its evaluation fails, because the
+        next capture then raises the error in the user's code."""
+        try:
+            now = self.ask()
+        except Exception:
+            return False
         return type(now) is type(self.value) and bool(now == self.value)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -20,6 +22,7 @@ from lightning_piper.errors import CaptureError
 
 # Names of methods that only read.
 READING = frozenset({"get", "keys", "values", "items", "copy", "get_last_lr", "state_dict", "index", "count"})
+_VIEWS: Any = (type({}.values()), type({}.items()))
 _PLAIN = (type(None), bool, str, bytes, torch.dtype, torch.device, enum.Enum, PurePath, type, slice, range)
 
 
@@ -82,6 +85,10 @@ class TrainerProxy:
             )
         if inspect.isroutine(value):
             return self._calling(value, get, where)
+        # The object may become None later, or an object of another class.
+        self._inputs.answers.setdefault(
+            ("type", where), NumberAnswer(where, lambda: type(get()), type(value))
+        )
         return TrainerProxy(self._inputs, get, where, self._step, self._check)
 
     def _calling(self, value: Callable[..., Any], get: Callable[[], Any], where: str) -> Callable[..., Any]:
@@ -117,6 +124,17 @@ class TrainerProxy:
         return self._take(lambda: getattr(self._get(), name, MISSING), f"{self._where}.{name}")
 
     def __getitem__(self, key: Any) -> Any:
+        """Return an item in the form of `_take`.
+
+        Raises:
+            LookupError: the object does not have the item. A guard on its absence was added.
+        """
+        self._check(f"{self._where}[{key!r}]")
+        try:
+            self._get()[key]
+        except LookupError:  # the user's code may expect this error, and the item may exist later
+            self._ask(f"absence of [{key!r}] in", lambda value: _lacks(value, key))
+            raise
         return self._take(lambda: self._get()[key], f"{self._where}[{key!r}]")
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -132,11 +150,11 @@ class TrainerProxy:
         self._refuse(f"{self._where}[{key!r}]")
 
     def __len__(self) -> int:
-        self._ask("len", len)
+        self._ask_all("len", len)
         return len(self._get())
 
     def __bool__(self) -> bool:
-        self._ask("bool", bool)
+        self._ask_all("bool", bool)
         return bool(self._get())
 
     def __contains__(self, key: Any) -> bool:
@@ -144,27 +162,103 @@ class TrainerProxy:
         return bool(self._ask(f"{key!r} in", lambda value: key in value))
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the keys of a mapping, and guard them. Yield the items of a list in the form of `_take`. Yield
-        the items of any other object unchanged, and guard them."""
+        return self._items(iter)
+
+    def __reversed__(self) -> Iterator[Any]:
+        return self._items(lambda items: reversed(list(items)))
+
+    def _items(self, order: Callable[[Iterable[Any]], Iterator[Any]]) -> Iterator[Any]:
+        """Iterate over the keys of a mapping, and guard them. For a list, `values()` or `items()`, iterate
+        over the items in the form of `_take`. For any other object, iterate over its items unchanged, and
+        guard them.
+
+        Args:
+            order: returns an iterator over the objects of its argument, in the order of this iteration.
+        """
         self._check(f"{self._where}.keys()")
         value = self._get()
         if isinstance(value, Mapping):
             self._ask("keys of", lambda value: form_of(tuple(value)))
-            yield from value
+            yield from order(value)
         elif is_sequence(value):
-            yield from (self[i] for i in range(len(self)))
+            yield from (self[i] for i in order(range(len(self))))
+        elif isinstance(value, _VIEWS):
+            for i in order(range(len(self))):
+                yield self._take(partial(self._nth, i), f"{self._where}[{i}]")
         else:
             self._ask("content of", lambda value: form_of(tuple(value)))
-            yield from value
+            yield from order(value)
+
+    def _nth(self, index: int) -> Any:
+        """Return an item of `values()` or `items()`."""
+        return tuple(self._get())[index]
 
     def __eq__(self, other: object) -> bool:
-        return bool(self._get() == (other._get() if isinstance(other, TrainerProxy) else other))
+        return bool(self._compare(operator.eq, other))
+
+    def __lt__(self, other: Any) -> Any:
+        return self._compare(operator.lt, other)
+
+    def __le__(self, other: Any) -> Any:
+        return self._compare(operator.le, other)
+
+    def __gt__(self, other: Any) -> Any:
+        return self._compare(operator.gt, other)
+
+    def __ge__(self, other: Any) -> Any:
+        return self._compare(operator.ge, other)
+
+    def _compare(self, comparison: Callable[[Any, Any], Any], other: Any) -> bool:
+        """Return the result of a comparison with another object, and guard this result."""
+        get, known = _operand(other)
+        question = f"{comparison.__name__} {known}"
+        return bool(self._ask_all(question, lambda value: bool(comparison(value, get()))))
 
     def __hash__(self) -> int:
-        return hash(self._get())
+        return int(self._ask_all("hash of", hash))
+
+    def __str__(self) -> str:
+        return str(self._ask_all("text of", str))
+
+    def __repr__(self) -> str:
+        return str(self._ask_all("repr of", repr))
+
+    def __format__(self, spec: str) -> str:
+        return str(self._ask_all(f"text as {spec!r} of", lambda value: format(value, spec)))
+
+    def __add__(self, other: Any) -> Any:
+        return self._joined(operator.add, other)
+
+    def __radd__(self, other: Any) -> Any:
+        return self._joined(operator.add, other, swapped=True)
+
+    def __or__(self, other: Any) -> Any:
+        return self._joined(operator.or_, other)
+
+    def __ror__(self, other: Any) -> Any:
+        return self._joined(operator.or_, other, swapped=True)
+
+    def _joined(self, operation: Callable[[Any, Any], Any], other: Any, swapped: bool = False) -> Any:
+        """Return the result of an operation with another object, such as a list, in the form of `_take`.
+
+        Args:
+            swapped: whether the other object is the first operand.
+        """
+        get, known = _operand(other)
+
+        def joined() -> Any:
+            return operation(get(), self._get()) if swapped else operation(self._get(), get())
+
+        texts = [self._where, known]
+        return self._take(joined, f"{operation.__name__}({', '.join(texts[::-1] if swapped else texts)})")
 
     # `isinstance` sees the object's own class.
     __class__ = property(lambda self: type(self._get()))
+
+    def _ask_all(self, question: str, of: Callable[[Any], Any]) -> Any:
+        """Like `_ask`, but the result depends on all items of the object."""
+        self._check(f"{self._where}.keys()")
+        return self._ask(question, of)
 
     def _ask(self, question: str, of: Callable[[Any], Any]) -> Any:
         """Return the result of `of` for the current object, and guard this result.
@@ -177,6 +271,22 @@ class TrainerProxy:
             ("read", question, self._where), NumberAnswer(self._where, lambda: of(self._get()), value)
         )
         return value
+
+
+def _operand(other: Any) -> tuple[Callable[[], Any], str]:
+    """Return a function that returns the other operand of an operation, and a text that identifies it."""
+    if type(other) is TrainerProxy:
+        return other._get, other._where
+    return lambda: other, repr(form_of(other))
+
+
+def _lacks(value: Any, key: Any) -> bool:
+    """Return whether an object does not have an item."""
+    try:
+        value[key]
+    except LookupError:
+        return True
+    return False
 
 
 def _item(get: Callable[[], Any]) -> Any:

@@ -1,0 +1,101 @@
+"""A step reads objects of the Trainer through operators, loops and texts. When a hook changes such an object, the
+next step sees the change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lightning_piper as piper
+from lightning_piper.capture.python_state.trainer_proxy import TrainerProxy
+from lightning_piper.errors import CaptureError
+from tests.strategy.fitting import Batches, local, trainer
+
+
+def caught(read: Callable[[], float], error: type[Exception]) -> float:
+    try:
+        return read()
+    except error:
+        return 0.25
+
+
+# The hook changes `rates` (a dict of numbers), `found` (a dict of tensors, first empty), `counts` (a list) and
+# `last` (first None).
+READS: dict[str, Callable[[Any], float]] = {
+    "found == {}": lambda t: float(t.found == {}),
+    "rates != {...}": lambda t: float(t.rates != {"a": 0.5}),
+    "counts == [0, 1]": lambda t: float(t.counts == [0, 1]),
+    "counts == counts": lambda t: float(t.counts == t.others),
+    "counts < [1, 1]": lambda t: float(t.counts < [1, 1]),
+    "str": lambda t: float(str(t.rates) == "{'a': 0.5}"),
+    "repr": lambda t: float(f"{t.rates!r}" == "{'a': 0.5}"),
+    "format": lambda t: float(f"{t.counts}" == "[0, 1]"),
+    "values()": lambda t: float(sum(t.found.values())),
+    "items()": lambda t: float(sum(x for _, x in t.found.items())),
+    "reversed(dict)": lambda t: float(len(list(reversed(t.found)))),
+    "reversed(list)": lambda t: float(next(iter(reversed(t.counts)))),
+    "dict | dict": lambda t: float((t.rates | {"b": 1.0})["a"]),
+    "dict | proxy": lambda t: float(({"b": 1.0} | t.rates)["a"]),
+    "list + list": lambda t: float(sum(t.counts + [1])),
+    "list + proxy": lambda t: float(sum([1] + t.counts)),
+    "KeyError": lambda t: caught(lambda: float(t.found["a"]), KeyError),
+    "IndexError": lambda t: caught(lambda: float(t.last[0]), TypeError),
+    "is None": lambda t: float(t.other is None),
+}
+
+
+class Reading(L.LightningModule):
+    def __init__(self, read: Callable[[Any], float]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.read, self.first, self.last = read, *(nn.Linear(4, 4, dtype=torch.float64) for _ in range(2))
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        n, trainer = batch_idx, self.trainer
+        trainer.found = {} if n < 2 else {"a": torch.tensor(n + 0.0), "b": torch.tensor(2.0 * n)}
+        trainer.rates, trainer.counts, trainer.others = {"a": n // 2 * 0.5}, [n // 3, n // 2], [0, 1]
+        trainer.last, trainer.other = None if n < 2 else [n], [1] if n < 3 else None
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        with piper.annotate("PP", 0):
+            hidden = torch.tanh(self.first(batch))
+        with piper.annotate("PP", 1):
+            return self.last(hidden).square().mean() * (1 + self.read(self.trainer))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trained(read: Callable[[Any], float], strategy: Any) -> list[Tensor]:
+    module = Reading(read)
+    fit, _ = trainer(strategy, max_steps=5)
+    fit.fit(
+        module,
+        Batches(torch.randn(8, 4, generator=torch.Generator().manual_seed(i)).double() for i in range(5)),
+    )
+    return list(module.state_dict().values())
+
+
+def far(one: list[Tensor], two: list[Tensor]) -> float:
+    return max(float((x - y).abs().max()) for x, y in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_read_of_the_trainer_is_seen_again(name: str) -> None:
+    assert far(trained(READS[name], "auto"), trained(READS[name], local())) < 1e-12
+
+
+def test_without_a_guard_the_step_keeps_the_first_result() -> None:
+    read = READS["found == {}"]
+    with (
+        mock.patch.object(TrainerProxy, "_ask", lambda self, question, of: of(self._get())),
+        pytest.raises(CaptureError, match="now differs from the captured step"),
+    ):
+        trained(read, local())
