@@ -88,7 +88,8 @@ class Merge(Instruction):
         metrics: The metric of each value that the instruction reads, as an index into `metric_names`.
         weights: The weight of each value, or None if the weight is the next of the bundles read after the
             values.
-        folds: How the weighted values of each metric become one: `sum`, `max` or `min`.
+        folds: How the values of each metric become one: `sum` of the weighted values, or `max` or `min` of the
+            values without weights.
         widths: The number of elements of each metric.
         replica, replicas: The vector has elements for all metrics for each replica in turn. Only this
             replica's elements are not 0.
