@@ -129,7 +129,8 @@ def _read(path: str | PathLike[str], where: str) -> Any:
         raise DirectiveError(f"{where} cannot be read as JSON: {error} [PIPER-D001]") from None
     if not isinstance(content, list | dict):
         raise DirectiveError(
-            f"{where} holds a {type(content).__name__}; it must hold a list of objects [PIPER-D001]"
+            f"{where} contains a value of type {type(content).__name__} instead of directives. Write a list "
+            "of directives [PIPER-D001]"
         )
     return content
 

@@ -116,7 +116,10 @@ def test_a_program_from_a_file(tmp_path: Path, kind: type) -> None:
     [
         (None, r"directives file '.*program.json' does not exist"),
         ("[{", r"directives file '.*program.json' cannot be read as JSON: Expecting property name"),
-        ("3", r"directives file '.*program.json' holds a int; it must hold a list of objects"),
+        (
+            "3",
+            r"directives file '.*program.json' contains a value of type int instead of directives\. Write a list of directives",
+        ),
         ("[]]", "cannot be read as JSON"),
         ('[{"op": "place", "filter": {}}]', r"directive 0 \(place\): field 'devices': missing"),
     ],
