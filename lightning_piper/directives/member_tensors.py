@@ -25,14 +25,13 @@ from lightning_piper.directives.transfers import connect, disconnect
 from lightning_piper.ir import sharded_values
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.division import Change, Division
-from lightning_piper.ir.mesh import DATA, Mesh
+from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.policies import ShardingPolicy
 from lightning_piper.ir.regions import Step
-from lightning_piper.ir.values import Kind, Partial, Replicated, Sharded, Value
+from lightning_piper.ir.values import Kind, Replicated, Sharded
 from lightning_piper.ops.chunk import make_chunk
 from lightning_piper.ops.communication.gather_samples import GatherSamples, ScatterSamples, exchanged
-from lightning_piper.ops.communication.p2p import Recv, Send
 from lightning_piper.ops.communication.redistribute import CutOut, Redistribute, changed_specs, held_after
 from lightning_piper.ops.communication.total import Total
 
@@ -381,6 +380,3 @@ def _changed(dag: TrainingDAG, chunk: Chunk, ref: Ref, change: Change, stream: s
             **about,  # type: ignore[arg-type]
         )
     )
-
-
-__all__ = ["DATA", "Partial", "Recv", "Ref", "Send", "Value", "check_tensors", "divided_step", "take_parts"]

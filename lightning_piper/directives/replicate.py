@@ -309,7 +309,7 @@ def without_sharding(program: Sequence[Directive]) -> tuple[Directive, ...]:
     )
 
 
-def divides_optimizer(program: Sequence[Directive]) -> tuple[Directive, ...]:
+def with_divided_optimizer(program: Sequence[Directive]) -> tuple[Directive, ...]:
     """Return the program with each ZeRO stage above 0 lowered to stage 1, a sharded optimizer state."""
     return tuple(
         dataclasses.replace(each, **{**_WHOLE, "shard_optimizer": True})

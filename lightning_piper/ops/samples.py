@@ -57,8 +57,6 @@ class CutInstruction(Instruction):
     """An instruction that cuts samples `start:stop` along `dim` out of a bundle."""
 
     op: ClassVar[str] = "cut"
-    placed_by_reader = True
-
     dim: int
     start: int
     stop: int

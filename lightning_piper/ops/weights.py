@@ -137,7 +137,7 @@ def share_of(dag: TrainingDAG, term: int, part: Slice) -> float | None:
     known = dag.code.terms[term]
     if known.weighing == Weighing.SAMPLES:
         return len(part) / dag.size
-    if known.weighing == Weighing.EACH:
+    if known.weighing == Weighing.EACH or known.folds != "sum":  # a maximum has no weights
         return 1.0
     if known.denominator is not None:
         divided = len(part) * dag.replicas < dag.size or replicas < dag.replicas

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_piper import verify
+from lightning_piper import Place, Replicate, Split, verify
 from lightning_piper.annotate import annotate
 from lightning_piper.ir.values import Slice
 from lightning_piper.verify.cross_sample import find_dependences
@@ -100,6 +100,19 @@ class Logging(Model):
             else:
                 self.log("deviation", batch[0].std())
         return loss
+
+
+class LoggingExtremes(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("largest", batch[0].amax(), reduce_fx="max")
+        self.log("least", batch[0].amin(), reduce_fx="min")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("average", ["batch", "replicas"])
+def test_extremes_have_no_weights(average: str) -> None:
+    program = [Place([0, 1]), Split(2), Replicate(average=average)]
+    assert verify(LoggingExtremes(), regression(4), program).ok
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from lightning_piper.capture import CapturedStep
 from lightning_piper.capture.eager.eager_step import EagerStep, RegatherStep
 from lightning_piper.compiler import Compiled, compile_step
 from lightning_piper.directives import Directive
-from lightning_piper.directives.replicate import divides_optimizer, shards_of
+from lightning_piper.directives.replicate import shards_of, with_divided_optimizer
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.aliased_shards import AliasedShards
 from lightning_piper.holdings.host_states import HostStates
@@ -102,7 +102,7 @@ class EagerOptimizer:
     ) -> None:
         self.optimizer, self._world, state = optimizer, world, usual_state(optimizer)
         own = list(dict.fromkeys(name for group in names for name in group if name is not None))
-        program, runtime = divides_optimizer(settings.program), ProcessRuntime(settings, world)
+        program, runtime = with_divided_optimizer(settings.program), ProcessRuntime(settings, world)
         step = EagerStep(module, settings.replicas, own, world.device, own)
         training = runtime.compiled(partial(compiled_eager, settings, program, step))
         regather = RegatherStep(module, settings.replicas, own, world.device)

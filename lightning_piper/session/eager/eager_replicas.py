@@ -22,7 +22,7 @@ from lightning_piper.batch_norms import whole_batch_norms
 from lightning_piper.capture.eager.eager_step import EagerStep, is_of_none
 from lightning_piper.compiler import Compiled
 from lightning_piper.directives import replicas_of
-from lightning_piper.directives.replicate import divides_optimizer, shards_of, without_sharding
+from lightning_piper.directives.replicate import shards_of, with_divided_optimizer, without_sharding
 from lightning_piper.errors import CaptureError, DirectiveError, ExecutionError
 from lightning_piper.processes.world import RANK_ZERO, fill
 from lightning_piper.profile import Recording
@@ -47,7 +47,7 @@ def why_not(module: nn.Module, settings: Settings, device: torch.device) -> str 
     try:
         plans = compiled_eager(settings, without_sharding(program), step).plans
         if any(map(shards_of, program)):
-            compiled_eager(settings, divides_optimizer(program), step)
+            compiled_eager(settings, with_divided_optimizer(program), step)
     except (CaptureError, DirectiveError) as error:
         by = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))  # the line of the directive
         return (
