@@ -334,6 +334,39 @@ def test_what_is_zero_in_gradients_is_seen() -> None:
     assert max(share for name, share in zeros.items() if name != "net.embed.weight") < 0.01
 
 
+def test_zeros_of_a_tied_parameter_are_those_of_the_sum() -> None:
+    """The head gives every row of the table a gradient."""
+    cut, batch = blocks_of(Module(GPT(3, tied=True)), tokens(SAMPLES)), tokens(SAMPLES)
+    _, zeros = seconds_of_passes(cut, batch, SAMPLES, 1, time.perf_counter)
+    (name,) = (name for name, names in cut.renamed.items() if "net.embed.weight" in names)
+    assert zeros[name] < 0.01
+
+
+class Rectified(L.LightningModule):
+    """Equal layers. Half of the channels of `dead` are always negative, so their weights get no gradients."""
+
+    def __init__(self, dead: int) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8, bias=False), nn.ReLU()) for _ in range(4)))
+        for i, layer in enumerate(self.net):
+            nn.init.constant_(layer[0].weight, 0.1)
+            if i == dead:
+                nn.init.constant_(layer[0].weight[:4], -0.1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).square().mean()
+
+
+@pytest.mark.parametrize("dead", range(4))
+def test_each_of_several_equal_layers_has_its_own_zeros(dead: int) -> None:
+    batch = torch.ones(SAMPLES, 8)
+    cut = blocks_of(Rectified(dead), batch, short=False)
+    _, zeros = seconds_of_passes(cut, [batch], SAMPLES, 1, time.perf_counter)
+    # The layer after `dead` reads zeros, so half of the columns of its gradient are zero.
+    expected = {f"net.{i}.0.weight": 0.5 * (i in (dead, dead + 1)) for i in range(4)}
+    assert zeros == pytest.approx(expected)
+
+
 def test_what_is_measured() -> None:
     module, batch = Module(GPT(5)), tokens(SAMPLES)
     found = measured(module, batch, samples=(1, SAMPLES), calls=1)

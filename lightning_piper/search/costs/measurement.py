@@ -94,7 +94,7 @@ def seconds_of_passes(
 
     Returns:
         Region -> pass ("F", "B", "BI", "BW") -> seconds. And parameter of `cut.step` -> share of zeros in its
-        gradient. Of several regions with equal computations, only the first to run has its parameters there.
+        gradient. If several regions use the parameter, this is the smallest share among their gradients.
     """
     code = cut.step.at(samples)
     cuts = [code.samples(i, Slice(0, samples)) for i in range(len(leaves))]
@@ -108,6 +108,7 @@ def seconds_of_passes(
     times: dict[tuple[str, str], list[float]] = {}  # (text of the region, pass) -> seconds of each run
     runs: list[float] = []  # seconds of all passes of each run
     zeros: dict[str, float] = {}
+    counted: set[int] = set()  # regions whose zeros are in `zeros`
 
     def run(key: PassKey, of_pass: Code, args: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Run and time a pass. At the first B of each region, count the zeros in its gradients."""
@@ -118,8 +119,10 @@ def seconds_of_passes(
         took = clock() - start
         runs[-1] += took
         times.setdefault((texts[key[0]], key[1]), []).append(took)
-        if key[1] == "B" and len(times[texts[key[0]], "B"]) == 1:
-            zeros.update(_zeros(code.interface_of(key), of_pass, made))
+        if key[1] == "B" and key[0] not in counted:
+            counted.add(key[0])
+            for name, share in _zeros(code.interface_of(key), of_pass, made):
+                zeros[name] = min(share, zeros.get(name, 1.0))
         return made
 
     # In training, parameters, gradients and states fill the caches at the start of a step, because the update
