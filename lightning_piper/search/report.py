@@ -3,6 +3,7 @@ best."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -39,7 +40,7 @@ class Found:
         best: The best candidate that was found.
         estimate: The time and memory of `best`.
         gap: How much more `best` may need than the best candidate of the space, as a share; 0 if it is proved
-            to be the best.
+            to be the best. Infinite if the only lower bound that the search knows is 0.
         table: Up to twenty of the best candidates that fit, and up to five better candidates that do not fit.
             Candidates that differ only in their cuts share a row. In a large space these are the best
             candidates that the budget reached.
@@ -59,16 +60,23 @@ class Found:
     evaluated: int
     space: Space
 
+    @property
+    def less(self) -> Number:
+        """How much less than `best` the best candidate of the space may need, as a share: 0.5 if `gap` is
+        1."""
+        return 1 - 1 / (1 + self.gap) if self.gap else 0
+
     def __repr__(self) -> str:
         return f"<Found: {described(self.best)}; of {counted(self.size, 'candidate')}>"
 
     def __str__(self) -> str:
         """Return the best candidate, the table, and how many candidates were estimated or excluded."""
-        proved = (
-            "no other candidate is better"
-            if not self.gap
-            else (f"at most {float(self.gap):.2%} from the best candidate")
-        )
+        if not self.gap:
+            proved = "no other candidate is better"
+        elif math.isinf(self.gap):
+            proved = "the budget ended before any bound on better candidates"
+        else:
+            proved = f"at most {float(self.gap):.2%} from the best candidate"
         lines = [
             f"{described(self.best, len(self.space.workload.blocks))}",
             f"{_needs(self.estimate)}; {proved}",

@@ -271,7 +271,7 @@ def _proved(proposal: Proposal) -> str:
     but = f", except {refused} that {'was' if refused == 1 else 'were'} rejected" if refused else ""
     if found.gap:
         return (
-            f"the best of {counted(found.size, 'program')} may take up to {float(found.gap):.1%} less "
+            f"the best of {counted(found.size, 'program')} may take up to {float(found.less):.1%} less "
             f"time{but}"
         )
     return f"of {counted(found.size, 'program')}, none is predicted to be better{but}"
