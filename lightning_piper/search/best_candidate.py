@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NoReturn
 
 from lightning_piper.common.limits import integer, is_number, shown
 from lightning_piper.errors import NoProgram, SearchError
@@ -54,13 +53,16 @@ def best_of(
         budget: Largest amount of work. Each estimated candidate costs one. Each branch costs one or more: the
             cost grows with its stages and microbatches. When the budget is spent, the search ends, and the
             result's `gap` says how far from the best candidate it may be. After that, the result's table
-            takes at most the same amount of work again, and at most 1000.
+            takes at most the same amount of work again, and at most 1000. If the budget ends before a
+            candidate that fits is known, the search spends it again to find the candidate with the least
+            memory. If this candidate fits, the search begins again with it.
         progress: Called with the number of candidates estimated, the lowest bound of the open branches, and
             the best value so far, in seconds or bytes (infinite: none fits so far).
 
     Raises:
-        SearchError: An argument is not valid, or the search found no program that fits. Then the error names
-            the least memory with which a program fits, or, if the budget ends first, the least known memory.
+        SearchError: An argument is not valid, no program fits, or the budget ends before the search finds a
+            program that fits. In the last two cases, the error names the least memory with which a program
+            fits, or, if the budget ends first, the least known memory.
         NoProgram: No schedule exists for this workload on these devices, or no program fits in host memory.
     """
     schedules = tuple(SEARCHED if schedules is None else schedules)
@@ -76,43 +78,63 @@ def best_of(
     )
     limit = bytes_of(hardware.memory if memory is None and isinstance(hardware, Hardware) else memory or 0)
     space = Space(workload, hardware, devices, limit, schedules, tuple(levels), margin, all_devices, ranks)
-    found = Search(space, objective == "memory", gap, budget, progress).run()
+    by_memory = objective == "memory"
+    search = Search(space, by_memory, gap, budget, progress)
+    found = search.run()
     if found is None:
-        _refuse(space, budget)
+        return _smallest_first(space, by_memory, gap, budget, progress, search.complete)
     return found
 
 
-def _refuse(space: Space, budget: int) -> NoReturn:
-    """Raise the error of a search that found nothing. A second search, without a limit of device memory,
-    finds the memory that a program needs.
+def _smallest_first(
+    space: Space, by_memory: bool, gap: Number, budget: int, progress: Progress | None, complete: bool
+) -> Found:
+    """Search again after a search that found nothing. A second search, without a limit of device memory,
+    finds the candidate that needs the least memory. If this candidate fits, a third search begins with it.
+
+    Args:
+        space, by_memory, gap, budget, progress: Arguments of the first search.
+        complete: Whether the first search ended before its budget, so nothing fits.
 
     Raises:
-        SearchError: The second search found a program. The error names its memory.
-        NoProgram: The first search had no limit, or the second search found nothing either.
+        SearchError: The second search found a program that does not fit, or the budget ended before it found
+            one. The error names the memory of the program.
+        NoProgram: There is no program, for any memory of a device.
     """
-    devices = space.devices
-    if space.memory == INFINITE:
+    devices, within = space.devices, size(space.memory)
+    if space.memory == INFINITE and complete:
         raise NoProgram(
             f"search: no schedule of {', '.join(space.schedules)} exists for this workload on {devices} "
             "devices. Allow more schedules (schedules=...), or give another number of devices [PIPER-P003]"
         )
-    # Search for the candidate that needs the least memory, without a limit.
-    everything = replace(space, memory=INFINITE)
-    least = Search(everything, True, 0, budget, None).run(table=False)
-    if least is None:
+    smallest = Search(replace(space, memory=INFINITE), True, 0, budget, None)
+    least = smallest.run(table=False)
+    if least is None and smallest.complete:
         on = f"that uses all {devices} devices" if space.all_devices else f"on {devices} devices"
         raise NoProgram(
             f"search: no program {on} exists, or no program fits in the host memory of "
             f"{space.hardware.host_memory} bytes. Give other numbers of devices, or a hardware with more "
             "host_memory [PIPER-P002]"
         )
-    needed = math.ceil(max(least.estimate.memory))
-    readable = f" ({size(needed)})" if needed >= 1024 else ""
-    about = "" if least.gap == 0 else f"; up to {float(least.gap / (1 + least.gap)):.1%} less may be enough"
-    raise SearchError(
-        f"search: no program fits in {size(space.memory)}. Give at least {needed} bytes{readable} for each "
-        f"device{about} [PIPER-P002]"
-    )
+    if least is None:
+        raise SearchError(
+            f"search: the budget of {budget} ended before the search found a program. Give a larger budget "
+            "[PIPER-P002]"
+        )
+    most = max(least.estimate.memory)
+    if most <= space.memory:
+        found = Search(space, by_memory, gap, budget, progress).run(known=least.best)
+        assert found is not None
+        return found
+    needed = math.ceil(most)
+    wanted = f"at least {needed} bytes{f' ({size(needed)})' if needed >= 1024 else ''} for each device"
+    if not complete and smallest.lowest <= space.memory:
+        raise SearchError(
+            f"search: the budget of {budget} ended before the search found a program that fits in {within}. "
+            f"Give a larger budget, or {wanted} [PIPER-P002]"
+        )
+    about = f"; up to {float(least.less):.1%} less may be enough" if least.less else ""
+    raise SearchError(f"search: no program fits in {within}. Give {wanted}{about} [PIPER-P002]")
 
 
 def check_asked(

@@ -81,23 +81,27 @@ class Search:
         # (bound, kind of branch with `Cuts` first, serial number, branch)
         self._heap: list[tuple[Number, int, int, _Branch]] = []
         self._number = count()
-        self._lowest: Number = INFINITE  # lowest bound of all skipped branches and candidates
+        self.lowest: Number = INFINITE  # lowest bound of all skipped branches and candidates
+        self.complete = False  # whether the budget sufficed to consider all candidates
         self._size = 0  # number of candidates of the space
         # (bound, candidate) of the candidates with even cuts that fit; from `_begin`
         self._even_ones: list[tuple[Number, Candidate]] = []
         self._looked_at: set[Layout | Choice] = set()  # branches whose bound `_branch` has raised
-        self._proved = False  # whether the second phase runs, also if the budget ended before a proof
+        self._fills_table = False  # whether the second phase runs
 
-    def run(self, table: bool = True) -> Found | None:
+    def run(self, table: bool = True, known: Candidate | None = None) -> Found | None:
         """Search, and return the result. Return None if nothing fits, or if the budget ends before the search
-        knows a candidate that fits.
+        knows a candidate that fits; see `complete`.
 
         Args:
             table: Whether the second phase runs. Without it, the table has only choices that the first phase
                 tried.
+            known: A candidate of the space that fits (default: none is known).
         """
         for layout in self.space.layouts():
             self._layout(layout)
+        if known is not None:
+            self._improve(known)
         self._begin()
         self._refine()
         while self._heap and self._left >= 0 and not self._is_excluded(self._heap[0][0]):
@@ -107,8 +111,9 @@ class Search:
                 self.progress(self.evaluated, float(bound), float(self.value))
         # The bounds of these branches exclude them, or the budget did not suffice for them.
         for bound, _, _, branch in self._heap:
-            self._lowest = min(self._lowest, bound)
+            self.lowest = min(self.lowest, bound)
             self._leave("bound" if self._is_excluded(bound) else "left", branch)
+        self.complete = not self.cut["left"]
         if self.best is None:
             return None
         evaluated, cut = self.evaluated, dict(self.cut)
@@ -118,7 +123,7 @@ class Search:
 
     def _go_on(self) -> None:
         """Run the second phase: add the next best choices to `tried`. Spend at most `ALTERNATIVES` units."""
-        self._proved, self._left = True, min(self._budget, ALTERNATIVES)
+        self._fills_table, self._left = True, min(self._budget, ALTERNATIVES)
         for _, _, _, branch in self._heap:
             if isinstance(branch, Cuts):
                 branch.again()
@@ -141,7 +146,7 @@ class Search:
         at most the objective in `tried`. The limit is infinite if no candidate is known, or while the table
         is not full.
         """
-        if not self._proved:
+        if not self._fills_table:
             return self.value
         last = heapq.nsmallest(TABLE, (value for value, _ in self.tried.values()))
         limit = last[-1] if len(last) == TABLE else INFINITE
@@ -254,7 +259,7 @@ class Search:
         In the first phase, these are candidates that are not better than the best one by more than `gap`. In
         the second phase, these are candidates that would not change the table.
         """
-        return bound >= self._limit(branch) if self._proved else bound * (1 + self.gap) >= self.value
+        return bound >= self._limit(branch) if self._fills_table else bound * (1 + self.gap) >= self.value
 
     def _leave(self, why: str, branch: _Branch) -> None:
         """Add the number of candidates of a skipped branch to `cut[why]`. Cuts that were tried before
@@ -416,7 +421,7 @@ class Search:
                     limit = bound
                     break
         except _Exhausted:
-            self._lowest = min(self._lowest, bound)
+            self.lowest = min(self.lowest, bound)
             self._leave("left", branch)
             return
         finally:
@@ -447,8 +452,8 @@ class Search:
             self._over(bound, branch.choice, candidate)
             return
         if self._is_excluded(bound, branch):
-            if not self._proved:
-                self._lowest = min(self._lowest, bound)
+            if not self._fills_table:
+                self.lowest = min(self.lowest, bound)
             self._count(branch, cuts, "bound")
             branch.above.add(cuts)
             return
@@ -490,8 +495,14 @@ class Search:
             row for row in (self._row(candidate, best) for _, candidate in over) if self._of(row) < self.value
         ]
         rows = sorted(rows + better[:OVER], key=lambda row: (self._of(row), row.reason != ""))
-        gap = self.value / self._lowest - 1 if 0 < self._lowest < self.value else 0
-        return Found(self.best, best, gap, tuple(rows), self._size, cut, evaluated, self.space)
+        return Found(self.best, best, self._gap(), tuple(rows), self._size, cut, evaluated, self.space)
+
+    def _gap(self) -> Number:
+        """Return the share by which the best candidate exceeds the lowest bound of all others; 0 if it is
+        proved to be the best."""
+        if self.lowest >= self.value:
+            return 0
+        return self.value / self.lowest - 1 if self.lowest > 0 else INFINITE
 
     def _row(self, candidate: Candidate, best: Estimate) -> CandidateRow:
         own = estimate(self.model, candidate)

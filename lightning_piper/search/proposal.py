@@ -296,8 +296,8 @@ class _Trials:
         """Return the best candidates within this many bytes.
 
         Raises:
-            SearchError: Nothing fits. If an earlier search had more memory, the error names the least memory
-                that the plan of one of its candidates needs.
+            SearchError: The search found nothing that fits. If an earlier search had more memory, the error
+                names the least memory that the plan of one of its candidates needs.
         """
         try:
             return find(within)
@@ -306,8 +306,8 @@ class _Trials:
                 raise
             least = min(self._large)
             raise SearchError(
-                f"search: no plan fits in {size(self._limit)}, although some programs fit by estimate. Give "
-                f"{size(least.needed)} for each device, which the plan of {least.name} needs [PIPER-P002]"
+                f"search: found no plan that fits in {size(self._limit)}, although some programs fit by estimate. "
+                f"Give {size(least.needed)} for each device, which the plan of {least.name} needs [PIPER-P002]"
             ) from error
 
     def _first_fitting(self, found: Found) -> Proposal | None:

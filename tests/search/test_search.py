@@ -30,6 +30,7 @@ from lightning_piper.search import (
     bytes_of,
 )
 from lightning_piper.search.bounds import INFINITE, Cutting, bound_of
+from lightning_piper.search.branch_and_bound import Search
 from lightning_piper.search.choices import everything
 from lightning_piper.search.coarse_bounds import Coarse
 from lightning_piper.search.estimate import PLAIN, Option, memory_of, options_of, time_of
@@ -434,6 +435,68 @@ def test_more_memory_that_may_be_too_much() -> None:
         int(rough[1]) * (1 - float(rough[2]) / 100) <= int(exact[1]) <= int(rough[1])
         and 0 < float(rough[2]) < 100
     )
+
+
+def within(seed: int, less: Number = 0) -> Space:
+    """A problem with just as much memory as its smallest candidate needs, or less."""
+    space = replace(problem(seed), memory=10**9)
+    smallest = best_of_all(space, by_memory=True)
+    assert smallest is not None
+    return replace(space, memory=smallest - less)
+
+
+TIGHT = (6, 17, 21, 31, 54, 125, 146, 174)  # problems of which the first search finds nothing
+
+
+def test_a_search_that_ends_early_does_not_say_that_nothing_fits() -> None:
+    """If it knows a candidate that fits, it returns it, and what it says about the best candidate holds."""
+    ends = []
+    for seed in TIGHT:
+        space = within(seed)
+        search = Search(space, False, 0, 1, None)
+        assert search.run() is None and not search.complete
+        try:
+            result = found(space, budget=1)
+        except SearchError as error:
+            least = re.search(
+                r"the budget of 1 ended before the search found a program that fits in .* B\. Give a larger "
+                r"budget, or at least (\d+) bytes for each device \[PIPER-P002\]$",
+                str(error),
+            )
+            assert least is not None and int(least[1]) > space.memory
+            ends.append(False)
+        else:
+            best = best_of_all(space)
+            assert best is not None and fits(space, CostModel(space), result.best)
+            assert result.estimate.time * (1 - float(result.less)) <= best * (1 + 1e-9)
+            ends.append(True)
+        assert fits(space, CostModel(space), found(space, budget=10**6).best)
+    assert {*ends} == {True, False}
+
+
+def test_nothing_fits_in_less_than_the_smallest_candidate_needs() -> None:
+    """The negative control: with any budget, no candidate is found."""
+    for seed in TIGHT:
+        space = within(seed, Fraction(1, 1000))
+        with pytest.raises(SearchError, match=r"no program fits in|the budget of 1 ended"):
+            found(space, budget=1)
+        with pytest.raises(SearchError, match="no program fits in"):
+            found(space, budget=10**6)
+
+
+def test_a_budget_that_ends_with_a_bound_of_zero_proves_nothing() -> None:
+    """Passes take no time, so that a bound without links is zero."""
+    work = Work(0, 0, 0, 8, 2, 4)
+    blocks = tuple(Block(f"block {k}", {(1, 1): work}, {f"w{k}": 16}) for k in range(8))
+    hardware = replace(problem(0).hardware, links=((8, Link(1, 4)),), collectives={}, at_once=None)
+    early, late = (
+        best_of(Workload(blocks, 4, 2), hardware, 8, 10**6, schedules=CHAINS, all_devices=True, budget=budget)
+        for budget in (1, 10**6)
+    )
+    assert early.estimate.time > late.estimate.time > 0
+    assert early.gap == INFINITE and early.less == 1
+    assert "the budget ended before any bound on better candidates" in str(early)
+    assert late.gap == 0 == late.less and "no other candidate is better" in str(late)
 
 
 def test_axes_lie_on_the_links_of_their_distance() -> None:
