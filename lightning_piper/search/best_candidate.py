@@ -99,7 +99,7 @@ def _smallest_first(
     Raises:
         SearchError: The second search found a program that does not fit, or the budget ended before it found
             one. The error names the memory of the program.
-        NoProgram: There is no program, for any memory of a device.
+        NoProgram: No program exists, however much memory a device has.
     """
     devices, within = space.devices, size(space.memory)
     if space.memory == INFINITE and complete:
