@@ -91,7 +91,7 @@ def shortest(chain: Chain) -> Number:
     return max(*work, bound.of(PartialSchedule(chain), 0)[0])
 
 
-def searched(chain: Chain, width: int, best: Number) -> list[Step] | None:
+def beam_steps(chain: Chain, width: int, best: Number) -> list[Step] | None:
     """Return steps in a feasible order that end before the time `best`, in the unit of `chain.times`. None if
     the search does not find such steps.
 

@@ -12,7 +12,7 @@ from lightning_piper.common.limits import integer, shown
 from lightning_piper.directives import Directive
 from lightning_piper.errors import DirectiveError
 from lightning_piper.schedules.actions import Action, Devices, Row, counts, one_by_one, program_of
-from lightning_piper.schedules.beam import searched, shortest
+from lightning_piper.schedules.beam import beam_steps, shortest
 from lightning_piper.schedules.interleaving import interleaved_rows
 from lightning_piper.schedules.list_scheduling import Chain, PassPreference, chain_of, listed, rows_of
 from lightning_piper.schedules.pipeline import gpipe_rows, one_f_one_b_rows, zb_h2_rows, zero_bubble_rows
@@ -23,7 +23,7 @@ from lightning_piper.schedules.zbv import zbv_rows
 # Maximum passes that list scheduling places, over all its rules. It always tries the first rule.
 LISTED = 40_000
 TUNED = 40_000  # maximum passes that list scheduling places while one rank's rule changes at a time
-SEARCHED = 40_000  # maximum steps that the beam search tries
+MOST_STEPS = 40_000  # maximum steps that the beam search tries
 WIDEST = 400  # maximum width of the beam search
 MERGED = 40_000  # maximum passes that are timed to find stages whose backward passes should be whole
 
@@ -244,10 +244,10 @@ def _list(chain: Chain, found: _Best) -> None:
 
 
 def _search(chain: Chain, found: _Best) -> None:
-    """Run the beam search with the largest width that `WIDEST` and `SEARCHED` allow, and offer its rows to
+    """Run the beam search with the largest width that `WIDEST` and `MOST_STEPS` allow, and offer its rows to
     `found`. Do nothing if this width is below 2."""
-    width = min(WIDEST, SEARCHED // (chain.actions * len(chain.local)))
-    steps = searched(chain, width, found.end * chain.times.unit) if width > 1 else None
+    width = min(WIDEST, MOST_STEPS // (chain.actions * len(chain.local)))
+    steps = beam_steps(chain, width, found.end * chain.times.unit) if width > 1 else None
     if steps is not None:
         found.offer(rows_of(chain, steps))
 

@@ -134,7 +134,7 @@ class Params:
 
     Attributes:
         tied: Parameters that several blocks use.
-        largest, largest_trained: For each block, bytes of all of its parameters, and of its trained
+        block_bytes, trained_bytes: For each block, bytes of all of its parameters, and of its trained
             parameters.
         largest_update: For each block, bytes of its largest trained parameter.
         packed: Seconds to copy the gradients of each block into a bucket.
@@ -156,7 +156,7 @@ class Params:
         # For each block, the bytes of parameters that no other block uses: outside of experts, of experts;
         # then only trained parameters, outside of experts, of experts.
         alone = [[0, 0, 0, 0] for _ in workload.blocks]
-        self.largest, self.largest_trained, self.largest_update = (
+        self.block_bytes, self.trained_bytes, self.largest_update = (
             [0] * len(workload.blocks) for _ in range(3)
         )
         self.tied: list[Tied] = []
@@ -166,8 +166,8 @@ class Params:
             parts = (tensor if name in block.divided else 1) * (routed if is_routed else 1)
             nbytes = -(-block.params[name] // parts)
             for k in blocks:
-                self.largest[k] += nbytes
-                self.largest_trained[k] += nbytes * trains
+                self.block_bytes[k] += nbytes
+                self.trained_bytes[k] += nbytes * trains
                 self.largest_update[k] = max(self.largest_update[k], nbytes * trains)
             if len(blocks) > 1:
                 self.tied.append(Tied(nbytes, is_routed, trains, tuple(blocks)))
@@ -372,20 +372,20 @@ class Costs:
         """
         n, own = self.layout.replicas, self.layout.replicas // self.layout.routed
 
-        def held(least: int, trained: bool, largest: Sequence[int] = ()) -> int:
+        def held(least: int, trained: bool, gathered: Sequence[int] = ()) -> int:
             """Return the bytes of a rank's parameters if stages at level `least` or above shard them, and
             other stages do not.
 
             Args:
                 trained: Count only parameters that get gradients.
-                largest: For each block, its bytes when gathered. Add two gathered blocks (default: none).
+                gathered: For each block, its bytes when gathered. Add twice the largest one (default: none).
             """
             shared = [span for span, level in zip(spans, levels, strict=True) if level >= least]
             whole = [span for span, level in zip(spans, levels, strict=True) if level < least]
             parts = self.params.of(shared, not alone, trained)
             two = (
-                min(sum(parts), 2 * max(max(largest[i:j]) for i, j in shared))
-                if largest and shared and not alone
+                min(sum(parts), 2 * max(max(gathered[i:j]) for i, j in shared))
+                if gathered and shared and not alone
                 else 0
             )
             return (
@@ -393,7 +393,7 @@ class Costs:
             )
 
         states: Number = self.states * held(1, True)
-        made = states + held(2, True, self.params.largest_trained) + held(3, False, self.params.largest)
+        made = states + held(2, True, self.params.trained_bytes) + held(3, False, self.params.block_bytes)
         if alone or n == 1 or not self._processes:
             return made
         summed = [span for span, level in zip(spans, levels, strict=True) if level < 2]

@@ -140,7 +140,7 @@ class _Account:
     def enter(self, instruction: Instruction, start: _Moment, end: _Moment) -> None:
         """Record the values that an instruction makes, uses and frees between the moments `start` and
         `end`."""
-        work = _Work(self._dag, instruction, self._held) if isinstance(instruction, Run) else None
+        work = _PassMemory(self._dag, instruction, self._held) if isinstance(instruction, Run) else None
         for k, slot in enumerate(instruction.writes):
             if slot in self._held:  # a sum in place, or the end of an exchange: the slot has its storages
                 self._let_go(self._summed.pop(slot, ()), end)
@@ -262,7 +262,7 @@ class _Account:
         return tuple(_Storage(spec.nbytes, kind) for spec in self._dag.value((instruction.node, k)).tensors)
 
 
-class _Work:
+class _PassMemory:
     """A pass: its arguments, its outputs, and its peak memory."""
 
     def __init__(self, dag: TrainingDAG, run: Run, held: dict[int, _LiveValue]) -> None:
