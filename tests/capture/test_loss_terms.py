@@ -17,6 +17,15 @@ import lightning_piper as piper
 from lightning_piper import CaptureError, annotate
 from lightning_piper.capture import CapturedStep, capture
 from lightning_piper.capture.eager.eager_reference import Outcome, mixed, run_eagerly
+from lightning_piper.capture.losses.denominators import (
+    ONE,
+    SAMPLES,
+    ConstantExpression,
+    ElementwiseExpression,
+    over,
+    simplified,
+    times,
+)
 from lightning_piper.directives import accumulating
 from lightning_piper.ir.values import Slice
 from lightning_piper.verify.interpreter import interpret
@@ -76,6 +85,11 @@ def ce(m: Any, p: Tensor, y: Tensor, r: Any, **more: Any) -> Tensor:
 
 def each(p: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(p, y, reduction="none")
+
+
+def number(p: Tensor) -> Tensor:
+    """Return the number of samples as a tensor."""
+    return torch.full((), float(len(p)), dtype=torch.float64)
 
 
 def three(m: Any, p: Tensor, y: Tensor, r: Any) -> Tensor:
@@ -203,6 +217,27 @@ LOSSES: dict[str, tuple[Loss, list[str]]] = {
         ["ratio", "sum"]),
     "a sum in place": (in_place, ["ratio", "sum"]),
     "a detached term": (lambda m, p, y, r: ce(m, p, y, r) + p.square().sum().detach(), ["ratio", "sum"]),
+    "at least four samples": (lambda m, p, y, r: p.square().sum() / number(p).clamp(min=4.0), ["ratio"]),
+    "at most four samples": (lambda m, p, y, r: p.square().sum() / number(p).clamp(max=4.0), ["ratio"]),
+    "a mean, times at most four": (lambda m, p, y, r: p.square().mean() * number(p).clamp(max=4.0),
+        ["ratio"]),
+    "rows over at least four": (lambda m, p, y, r: (p.square() / number(p).clamp(min=4.0)).sum(), ["ratio"]),
+    "samples, or four": (lambda m, p, y, r: p.square().sum() / torch.maximum(number(p), torch.tensor(4.0)),
+        ["ratio"]),
+    "samples, if many": (lambda m, p, y, r: p.square().sum() / torch.where(number(p) > 4, number(p), 1.0),
+        ["ratio"]),
+    "a root of the number": (lambda m, p, y, r: p.square().sum() / number(p).sqrt(), ["ratio"]),
+    "whole thirds": (lambda m, p, y, r: p.square().sum() / (number(p) // 3), ["ratio"]),
+    "truncated": (lambda m, p, y, r: p.square().sum() / ((number(p) + 1) / 3).long(), ["ratio"]),
+    "a truncated count": (lambda m, p, y, r: (each(p, y) * r[1]).sum() / (r[1].sum() * 0.7 + 1).long(),
+        ["ratio"]),
+    "a multiple of the number": (lambda m, p, y, r: p.square().sum() / (number(p) * 3), ["samples"]),
+    "equal weights": (lambda m, p, y, r: (p.square().sum(1) * p.new_full((len(p),), 1 / len(p))).sum(),
+        ["samples"]),
+    "equal weights, a product": (lambda m, p, y, r: p.square().sum(1) @ torch.full_like(r[0], 1 / len(p)),
+        ["samples"]),
+    "added in part": (lambda m, p, y, r: torch.add(ce(m, p, y, r), p.square().sum(), alpha=0.3),
+        ["ratio", "sum"]),
     "with a number that changes": (lambda m, p, y, r: ce(m, p, y, r) / 6 * (m.current_epoch + 1.0),
         ["ratio"]),
     "logged": (logging, ["ratio"]),
@@ -221,7 +256,7 @@ OFTEN = (
     "labels with class weights", "a sum", "a masked mean of means", "two terms", "rows over their number",
     "pairs of samples",
     "one sample less", "a learned weight beside", "a penalty beside a sum", "with a number that changes",
-    "logged",
+    "logged", "at least four samples", "at most four samples", "truncated", "equal weights",
 )  # fmt: skip
 
 
@@ -247,7 +282,6 @@ def test_parts_give_the_whole_batch(name: str) -> None:
     "labels", "a masked mean", "weights of samples", "two terms"))])  # fmt: skip
 def test_shares_of_the_samples_would_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: with n_i/N for everything the result is another one."""
-    from lightning_piper.capture.losses.denominators import SAMPLES
     from lightning_piper.capture.losses.loss_weights import _LossWeighting
 
     own = _LossWeighting._term
@@ -256,6 +290,96 @@ def test_shares_of_the_samples_would_not(name: str, monkeypatch: pytest.MonkeyPa
     whole = run_eagerly(step, tensors, batch(), [Slice(0, SIZE)])
     far = distance(whole, interpret(accumulating(step, PARTS), tensors, batch()))
     assert not far < 1e-3, "it is far off, or no number at all"
+
+
+@pytest.mark.parametrize("name", ["at least four samples", "at most four samples"])
+def test_two_values_would_not_show_how_a_denominator_follows_the_number(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: the values for one and two samples take the first for a constant, and the second for a
+    multiple of the number."""
+    from lightning_piper.capture.losses import loss_weights
+
+    judged = ONE if name == "at least four samples" else SAMPLES
+    monkeypatch.setattr(loss_weights, "simplified", lambda denominator: judged)
+    step, tensors = captured(LOSSES[name][0])
+    whole = run_eagerly(step, tensors, batch(), [Slice(0, SIZE)])
+    assert distance(whole, interpret(accumulating(step, PARTS), tensors, batch())) > 0.4
+
+
+def test_products_and_quotients_of_the_number_of_samples_are_simplified() -> None:
+    two, n = ConstantExpression(2), SAMPLES
+    clamped = ElementwiseExpression(torch.ops.aten.clamp.default, (n, two))
+    inverted = ElementwiseExpression(torch.ops.aten.reciprocal.default, (n,))
+    assert simplified(times(over(two, n), times(n, n))) == simplified(over(ONE, inverted)) == SAMPLES
+    assert simplified(over(times(two, n), n)) == simplified(two) == ONE
+    for other in (clamped, times(n, n), over(ONE, n), over(clamped, n), ConstantExpression(0), inverted):
+        assert simplified(other) is other
+
+
+PYTHON_NUMBERS: dict[str, tuple[Callable[[int], float], str]] = {
+    "at least eight": (lambda n: max(n, 8), "with 12 samples: samples; with 3 samples: not known"),
+    "at most four": (lambda n: min(n, 4), "with 12 samples: sum; with 3 samples: samples"),
+    "a half": (lambda n: n // 2, "with 12 samples: samples; with 3 samples: not known"),
+    "a root": (lambda n: n**0.5, ""),
+    "a square": (lambda n: n**2, ""),
+}
+
+
+@pytest.mark.parametrize("name", PYTHON_NUMBERS)
+def test_a_number_that_another_size_contradicts_is_refused(name: str) -> None:
+    """Two sizes suggest what `max(len(x), 8)` is. If a third one contradicts them, its share of the samples
+    would be a wrong weight. A number that already two sizes do not explain counts as assumed."""
+    of, said = PYTHON_NUMBERS[name]
+    step, _ = captured(lambda m, p, y, r: p.square().sum() / of(len(p)))
+    assert step.at(SIZE).assumed == (not said)
+    if said:
+        with pytest.raises(CaptureError, match=rf"cannot follow \({said}\)"):
+            step.at(3)
+    else:
+        assert step.at(3).assumed
+
+
+@pytest.mark.parametrize(
+    "name, loss",
+    {
+        "a summand": lambda m, p, y, r: torch.add(p.mean(), p.square().sum(), alpha=1 / len(p)),
+        "rows": lambda m, p, y, r: torch.add(p, p.square(), alpha=1 / len(p)).sum(),
+        "a denominator": lambda m, p, y, r: p.sum() / torch.add(r[1].sum(), r[0].sum(), alpha=len(p)),
+        "rows and a number": lambda m, p, y, r: p.sum() / (r[0] + 1 / len(p)).sum(),
+        "places": lambda m, p, y, r: p.sum() / torch.arange(len(p)).sum(),
+        "a shape": lambda m, p, y, r: p.sum() / torch.tensor(p.shape).prod(),
+    }.items(),
+)
+def test_other_ways_to_follow_the_number_are_not_taken_for_known(name: str, loss: Loss) -> None:
+    assert captured(loss)[0].at(SIZE).assumed
+
+
+@pytest.mark.parametrize(
+    "name, loss",
+    {
+        "a summand": lambda m, p, y, r: torch.add(p.mean(), p.square().sum(), alpha=0.3),
+        "rows": lambda m, p, y, r: torch.add(p, p.square(), alpha=0.3).sum(),
+        "a denominator": lambda m, p, y, r: p.sum() / torch.add(r[1].sum(), r[0].sum(), alpha=0.3),
+        "rows and a number": lambda m, p, y, r: p.sum() / (r[0] + 0.3).sum(),
+        "places": lambda m, p, y, r: p.sum() / torch.ones(len(p)).sum(),
+        "a shape": lambda m, p, y, r: p.sum() / torch.tensor(p.shape[1:]).prod(),
+    }.items(),
+)
+def test_constants_in_these_ways_are_known(name: str, loss: Loss) -> None:
+    """The control."""
+    step, tensors = captured(loss)
+    assert not step.at(SIZE).assumed
+    whole = run_eagerly(step, tensors, batch(), [Slice(0, SIZE)])
+    assert distance(whole, interpret(accumulating(step, PARTS), tensors, batch())) < 1e-7  # float32 counts
+
+
+def test_a_part_whose_denominator_is_zero_is_refused() -> None:
+    step, _ = captured(lambda m, p, y, r: p.square().sum() / (number(p) // 5))
+    assert [term.label for term in step.at(SIZE).terms] == ["floor_divide(samples, 5)"]
+    with pytest.raises(CaptureError, match=r"with 3 samples: floor_divide\(samples, 5\) = 0\)"):
+        step.at(3)
+    step.at(6)
 
 
 NOT_SEEN: dict[str, Loss] = {

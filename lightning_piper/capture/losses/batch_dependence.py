@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from lightning_piper.capture.joint.operations import CONSTANTS, DIVIDED, MULTIPLIED
+from lightning_piper.capture.joint.operations import CONSTANTS, DIVIDED, MULTIPLIED, is_coarser
 from lightning_piper.capture.joint.sample_dimension import known_rows
 from lightning_piper.capture.losses.denominators import (
     ONE,
@@ -31,6 +31,7 @@ from lightning_piper.totals import TOTAL
 
 aten = torch.ops.aten
 Ask = Callable[[bool], tuple[torch.fx.Graph, int] | None]  # see the argument `ask` of `BatchDependence`
+FEW = 8  # the most elements of a constant whose numbers are compared
 # Operations that only reshape, copy or convert their input, so that the result has the same elements.
 _HANDED_ON = {aten.view.default, aten.reshape.default, aten.clone.default, aten._to_copy.default,
     aten.detach.default,
@@ -84,13 +85,13 @@ class BatchDependence:
             return any(map(self.has_rows, node.all_input_nodes))
         return True  # without evidence, assume that the samples are not reduced
 
-    def number(self, value: Any, node: Node, place: int | None) -> Expression | None:
+    def number(self, value: Any, node: Node, place: int | str | None) -> Expression | None:
         """Return a number in the step as an expression of the number of samples.
 
         Args:
             value: the number.
             node: the node that has the number as an argument, or that made a tensor of it.
-            place: the position of the argument; None for a tensor.
+            place: the position of the argument, or the name of a keyword argument; None for a tensor.
 
         Returns:
             With n samples: a constant, a multiple of n, a constant over n, n plus an integer, or the inverse
@@ -105,8 +106,11 @@ class BatchDependence:
         other = self._beside.get(node) if self._beside is not None else None
         if other is None:
             return None if self._beside is not None else ConstantExpression(value)
-        there: Any = self.number_in(other, self._there) if place is None else other.args[place]
         # `there`: the number in the trace at another size.
+        if place is None:
+            there: Any = self.number_in(other, self._there)
+        else:
+            there = other.kwargs.get(place) if isinstance(place, str) else other.args[place]
         if there == value:
             return ConstantExpression(value)
         if not isinstance(there, int | float):
@@ -148,8 +152,10 @@ class BatchDependence:
 
     def number_in(self, node: Any, graph: torch.fx.Graph) -> float | None:
         """Return the number that a tensor of one element was made from. Return None if it was not made from a
-        number."""
+        number, or if a cast to integers or booleans may have changed the number."""
         while node.op == "call_function" and node.target in _HANDED_ON and node.meta["val"].numel() == 1:
+            if is_coarser(node):
+                return None
             node = node.args[0]
         if node.op == "get_attr":
             constant = getattr(graph.owning_module, str(node.target), None)
@@ -197,7 +203,7 @@ class BatchDependence:
         if node.op == "get_attr":
             numbers = _content(self.graph, node)
         else:
-            numbers = [x for x in _flat(node.args) if isinstance(x, int | float)]
+            numbers = [x for x in _arguments(node) if isinstance(x, int | float)]
             numbers += node.meta["val"].shape if node.target in CONSTANTS else ()
         suspicious = any(map(self._is_of_size, numbers))
         if not (self._is_known or suspicious) or self._beside is None:
@@ -211,7 +217,7 @@ class BatchDependence:
             return numbers != _content(self._there, other)
         if node.target in CONSTANTS and node.meta["val"].shape != other.meta["val"].shape:
             return True
-        pairs = zip(_flat(node.args), _flat(other.args), strict=False)
+        pairs = zip(_arguments(node), _arguments(other), strict=False)
         return any(isinstance(a, int | float) and a != b for a, b in pairs)
 
     def is_scaled_by_size(self, rows: Node) -> bool:
@@ -316,10 +322,15 @@ def copy_graph(graph: torch.fx.Graph) -> torch.fx.Graph:
 
 
 def _content(graph: torch.fx.Graph, node: Node) -> list[Any]:
-    """Return the content of a constant for the comparison of two traces: the number if the constant has one
-    element, otherwise the shape."""
+    """Return the content of a constant for the comparison of two traces: the numbers if the constant has few
+    elements, such as a shape as a tensor, otherwise the shape."""
     constant: torch.Tensor = getattr(graph.owning_module, str(node.target))
-    return constant.flatten().tolist() if constant.numel() == 1 else list(constant.shape)
+    return constant.flatten().tolist() if constant.numel() <= FEW else list(constant.shape)
+
+
+def _arguments(node: Node) -> list[Any]:
+    """Return the arguments of a node and its keyword arguments, with nested lists flattened."""
+    return _flat([*node.args, *node.kwargs.values()])
 
 
 def _flat(arguments: Any) -> list[Any]:

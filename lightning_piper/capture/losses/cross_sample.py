@@ -201,7 +201,7 @@ class _SampleDependence:
                 by_place = [
                     x
                     for x, have, wanted in pairs
-                    if have != wanted and not backward and _differs_by_place(x, wanted, self._constants)
+                    if have != wanted and not backward and differs_by_place(x, wanted, self._constants)
                 ]
                 return None if by_place else tuple(p or R for p in rule.outputs)
         if is_kept(node, self._shown) and all(p in (R, Sharded(0)) for p in given):
@@ -263,7 +263,7 @@ def _name(node: Node) -> str:
     return str(node.target).split(".")[1] if isinstance(node.target, torch._ops.OpOverload) else ""
 
 
-def _differs_by_place(node: Node, wanted: Placement, constants: Constants) -> bool:
+def differs_by_place(node: Node, wanted: Placement, constants: Constants) -> bool:
     """Return whether a value that does not depend on samples may vary along the dimension of `wanted`, like
     `torch.arange(n)` or a parameter. Return False if the graph does not show it."""
     assert isinstance(wanted, Sharded)

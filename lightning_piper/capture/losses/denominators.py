@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from lightning_piper.capture.joint.operations import CONSTANTS
+from lightning_piper.capture.joint.operations import CONSTANTS, DIVIDED, MULTIPLIED
 from lightning_piper.capture.joint.sizes import NotSymbolic
 from lightning_piper.ir.boxed_code import compile_boxed
 from lightning_piper.ir.terms import Denominator
@@ -109,15 +109,36 @@ def simplified(expression: Expression) -> Expression:
     """Return `SAMPLES` for a denominator that is proportional to the number of samples, and `ONE` for a
     constant denominator other than 0. Return any other denominator unchanged.
 
-    An expression without sums over the batch is judged by its values for 1 and 2 samples.
+    Only products and quotients of the number of samples and constants are judged. A few values would not show
+    whether another function, such as `n.clamp(min=2)`, is proportional to the number.
     """
-    if not stats_of(expression):
-        one, two = (
-            float(_evaluate(expression, {}, [torch.tensor(n, dtype=torch.float64)])) for n in (1.0, 2.0)
-        )
-        if one and two / one in (1.0, 2.0):
-            return SAMPLES if two / one == 2.0 else ONE
-    return expression
+    power = _power(expression)
+    return SAMPLES if power == 1 else ONE if power == 0 else expression
+
+
+# Operations that make products and quotients. The sign does not change a power.
+_TIMES, _OVER = {torch.mul, *MULTIPLIED}, {torch.div, *DIVIDED}
+_KEEPS, _INVERTS = {aten.neg.default}, {aten.reciprocal.default}
+
+
+def _power(expression: Any) -> int | None:
+    """Return p if the expression is c * n ** p: a constant c other than 0, times a power of the number of
+    samples n. Return None for any other expression."""
+    match expression:
+        case ConstantExpression(value):
+            known = isinstance(value, int | float) and value and math.isfinite(value)
+            return 0 if known else None
+        case SampleCount():
+            return 1
+        case ElementwiseExpression(target, arguments, keywords) if not keywords:
+            powers = [p for x in arguments if (p := _power(x)) is not None]
+            if len(powers) < len(arguments):
+                return None
+            if target in _TIMES | _OVER:
+                return powers[0] + powers[1] * (1 if target in _TIMES else -1)
+            if target in _KEEPS | _INVERTS:
+                return powers[0] * (1 if target in _KEEPS else -1)
+    return None
 
 
 def described(expression: Expression) -> str:

@@ -44,6 +44,7 @@ from lightning_piper.capture.joint.operations import (
     is_zero,
 )
 from lightning_piper.capture.losses.batch_dependence import Ask, BatchDependence
+from lightning_piper.capture.losses.cross_sample import differs_by_place
 from lightning_piper.capture.losses.denominators import (
     ONE,
     SAMPLES,
@@ -56,7 +57,9 @@ from lightning_piper.capture.losses.denominators import (
     stats_of,
     times,
 )
+from lightning_piper.capture.losses.sample_trial import Constants
 from lightning_piper.capture.torch_private import _torch
+from lightning_piper.ir.values import Sharded
 from lightning_piper.totals import TOTAL
 
 aten = torch.ops.aten
@@ -121,6 +124,7 @@ class LossTerms:
         self.uses: dict[int, dict[tuple[Node, Node], float]] = {}
         self._found: dict[Node, Combination] = {}
         self._keys = ComputationKeys()
+        self._constants: Constants = {}
         self._from_batch: set[Node] = set()  # nodes that depend on the batch's samples
         self._from_params: set[Node] = set()  # nodes for which `is_trained` is true
         self.joined = after_gathers(graph, apart=True)
@@ -247,12 +251,18 @@ class LossTerms:
         elif target in MULTIPLIED | DIVIDED:
             found = [self._multiplied(node)]
         elif target in ADDED or target in JOINED or target in CHOSEN:
-            arguments: Any = (
-                node.args[0] if target in JOINED else [node.args[i] for i in CHOSEN.get(target, (0, 1))]
-            )
+            places = CHOSEN.get(target, (0, 1))
+            arguments: Any = node.args[0] if target in JOINED else [node.args[i] for i in places]
             found = list({self._divided(x) for x in arguments if not is_zero(x)})
             if target in JOINED and not all(self._varies(x) for x in arguments):
                 found = [None]  # some rows are not rows of samples
+            # a number that is added to each row, or that scales the rows, follows the number of samples
+            if target not in JOINED and not all(self._is_constant(node, i) for i in (*places, "alpha")):
+                found = [None]
+        elif target is aten.full.default or CONSTANTS.get(target, 0.0) is None:
+            place = 1 if target is aten.full.default else len(node.args) - 1
+            known = self._constant(node.args[place], node, place)
+            found = [None if known is None else over(ONE, known)]
         else:
             found = [ONE]
         if len(found) > 1 or None in found:
@@ -286,6 +296,16 @@ class LossTerms:
                 return None
             made = made if by == ONE else times(made, by if divides else over(ONE, by))
         return made
+
+    def _is_constant(self, node: Node, place: int | str) -> bool:
+        """Return whether an argument of the node is not a number that depends on the number of samples.
+
+        Args:
+            place: the position of the argument, or its name.
+        """
+        value = node.kwargs.get(place) if isinstance(place, str) else node.args[place]
+        numbers = isinstance(value, int | float)
+        return not numbers or isinstance(self.dependence.number(value, node, place), ConstantExpression)
 
     # Reductions over the samples.
 
@@ -408,8 +428,11 @@ class LossTerms:
         then a maximum or minimum. `rsub` negates the first operand, so it exchanges maximum and minimum.
         """
         first, second = node.args[:2]
+        if not self._is_constant(node, "alpha"):
+            return Combination(OTHER)
         if (
             not self._varies(second)
+            and "alpha" not in node.kwargs
             and isinstance(first, Node)
             and (inner := self.of(first)).reduction in OTHER_END
         ):
@@ -462,6 +485,11 @@ class LossTerms:
             known = self.dependence.number(value, user, place)
         return ONE if isinstance(known, ConstantExpression) else known
 
+    def _is_of_places(self, rows: Node) -> bool:
+        """Return whether the rows are made of the number of samples alone and differ from each other, such as
+        `torch.arange(n)`. Their sum over the batch is not the sum over its parts."""
+        return rows not in self._from_batch and differs_by_place(rows, Sharded(0), self._constants)
+
     def _note(self, known: Any, value: Any, reader: Node) -> None:
         """If the expression `known` is a sum over the batch, or a mean of rows, record in `uses` that
         `reader` reads the sum through its argument `value`."""
@@ -498,7 +526,13 @@ class LossTerms:
             aten.alias.default,
             aten.squeeze.default,
         ):
-            return self.expression(node.args[0])  # type: ignore[arg-type]
+            inner = self.expression(node.args[0])  # type: ignore[arg-type]
+            if inner is None or not is_coarser(node):
+                return inner
+            # a cast to integers rounds, and a cast to booleans has no counterpart among expressions
+            return None if value.dtype == torch.bool else ElementwiseExpression(torch.trunc, (inner,))
+        if target in SUMS | MEANS and self._is_of_places(node.args[0]):  # type: ignore[arg-type]
+            return None
         if target in SUMS and self.of(node) == Combination(LINEAR, ONE):
             return BatchSum(self._keys.of(node), node, "sum")
         if target is aten.mean.default and self.of(node) == Combination(LINEAR, SAMPLES):
@@ -511,7 +545,8 @@ class LossTerms:
         if (
             node.op != "call_function"
             or not isinstance(target, torch._ops.OpOverload)
-            or torch.Tag.pointwise not in target.tags
+            or (torch.Tag.pointwise not in target.tags and target is not aten.floor_divide.default)
+            or not all(self._is_constant(node, name) for name in node.kwargs)
         ):
             return None
         given: list[Any] = []

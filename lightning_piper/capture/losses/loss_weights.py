@@ -398,7 +398,11 @@ class _LossWeighting:
                 ]
                 known = (self.names.batch, self.names.buffers, self.graph.owning_module)
                 code = denominator_of(denominator, *known, again)
-                self.terms.append(Term(Weighing.RATIO, described(denominator), code))
+                label = described(denominator)
+                # The label differs between two sizes if only one of them divides by 0.
+                if not stats_of(denominator) and not float(code.of([torch.tensor(float(self.size))])):
+                    label += " = 0"
+                self.terms.append(Term(Weighing.RATIO, label, code))
                 self._denominators[self.terms[-1]] = denominator
         return self.kinds[denominator]
 

@@ -173,10 +173,16 @@ def public(interface: Interface) -> Any:
 
 def _same_weights(a: StepCode, b: StepCode) -> None:
     """Raise a `CaptureError` if the terms of the loss or of logged values have different weights in `a` and
-    `b`."""
+    `b`.
+
+    The weights also differ if they are known in `a` and assumed in `b`: two sizes have shown a denominator that
+    another size contradicts, such as `max(len(x), 6)` with 8, 16 and 4 samples.
+    """
     one, other = ([(term.weighing, term.label) for term in code.terms] for code in (a, b))
-    if one != other:
-        differ = next((x, y) for x, y in zip_longest(one, other, fillvalue=("", "nothing")) if x != y)
+    contradicted = b.assumed and not a.assumed
+    if one != other or contradicted:
+        pairs = zip_longest(one, other, fillvalue=("", "nothing"))
+        differ = next(((x, y) for x, y in pairs if x != y), (_weights_of_loss(a), ("", "not known")))
         weights = "; ".join(
             f"with {code.size} sample{'s' * (code.size != 1)}: {label}"
             for code, (_, label) in zip((a, b), differ, strict=True)
@@ -191,3 +197,10 @@ def _same_weights(a: StepCode, b: StepCode) -> None:
             f"Piper cannot follow ({weights}). Divide by len(x), or declare the denominator with "
             f"piper.mean(values, count){single} [PIPER-C012]"
         )
+
+
+def _weights_of_loss(code: StepCode) -> tuple[str, str]:
+    """Return ("", the weights of the loss's terms in words)."""
+    outputs = [out for interface in code.interfaces.values() for out in interface.outputs]
+    labels = [code.terms[out.term].label for out in outputs if out.kind == Kind.LOSS and out.term is not None]
+    return "", ", ".join(labels)
