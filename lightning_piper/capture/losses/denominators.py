@@ -141,9 +141,17 @@ def _power(expression: Any) -> int | None:
     return None
 
 
-def described(expression: Expression) -> str:
+def described(expression: Expression, size: int) -> str:
     """Return a denominator as text, such as `div(sum over the batch, samples)`. `CapturedStep` compares these
-    texts between traces with different numbers of samples."""
+    texts between traces with different numbers of samples. So the text says if the denominator follows from the
+    number of samples alone and is 0 for `size` samples."""
+    zero = not stats_of(expression) and not float(
+        _evaluate(expression, {}, [torch.full((), size, **_DOUBLE)])
+    )
+    return _text(expression) + " = 0" * zero
+
+
+def _text(expression: Expression) -> str:
     match expression:
         case ConstantExpression():
             return (
@@ -158,7 +166,7 @@ def described(expression: Expression) -> str:
         case ElementwiseExpression():
             name = getattr(expression.target, "__name__", str(expression.target)).removesuffix(".default")
             inside = ", ".join(
-                described(x) if isinstance(x, Expression) else str(x.value) for x in expression.arguments
+                _text(x) if isinstance(x, Expression) else str(x.value) for x in expression.arguments
             )
             return f"{name}({inside})"
     raise AssertionError(expression)

@@ -20,6 +20,7 @@ import torch
 from torch.fx import Node
 
 from lightning_piper.capture.joint.joined_part import OF_PARTS, after_gathers
+from lightning_piper.capture.joint.operations import ADDED, CONTRACTED, DIVIDED, JOINED, MULTIPLIED
 from lightning_piper.capture.joint.region_assignment import own_line, refuse_parts
 from lightning_piper.capture.joint.region_passes import PlaceholderNames
 from lightning_piper.capture.joint.traced_graph import TracedGraph
@@ -330,7 +331,7 @@ class _LossWeighting:
         """Return whether weights suffice to combine the node's values on parts of the batch."""
         found = self.found.of(node)
         if found.reduction == MIXED:
-            return self._kinds_in(node) is not None
+            return self._keys_in(node) is not None
         return found.reduction in (MAX, MIN, WHOLE) or (
             found.reduction == LINEAR and found.denominator is not None
         )
@@ -350,7 +351,8 @@ class _LossWeighting:
             self._extremes |= made.kind == Kind.LOSS
             return {self._extreme(found.reduction.value): node}
         if found.reduction == MIXED and (kinds := self._kinds_in(node)) is not None:
-            return {term: self._part(node, term) for term in kinds}
+            parts = ((term, self._part(node, term)) for term in kinds)
+            return {term: part for term, part in parts if part is not None}
         is_loss = made.kind == Kind.LOSS
         if is_loss and node in self._after_gathers:
             # The loss reads samples only through gathered values.
@@ -398,11 +400,7 @@ class _LossWeighting:
                 ]
                 known = (self.names.batch, self.names.buffers, self.graph.owning_module)
                 code = denominator_of(denominator, *known, again)
-                label = described(denominator)
-                # The label differs between two sizes if only one of them divides by 0.
-                if not stats_of(denominator) and not float(code.of([torch.tensor(float(self.size))])):
-                    label += " = 0"
-                self.terms.append(Term(Weighing.RATIO, label, code))
+                self.terms.append(Term(Weighing.RATIO, described(denominator, self.size), code))
                 self._denominators[self.terms[-1]] = denominator
         return self.kinds[denominator]
 
@@ -416,48 +414,60 @@ class _LossWeighting:
     # Sums of several terms.
 
     def _base(self, value: Any) -> int | None:
-        """Return the index of the term that a summand belongs to. Return None if the summand is itself a sum of
-        several terms, or does not combine as a weighted sum."""
+        """Return the index of the term that a summand belongs to. If there is no such term, add it. Return None
+        if the summand is itself a sum of several terms, or does not combine as a weighted sum."""
+        key = self._key(value)
+        return None if key is None else self._term(key)
+
+    def _key(self, value: Any) -> Any:
+        """Return the denominator of the term that a summand belongs to (an expression, or `WHOLE_BATCH`). Return
+        None where `_base` does. No term is added."""
         found = self.found.of(value) if isinstance(value, Node) else Combination(WHOLE)
         if found.reduction == WHOLE:
             # The value is the same on every part.
-            return self._term(WHOLE_BATCH if value in self.found.joined else SAMPLES)
-        return self._term(found.denominator) if found.reduction == LINEAR else None
+            return WHOLE_BATCH if value in self.found.joined else SAMPLES
+        return found.denominator if found.reduction == LINEAR else None
 
     def _summands(self, node: Node) -> list[Any]:
         """Return the arguments of `node` that carry the terms of a sum: its summands, or the only sum that it
         scales or reshapes. They are nodes and numbers."""
         first: Any = node.args[0]
-        if node.target in (aten.stack.default, aten.cat.default):
+        if node.target in JOINED:
             return list(first)
         if node.target in _SCALED:
             factor = self.found.factor(node)
             return [] if factor is None else [factor[0]]
-        if len(node.args) > 1 and node.target in _ADDITIONS:
+        if len(node.args) > 1 and node.target in ADDED:
             return [first, node.args[1]]
         return [first]
 
     def _kinds_in(self, node: Node) -> list[int] | None:
         """Return the indices of the terms in a sum, in the order of its summands. Return None if the sum cannot
-        be split into terms, or has more than `MANY` terms."""
-        kinds: dict[int, None] = {}
+        be split into terms, or has more than `MANY` terms. Then no term is added."""
+        keys = self._keys_in(node)
+        return None if keys is None else [self._term(key) for key in keys]
+
+    def _keys_in(self, node: Node) -> list[Any] | None:
+        """Return the denominators of the terms in a sum, in the order of its summands. Return None where
+        `_kinds_in` does."""
+        keys: dict[Any, None] = {}
         stack: list[Any] = [node]
         seen: set[Node] = set()
         while stack:
             value = stack.pop()
             if isinstance(value, Node) and value in seen:
                 continue
-            base = self._base(value)
-            if base is not None:
-                kinds[base] = None
+            key = self._key(value)
+            if key is not None:
+                keys[key if key is WHOLE_BATCH else simplified(key)] = None
                 continue
             if self.found.of(value).reduction != MIXED:
                 return None
             seen.add(value)
             stack += reversed(self._summands(value))
-        return list(kinds) if len(kinds) <= MANY else None
+        return list(keys) if len(keys) <= MANY else None
 
-    def _part(self, node: Node, term: int) -> Node:
+    def _part(self, node: Node, term: int) -> Node | None:
         """Return a copy of the sum `node` with the summands of `term` only. If `node` itself belongs to the term,
         return `node`. If the sum does not have a summand of this term, return None."""
         made: dict[Any, Any] = {}  # value -> its part; None if no summand of the value belongs to the term
@@ -477,7 +487,7 @@ class _LossWeighting:
                         None if all(found is None for _, found in kept) else self._without(value, kept)
                     )
             stack += missing
-        result: Node = made[node]
+        result: Node | None = made[node]
         return result
 
     def _without(self, node: Node, kept: list[tuple[Any, Any]]) -> Node:
@@ -497,7 +507,7 @@ class _LossWeighting:
         def of_argument(value: Any) -> Any:
             return (
                 [other(x) for x in value]
-                if isinstance(value, list | tuple) and node.target in _LISTS
+                if isinstance(value, list | tuple) and node.target in JOINED
                 else other(value)
             )
 
@@ -586,18 +596,5 @@ def _is_read_again(loss: Node) -> bool:
     return False
 
 
-# Operations whose first argument is a list of summands
-_LISTS = {aten.stack.default, aten.cat.default}
 # Operations that may multiply or divide a sum by a factor
-_SCALED = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.dot.default,
-    aten.mv.default, aten.mm.default,
-           aten.bmm.default}  # fmt: skip
-# Operations whose first two arguments are summands
-_ADDITIONS = {
-    aten.add.Tensor,
-    aten.add.Scalar,
-    aten.sub.Tensor,
-    aten.sub.Scalar,
-    aten.rsub.Scalar,
-    aten.rsub.Tensor,
-}
+_SCALED = MULTIPLIED | DIVIDED | CONTRACTED
