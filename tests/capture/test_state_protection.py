@@ -194,3 +194,31 @@ def test_a_set_that_is_filled_again_in_another_order_is_the_same() -> None:
     module.seen.add(17)
     with pytest.raises(CaptureError, match=r"changes self\.seen"):
         check_unchanged(module, before, "training_step")
+
+
+def set_none(module: Any) -> None:
+    module.new = None
+
+
+def remove(module: Any) -> None:
+    del module.notes
+
+
+def replace_object(module: Any) -> None:
+    module.held = object()
+
+
+def share(module: Any) -> None:
+    module.notes = module.others
+
+
+@pytest.mark.parametrize("change", [set_none, remove, replace_object, share], ids=lambda f: f.__name__)
+def test_a_new_a_removed_and_a_replaced_attribute_are_seen(change: Any) -> None:
+    module, _ = fresh("mlp")
+    module.notes, module.others, module.held = [], [], object()
+    before = attributes(module)
+    module.notes = []  # a new list with equal content is not a change
+    check_unchanged(module, before, "training_step")
+    change(module)
+    with pytest.raises(CaptureError, match=r"training_step changes self\.(new|notes|held)"):
+        check_unchanged(module, before, "training_step")

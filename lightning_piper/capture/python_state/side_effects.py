@@ -21,6 +21,7 @@ from lightning_piper.capture.proxies.deferred_numbers import is_deferred
 from lightning_piper.capture.proxies.numbers import NumberProxy
 from lightning_piper.capture.python_state.state_locations import ALL, Guard, StateLocation
 from lightning_piper.capture.python_state.state_protection import Attribute, attributes
+from lightning_piper.capture.torch_private import _torch
 from lightning_piper.common.user_lines import user_line
 from lightning_piper.errors import CaptureError
 
@@ -55,8 +56,9 @@ def may_append(guard: Guard) -> bool:
 class AppendProxy:
     """A placeholder for a list or a dict that only supports adding entries.
 
-    Items that are lists or dicts are again such placeholders. Any other use raises a `CaptureError`. The
-    placeholder does not change the list or dict, but passes each addition to `note`.
+    Items that are lists or dicts are again such placeholders. `isinstance` sees the class of the list or dict.
+    Any other use raises a `CaptureError`, such as storing or returning the placeholder. The placeholder does
+    not change the list or dict, but passes each addition to `note`.
 
     Args:
         like: the list or dict.
@@ -75,6 +77,8 @@ class AppendProxy:
     ) -> None:
         self.__dict__.update(_like=like, _where=where, _note=note, _path=path)
 
+    __class__ = property(lambda self: type(self._like))
+
     def append(self, value: Any) -> None:
         self._adds("append", value)
 
@@ -89,6 +93,14 @@ class AppendProxy:
         """Note an operation of a list. Raise a `CaptureError` if this is not a list."""
         if not isinstance(self._like, list | deque):
             self._refuse()
+        self._keep(how, value)
+
+    def _keep(self, how: str, value: Any) -> None:
+        """Note an operation. Raise a `CaptureError` if its argument has a placeholder, which would reach the
+        user's objects."""
+        for x in _torch.tree_flatten(value)[0]:
+            if type(x) is AppendProxy:
+                x._refuse()
         self._note(self._path, how, value)
 
     def __getitem__(self, key: Any) -> AppendProxy:
@@ -102,16 +114,16 @@ class AppendProxy:
         return self._inside(key, inside)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        if type(value) is AppendProxy and (value._like is self._like or value._path[:-1] == self._path):
+        if type(value) is AppendProxy and value._note is self._note and value._path == (*self._path, key):
             return  # the end of `self.outputs[key] += [x]`, which `__iadd__` has recorded
         if not isinstance(self._like, dict):
             self._refuse()
-        self._note(self._path, "set", (key, value))
+        self._keep("set", (key, value))
 
     def setdefault(self, key: Any, default: Any = None) -> AppendProxy:
         if not isinstance(self._like, dict):
             self._refuse()
-        self._note(self._path, "setdefault", (key, default))
+        self._keep("setdefault", (key, default))
         return self._inside(key, self._like.get(key, default))
 
     def update(self, *args: Any, **entries: Any) -> None:
@@ -140,9 +152,9 @@ class AppendProxy:
     __len__ = __iter__ = __contains__ = __setattr__ = __delitem__ = __bool__ = __eq__ = __ne__ = __add__ = (
         __radd__
     ) = _refuse
-    __lt__ = __gt__ = __le__ = __ge__ = __hash__ = __reversed__ = __mul__ = __str__ = __format__ = __or__ = (
-        __ior__
-    ) = _refuse
+    __lt__ = __gt__ = __le__ = __ge__ = __hash__ = __reversed__ = __mul__ = __rmul__ = __imul__ = _refuse
+    __str__ = __repr__ = __format__ = __or__ = __ror__ = __ior__ = __copy__ = __deepcopy__ = _refuse
+    __reduce_ex__ = _refuse
 
 
 def take_attributes(

@@ -11,7 +11,7 @@ import weakref
 import zlib
 from argparse import Namespace
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
@@ -174,6 +174,25 @@ def is_sequence(value: Any) -> bool:
     return isinstance(value, list | tuple) or type(value).__name__ in ("deque", "ListConfig")
 
 
+def containers_of(value: Any) -> list[Any]:
+    """Return the value and the values inside of it, at any depth, that are lists, deques, dicts or sets. Each
+    occurs once, in the order of the value's items."""
+    found: dict[int, Any] = {}
+
+    def walk(value: Any) -> None:
+        value = _entries(value)
+        inside = value.values() if isinstance(value, Mapping) else value
+        if id(value) in found or not (is_sequence(value) or isinstance(value, Mapping | Set)):
+            return
+        if not isinstance(value, tuple | frozenset):
+            found[id(value)] = value
+        for x in inside:
+            walk(x)
+
+    walk(value)
+    return list(found.values())
+
+
 class _ObjectIdentity:
     """A wrapper that is equal only to wrappers of the same object. It keeps the object alive."""
 
@@ -204,18 +223,23 @@ class Guard:
         form: the key that `form_of` returned for the value.
         value: the value itself. Its content may have changed since.
         loose: paths to numbers inside of the value. These numbers are inputs, so the guard ignores them.
+        containers: the lists, dicts and sets in the value, as `containers_of` returned them.
     """
 
     place: StateLocation
     form: Any
     value: Any
     loose: frozenset[Path] = frozenset()
+    containers: Sequence[Any] = ()
 
     @classmethod
     def of(cls, place: StateLocation, loose: frozenset[Path] = frozenset()) -> Guard:
         """Return a guard on the value that the place has now."""
         value = place.get()
-        return cls(place, form_of(value, loose), value, loose)
+        found = cls(place, form_of(value, loose), value, loose)
+        if found.mutable:
+            found.containers = containers_of(value)
+        return found
 
     @functools.cached_property
     def mutable(self) -> bool:
@@ -335,6 +359,18 @@ class Guards:
         changed."""
         yield from (guard for guard in self.by_key.values() if not guard.holds())
         yield from (where for where, hooks, form in self.hooks.values() if _hooks(hooks) != form)
+
+    def aliased(self) -> Iterator[Guard]:
+        """Yield the guards whose value now holds a list, dict or set that was elsewhere before. Such a guard
+        may hold, because both containers had equal content."""
+        before = {id(x) for guard in self.by_key.values() for x in guard.containers}
+        for guard in self.by_key.values():
+            if not guard.containers:
+                continue
+            own = set(map(id, guard.containers))
+            now = [id(x) for x in containers_of(guard.place.get())]
+            if len(now) != len(own) or any(x in before and x not in own for x in now):
+                yield guard
 
     def _arrange(self) -> None:
         """Divide the guards into those that version counters cover (their dicts are in `_dicts`) and all

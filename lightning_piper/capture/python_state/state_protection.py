@@ -21,6 +21,7 @@ from lightning_piper.common.user_lines import user_frame, user_line
 from lightning_piper.errors import CaptureError
 
 _CONTAINERS = (list, deque, dict, OrderedDict, defaultdict, set)
+_ABSENT = object()  # form of an attribute that does not exist
 _COMPARED = (type(None), bool, int, float, str, torch.Tensor)
 T = TypeVar("T")
 # (path of the module or a submodule, this module, name of the attribute, its value, form of the value). Two
@@ -29,9 +30,10 @@ Attribute = tuple[str, nn.Module, str, Any, Any]
 
 
 def attributes(module: nn.Module) -> list[Attribute]:
-    """Return the attributes of the module and its submodules whose values can be compared: lists, dicts, sets,
-    numbers, texts, tensors and None. Parameters and buffers are among them. Attributes for the own use of
-    torch, such as hooks, are not."""
+    """Return the attributes of the module and its submodules. Parameters and buffers are among them.
+    Submodules, and attributes for the own use of torch, such as hooks, are not.
+
+    Lists, dicts, sets, numbers, texts and None are compared by content, and other values by identity."""
     found: list[Attribute] = []
     for path, part in module.named_modules():
         skipped = {"_parameters", "_buffers", "_modules", "training"} | _torch.recomputed(part)
@@ -39,18 +41,21 @@ def attributes(module: nn.Module) -> list[Attribute]:
             if name in skipped or name.startswith(("_forward", "_backward")):
                 continue
             # A counter ignores the order, because the order of a set may change when the set is filled again.
-            if isinstance(value, set):
-                found.append((path, part, name, value, Counter(_entry(x) for x in value)))
-            elif isinstance(value, list | deque):
-                found.append((path, part, name, value, [_entry(x) for x in value]))
-            elif isinstance(value, dict):
-                found.append((path, part, name, value, [(k, _entry(v)) for k, v in value.items()]))
-            elif is_deferred(value):
-                found.append((path, part, name, value, id(value)))
+            form: Any
+            kind = type(value)  # `isinstance` does not see that a placeholder replaces a list
+            if issubclass(kind, set):
+                form = Counter(_entry(x) for x in value)
+            elif issubclass(kind, list | deque):
+                form = [_entry(x) for x in value]
+            elif issubclass(kind, dict):
+                form = [(k, _entry(v)) for k, v in value.items()]
+            elif is_deferred(value) or isinstance(value, torch.Tensor):
+                form = id(value)
             elif isinstance(value, _COMPARED):
-                found.append(
-                    (path, part, name, value, id(value) if isinstance(value, torch.Tensor) else value)
-                )
+                form = value
+            else:
+                form = ("object", id(value))
+            found.append((path, part, name, value, form))
     return found
 
 
@@ -65,8 +70,8 @@ def _entry(value: Any) -> Any:
 
 
 def check_unchanged(module: nn.Module, before: list[Attribute], step: str) -> None:
-    """Check that the step has not set or changed an attribute in `attributes(module)` since `before`. The
-    function does not notice a removed attribute, or a new attribute with the value None.
+    """Check that the step has not set, changed or removed an attribute in `attributes(module)` since
+    `before`.
 
     Args:
         before: the result of `attributes` from before the step.
@@ -75,10 +80,17 @@ def check_unchanged(module: nn.Module, before: list[Attribute], step: str) -> No
     Raises:
         CaptureError: an attribute has changed. The message names it.
     """
-    known = {(id(part), name): form for _, part, name, _, form in before}
-    for path, part, name, _, form in attributes(module):
-        old = known.get((id(part), name))
-        if form is old or form == old:  # `is`, because a NaN is not equal to itself
+    known = {(id(part), name): (value, form) for _, part, name, value, form in before}
+    ids = {id(value) for _, _, _, value, _ in before if isinstance(value, _CONTAINERS)}
+    now = attributes(module)
+    names = {(id(part), name) for _, part, name, _, _ in now}
+    for path, part, name, _, _ in before:
+        if (id(part), name) not in names:
+            raise changes(step, f"self.{path}.{name}" if path else f"self.{name}")
+    for path, part, name, value, form in now:
+        was, old = known.get((id(part), name), (None, _ABSENT))
+        shared = value is not was and id(value) in ids  # `self.a = self.b`, which may have equal content
+        if (form is old or form == old) and not shared:  # `is`, because a NaN is not equal to itself
             continue
         where = f"self.{path}.{name}" if path else f"self.{name}"
         if name in part._parameters or name in part._buffers:

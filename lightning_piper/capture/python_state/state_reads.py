@@ -269,7 +269,7 @@ class StateReads:
         self._note_results()
         if self.keeping is not None:
             self.keeping.numbers(self._numbers, step)
-        for changed in list(self.guards.broken()):
+        for changed in [*self.guards.broken(), *self.guards.aliased()]:
             if self.keeping is not None and isinstance(changed, Guard):
                 self._learn_kept(changed)
             if isinstance(changed, Guard) and isinstance(changed.value, GENERATORS):
