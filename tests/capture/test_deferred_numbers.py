@@ -16,6 +16,7 @@ from torch import Tensor
 
 import lightning_piper as piper
 from lightning_piper.capture import capture
+from lightning_piper.capture.proxies.deferred_numbers import DeferredNumber
 from lightning_piper.compiler import compile
 from lightning_piper.directives import transfers
 from lightning_piper.errors import CaptureError
@@ -83,6 +84,8 @@ USES: dict[str, Callable[[Any, Any, Any], Any]] = {
     "power of an int": lambda loss, n, h: torch.arange(3).mul(n.item() ** 2).bitwise_and(6).double().sum()
     + n.item() ** -1,
     "math": lambda loss, n, h: math.sqrt(loss.item()) + math.log(n.item()) + math.exp(-loss.item()),
+    "a base": lambda loss, n, h: math.log(n.item(), 10) + math.log(2 + loss.item(), 1 + n.item()) + math.log(7, n.item()),
+    "hundreds": lambda loss, n, h: round(97 * n.item(), -2) + round(n.item() > 3) + round(97 * n.item() + 0.5, -1),
     "ceil": lambda loss, n,
     h: math.ceil(10 * loss.item()) + math.floor(10 * loss.item()) + math.trunc(-10 * loss.item()),
     "sum": lambda loss, n, h: sum([loss.item(), n.item(), 1]),
@@ -118,6 +121,19 @@ USES: dict[str, Callable[[Any, Any, Any], Any]] = {
 def test_values_are_those_that_python_computes(name: str) -> None:
     ours, python = both(USES[name])
     assert ours == pytest.approx(python, rel=1e-6, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    "value", [0, 7, -3, 1234, 1250, 1350, -1250, -1249, 10**18, True, False, 1234.5, -0.25]
+)
+def test_round_as_python_does(value: float) -> None:
+    """Digits before the point round integers, and a truth value becomes an integer."""
+    dtype = {int: torch.int64, float: torch.float64, bool: torch.bool}[type(value)]
+    for digits in (None, 0, 1, 2, -1, -2, -3, -18, -19, 400, -400):
+        found = round(DeferredNumber(torch.tensor(value, dtype=dtype)), digits)
+        wanted = round(value, digits)
+        assert (type(found.tensor.item()), found.tensor.item()) == (type(wanted), wanted), digits
+    assert round(1250, -2) == 1200 and round(1350, -2) == 1400, "halves, to the even one"
 
 
 def multiclass(h: Any) -> tuple[Any, Any]:

@@ -492,12 +492,14 @@ def test_a_loss_of_too_many_terms_adds_none_of_them() -> None:
     """It is weighted as one mean over samples."""
 
     def many(terms: int) -> Loss:
-        return lambda m, p, y, r: sum((each(p, y) * r[1]).sum() / (r[1].sum() + k + 1) for k in range(terms))  # type: ignore[call-overload]
+        return lambda m, p, y, r: sum((each(p, y) * r[1]).sum() / (r[1].sum() + k) for k in range(1, terms))  # type: ignore[call-overload]
 
     step, _ = captured(many(40))
     assert step.at(SIZE).assumed and [term.label for term in step.at(SIZE).terms] == ["samples"]
-    few, _ = captured(many(3))
-    assert not few.at(SIZE).assumed and len(few.at(SIZE).terms) == 3, "the control"
+    few, _ = captured(many(4))
+    assert not few.at(SIZE).assumed and len(few.at(SIZE).terms) == 4, (
+        "three ratios, and the 0 of Python's sum"
+    )
 
 
 def test_one_term_leaves_the_graph_as_it_is() -> None:

@@ -11,6 +11,8 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from lightning_piper.capture import capture, flatten
 from lightning_piper.capture.metrics.metric_objects import metric_objects
+from lightning_piper.capture.metrics.sample_dicts import stack_dicts
+from lightning_piper.capture.proxies.data_dependent_shapes import PerSampleList
 from lightning_piper.compiler import compile_step
 from lightning_piper.directives import Place, Split
 from lightning_piper.errors import CaptureError, VerificationError
@@ -483,3 +485,29 @@ def test_dicts_of_several_forms_are_not(entry):
         CaptureError, match=r"passes \d+ tensors to self.mean.update for 2 samples, and \d+ for 8"
     ):
         compile_step(capture(module, batch()), program(4))
+
+
+class Empty(Steps):
+    """A module that gives a metric an empty list, in a batch without samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = Collecting()
+
+    def training_step(self, batch, batch_idx):
+        self.mean.update([])
+        return self(torch.ones(2, 4, dtype=torch.float64)).sum() * batch
+
+
+class Collecting(MeanMetric):
+    def update(self, entries):
+        super().update(float(len(entries)))
+
+
+def test_an_empty_list_stays_a_list():
+    """Also if the batch does not have a tensor with dimensions, so that its number of samples is 0."""
+    for samples in (0, 1):
+        assert stack_dicts([], samples) == []
+    (call,) = capture(Empty(), torch.tensor(2.0, dtype=torch.float64)).at(0).metrics.calls
+    assert call.tensors == ()
+    assert isinstance(stack_dicts([{"a": torch.ones(2)}], 1), PerSampleList), "the control"

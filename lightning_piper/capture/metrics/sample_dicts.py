@@ -21,9 +21,10 @@ from lightning_piper.capture.proxies.data_dependent_shapes import PerSampleList
 
 def stack_dicts(argument: Any, samples: int) -> Any:
     """Stack a list with one dict for each sample into a `PerSampleList`. Return any other argument unchanged,
-    and also a list whose dicts have different specs or contents other than tensors."""
+    and also an empty list, and a list whose dicts have different specs or contents other than tensors."""
     if (
         type(argument) not in (list, tuple)
+        or not argument
         or len(argument) != samples
         or not all(isinstance(x, Mapping) for x in argument)
     ):

@@ -125,13 +125,15 @@ class DeferredNumber:
         return LATER
 
     def __round__(self, digits: int | None = None) -> DeferredNumber:
+        if is_deferred(digits):
+            self._refuse()
+        if not self.tensor.is_floating_point():
+            return DeferredNumber(_rounded_integer(self.tensor.to(torch.int64), -(digits or 0)))
         if digits is None:
             return DeferredNumber(self.tensor.round().to(torch.int64))
-        return (
-            DeferredNumber(torch.round(self.tensor, decimals=digits))
-            if self.tensor.is_floating_point()
-            else self
-        )
+        if abs(digits) > 308:  # 10 ** 309 is infinite in float64
+            return self if digits > 0 else DeferredNumber(torch.zeros_like(self.tensor))
+        return DeferredNumber(torch.round(self.tensor, decimals=digits))
 
     def converted(self, kind: type) -> DeferredNumber:
         """Return the result of `float` or `int` (`kind`) on this number."""
@@ -287,6 +289,26 @@ def _floor_divided(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.div(x, y, rounding_mode="floor")
 
 
+def _rounded_integer(x: torch.Tensor, zeros: int) -> torch.Tensor:
+    """Return integers rounded to multiples of 10 ** `zeros`, halves to the even multiple, as `round` does."""
+    if zeros <= 0:
+        return x
+    if zeros > 18:  # the multiple is out of the range of int64, or nearly so
+        return torch.zeros_like(x)
+    step = 10**zeros
+    below = _floor_divided(x, torch.full_like(x, step))
+    # The rest and the distance to the next multiple: their sum is `step`.
+    rest = x - below * step
+    up = (rest > step - rest) | ((rest == step - rest) & (below % 2 == 1))
+    return (below + up) * step
+
+
+def _logarithm(x: torch.Tensor, base: Any = None) -> torch.Tensor:
+    """Return the logarithm of x to a base, which is a tensor or a number (None: e)."""
+    of_base = base.log() if isinstance(base, torch.Tensor) else None if base is None else math.log(base)
+    return x.log() if of_base is None else x.log() / of_base
+
+
 # operator -> (torch's function, whether integers give integers)
 _BINARY: dict[str, tuple[Callable[..., torch.Tensor], bool]] = {
     "add": (torch.add, True),
@@ -300,10 +322,11 @@ _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 # operator -> torch's function
 _UNARY: dict[str, Callable[..., torch.Tensor]] = {"neg": torch.neg, "pos": torch.clone, "abs": torch.abs}
 _ROUNDING = {"trunc": torch.trunc, "floor": torch.floor, "ceil": torch.ceil}
-_SAME = ("sqrt", "exp", "log", "log2", "log10", "log1p", "expm1", "sin", "cos", "tan", "tanh", "atan", "erf")
+_SAME = ("sqrt", "exp", "log2", "log10", "log1p", "expm1", "sin", "cos", "tan", "tanh", "atan", "erf")
 # function of `math` -> torch's function
 _MATH = {name: getattr(torch, name) for name in _SAME}
 _MATH |= {
+    "log": _logarithm,
     "fabs": torch.abs,
     "pow": torch.pow,
     "isnan": torch.isnan,
