@@ -18,12 +18,12 @@ class ComputationKeys:
     """
 
     def __init__(self) -> None:
-        self._forms: dict[Any, int] = {}
+        self._numbers: dict[Any, int] = {}
         self._found: dict[Node, int] = {}
 
-    def form(self, form: Any) -> int:
+    def number_of(self, description: Any) -> int:
         """Return the number of a hashable description of a computation. A new description gets a new number."""
-        return self._forms.setdefault(form, len(self._forms))
+        return self._numbers.setdefault(description, len(self._numbers))
 
     def of(self, node: Node) -> int:
         """Return the number of a node's computation."""
@@ -40,9 +40,9 @@ class ComputationKeys:
 
     def _of_operation(self, node: Node) -> int:
         if node.op != "call_function":
-            return self.form((node.op, node.name))
+            return self.number_of((node.op, node.name))
         arguments = torch.fx.node.map_arg((node.args, node.kwargs), lambda x: _ComputationKey(self._found[x]))
-        return self.form((node.target, repr(arguments)))
+        return self.number_of((node.target, repr(arguments)))
 
 
 class _ComputationKey(int):

@@ -44,7 +44,7 @@ _ALONG = {
 }  # fmt: skip
 _ARANGE = {aten.arange.default, aten.arange.start, aten.arange.start_step}
 # Operations that reorder dimensions.
-TURN = {aten.t.default, aten.transpose.int, aten.permute.default}
+REORDERINGS = {aten.t.default, aten.transpose.int, aten.permute.default}
 _SHAPED = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 
 
@@ -103,8 +103,8 @@ def _follows(node: Node, found: set[Node], size: int) -> bool:
         return source in found and shape[0] == size and _counts(node.args[1][0], size)  # type: ignore[index]
     if target is aten.cat.default:
         return (node.args[1] if len(node.args) > 1 else 0) not in (0, -len(shape))
-    if target in TURN:
-        return source in found and is_first_of(node, 0)
+    if target in REORDERINGS:
+        return source in found and _keeps_first(node)
     if target is aten.expand.default:
         return source in found and len(shape_of(source)) == len(shape) and shape_of(source)[0] == shape[0]
     if target in _ALONG and _along_first(node, len(shape_of(source))):
@@ -138,19 +138,17 @@ def _counts(node: Any, size: int) -> bool:
     return node.target in _ARANGE and node.args in ((size,), (0, size))
 
 
-def is_first_of(node: Node, place: int) -> bool:
-    """Return whether dimension `place` of the result of a transposition (or `unsqueeze`) is the first
-    dimension of its source. Shapes do not show this if dimensions have equal sizes."""
+def _keeps_first(node: Node) -> bool:
+    """Return whether the first dimension of the result of a reordering is the first dimension of its source.
+    Shapes do not show this if dimensions have equal sizes."""
     ndim = len(shape_of(node))
-    if node.target is aten.unsqueeze.default:
-        return place == 1 and node.args[1] in (0, -ndim)
     order = list(range(ndim))
     if node.target is aten.permute.default:
         order = [int(dim) % ndim for dim in node.args[1]]  # type: ignore[union-attr, arg-type]
     else:
         a, b = (0, ndim - 1) if node.target is aten.t.default else (int(dim) % ndim for dim in node.args[1:3])  # type: ignore[arg-type]
         order[a], order[b] = order[b], order[a]
-    return order[place : place + 1] == [0]
+    return order[0] == 0
 
 
 def _flattens(before: tuple[int, ...], after: tuple[int, ...]) -> bool:

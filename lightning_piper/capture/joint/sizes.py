@@ -198,16 +198,16 @@ def take_numbers(graph: torch.fx.Graph, numbers: SizeNumbers) -> None:
 
 
 # (shape, dtype, stride) of a tensor. Each size and stride is the index of an expression in a `SizeNumbers`.
-Places = tuple[tuple[int, ...], torch.dtype, tuple[int, ...]]
+IndexedSpec = tuple[tuple[int, ...], torch.dtype, tuple[int, ...]]
 # One entry for each output bundle of a pass, then one for all its inputs. Each entry has the tensors' specs.
-Outputs = tuple[tuple[Places, ...], ...]
+Outputs = tuple[tuple[IndexedSpec, ...], ...]
 
 
 # Return a spec with indices instead of sizes. New expressions are added to `numbers`.
-def places(numbers: SizeNumbers, spec: TensorSpec) -> Places:
+def indexed_spec(numbers: SizeNumbers, spec: TensorSpec) -> IndexedSpec:
     return tuple(map(numbers.of, spec.shape)), spec.dtype, tuple(map(numbers.of, spec.stride))
 
 
 # Return a spec with sizes instead of indices. `known` is the first result of `SizeNumbers.at`.
-def spec_at(spec: Places, known: Sequence[Any]) -> TensorSpec:
+def spec_at(spec: IndexedSpec, known: Sequence[Any]) -> TensorSpec:
     return TensorSpec(tuple(known[i] for i in spec[0]), spec[1], tuple(known[i] for i in spec[2]))

@@ -326,7 +326,9 @@ class LossTerms:
             return Combination(OTHER)
         if target not in self._from_batch:  # the labels do not depend on the samples: one for each row
             return Combination(LINEAR, SAMPLES) if weight is None else Combination(OTHER)
-        key = self._keys.form(("labels", self._keys.of(target), weight and self._keys.of(weight), ignored))
+        key = self._keys.number_of(
+            ("labels", self._keys.of(target), weight and self._keys.of(weight), ignored)
+        )
         return Combination(LINEAR, BatchSum(key, made, "labels"))
 
     def _reduced(self, node: Node, reduction: Any) -> Combination:
@@ -539,7 +541,7 @@ class LossTerms:
             source: Any = node.args[0]
             per_sample = ConstantExpression(source.meta["val"].numel() / self.size)
             return over(
-                BatchSum(self._keys.form(("sum", self._keys.of(source))), source, "rows"),
+                BatchSum(self._keys.number_of(("sum", self._keys.of(source))), source, "rows"),
                 times(per_sample, SAMPLES),
             )
         if (

@@ -300,13 +300,16 @@ def _rounded_integer(x: torch.Tensor, zeros: int) -> torch.Tensor:
     # The rest and the distance to the next multiple: their sum is `step`.
     rest = x - below * step
     up = (rest > step - rest) | ((rest == step - rest) & (below % 2 == 1))
-    return (below + up) * step
+    found: torch.Tensor = (below + up) * step
+    return found
 
 
 def _logarithm(x: torch.Tensor, base: Any = None) -> torch.Tensor:
     """Return the logarithm of x to a base, which is a tensor or a number (None: e)."""
-    of_base = base.log() if isinstance(base, torch.Tensor) else None if base is None else math.log(base)
-    return x.log() if of_base is None else x.log() / of_base
+    natural = torch.log(x)
+    if base is None:
+        return natural
+    return natural / (torch.log(base) if isinstance(base, torch.Tensor) else math.log(base))
 
 
 # operator -> (torch's function, whether integers give integers)

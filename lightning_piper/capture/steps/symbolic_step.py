@@ -28,7 +28,7 @@ from lightning_piper.capture.joint.sizes import (
     SizeSymbols,
     Specs,
     fill_sizes,
-    places,
+    indexed_spec,
     spec_at,
     take_numbers,
 )
@@ -151,9 +151,9 @@ class SymbolicStep:
         sizes = SizeNumbers(self._symbols)
         for node in self._traced.graph.nodes:
             for tensor in tensors_of(node):
-                places(sizes, TensorSpec.of(tensor))
+                indexed_spec(sizes, TensorSpec.of(tensor))
         known = sizes.at(values)[0]
-        return lambda tensor: spec_at(places(sizes, TensorSpec.of(tensor)), known)
+        return lambda tensor: spec_at(indexed_spec(sizes, TensorSpec.of(tensor)), known)
 
     def cut(
         self,
@@ -270,7 +270,8 @@ class SymbolicStep:
     def _specs(self, code: Code) -> Outputs:
         """Return the symbolic specs of the code's outputs, followed by the symbolic specs of its inputs."""
         return tuple(
-            tuple(places(self._numbers, spec) for spec in specs) for specs in (*code.outputs, code.inputs)
+            tuple(indexed_spec(self._numbers, spec) for spec in specs)
+            for specs in (*code.outputs, code.inputs)
         )
 
 
