@@ -244,6 +244,42 @@ def test_a_weight_that_is_needed_whole_itself_is_left(name, left):
         piper.compile(module, batch, named)
 
 
+class Partly(L.LightningModule):
+    """Layers with a residual: a product that is needed whole, the product that reads it, and a gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    name: nn.Linear(*sizes)
+                    for name, sizes in {
+                        "whole": (8, 8),
+                        "out": (8, 8),
+                        "up": (8, 16),
+                        "down": (16, 8),
+                    }.items()
+                }
+            )
+            for _ in range(3)
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch
+        for layer in self.layers:
+            x = x + layer["out"](layer["whole"](x).sort().values)
+            x = x + layer["down"](layer["up"](nn.functional.rms_norm(x, (8,))).relu())
+        return x.square().mean()
+
+
+def test_weights_before_one_that_is_needed_whole_are_sharded():
+    module, batch = Partly().double(), torch.randn(4, 8, dtype=torch.float64)
+    (_, shard) = program = piper.tensor_parallel(module, batch, 2)
+    assert {"layers.*.up.weight": 0, "layers.*.down.weight": 1}.items() <= shard.params.items()
+    assert len(shard.params) == 2
+    assert piper.verify(module, batch, program).verdict == "verified"
+
+
 class Noisy(L.LightningModule):
     """Work outside of the stages reads the batch: in parts in the forward pass, and once more in the backward
     pass.

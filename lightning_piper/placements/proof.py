@@ -108,7 +108,7 @@ def _alone(node: Node, rule: Rule, degree: int) -> tuple[Graph, list[Node], Rule
     becomes a `reshape`.
     """
     sizes = _sizes(node, rule, degree)
-    if sizes and node.target not in VIEWS:
+    if sizes and node.target not in VIEWS and not _has_fixed_runs(node, rule):
         pieces = _pieces(node)
         rule = Rule(
             tuple(_with_few_blocks(p, pieces) or p for p in rule.inputs),
@@ -161,6 +161,22 @@ def _with_few_blocks(placement: Placement | None, pieces: int) -> Placement | No
     return Sharded(placement.dim, RUNS) if isinstance(placement, Sharded) and changes else placement
 
 
+def _has_fixed_runs(node: Node, rule: Rule) -> bool:
+    """Return whether a rule divides the runs of a dimension whose size must stay. Then all numbers of runs
+    stay, because `RUNS` need not divide this size."""
+    fixed = _fixed_sizes(node)
+    held = [*zip(rule.inputs, map(shape_of, tensors_of(node)), strict=True)]
+    held += [
+        (placement, tuple(x.shape))
+        for placement, x in zip(rule.outputs, made_by(node), strict=True)
+        if placement is not None and isinstance(x, torch.Tensor)
+    ]
+    return any(
+        isinstance(placement, Sharded) and placement.blocks > 1 and shape[placement.dim] in fixed
+        for placement, shape in held
+    )
+
+
 def _pieces(node: Node) -> int:
     """Return into how many pieces an operation splits its input, or how many pieces it concatenates.
 
@@ -188,11 +204,10 @@ def _sizes(node: Node, rule: Rule, degree: int) -> dict[tuple[Node, int], int]:
     if node.target in VIEWS or node.target is aten.reshape.default:
         return _sizes_of_view(node, rule)
     distinct = sorted({int(size) for x in known for size in x.meta["val"].shape if size > 1})
-    runs = (
-        math.lcm(RUNS, _pieces(node))
-        if any(isinstance(p, Sharded) and p.blocks > 1 for p in rule.inputs)
-        else 1
-    )
+    blocks = [p.blocks for p in (*rule.inputs, *rule.outputs) if isinstance(p, Sharded)]
+    runs = 1
+    if any(count > 1 for count in blocks):
+        runs = math.lcm(*blocks) if _has_fixed_runs(node, rule) else math.lcm(RUNS, _pieces(node))
     target: Any = node.target
     if target in PARTS:  # operations that cut sequences into parts themselves
         runs *= math.prod(node.args[PARTS[target] : PARTS[target] + 2])  # type: ignore[arg-type]

@@ -440,6 +440,19 @@ def _identity(node: Node) -> Iterator[Rule]:
         yield Rule((P,), (P,))
 
 
+def _filled(node: Node) -> Iterator[Rule]:
+    """Yield the rules of an operation that fills a new tensor of a given shape (`new_zeros`). It reads only
+    the dtype and the device of its input, so its input may have every placement."""
+    yield from (Rule((Sharded(d),), (R,)) for d in range(len(shape_of(tensors_of(node)[0]))))
+    yield Rule((P,), (R,))
+
+
+def _filled_like(node: Node) -> Iterator[Rule]:
+    """Yield the rules of an operation that fills a new tensor of its input's shape (`zeros_like`)."""
+    yield from (Rule((Sharded(d),), (Sharded(d),)) for d in range(len(shape_of(tensors_of(node)[0]))))
+    yield Rule((P,), (R,))
+
+
 # Operation -> a function that yields its rules, without the rule for whole tensors.
 _FAMILIES: dict[Any, Callable[[Node], Iterator[Rule]]] = {
     aten.mm.default: _mm,
@@ -469,7 +482,14 @@ _FAMILIES |= dict.fromkeys((aten.cumsum.default, aten.flip.default), _moves(_but
 _FAMILIES[aten.slice.Tensor] = _slice
 _FAMILIES |= dict.fromkeys((aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims), _moves(_squeezed))
 _FAMILIES |= {aten.slice_backward.default: _moves(_but(2)), aten.select_backward.default: _moves(_inserted)}
-_FAMILIES |= dict.fromkeys((aten._softmax.default, aten._log_softmax.default), _moves(_but(1), sums=False))
+_FAMILIES |= dict.fromkeys(
+    (aten._softmax.default, aten._safe_softmax.default, aten._log_softmax.default),
+    _moves(_but(1), sums=False),
+)
+_FAMILIES |= dict.fromkeys((aten.new_zeros.default, aten.new_ones.default, aten.new_full.default), _filled)
+_FAMILIES |= dict.fromkeys(
+    (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default), _filled_like
+)
 _FAMILIES[aten.argmax.default] = _argmax
 _FAMILIES |= {
     aten.unsqueeze.default: _moves(_unsqueezed),

@@ -62,6 +62,8 @@ CASES: dict[str, list[Any]] = {
         (4, 16, 8, 16), (4, 8, 8, 16), (4, 8, 8, 16),
     ],
     "softmax": [backward(lambda x: x.softmax(-1).log_softmax(1)), (4, 8, 16)],
+    "safe softmax": [backward(lambda x: torch.ops.aten._safe_softmax(x, -1)), (4, 8, 16)],
+    "filled": [lambda x: (x.new_zeros((2, 4)), torch.zeros_like(x) + x, x.new_full((2,), 3.0)), (4, 8, 16)],
     "lookup": [backward(lambda x, w: F.embedding(x, w)), WORDS, (8, 16)],
     "views": [backward(lambda x: x.unflatten(-1, (4, 4)).transpose(1, 2).flatten(2).permute(2, 0, 1)),
         (4, 8, 16)],
@@ -101,6 +103,32 @@ def test_every_rule_is_what_execution_gives(name, degree):
                 proof.prove(node, rule, degree)
                 count += 1
     assert count >= (1 if "words" in name or "picked" in name else 4)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: torch.ops.aten._safe_softmax(x, -1), lambda x: x.new_zeros((2, 4)), torch.zeros_like],
+)
+def test_these_operations_work_on_shards(function):
+    """Without a rule, an operation would gather its input, and no weight before it could be sharded."""
+    rules = rules_for(traced(function, (4, 8, 16))[0], 2)
+    assert any(rule.inputs == (Sharded(1),) for rule in rules)
+
+
+@pytest.mark.parametrize("runs", [2, 4])
+def test_a_sequence_in_runs_may_be_as_long_as_what_is_cut(runs):
+    """A learned sink is one more column of the scores, which a slice removes. The slice has to be tried on as many
+    columns, and as many as there are queries."""
+    (cut,) = (
+        n
+        for n in traced(lambda x: x[..., :-1].sin(), (8, 8, 16, 17))
+        if n.target is aten.slice.Tensor and n.args[1] == 3
+    )
+    rule = Rule((Sharded(2, runs),), (Sharded(2, runs),))
+    assert rule in rules_for(cut, 2, {runs})
+    proof.prove(cut, rule, 2)
+    with pytest.raises(VerificationError, match="is wrong: "):
+        proof.prove(cut, replace(rule, outputs=(Sharded(2),)), 2)
 
 
 @pytest.mark.parametrize(

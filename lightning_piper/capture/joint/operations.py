@@ -109,9 +109,9 @@ def extreme_of(node: Node) -> tuple[str, Node] | None:
 
 
 # Operations that read only the shape of their input -> the value of all elements, or None if the last
-# argument is this value. For `empty_like` and `new_empty` the table has 0: their elements are undefined, and
-# correct code overwrites them before it reads them.
+# argument is this value. For `empty_like`, `new_empty` and `new_empty_strided` the table has 0: their elements are
+# undefined, and correct code overwrites them before it reads them.
 CONSTANTS = {aten.new_zeros.default: 0.0, aten.new_ones.default: 1.0, aten.zeros_like.default: 0.0,
     aten.ones_like.default: 1.0,
              aten.new_full.default: None, aten.full_like.default: None, aten.empty_like.default: 0.0,
-             aten.new_empty.default: 0.0}  # fmt: skip
+             aten.new_empty.default: 0.0, aten.new_empty_strided.default: 0.0}  # fmt: skip

@@ -23,7 +23,7 @@ _KEEP = {
     aten.embedding.default: 1,
     aten.native_layer_norm.default: 0, aten.native_group_norm.default: 0, aten.native_batch_norm.default: 0,
     aten._native_batch_norm_legit_functional.default: 0, aten._log_softmax.default: 0,
-    aten._softmax.default: 0,
+    aten._softmax.default: 0, aten._safe_softmax.default: 0,
     aten.gather.default: 2, aten.max_pool2d_with_indices.default: 0, aten.avg_pool2d.default: 0,
     aten._adaptive_avg_pool2d.default: 0, aten._scaled_dot_product_flash_attention_for_cpu.default: 0,
     aten._scaled_dot_product_efficient_attention.default: 0,
@@ -37,7 +37,8 @@ _KEEP = {
 }  # fmt: skip
 # Operations of `_KEEP` whose second argument gives the dimensions along which they work.
 _ALONG = {
-    aten._log_softmax.default, aten._softmax.default, aten.gather.default, aten.squeeze.dim,
+    aten._log_softmax.default, aten._softmax.default, aten._safe_softmax.default, aten.gather.default,
+    aten.squeeze.dim,
     aten.unsqueeze.default,
     aten.select.int, aten.slice.Tensor, aten.index_select.default, aten.argmax.default, aten.amax.default,
     aten.sum.dim_IntList, aten.mean.dim, aten.logsumexp.default,

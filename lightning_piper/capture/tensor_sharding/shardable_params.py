@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch.fx import Graph, Node
 
@@ -56,19 +57,34 @@ def find_params(
             continue
         found = propagation.params
         parts = found.keys() & seek.keys()
-        # Sharded weight that is gathered, or that makes a value that is gathered -> the number of equal blocks
+        # The sharded weights that are gathered, or that make a gathered value -> the number of equal blocks
         # into which the reader splits the value. 0 if there are no equal blocks.
-        needed = {
-            name: _beside(propagation, x, reader)
+        causes = [
+            (_made_with(propagation, x) & parts, _beside(propagation, x, reader))
             for x, reader in propagation.gathered
-            for name in _made_with(propagation, x)
-            if name in parts
-        }
+        ]
+        needed = {name: count for names_of_one, count in causes for name in names_of_one}
         if not needed:
             return {name: found[name] for name in weights if name in found}
         beside = {name: count for name, count in needed.items() if count > 1 and runs.get(name, 1) == 1}
         # If some weights can have several blocks, try only these first: the other gathers may then disappear.
-        runs |= beside or dict.fromkeys(needed, 0)
+        runs |= beside or dict.fromkeys(_certain([names_of_one for names_of_one, _ in causes]), 0)
+
+
+def _certain(causes: Sequence[Collection[str]]) -> set[str]:
+    """Return the weights that must not be sharded, from the weights that determine each gathered value.
+
+    If several weights determine a value, the last of them may be the only cause: the first product of a layer
+    is sharded although an earlier layer should have ended with a sum. So only weights that alone determine a
+    gathered value count, and the same weights of the other layers. If there are none, all weights count.
+    """
+    found = set[str]().union(*causes)
+    alone = {_in_any_layer(name) for names in causes if len(names) == 1 for name in names}
+    return {name for name in found if _in_any_layer(name) in alone} or found
+
+
+def _in_any_layer(name: str) -> str:
+    return re.sub(r"\d+", "*", name)
 
 
 def _beside(propagation: Propagation, x: Node, reader: Node) -> int:
