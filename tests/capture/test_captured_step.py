@@ -7,9 +7,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+import lightning as L
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_piper.capture import capture, flatten
 from lightning_piper.capture.eager.eager_reference import Outcome, merged, mixed, run_eagerly
@@ -207,3 +208,35 @@ def test_a_capture_draws_no_random_numbers() -> None:
     before = torch.get_rng_state()
     capture(*fresh("dropout")).at(4)
     assert torch.equal(before, torch.get_rng_state())
+
+
+class OfTwoBatches(L.LightningModule):
+    """A loss of two tensors that do not have the same number of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def training_step(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.layer(batch["labeled"]).mean() + self.layer(batch["unlabeled"]).square().mean()
+
+
+def two_batches(labeled: int, unlabeled: int) -> dict[str, Tensor]:
+    return {"labeled": torch.ones(labeled, 3), "unlabeled": torch.ones(unlabeled, 3)}
+
+
+def test_a_batch_that_cannot_be_cut_has_code_of_its_own_shapes() -> None:
+    step = capture(OfTwoBatches(), two_batches(4, 2))
+    step.at(4)
+    assert step.shaped(flatten(two_batches(4, 2))[1]) is step
+    for sizes in ((4, 6), (4, 5), (3, 2)):
+        spec = flatten(two_batches(*sizes))[1]
+        other = step.shaped(spec)
+        assert step.shaped(spec) is other
+        assert [x.shape[0] for x in other.at(spec.size).batch_specs] == list(sizes)
+
+
+def test_a_batch_that_can_be_cut_keeps_its_step_at_another_size() -> None:
+    step = capture(OfTwoBatches(), two_batches(4, 4))
+    assert step.shaped(flatten(two_batches(6, 6))[1]) is step
+    assert step.shaped(flatten(two_batches(6, 4))[1]) is not step

@@ -113,7 +113,7 @@ class CapturedStep:
         # The copies that `resized` and `shaped` make share these attributes.
         # `_first`: one entry after the first trace: the copy that was traced, its number of samples and the
         # trace's text.
-        # `_shaped`: specs of the batch's tensors with one sample -> the copy for these shapes.
+        # `_shaped`: specs of the batch's tensors with one sample (`_sized`) -> the copy for these shapes.
         # `_symbolic`: traces that serve many shapes.
         self._first: list[tuple[CapturedStep, int, TraceText]] = []
         self._shaped: dict[Specs, CapturedStep] = {}
@@ -129,24 +129,25 @@ class CapturedStep:
     def shaped(self, batch_spec: BatchSpec) -> CapturedStep:
         """Return the step for batches with the shapes of `batch_spec`.
 
-        This is `self` if only the number of samples differs. Otherwise it is a copy with its own code, which
+        This is `self` if only the number of samples differs. In a batch that cannot be cut, no tensor's shape
+        may differ. Otherwise it is a copy with its own code, which
         later calls return again (see `MANY_SHAPES`). If the step's Python code allows it, one trace serves
         all shapes.
 
         Args:
             batch_spec: has the same structure as the spec of the step.
         """
-        sample = tuple(resized(spec, 1) for spec in batch_spec.specs)
-        if sample == self._specs(1):
+        shapes = _sized(batch_spec, 1)
+        if shapes == self._specs(1):
             return self
-        if sample not in self._shaped:
+        if shapes not in self._shaped:
             if len(self._shaped) == MANY_SHAPES:
                 del self._shaped[next(iter(self._shaped))]
-            other = self._shaped[sample] = copy.copy(self)
+            other = self._shaped[shapes] = copy.copy(self)
             other.batch_spec, other._alone = batch_spec, _is_alone(batch_spec)
             other._codes, other._calls, other._graphs = {}, {}, {}
             vars(other).pop("member", None)  # the cached `member` has the shapes of `self`
-        return self._shaped[sample]
+        return self._shaped[shapes]
 
     def divided(self, divisions: Sequence[Division]) -> CapturedStep:
         """Return a copy of the step that is cut where the ranks of an axis change the placement of a value. If
@@ -262,11 +263,7 @@ class CapturedStep:
                 return traced, batch + numbers, step
 
     def _specs(self, size: int) -> Specs:
-        """Return the specs of the batch's tensors for `size` samples. If the batch cannot be cut, return the
-        captured specs."""
-        if self.batch_spec.undivided is not None:
-            return self.batch_spec.specs
-        return tuple(resized(spec, size) for spec in self.batch_spec.specs)
+        return _sized(self.batch_spec, size)
 
     @property
     def said(self) -> TraceText:
@@ -350,11 +347,13 @@ class CapturedStep:
         calls = {each: found for each in (size, self.size) if (found := self._calls.get(each)) is not None}
         # Two sizes do not show whether a number follows the size: 1.0 and 2.0 may be the number of samples
         # over a constant, or a choice of the code. A third size decides.
-        if len(calls) == 2 and choices(calls) and (beside := self._beside(self.size, but=size)):
-            calls[beside[1]] = calls_of(beside[0])
+        if len(calls) == 2 and choices(calls) and (third := self._at_another_size(self.size, excluded=size)):
+            calls[third[1]] = calls_of(third[0])
         return len(calls) > 1 and not same_calls(calls)
 
-    def _beside(self, size: int, known: bool = False, but: int = 0) -> tuple[torch.fx.Graph, int] | None:
+    def _at_another_size(
+        self, size: int, known: bool = False, excluded: int = 0
+    ) -> tuple[torch.fx.Graph, int] | None:
         """Return (graph of the step at another number of samples, that number). The graph may be of the
         forward pass only, and the caller must not change it.
 
@@ -364,14 +363,14 @@ class CapturedStep:
         Args:
             size: a size that the trace must not have.
             known: if True, do not make a new trace.
-            but: another size that the trace must not have.
+            excluded: another size that the trace must not have.
         """
         if self._alone:
             return None
         numbers = self.reads.inputs.specs()
         self._graphs = {other: found for other, found in self._graphs.items() if found[1] == numbers}
         for other, (graph, _) in self._graphs.items():
-            if other not in (size, but):
+            if other not in (size, excluded):
                 return graph, other
         if known:
             return None
@@ -426,7 +425,7 @@ class CapturedStep:
             if text is None:  # the trace does not serve the first batch: compare with a new trace
                 text, said = made.text(specs), text_of(self._trace(hint, {}, ())[0])
             if text is not None and (text.lines, text.specs) == (said.lines, said.specs):
-                made.cut(self.canonical, specs, hint, partial(self._beside, hint), self.recomputed)
+                made.cut(self.canonical, specs, hint, partial(self._at_another_size, hint), self.recomputed)
                 alike = first._codes[samples, ()]
                 same = [(x.weighing, x.label) for x in made.terms] == [
                     (x.weighing, x.label) for x in alike.terms
@@ -462,10 +461,10 @@ class CapturedStep:
         if not self._first:
             self._first.append((self, size, text_of(traced)))
         counted = sample_independent_arguments(traced)  # must come before `weigh`, which changes the graph
-        beside = None if self.batch_spec.undivided is not None else partial(self._beside, size)
+        other_size = None if self.batch_spec.undivided is not None else partial(self._at_another_size, size)
         if len(self._graphs) < 2:  # copied, because `weigh` changes the graph
             self._graphs[size] = copy_graph(traced.graph), specs[len(self.batch_spec.specs) :]
-        weighed = weigh(traced, size, self.canonical, beside)
+        weighed = weigh(traced, size, self.canonical, other_size)
         divided = self._divide(weighed)
         regions, passes, split_passes, routed = cut(
             weighed, self.canonical, None if whole is None else whole.routed, self.recomputed
@@ -533,6 +532,14 @@ class CapturedStep:
             if degree > 1:
                 found |= dict.fromkeys(routed.params, degree)
         return {name: found[main] for name, main in self.canonical.items() if main in found}
+
+
+def _sized(batch_spec: BatchSpec, size: int) -> Specs:
+    """Return the specs of the batch's tensors for `size` samples. If the batch cannot be cut, return its specs
+    unchanged."""
+    if batch_spec.undivided is not None:
+        return batch_spec.specs
+    return tuple(resized(spec, size) for spec in batch_spec.specs)
 
 
 def _is_alone(batch_spec: BatchSpec) -> bool:
