@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_piper.common.user_lines import user_frame
 from lightning_piper.errors import PiperError
-from lightning_piper.holdings.remote_gradient import RemoteGradient
+from lightning_piper.holdings.remote_gradient import RemoteGradient, first_by_position
 
 # The end of a sentence whose subject is another way to use Piper.
 WHOLE = (
@@ -78,26 +78,29 @@ class Placeholder(torch.Tensor):
             PiperError: The function copies a placeholder, reads its values, combines it with real values, or
                 would move a real tensor to the meta device.
         """
+        args, kwargs = first_by_position(args, kwargs)
         if func == _DEVICE:
             # A placeholder's `device` is this process's device, not meta, because user code creates tensors
             # on it or moves tensors to it (`x.to(p.device)`).
             return _NOTHING[1] if (of := _first(args)) is None else of.stands_for[1]
         with torch._C.DisableTorchFunctionSubclass():
             if func.__name__ == "__get__" or func.__name__ in _OFTEN:
-                return _marked(func(*args, **(kwargs or {})), args)
-            if args and _writes(func.__name__):
-                _check_written(args)
-            if func.__name__ in _COPIES or (func.__name__ in _MOVES and not isinstance(args[0], Placeholder)):
-                raise _refusal(_first(args), f"{SAVE}. {AVERAGE}", func.__name__)
+                return _marked(func(*args, **kwargs), args)
+            given = [*args, *kwargs.values()]
+            if _writes(func.__name__):
+                _check_written(given)
+            if func.__name__ in _COPIES or (
+                func.__name__ in _MOVES and not isinstance(given[0], Placeholder)
+            ):
+                raise _refusal(_first(given), f"{SAVE}. {AVERAGE}", func.__name__)
             try:
-                return _marked(func(*args, **(kwargs or {})), args)
+                return _marked(func(*args, **kwargs), given)
             except (RuntimeError, TypeError) as error:
                 if "meta" not in str(error).lower():
                     raise
-                if args and _writes(func.__name__) and isinstance(args[0], Placeholder):
-                    return args[0].zero_()  # counts as a change of the placeholder
-                found = _first([*args, *(kwargs or {}).values()])
-                raise _refusal(found, RUN, func.__name__) from error
+                if _writes(func.__name__) and isinstance(given[0], Placeholder):
+                    return given[0].zero_()  # counts as a change of the placeholder
+                raise _refusal(_first(given), RUN, func.__name__) from error
 
 
 class ParameterPlaceholder(Placeholder, nn.Parameter):
@@ -159,6 +162,14 @@ _OFTEN = ("data_ptr", "numel", "size", "dim", "detach", "untyped_storage")
 # Functions that raise an error: a copy would be kept and read after the run, when it is too late for an
 # error.
 _COPIES = ("clone", "__copy__")
+# Functions of augmented assignments (`x += y`), which change their first argument in place.
+_ASSIGNMENTS = frozenset(
+    f"__i{name}__"
+    for name in (
+        *("add", "sub", "mul", "matmul", "truediv", "floordiv", "div", "mod", "pow"),
+        *("and", "or", "xor", "lshift", "rshift"),
+    )
+)
 # Functions that raise an error if they would move a real tensor to the meta device.
 _MOVES = ("to", "type_as")
 
@@ -196,9 +207,7 @@ def check_values(content: Any) -> None:
 
 def _writes(name: str) -> bool:
     """Return whether the function of this name changes its first argument in place."""
-    return (name.endswith("_") and not name.endswith("__")) or (
-        name.startswith("__i") and name not in ("__init__", "__int__")
-    )
+    return (name.endswith("_") and not name.endswith("__")) or name in _ASSIGNMENTS
 
 
 def _check_written(args: Any) -> None:

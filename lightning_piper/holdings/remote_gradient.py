@@ -65,16 +65,16 @@ class RemoteGradient(torch.Tensor):
         Raises:
             PiperError: The function needs values, or the gradient of the local shard does not exist yet.
         """
-        kwargs = kwargs or {}
+        args, kwargs = first_by_position(args, kwargs)
         attribute = getattr(getattr(func, "__self__", None), "__name__", None)
         if func.__name__ == "detach" or (func.__name__ == "__get__" and attribute == "data"):
             return args[0]
         if func.__name__ in _ALLOWED or (func.__name__ == "__get__" and attribute not in _VALUES):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        in_place = func.__name__ + "_" if kwargs.get("out") is args[0] else func.__name__
+        in_place = func.__name__ + "_" if args and kwargs.get("out") is args[0] else func.__name__
         rest = {name: x for name, x in kwargs.items() if name != "out"}
-        if in_place in _ELEMENTWISE and all(_is_number(x) for x in [*args[1:], *rest.values()]):
+        if args and in_place in _ELEMENTWISE and all(_is_number(x) for x in [*args[1:], *rest.values()]):
             pieces = [
                 x
                 for x in map(_here, args[0] if isinstance(args[0], list | tuple) else [args[0]])
@@ -96,6 +96,17 @@ class RemoteGradient(torch.Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"<gradient of {self.of_parameter!r}, not available in this process>"
+
+
+def first_by_position(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and keyword arguments of a torch function, with its first argument by position.
+
+    Torch names the first argument `input` (`torch.mul(input=x, other=2)`), or `self` if the function takes
+    lists.
+    """
+    kwargs = dict(kwargs or {})
+    first = next((name for name in ("input", "self") if name in kwargs), None)
+    return (tuple(args), kwargs) if args or first is None else ((kwargs.pop(first),), kwargs)
 
 
 def _here(grad: torch.Tensor) -> torch.Tensor | None:

@@ -19,6 +19,8 @@ from lightning_piper.capture.cutting.chunk_compiler import ChunkCompiler
 from lightning_piper.capture.torch_private import _torch_inductor
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
+from lightning_piper.ir.boxed_code import RUNS_KEY
+from lightning_piper.ir.regions import Code
 from lightning_piper.runtime import Executor, LocalTransport, StepResult
 from tests.distributed.processes import PATIENCE
 from tests.runtime.steps import CPU
@@ -98,6 +100,26 @@ def test_what_cannot_be_compiled_runs_as_it_was_captured(monkeypatch: pytest.Mon
     assert compiler.report == (
         "compile: 2 of 2 passes run uncompiled, because Inductor could not compile them (RuntimeError: no "
         "kernel for this) [PIPER-W018]"
+    )
+
+
+def code() -> Code:
+    """Return code without operations and without outputs."""
+    return Code(lambda args: (), (), torch.fx.Graph())
+
+
+def test_the_report_names_the_reason_of_each_code() -> None:
+    compiler, empty, uncaptured = ChunkCompiler({}, CPU), code(), code()
+    uncaptured.graph.placeholder("x").meta[RUNS_KEY] = None
+    assert compiler(empty) == empty.run and compiler.report is None
+    compiler(uncaptured)
+    assert compiler.report == (
+        "compile: 1 of 1 passes run uncompiled, because they run code of the step uncaptured [PIPER-W018]"
+    )
+    compiler.refused["Inductor could not compile them (E: no)"] += 2
+    assert compiler.report == (
+        "compile: 2 of 3 passes run uncompiled, because Inductor could not compile them (E: no), and 1 for other "
+        "reasons [PIPER-W018]"
     )
 
 
