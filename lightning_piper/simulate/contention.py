@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -36,7 +37,6 @@ class Transfer:
             phase.
         loads: The loads of each phase in `phases`.
         names: The communicators that the exchange occupies, as (device, name).
-        number: The position of the transfer among all requested transfers.
         start: The time at which the transfer got its communicators; None before.
         moving: Whether the latency of the current phase is over, so that its bytes travel.
         limit: The largest rate of the current phase; None is unlimited.
@@ -50,7 +50,6 @@ class Transfer:
     phases: list[Phase]
     loads: list[Loads]
     names: tuple[object, ...]
-    number: int = 0
     start: Number | None = None
     moving: bool = False
     limit: Number | None = None
@@ -106,7 +105,7 @@ class Traffic:
         self._network = network
         self._links: dict[int, list[int]] = {}  # device -> indices in `shared` of the links that it shares
         for number, link in enumerate(network.shared):
-            for device in link.devices:
+            for device in dict.fromkeys(link.devices):
                 self._links.setdefault(device, []).append(number)
         # Link k has two ports: 2k for bytes that its devices send, 2k + 1 for bytes that its devices receive.
         self._capacities = {
@@ -118,9 +117,9 @@ class Traffic:
         # Port -> the transfers whose bytes travel through it, with the loads of their current phases.
         self._on: dict[int, dict[Transfer, Loads]] = {port: {} for port in self._capacities}
         self._changed: dict[int, None] = {}  # ports that a transfer has entered or left since `_share`
-        self._taken: set[object] = set()  # occupied communicators
-        # Communicator -> heap of (number, transfer): the transfers that wait for it.
-        self._queues: dict[object, list[tuple[int, Transfer]]] = {}
+        # Communicator -> its transfers in order. The first one has started, or waits for the other communicators
+        # that it needs.
+        self._queues: dict[object, deque[Transfer]] = {}
         # Heap of (time, number of the event, transfer, the transfer's version when the event was planned).
         self._events: list[tuple[Number, int, Transfer, int]] = []
         self._numbers = count()
@@ -143,8 +142,8 @@ class Traffic:
         return Transfer(owner, order, loads, names) if any(loads) or names else None
 
     def request(self, time: Number, transfer: Transfer) -> None:
-        """Start a transfer at this time, or later, as soon as all of its communicators are free."""
-        transfer.number = next(self._numbers)
+        """Start a transfer at this time, or later, as soon as all earlier transfers on its communicators are
+        over."""
         self._at(time, transfer)
 
     def advance(self) -> tuple[Number, list[Transfer]] | None:
@@ -169,33 +168,35 @@ class Traffic:
         heapq.heappush(self._events, (time, next(self._numbers), transfer, transfer.version))
 
     def _continue(self, now: Number, transfer: Transfer, ended: list[Transfer]) -> None:
-        """Carry out the event of a transfer: it takes its communicators, a latency ends, or a phase ends.
+        """Carry out the event of a transfer: it asks for its communicators, a latency ends, or a phase ends.
 
-        If a communicator is occupied, the transfer waits in its queue. If the last phase ends, `ended` gets
-        the transfer, and transfers that waited for its communicators continue at once.
+        If the last phase ends, `ended` gets the transfer, and transfers that waited for its communicators
+        start.
         """
         # `start` is None before the transfer has its communicators; `moving` is False during a latency.
         if transfer.start is None:
-            busy = next((name for name in transfer.names if name in self._taken), None)
-            if busy is not None:
-                heapq.heappush(self._queues.setdefault(busy, []), (transfer.number, transfer))
-                return
-            self._taken.update(transfer.names)
-            transfer.start = now
+            for name in transfer.names:
+                self._queues.setdefault(name, deque()).append(transfer)
+            self._start(now, transfer)
         elif not transfer.moving:
             self._move(now, transfer)
-            return
         else:
             self._end_phase(transfer)
-        if transfer.phases:
+            if transfer.phases:
+                self._at(now + transfer.phases[-1].latency, transfer)
+                return
+            ended.append(transfer)
+            for name in transfer.names:
+                self._queues[name].popleft()
+            for name in transfer.names:
+                if self._queues[name]:
+                    self._start(now, self._queues[name][0])
+
+    def _start(self, now: Number, transfer: Transfer) -> None:
+        """Start a transfer if it is the first one on all of its communicators and has not started yet."""
+        if transfer.start is None and all(self._queues[name][0] is transfer for name in transfer.names):
+            transfer.start = now
             self._at(now + transfer.phases[-1].latency, transfer)
-            return
-        ended.append(transfer)
-        self._taken.difference_update(transfer.names)
-        for name in transfer.names:
-            queue = self._queues.get(name, [])
-            while queue and name not in self._taken:
-                self._continue(now, heapq.heappop(queue)[1], ended)
 
     def _move(self, now: Number, transfer: Transfer) -> None:
         """Let the bytes of the current phase travel. `_share` sets their rate, if they use shared links."""

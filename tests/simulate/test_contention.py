@@ -6,16 +6,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_piper.errors import SimulationError
-from lightning_piper.ir.values import TensorSpec
 from lightning_piper.ops.communication.all_to_all import AllToAllInstruction
 from lightning_piper.plan.instructions import (
     AllReduceInstruction,
@@ -28,28 +25,8 @@ from lightning_piper.plan.instructions import (
     WaitWork,
 )
 from lightning_piper.simulate import Link, Network, Number, SharedLink, contention, simulate
-from lightning_piper.simulate.engine import Trace, run_in_virtual_time
+from tests.simulate.exchanges import Delay, bytes_of, traced
 from tests.simulate.programs import ROW, pipeline
-
-
-class Delay(Instruction):
-    """Work that takes the time of its node."""
-
-    op: ClassVar[str] = "delay"
-
-
-def traced(plans: Mapping[int, list[Instruction]], delays: Mapping[int, Number], network: Network) -> Trace:
-    """Run plans that belong to no DAG. A delay takes the time of its node."""
-    dag: Any = SimpleNamespace(nodes=defaultdict(lambda: SimpleNamespace(origin=None)))
-    work: Any = SimpleNamespace(
-        of=lambda instruction, _: delays[instruction.node], measured=lambda node: None
-    )
-    listed: Any = {device: SimpleNamespace(instructions=plan) for device, plan in plans.items()}
-    return run_in_virtual_time(dag, listed, work, network)
-
-
-def bytes_of(count: int) -> tuple[TensorSpec, ...]:
-    return (TensorSpec((count,), torch.uint8, (1,)),)
 
 
 @dataclass(frozen=True)
