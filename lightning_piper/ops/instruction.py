@@ -148,6 +148,11 @@ class Collective(Instruction):
         return self.communicator
 
     @property
+    def gathers(self) -> bool:
+        """Whether every member gets the parts of all members, without a sum."""
+        return False
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the whole tensor that is summed or gathered, in the dtype of the messages. A kind of
         collective without a bucket overrides this property."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from lightning_piper.common.limits import integer, shown
 from lightning_piper.errors import SimulationError
 from lightning_piper.ops.instruction import neighbours
-from lightning_piper.plan.instructions import AllGatherInstruction, Channel, Collective, SendInstruction
+from lightning_piper.plan.instructions import Channel, Collective, SendInstruction
 from lightning_piper.simulate.durations import Number, checked
 
 
@@ -95,7 +95,8 @@ class HierarchicalRing:
 
     def phases(self, instruction: Collective) -> list[Phase]:
         """Return the phases of a sum or a gather, in order. All rings inside of nodes are one phase, and all
-        rings across nodes are one phase. An all-reduce has each of the two phases twice."""
+        rings across nodes are one phase. A gather goes across nodes first, and a sum goes inside of nodes
+        first. An all-reduce has each of the two phases twice."""
         count, each, nbytes = len(self.nodes), len(self.nodes[0]), instruction.nbytes
         inside = Phase(
             (each - 1) * self.inside.latency,
@@ -113,7 +114,7 @@ class HierarchicalRing:
         )
         if instruction.rings == 2:
             return [inside, across, across, inside]
-        return [across, inside] if isinstance(instruction, AllGatherInstruction) else [inside, across]
+        return [across, inside] if instruction.gathers else [inside, across]
 
 
 class Phase(NamedTuple):
@@ -215,11 +216,10 @@ class Network:
 
     def _link(self, instruction: Collective) -> Link | HierarchicalRing:
         """Return the link of the collective's group. If this is a hierarchical ring, but the collective does
-        not send around a ring of all members, return the ring's link `across`."""
+        not go around a ring of all members, return the ring's link `across`."""
         link = self.groups.get(instruction.members, self.link)
-        if isinstance(link, HierarchicalRing) and instruction.routes != neighbours(instruction.members):
-            return link.across
-        return link
+        around = not instruction.direct and instruction.routes == neighbours(instruction.members)
+        return link.across if isinstance(link, HierarchicalRing) and not around else link
 
     def phases(self, instruction: SendInstruction | Collective) -> list[Phase]:
         """Return the phases of an exchange, in order. If it does not share links, the phases together take as

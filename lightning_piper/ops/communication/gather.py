@@ -68,6 +68,10 @@ class AllGatherInstruction(Collective):
     kept: bool
 
     @property
+    def gathers(self) -> bool:
+        return True
+
+    @property
     def tensors(self) -> tuple[TensorSpec, ...]:
         """Specs of the memory that the gather allocates; empty if the device keeps this memory between
         steps."""

@@ -65,6 +65,10 @@ class GatherSamplesInstruction(Collective):
     tensors: tuple[TensorSpec, ...]
 
     @property
+    def gathers(self) -> bool:
+        return True
+
+    @property
     def nbytes(self) -> int:
         return sum(spec.nbytes for spec in self.tensors)
 

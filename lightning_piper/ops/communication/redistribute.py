@@ -109,6 +109,10 @@ class RedistributeInstruction(Collective):
         return all_pairs(self.members) if moved else super().routes
 
     @property
+    def gathers(self) -> bool:
+        return isinstance(self.before, Sharded) and isinstance(self.after, Replicated)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the gathered tensor, of all terms of a sum, or of one member's part in other exchanges."""
         made = sum(spec.nbytes for spec in self.tensors)
