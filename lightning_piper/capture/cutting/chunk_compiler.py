@@ -62,7 +62,7 @@ class ChunkCompiler:
     Attributes:
         compiled: the number of code objects that were compiled.
         refused: reason -> number of code objects that were not compiled for this reason. They run as
-            captured.
+            captured. Code without operations does not count.
     """
 
     def __init__(self, options: Mapping[str, Any], device: torch.device) -> None:
@@ -82,11 +82,13 @@ class ChunkCompiler:
     def _function(self, code: Code) -> Function:
         """Compile a code object, and return its compiled function.
 
-        Return `code.run` instead, and count the reason in `refused`, if the code runs the user's code
-        uncaptured, if its graph is empty, or if Inductor raises an error.
+        Return `code.run` instead if the graph is empty. Also return it, and count the reason in `refused`, if the
+        code runs the user's code uncaptured, or if Inductor raises an error.
         """
-        if not len(code.graph.nodes) or any(RUNS_KEY in node.meta for node in code.graph.nodes):
-            self.refused["they run the user's code uncaptured"] += 1
+        if not len(code.graph.nodes):
+            return code.run
+        if any(RUNS_KEY in node.meta for node in code.graph.nodes):
+            self.refused["they run code of the step uncaptured"] += 1
             return code.run
         inputs = [
             torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=self._device) for x in code.inputs
@@ -95,20 +97,21 @@ class ChunkCompiler:
             made = _torch_inductor.through_inductor(code.run, inputs, self._options)
         except Exception as error:  # the uncompiled code works whatever error the compiler raises
             text = (str(error) or type(error).__name__).splitlines()[0]
-            self.refused[f"{type(error).__name__}: {text[:200]}"] += 1
+            self.refused[f"Inductor could not compile them ({type(error).__name__}: {text[:200]})"] += 1
             return code.run
         self.compiled += 1
         return made
 
     @property
     def report(self) -> str | None:
-        """A message for the user about passes that were not compiled, with the most common reason. None if
-        there are no such passes."""
+        """A message for the user about passes that were not compiled, with the most common reason and the number
+        of passes that have it. None if there are no such passes."""
         if not self.refused:
             return None
-        reason, _ = self.refused.most_common(1)[0]
-        of = f"{self.refused.total()} of {self.refused.total() + self.compiled}"
+        ((reason, number),) = self.refused.most_common(1)
+        others = self.refused.total() - number
+        more = f", and {others} for other reasons" if others else ""
         return (
-            f"compile: {of} passes run uncompiled, because Inductor could not compile them ({reason})"
-            " [PIPER-W018]"
+            f"compile: {number} of {self.refused.total() + self.compiled} passes run uncompiled, because "
+            f"{reason}{more} [PIPER-W018]"
         )
