@@ -133,9 +133,14 @@ class ModuleCallLog:
             """Make the call, and record it with its annotations and with the tensors that it has read."""
             before, outside = (opened().tags, opened().marks), reads.found
             reads.found = set()
-            made = call()
+            try:
+                made = call()
+            except BaseException:  # the step's code may catch the error
+                reads.found |= outside
+                raise
             # If the step's code has caught an error of the trace, it may now run other code than on a device.
             if next(caught(), None) is not None:
+                reads.found |= outside
                 return made
             tags, marks = opened().tags - before[0], opened().marks - before[1]
             state = [
