@@ -51,6 +51,9 @@ def test_it_looks_like_a_gradient(layer):
     lambda layer: layer.weight.grad.mul_(torch.ones(3)),
     lambda layer: layer.weight.grad.add_(1),
     lambda layer: torch.nan_to_num(layer.weight.grad),
+    lambda layer: torch.mul(input=layer.weight.grad, other=2),
+    lambda layer: torch.cat(tensors=[layer.weight.grad]),
+    lambda layer: torch._foreach_add_(self=[layer.weight.grad], other=[torch.ones(2, 3)]),
     lambda layer: [p.grad + 1 for p in layer.parameters()],
     lambda layer: torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0),
     lambda layer: torch.stack([p.grad.sum() for p in layer.parameters()]),
@@ -83,6 +86,8 @@ CHANGES = {
     "divided": lambda grad: grad.data.div_(3),
     "clamped": lambda grad: torch.clamp_(grad.detach(), -1.5, max=1.5),
     "finite": lambda grad: torch.nan_to_num(grad, nan=7.0, out=grad),
+    "by keyword": lambda grad: torch.mul(input=grad, other=0.5, out=grad),
+    "many by keyword": lambda grad: torch._foreach_mul_(scalar=0.5, self=[grad]),
     "many": lambda grad: torch._foreach_mul_([grad], 0.5),
 }
 

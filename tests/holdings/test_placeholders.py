@@ -4,6 +4,7 @@ value.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
@@ -15,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.copies import averages_each_element
-from lightning_piper.holdings.placeholders import Placeholder, check_values, stand_in
+from lightning_piper.holdings.placeholders import Placeholder, _writes, check_values, stand_in
 
 
 def elsewhere(sharded: bool = False) -> torch.Tensor:
@@ -24,6 +25,10 @@ def elsewhere(sharded: bool = False) -> torch.Tensor:
 
 READS = {
     "added": lambda x, p: x.add_(p, alpha=0.1),
+    "added by keyword": lambda x, p: x.add_(other=p, alpha=0.1),
+    "in lists by keyword": lambda x, p: torch._foreach_add_([x, x], other=[x, p.data]),
+    "in lists, all by keyword": lambda x, p: torch._foreach_add_(other=[p.data], self=[x]),
+    "copied by keyword": lambda x, p: torch.clone(input=p),
     "what was made of it": lambda x, p: x.add_(p.detach() * 2),
     "its data": lambda x, p: x.sub_(p.data),
     "by an operator": lambda x, p: x.__iadd__(p),
@@ -114,6 +119,25 @@ def test_writes_into_what_is_sharded_are_counted():
         before = p._version
         write(p)
         assert p._version > before
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype, read", [(torch.bool, lambda p: ~p), (torch.int64, lambda p: [4, 5][p])])
+def test_an_operator_that_writes_nothing_is_no_write(dtype, read):
+    """The names of `__invert__` and `__index__` begin like those of augmented assignments."""
+    p = stand_in(torch.ones((), dtype=dtype, device="meta"), "weight", False, torch.device("cpu"))
+    before = p._version
+    with pytest.raises(PiperError, match="'weight'") if dtype == torch.int64 else contextlib.nullcontext():
+        assert isinstance(read(p), Placeholder)
+    assert p._version == before
+    p |= p
+    assert p._version > before
+
+
+def test_every_augmented_assignment_of_a_tensor_is_a_write():
+    operators = {name for name in dir(torch.Tensor) if name.startswith("__i") and name.endswith("__")}
+    others = {"__init__", "__init_subclass__", "__int__", "__index__", "__invert__", "__iter__"}
+    assert operators - others == {name for name in operators if _writes(name)}
 
 
 def averaging(**functions):
