@@ -98,7 +98,7 @@ class Split(Directive):
             self.refuse(
                 "filter",
                 f"an earlier directive already shards the experts of {divided}",
-                "move this directive before the shard [PIPER-D007]",
+                "move this directive before the shard_experts [PIPER-D007]",
             )
         self._check(dag, chunks)
         if dag.code.undivided is not None and self.num_microbatches > 1:

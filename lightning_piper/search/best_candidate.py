@@ -133,7 +133,8 @@ def _smallest_first(
             f"search: the budget of {budget} ended before the search found a program that fits in {within}. "
             f"Give a larger budget, or {wanted} [PIPER-P002]"
         )
-    about = f"; up to {float(least.less):.1%} less may be enough" if least.less else ""
+    by = "" if math.isinf(least.gap) else f"up to {float(least.less):.1%} "
+    about = f"; {by}less may be enough" if least.gap else ""
     raise SearchError(f"search: no program fits in {within}. Give {wanted}{about} [PIPER-P002]")
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -269,6 +270,9 @@ def _proved(proposal: Proposal) -> str:
     """Return what the search has proved about the proposal, as text."""
     found, refused = proposal.found, len(proposal.refused)
     but = f", except {refused} that {'was' if refused == 1 else 'were'} rejected" if refused else ""
+    if math.isinf(found.gap):
+        best = f"the best of {counted(found.size, 'program')}{but},"
+        return f"the search ended before it had a bound on {best} so a better program may exist"
     if found.gap:
         return (
             f"the best of {counted(found.size, 'program')} may take up to {float(found.less):.1%} less "

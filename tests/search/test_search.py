@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ from lightning_piper.search.joint_bounds import Together
 from lightning_piper.search.program_writer import write
 from lightning_piper.search.rows import rows_of
 from lightning_piper.search.stage_costs import CostModel
+from lightning_piper.session import auto_search
 from lightning_piper.simulate import Link, Number
 from lightning_piper.simulate.hardware import Collectives
 from tests.groups import marked
@@ -497,6 +499,12 @@ def test_a_budget_that_ends_with_a_bound_of_zero_proves_nothing() -> None:
     assert early.gap == INFINITE and early.less == 1
     assert "the budget ended before any bound on better candidates" in str(early)
     assert late.gap == 0 == late.less and "no other candidate is better" in str(late)
+    logged = {
+        name: auto_search._proved(SimpleNamespace(found=result, refused=()))  # type: ignore[arg-type]
+        for name, result in (("early", early), ("late", late))
+    }
+    assert "before it had a bound on the best of" in logged["early"] and "%" not in logged["early"]
+    assert "none is predicted to be better" in logged["late"]
 
 
 def test_axes_lie_on_the_links_of_their_distance() -> None:

@@ -76,7 +76,8 @@ class EagerStep:
         """Raise the `CaptureError` for a program that shards tensors of an uncaptured step."""
         raise CaptureError(
             f"{self.name} runs uncaptured, so Piper does not know its tensors and cannot shard them. Remove "
-            "the shard directive (or tp, cp), or change the step so that Piper captures it [PIPER-C019]"
+            "shard_weights and shard_sequences (or tp, cp), or change the step so that Piper captures it "
+            "[PIPER-C019]"
         )
 
     def recomputing(self, recomputation: Recomputation) -> EagerStep:
