@@ -73,13 +73,17 @@ def write(path: Path, content: bytes) -> None:
     write_plain(path, _sum(path, content) + content)
 
 
-def write_plain(path: Path, content: bytes) -> None:
+def write_plain(path: Path, content: bytes) -> bool:
     """Like `write`, but without a checksum, so that other programs can read the file.
 
     Readers see the old file or the new one, and must detect damage themselves.
+
+    Returns:
+        Whether the file now has this content. If not, an older file stays as it was.
     """
+    written = False
     if len(content) > LARGE:
-        return
+        return written
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         number, name = tempfile.mkstemp(dir=path.parent)
@@ -87,11 +91,13 @@ def write_plain(path: Path, content: bytes) -> None:
             with open(number, "wb") as file:
                 file.write(content)
             os.replace(name, path)
+            written = True
         except OSError:
             os.unlink(name)
         _clear(path.parent)
     except OSError:
         pass
+    return written
 
 
 @contextlib.contextmanager

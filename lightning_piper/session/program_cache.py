@@ -127,5 +127,4 @@ def write(path: Path, choice: ChosenProgram) -> bool:
             "predicted": choice.predicted,
         }
     }
-    cache.write_plain(path, json.dumps(content, indent=1).encode())
-    return path.is_file()
+    return cache.write_plain(path, json.dumps(content, indent=1).encode())

@@ -569,6 +569,17 @@ def test_programs_are_kept_as_graphs_are(tmp_path, monkeypatch):
     assert program_cache.read(path.parent / "2.json") is None and program_cache.read(path) == choice
     (path.parent / "3.json").mkdir()
     assert not program_cache.write(path.parent / "3.json", choice)
+    with monkeypatch.context() as full:  # an older file is not the new choice
+        full.setattr(cache, "LARGE", 9)
+        assert not program_cache.write(path, choice)
+    with monkeypatch.context() as full:
+
+        def fail(*names):
+            raise OSError("the disk is full")
+
+        full.setattr(cache.os, "replace", fail)
+        assert not program_cache.write(path, choice) and program_cache.read(path) == choice
+    assert program_cache.write(path, choice)
     monkeypatch.setattr(cache, "MANY", 3)
     for i in range(4, 9):
         program_cache.write(path.parent / f"{i}.json", choice)
