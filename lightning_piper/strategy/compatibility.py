@@ -179,9 +179,14 @@ class Averages:
         self._callbacks, self._in_ranges = averaging(trainer), in_ranges
         self._module: Ownership | None = None
         self._copies: dict[str, Copy] = {}
+        # (callback, hook, replacement, whether the user has set the hook on the instance, original)
+        self._replaced: list[tuple[Any, str, Any, bool, Any]] = []
         for callback in self._callbacks:
             for name in _hooks(callback):
-                setattr(callback, name, self._in_pieces(getattr(callback, name)))
+                on_instance, hook = name in vars(callback), getattr(callback, name)
+                replacement = self._in_pieces(hook)
+                setattr(callback, name, replacement)
+                self._replaced.append((callback, name, replacement, on_instance, hook))
 
     def distribute(self, own: Ownership) -> None:
         """Distribute the copies when the module is distributed, until it is whole again. Collective.
@@ -221,11 +226,15 @@ class Averages:
         ]
 
     def release(self) -> None:
-        """Restore the callbacks' own hooks, at the end of the run."""
-        for callback in self._callbacks:
-            for name in _hooks(callback):
-                vars(callback).pop(name, None)
-        self._callbacks = []
+        """Restore the callbacks' own hooks, at the end of the run. A hook that the user has set on a callback
+        stays, whether the user set it before the run or during the run."""
+        for callback, name, replacement, on_instance, hook in self._replaced:
+            if vars(callback).get(name) is replacement:
+                if on_instance:
+                    setattr(callback, name, hook)
+                else:
+                    delattr(callback, name)
+        self._callbacks, self._replaced = [], []
 
     def _in_pieces(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that calls `hook` while the tensors of the module and its copies are this
