@@ -9,9 +9,10 @@ from __future__ import annotations
 import atexit
 import copy
 import os
+import pickle
 import platform
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_piper.accelerators._torch_groups import keep_all_groups
+from lightning_piper.common.containers import container_like
 from lightning_piper.errors import PiperError
 from lightning_piper.processes.objects import of_outline, outlined
 from lightning_piper.runtime.groups import local_group
@@ -406,16 +408,30 @@ def of_rank(rank: int, error: PiperError) -> PiperError:
 def on_host(value: Any) -> Any:
     """Return a value with all tensors in host memory, because the receiver may not have the sender's device.
 
-    The value may contain dicts, lists and tuples. Other objects are returned unchanged, with the tensors in
-    them.
+    The value may contain mappings, lists and tuples. Their copies have the same classes, or are a dict, a
+    list or a tuple if the class cannot be copied or pickled. Other objects are returned unchanged, with the
+    tensors in them.
     """
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
-    if isinstance(value, dict):
-        return {k: on_host(v) for k, v in value.items()}
+    if isinstance(value, Mapping):
+        return _like(value, [on_host(v) for v in value.values()])
     if isinstance(value, list | tuple):
-        return type(value)(on_host(v) for v in value)
+        return _like(value, [on_host(v) for v in value])
     return value
+
+
+def _like(value: Any, contents: list[Any]) -> Any:
+    """Return a copy of a container with other contents. The copy can be pickled if its contents can."""
+    if type(value) not in (dict, list, tuple):
+        try:
+            pickle.dumps(container_like(value, [None] * len(contents)))
+            return container_like(value, contents)
+        except Exception:  # raised by the user's class, or by a function that cannot be pickled
+            pass
+    if isinstance(value, Mapping):
+        return dict(zip(value, contents, strict=True))
+    return contents if isinstance(value, list) else tuple(contents)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

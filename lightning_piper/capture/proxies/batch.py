@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -31,6 +30,7 @@ from lightning_piper.capture.proxies.sample_lists import (
     may_be_read,
     tensors_of,
 )
+from lightning_piper.common.containers import container_like
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.metric_calls import Later
 from lightning_piper.ir.regions import Undivided
@@ -509,33 +509,12 @@ def _with(like: Any, values: Sequence[Any]) -> Any:
     Raises:
         _NotCopyable: the container's class does not allow other contents.
     """
-    if type(like) in (dict, list, tuple):
-        return dict(zip(like, values, strict=True)) if isinstance(like, dict) else type(like)(values)
     if _is_dataclass(like) and not isinstance(like, Mapping):
         return _replace(like, dict(zip((f.name for f in dataclasses.fields(like)), values, strict=True)))
     try:
-        return _like(like, values)
+        return container_like(like, values)
     except Exception as error:  # raised by the user's class
         raise _NotCopyable(type(like).__name__) from error
-
-
-def _like(like: Any, values: Sequence[Any]) -> Any:
-    """Return a container like `like` that holds `values`. Its class is not builtin.
-
-    The copy keeps the attributes of `like`, because the step may read them. Only the copy of a mapping that
-    cannot be changed does not keep them.
-    """
-    if isinstance(like, tuple):
-        found = type(like)(*values) if hasattr(like, "_fields") else type(like)(values)
-        if hasattr(like, "__dict__"):
-            vars(found).update(vars(like))
-        return found
-    if isinstance(like, Mapping) and not isinstance(like, MutableMapping):
-        return type(like)(dict(zip(like, values, strict=True)))  # type: ignore[call-arg]
-    made: Any = copy.copy(like)
-    for key, value in zip(like if isinstance(like, Mapping) else range(len(like)), values, strict=True):
-        made[key] = value
-    return made
 
 
 class _NotCopyable(Exception):

@@ -17,6 +17,7 @@ from lightning_piper.capture import BatchSpec, History, PartlyCaptured
 from lightning_piper.capture.eager.eager_reference import merged
 from lightning_piper.capture.eager.eager_remainder import RemainderLog
 from lightning_piper.capture.tracing.step_trace import REDUCTIONS
+from lightning_piper.common.containers import container_like
 from lightning_piper.compiler import Compiled, compile_step
 from lightning_piper.directives.replicate import shards_of
 from lightning_piper.errors import CaptureError, ExecutionError, PiperError, with_notes
@@ -213,15 +214,12 @@ def _joined(parts: Sequence[Any], samples: Sequence[int]) -> Any:
         return sum(x * n for x, n in zip(parts, samples, strict=True)) / sum(samples)
     if any(type(x) is not type(first) for x in parts):
         return list(parts)
-    if isinstance(first, dict) and all(x.keys() == first.keys() for x in parts):
-        return {key: _joined([x[key] for x in parts], samples) for key in first}
+    if isinstance(first, Mapping) and all(x.keys() == first.keys() for x in parts):
+        return container_like(first, [_joined([x[key] for x in parts], samples) for key in first])
     if isinstance(first, list) and all(len(x) == n for x, n in zip(parts, samples, strict=True)):
         return [x for part in parts for x in part]
     if isinstance(first, list | tuple) and all(len(x) == len(first) for x in parts):
-        made = [_joined(entries, samples) for entries in zip(*parts, strict=True)]
-        return (
-            made if isinstance(first, list) else first._make(made) if hasattr(first, "_make") else tuple(made)
-        )
+        return container_like(first, [_joined(entries, samples) for entries in zip(*parts, strict=True)])
     with contextlib.suppress(ValueError, TypeError):  # comparing arrays does not give a single bool
         return first if all(x == first for x in parts) else list(parts)
     return list(parts)
