@@ -1,4 +1,4 @@
-"""Copies of containers with other contents, for containers of any class."""
+"""Copy a container of any class and give the copy other contents."""
 
 from __future__ import annotations
 
