@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -23,7 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_piper.capture import CapturedStep, capture
+from lightning_piper.compiler import compile_step
+from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.holdings.tensor_binding import TensorBinding
+from lightning_piper.processes.world import World
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from examples.gpt import CharGPT
@@ -70,13 +72,9 @@ def captured(module: L.LightningModule, batch: Any) -> tuple[CapturedStep, float
     return step, time.perf_counter() - start
 
 
-def identities(module: nn.Module) -> TensorBinding:
-    places: dict[str, list[tuple[nn.Module, str]]] = {}
-    for path, part in module.named_modules():
-        for name in (*part._parameters, *part._buffers):
-            places[f"{path}.{name}".lstrip(".")] = [(part, name)]
-    held = SimpleNamespace(places=places, tensor_map=SimpleNamespace(is_sharded=lambda name: False))
-    return TensorBinding(module, held)  # type: ignore[arg-type]
+def binding(module: nn.Module, step: CapturedStep) -> TensorBinding:
+    """Return the check of tensors for a training of the module in one process."""
+    return TensorBinding(module, Ownership(module, compile_step(step, ()), World(0, 1, torch.device("cpu"))))
 
 
 def main() -> None:
@@ -104,7 +102,7 @@ def main() -> None:
             step.retrace()
         again = time.perf_counter() - start
         assert step.reads.hold()
-        guards, follow = step.reads.guards, identities(module).follow
+        guards, follow = step.reads.guards, binding(module, step).follow
         size = f"{len(list(module.modules())):11} {len(guards.by_key):8} {len(guards._always):8}"
         costs = f"{seconds:11.2f} {microseconds(step.reads.hold):9.1f} {microseconds(follow):11.1f}"
         print(f"{name:10} {size} {costs} {retraced if name == 'gpt' else 1:14} {again:15.2f}", flush=True)

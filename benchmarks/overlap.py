@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning as L
@@ -31,6 +32,7 @@ from lightning_piper.ops import Send
 from lightning_piper.profile.measured_trace import Measured
 from lightning_piper.profile.recorder import StepRecorder
 from lightning_piper.runtime import Executor, ProcessTransport
+from lightning_piper.runtime.messages import Messages, PendingWork
 from lightning_piper.runtime.process import ProcessEndpoint
 from lightning_piper.simulate import simulate
 
@@ -73,30 +75,34 @@ ORDERS = {
 }
 
 
-class Late:
-    """A communicator that sends its messages with a delay."""
+class Late(Messages):
+    """Messages that are sent with a delay."""
 
-    def __init__(self, group: Any, transport: SlowTransport) -> None:
-        self._group, self._transport = group, transport
+    def __init__(self, messages: Messages, transport: SlowTransport) -> None:
+        super().__init__(messages.group)
+        self._messages, self._transport = messages, transport
 
-    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+    def send(self, x: torch.Tensor, ranks: Sequence[int]) -> list[PendingWork]:
         if not self._transport.delay:
-            return self._group.send(tensors, peer, tag)
-        return _Leaving(self._transport.delay, lambda: self._group.send(tensors, peer, tag))
+            return self._messages.send(x, ranks)
+        return [_Leaving(self._transport.delay, lambda: self._messages.send(x, ranks))]
 
 
 class _Leaving:
-    def __init__(self, delay: float, post: Any) -> None:
-        self._post = post
+    """The work of a message that is sent after `delay` seconds, by the function `post`."""
+
+    def __init__(self, delay: float, post: Callable[[], list[PendingWork]]) -> None:
+        self._post, self._works = post, list[PendingWork]()
         self._timer = threading.Timer(delay, self._leave)
         self._timer.start()
 
     def _leave(self) -> None:
-        self._work = self._post()
+        self._works = self._post()
 
     def wait(self) -> None:
         self._timer.join()
-        self._work.wait()
+        for work in self._works:
+            work.wait()
 
 
 class SlowTransport(ProcessTransport):
@@ -111,8 +117,8 @@ class SlowTransport(ProcessTransport):
         return _Endpoint(self, device)
 
     def channel(self, channel: Any, end: int) -> Any:
-        group, peer = super().channel(channel, end)
-        return (Late(group, self) if self.sending == self.slow else group), peer
+        messages, peer = super().channel(channel, end)
+        return (Late(messages, self) if self.sending == self.slow else messages), peer
 
 
 class _Endpoint(ProcessEndpoint):
