@@ -184,7 +184,16 @@ def reach(rank: int, kind: str) -> str:
     if kind == "another file" and rank == 0:
         real = shared_memory._address
         shared_memory._address = lambda: [*real()[:3], real()[3] ^ 1]  # type: ignore[assignment]
+    opened, writing_end = [], shared_memory.writing_end
+
+    def counted(process: int, file: int) -> int | None:
+        opened.append(process)
+        return writing_end(process, file)
+
+    shared_memory.writing_end = counted  # type: ignore[assignment]
     messages = messages_of(dist.group.WORLD)
+    if kind == "another machine":  # ranks 0 and 2 share a machine, and open nothing by rank 1's process ID
+        assert len(opened) == (0 if rank == 1 else 1)
     x = torch.full((DIRECT,), float(rank))
     Members(messages, ORDER, rank, native=False).add_up(x)[0].wait()
     assert float(x[0]) == float(x[-1]) == 3.0

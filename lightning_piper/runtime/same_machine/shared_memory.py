@@ -149,7 +149,12 @@ def messages_of(group: dist.ProcessGroup, timeout: timedelta | None = None) -> M
     dist.all_gather(found, address, group=group)
     addresses = [each.tolist() for each in found]
     files = [_opened(*each[:4]) for each in addresses]
-    outer = {rank: writing_end(addresses[rank][1], addresses[rank][4 + own]) for rank in ranks}
+    # Only a process whose memory is open is known to be on this machine. The same process ID and descriptor may
+    # also name a pipe of an unrelated process here.
+    outer = {
+        rank: None if files[rank] is None else writing_end(addresses[rank][1], addresses[rank][4 + own])
+        for rank in ranks
+    }
     all_open = torch.tensor(int(None not in files and None not in outer.values()))
     dist.all_reduce(all_open, dist.ReduceOp.MIN, group=group)
     for _, writing in pipes.values():
