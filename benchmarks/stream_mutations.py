@@ -218,7 +218,7 @@ def main() -> None:
     for kind, (name, over, patch) in EXECUTORS.items():
         program = PROGRAMS[name]()
         expected = run_steps(*program, None)
-        with patch():  # an exception is no finding: the fault could not be seeded
+        with patch():  # An exception is not a find: the fault could not be seeded.
             caught = first_difference(*program, ORDERS, over, expected=expected) is not None
         rows += 1
         missed += not caught
