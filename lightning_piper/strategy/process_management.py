@@ -261,18 +261,16 @@ class Requeue(pl.Callback):
     Args:
         requeue: Lightning's handler; None if the run must not be requeued.
         world: The processes; None if the run must not be requeued.
-        every: Number of batches of an accumulation.
 
     Attributes:
         saves: Whether the handler is running. The handler's checkpoint must be complete when the handler
             returns, because the job ends then.
     """
 
-    def __init__(
-        self, requeue: Callable[[], object] | None = None, world: World | None = None, every: int = 1
-    ) -> None:
-        self._requeue, self._world, self._every = requeue, world, every
+    def __init__(self, requeue: Callable[[], object] | None = None, world: World | None = None) -> None:
+        self._requeue, self._world = requeue, world
         self._told = False
+        self._steps = 0  # the Trainer's steps at the last check
         self.saves = False
 
     @classmethod
@@ -297,7 +295,7 @@ class Requeue(pl.Callback):
         handler = _lightning.handler_of(number)
         if handler is None:  # the handler is the user's, which Lightning keeps
             return cls()
-        taken = cls(partial(handler, number, None), world, trainer.accumulate_grad_batches)
+        taken = cls(partial(handler, number, None), world)
         signal.signal(number, taken.note)
         callbacks.append(taken)
         return taken
@@ -309,13 +307,21 @@ class Requeue(pl.Callback):
         """Record the signal."""
         self._told = True
 
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self._steps = trainer.global_step
+
     def on_train_batch_end(
         self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """If a process has received the signal, save and requeue. The method checks for the signal, which is
-        collective, only after each `every` batches of an epoch."""
-        if self._requeue is None or self._world is None or (batch_idx + 1) % self._every:
+        collective, after each batch. While batches are accumulated, it checks only after a step of the
+        optimizer, so that no accumulated gradient is lost. The last batch of an epoch ends an
+        accumulation."""
+        if self._requeue is None or self._world is None:
             return
+        if trainer.accumulate_grad_batches > 1 and trainer.global_step == self._steps:
+            return
+        self._steps = trainer.global_step
         if not self._world.decide(self._told, all=False):
             return
         self._told, self.saves = False, True
