@@ -78,14 +78,14 @@ def samples(count: int = 32) -> tuple[Tensor, Tensor]:
     return x, x.sum(dim=1, keepdim=True)
 
 
-class Rehearsed(piper.PiperStrategy):
+class LocalStrategy(piper.PiperStrategy):
     """A strategy that runs all devices of the program in this process."""
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **{"transport": "local", **options})
 
 
-def rehearsal(trainer: type[L.Trainer]) -> Any:
+def local_trainer(trainer: type[L.Trainer]) -> Any:
     """Return a replacement of `L.Trainer` for the blocks of pages. It makes a Trainer of class `trainer` with
     one process on a CPU, whatever devices a block names, and with one epoch if the block does not say how
     many.

@@ -1,7 +1,7 @@
 """Every Python block of the pages runs, in the order of its page, and prints what is shown below it.
 
 What a block takes for granted (a module, a batch) stands in `BEFORE`; `AFTER` does with what it made what a
-reader would. A program is compiled. Trainings are rehearsed: all devices in one process. Some pages have
+reader would. A program is compiled. Trainings are run locally: all devices in one process. Some pages have
 tests of their own (`ELSEWHERE`).
 """
 
@@ -22,7 +22,7 @@ import torch
 
 import lightning_piper as piper
 from lightning_piper.directives import base
-from tests.pages import Pair, Rehearsed, rehearsal, samples
+from tests.pages import LocalStrategy, Pair, local_trainer, samples
 from tests.tutorial import alike
 
 ROOT = Path(__file__).parents[1]
@@ -203,8 +203,8 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     monkeypatch.setattr(base, "_registry", dict(base._registry))
     for package in (L, L.pytorch):
-        monkeypatch.setattr(package, "Trainer", rehearsal(L.Trainer))
-    monkeypatch.setattr(piper, "PiperStrategy", Rehearsed)
+        monkeypatch.setattr(package, "Trainer", local_trainer(L.Trainer))
+    monkeypatch.setattr(piper, "PiperStrategy", LocalStrategy)
     monkeypatch.setattr(Pair, "training_step", Pair.training_step)  # docs/losses.md gives it another one
     monkeypatch.setitem(sys.modules, "net", SimpleNamespace(Net=Pair, data=samples))
     made: dict[str, Any] = {"__name__": "tests.pages", "pytest": pytest}

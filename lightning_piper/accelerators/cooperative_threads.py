@@ -87,13 +87,13 @@ def run_together(
         finally:
             turns.end(own)
 
-    def others(stand: Callable[[], BaseException]) -> None:
+    def others(deadlock: Callable[[], BaseException]) -> None:
         """Let the other programs continue, until it is this program's turn again. If no program can continue,
-        raise the error that `stand` makes."""
+        raise the error that `deadlock` makes."""
         own = hosts.index(simulated.host)
         turns.stuck.add(own)
         if turns.all_stuck:
-            raise stand()
+            raise deadlock()
         turns.give(own)
         simulated.host = hosts[own]
 

@@ -36,7 +36,7 @@ def absent(ownership: Ownership, trained: Collection[str]) -> dict[str, torch.nn
     }
 
 
-class Handing:
+class HolderExchange:
     """An exchange for processes that hold a parameter or buffer, but do not use the tensor in a step's DAG.
 
     Several stages may hold the same tensor. A holder that does not use the tensor in this DAG receives the
@@ -53,7 +53,7 @@ class Handing:
             _routes(changed_by(dag, kind), ownership.tensor_map, world) for kind in (Kind.GRAD, Kind.BUFFER)
         )
 
-    def hand_on(self, grads: dict[str, torch.Tensor]) -> None:
+    def exchange(self, grads: dict[str, torch.Tensor]) -> None:
         """Send gradients and buffers to their other holders after a step. Collective.
 
         Args:

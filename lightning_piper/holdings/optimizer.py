@@ -182,7 +182,7 @@ class ShardedOptimizer:
         optimizer's own `state_dict`, in whatever form its class returns it."""
         return self._ownership.tensor_map.is_replicated
 
-    def let_go(self) -> None:
+    def drop_unowned(self) -> None:
         """Drop parameters that only other processes hold from now on. No step has updated these parameters
         before."""
         owned = self._ownership.owned_params

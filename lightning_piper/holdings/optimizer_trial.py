@@ -32,7 +32,7 @@ class GradientScenario:
         steps: Number of steps.
         values: Factor on the initial values, which are drawn from a normal distribution.
         scales: Factors on the gradients of successive steps. After the last factor, the first one follows.
-        turned: Whether each row of a gradient is at right angles to the parameter's row; some optimizers test
+        orthogonal: Whether each row of a gradient is at right angles to the parameter's row; some optimizers test
             this (AdamP).
         gap: Whether the elements of the first shard have zero gradients.
     """
@@ -41,7 +41,7 @@ class GradientScenario:
     steps: int
     values: float
     scales: tuple[float, ...]
-    turned: bool = False
+    orthogonal: bool = False
     gap: bool = False
 
 
@@ -51,7 +51,7 @@ SCENARIOS = (
     GradientScenario("of several sizes", 12, 1.0, (0.1, 1.0, 10.0, 1.0)),
     GradientScenario("that are large", 3, 0.01, (1e4,)),
     GradientScenario("that are small", 3, 1.0, (1e-4,)),
-    GradientScenario("at right angles to it", 3, 1.0, (1.0,), turned=True),
+    GradientScenario("at right angles to it", 3, 1.0, (1.0,), orthogonal=True),
     GradientScenario("that are zero in one shard", 3, 1.0, (1.0,), gap=True),
 )
 
@@ -219,7 +219,7 @@ def _gradient(
     kind: ParameterKind, value: Tensor, scenario: GradientScenario, draw: torch.Generator
 ) -> Tensor:
     grad = torch.randn(kind.shape, dtype=torch.float64, generator=draw).to(value)
-    if scenario.turned:
+    if scenario.orthogonal:
         rows, along = (x.reshape(kind.shape[0] if len(kind.shape) > 1 else 1, -1) for x in (grad, value))
         rows -= (rows * along).sum(1, keepdim=True) / along.square().sum(1, keepdim=True) * along
     if scenario.gap:

@@ -188,11 +188,11 @@ class Ownership:
             elif whole:
                 tensor.data = tensor.data.to(self._device)
             else:
-                self._let_go(name, comes_back=before is None)
+                self._replace_by_placeholder(name, comes_back=before is None)
         self._note_versions()
         self._module.__dict__[PARTS] = self
 
-    def _let_go(self, name: str, comes_back: bool = True) -> None:
+    def _replace_by_placeholder(self, name: str, comes_back: bool = True) -> None:
         """Drop the data of a tensor that is not whole on this process, and put a placeholder into the module.
 
         Args:
@@ -210,20 +210,20 @@ class Ownership:
             self._before[name] = tensor
             tensor.data = tensor.data.new_empty(0)
 
-    def claim(self, compiled: Compiled) -> bool:
+    def restrict(self, compiled: Compiled) -> bool:
         """Leave each tensor that a training program is the first to change only to the devices that use it.
 
         Until now, every process holds these tensors. The other devices drop them, and get them back at the
         end like all other tensors. All processes call this method with the same program. Return whether any
         device, in any process, drops a tensor.
         """
-        claimed = self.tensor_map.claim(compiled, self._changes(compiled))
+        restricted = self.tensor_map.restrict(compiled, self._changes(compiled))
         for own in (self, *self.copies):
             own.tensor_map.holder_groups = self.tensor_map.holder_groups
-            for name in claimed:
+            for name in restricted:
                 if not own.tensor_map.holds_whole(name, self._world.rank):
-                    own._let_go(name)
-        return bool(claimed)
+                    own._replace_by_placeholder(name)
+        return bool(restricted)
 
     def _changes(self, compiled: Compiled) -> Callable[[str, int], bool]:
         """Return a function of a tensor's name and a device: whether a step of the program changes the tensor

@@ -111,7 +111,7 @@ class TensorMap:
                 sorted(holder_groups, key=lambda group: min(group.ranges, default=size))
             )
 
-    def claim(self, compiled: Compiled, changes: Callable[[str, int], bool]) -> set[str]:
+    def restrict(self, compiled: Compiled, changes: Callable[[str, int], bool]) -> set[str]:
         """Remove from `unused` the tensors that a training program changes on any device. If only some
         processes use such a tensor, only these processes hold it from now on.
 
@@ -123,7 +123,7 @@ class TensorMap:
         Returns:
             The names of the tensors that some processes no longer hold.
         """
-        claimed = set()
+        restricted = set()
         for name in sorted(self.unused):
             users = [
                 d for d in sorted(compiled.plans) if name in compiled.params_on(d) | compiled.buffers_on(d)
@@ -132,9 +132,9 @@ class TensorMap:
                 continue
             self.unused.discard(name)
             if len(users) < self._size:
-                claimed.add(name)
+                restricted.add(name)
                 self.holder_groups = {**self.holder_groups, name: (self._whole_on(users, name),)}
-        return claimed
+        return restricted
 
     def _whole_on(self, ranks: Sequence[int], name: str) -> HolderGroup:
         return HolderGroup(dict.fromkeys(ranks, (0, self.specs[name].numel)))

@@ -94,7 +94,7 @@ class ChunkBinder:
         dropped = [read.slot for read in run.reads if read.last]
         call = _bind_code(function, self._slots, parts, dropped, writes)
         call = self._seeded(call, run) if self._whole.interface_of(run.key).random else call
-        return self._asked(call, run) if run.key[1].startswith("B") else call
+        return self._nan_checked(call, run) if run.key[1].startswith("B") else call
 
     def _code_of(self, run: Run) -> Code:
         step = self._step.member if run.member else self._step
@@ -234,7 +234,7 @@ class ChunkBinder:
 
         return drawing
 
-    def _asked(self, call: Bound, run: Run) -> Bound:
+    def _nan_checked(self, call: Bound, run: Run) -> Bound:
         """Return a call that checks the gradients of a backward pass for NaN in torch's anomaly mode
         (`Trainer(detect_anomaly=True)`).
 
@@ -248,7 +248,7 @@ class ChunkBinder:
             if at is not None and out.kind in _GRADIENTS
         ]
 
-        def asking() -> None:
+        def checked() -> None:
             call()
             if not (torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()):
                 return
@@ -262,7 +262,7 @@ class ChunkBinder:
                         "there, torch names the operation [PIPER-X003]"
                     )
 
-        return asking
+        return checked
 
     def begin(self, leaves: list[torch.Tensor], seed: int, scale: float) -> None:
         """Set the seed, the scale and the batch of a step."""

@@ -18,7 +18,7 @@ from lightning_piper.directives.replicate import shards_of
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.added_groups import AddedGroups
 from lightning_piper.holdings.gradient_injection import GradientInjection
-from lightning_piper.holdings.gradients import Handing, absent
+from lightning_piper.holdings.gradients import HolderExchange, absent
 from lightning_piper.holdings.host_states import HostStates
 from lightning_piper.holdings.norms import GlobalNorms
 from lightning_piper.holdings.optimizer import Names, ShardedOptimizer
@@ -251,9 +251,9 @@ class Fit:
         if self._later is not None:
             own = self.ownership if together and self.ownership.can_be_whole else None
             self._later.warn(compiled, self._leaves, captured_now, self.programs.traced, own)
-        if self.world.size == 1 or not self.ownership.claim(compiled):
+        if self.world.size == 1 or not self.ownership.restrict(compiled):
             return
-        self.optimizer.let_go()
+        self.optimizer.drop_unowned()
         self._identities = TensorBinding(self._module, self.ownership)
         if self.evaluation is not None:
             self.evaluation.follow = self._identities.follow
@@ -264,7 +264,7 @@ class Fit:
         All processes switch together."""
         self._layout = layout
         self._in_parts = self.world.size > 1 and not self.ownership.tensor_map.is_replicated
-        self._handing = Handing(layout.compiled.dag, self.ownership, self.world)
+        self._holder_exchange = HolderExchange(layout.compiled.dag, self.ownership, self.world)
         self._injection.hold(self.ownership.owned_params, absent(self.ownership, layout.trained))
         self._norms.of(layout.trained)
 
@@ -471,7 +471,7 @@ class Fit:
         hold the parameter or buffer but do not use it in this program. Collective."""
         if prepared.trained != self._layout.trained or prepared.plans != self._layout.plans:
             self._take_up(prepared)
-        self._handing.hand_on(result.grads)
+        self._holder_exchange.exchange(result.grads)
         if not self._in_accumulation:
             self._injection.begin()
 

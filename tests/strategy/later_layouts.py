@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import lightning_piper as piper
-from lightning_piper.holdings.gradients import Handing
+from lightning_piper.holdings.gradients import HolderExchange
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ops.update import Deliver
 from lightning_piper.runtime.step_outputs import StepOutputs
@@ -201,7 +201,7 @@ def fit(
 
 def train(rank: int, folder: Path) -> dict[Any, dict[str, Tensor]]:
     found = trained(QUICK, folder)
-    with mock.patch.object(Handing, "hand_on", lambda self, grads: None):
+    with mock.patch.object(HolderExchange, "exchange", lambda self, grads: None):
         found[STALE] = fit("Unties", stages("Unties"), folder / "stale", 2)
     found |= sharded_trained(QUICK_SHARDED, folder, rank)
     found[FROZEN] = fit(

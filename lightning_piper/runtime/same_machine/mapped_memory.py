@@ -58,7 +58,7 @@ class Mapped:
         # Tensors may outlive the interpreter.
         weakref.finalize(self.room, _system().munmap, self.address, size).atexit = False
 
-    def part(self) -> None:
+    def make_private(self) -> None:
         """Make later writes private to this process (copy on write), so that they do not reach the file."""
         self._map(self.address, mmap.MAP_PRIVATE | _FIXED)
 

@@ -86,11 +86,11 @@ class _SharedBlock:
             self._memory.remove()
             self._number, self._readers = 0, set()
 
-    def part(self) -> None:
+    def make_private(self) -> None:
         """If a tensor lies in the block, make this process's writes to it private. Called in a forked
         process, whose writes would otherwise reach the memory of the process that it was forked from."""
         if self.lent:
-            self._memory.part()
+            self._memory.make_private()
 
     def _next(self) -> None:
         self._number, self._readers, self._lent = self._number + 1, set(), None
@@ -114,7 +114,7 @@ class SharedBlocks:
         self._end = mmap.PAGESIZE
         self._blocks: dict[int, list[_SharedBlock]] = {}  # size in bytes -> the blocks of this size
         self._at: dict[int, _SharedBlock] = {}  # address of the data -> block
-        in_forks(self, SharedBlocks._part)
+        in_forks(self, SharedBlocks._make_private)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocate a flat tensor without initializing it.
@@ -151,9 +151,9 @@ class SharedBlocks:
                 if block.free:
                     block.give_back()
 
-    def _part(self) -> None:
+    def _make_private(self) -> None:
         for block in self._at.values():
-            block.part()
+            block.make_private()
 
     def _free(self, nbytes: int) -> _SharedBlock:
         """Return a free block of at least this many bytes."""
