@@ -128,6 +128,25 @@ class Tuned(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Assigning(Tuned):
+    """Halves the weights of the first layer when it makes the optimizer, with `load_state_dict(assign=True)`."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        whole = by_transformers(KINDS[self.kind]()[0], self.path)
+        layer = {name: x / 2 for name, x in whole.model.layers[0].state_dict().items()}
+        self.model.model.layers[0].load_state_dict(layer, assign=True)
+        return super().configure_optimizers()
+
+
+def assign(rank: int, source: Path, folder: Path, program: Any) -> dict[Any, Any]:
+    """Train `Assigning` for two steps, and save the model. Return an empty dict."""
+    trainer = trained(
+        Assigning("llama", source, piper.from_pretrained), piper.PiperStrategy(program), devices=2
+    )
+    piper.save_pretrained(trainer, folder)
+    return {}
+
+
 def by_transformers(model_class: Any, path: Path) -> Any:
     return model_class.from_pretrained(path)
 

@@ -8,6 +8,7 @@ import copy
 import io
 import json
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +20,10 @@ from lightning_piper.checkpoint.safetensors_files import StoredTensor, stored_te
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.materialization import Known, materialize, named_tensors
 from lightning_piper.ir.values import TensorSpec, flattened
+from lightning_piper.session.eager.standalone_module import Standalone
 from tests import pretrained
 from tests.distributed.processes import launch_trainings
-from tests.pretrained import KINDS, Tuned, by_transformers, fit, saved
+from tests.pretrained import KINDS, Assigning, Tuned, by_transformers, fit, saved
 
 pytest.importorskip("transformers", minversion="5.0")
 
@@ -80,6 +82,29 @@ def test_each_process_reads_what_it_holds(tmp_path):
     for name in programs:
         assert all(read == 8 * held for read, held in (rank[name] for rank in ranks))
         assert sum(rank[name][0] for rank in ranks) == total
+
+
+def test_weights_that_a_hook_assigns_before_the_first_batch_are_trained(tmp_path):
+    folder = saved("llama", tmp_path / "model", torch.float64, sharded=False)
+    launch_trainings(2, pretrained.assign, tmp_path / "run", folder, tmp_path / "tuned", PROGRAMS["pp2"])
+    found = by_transformers(KINDS["llama"]()[0], tmp_path / "tuned").state_dict()
+    wanted = fit(Assigning("llama", folder, by_transformers))
+    other = fit(Tuned("llama", folder, by_transformers))
+    assert distance({f"model.{name}": found[name] for name in found}, wanted) < 1e-12
+    assert distance(other, wanted) > 0.01
+
+
+def test_values_of_a_checkpoint_do_not_replace_what_a_hook_has_assigned() -> None:
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    blank = [(name, x, x._version) for name, x in named_tensors(module)]
+    values = {name: torch.ones(x.shape) for name, x in named_tensors(module)}
+    module[0].load_state_dict(nn.Linear(2, 2).state_dict(), assign=True)
+    run = SimpleNamespace(module=module, known=Known(values), _blank=blank)
+    assert Standalone._known_now(run).loaded.keys() == {"1.weight", "1.bias"}
+    run.known = Known(later=frozenset(values))
+    with pytest.raises(PiperError, match=r"'0\.bias' got a value after the checkpoint was loaded"):
+        Standalone._known_now(run)
 
 
 @pytest.mark.parametrize("runs", [None, (3, 2), (1, 4), (12, 2)])

@@ -97,10 +97,29 @@ class Standalone:
                     f"PiperStrategy: {name!r} was changed in place on the meta device, where it has no "
                     "values yet. Give it initial values in piper_init_parameters [PIPER-S009]"
                 )
+        own.distribute(self._drawn, self._known_now() if before is None else Known(), before)
         self._blank = []
-        own.distribute(self._drawn, self.known if before is None else Known(), before)
         self._distributed(own)
         return own
+
+    def _known_now(self) -> Known:
+        """Return the known values without the values of tensors that user code has replaced since the start of
+        the run, for example with `load_state_dict(assign=True)` in `configure_optimizers`.
+
+        Raises:
+            PiperError: user code has replaced a tensor that a sharded checkpoint would overwrite, or see
+                `Known.with_stored`.
+        """
+        now = {name: tensor_at(at) for name, at in places_of(self.module).items()}
+        replaced = {name for name, _, _ in self._blank if name in now and not now[name].is_meta}
+        if lost := sorted(replaced & self.known.later):
+            raise PiperError(
+                f"PiperStrategy: {lost[0]!r} got a value after the checkpoint was loaded, but the values of a "
+                "sharded checkpoint are read at the first batch and would replace it. Set the value after the "
+                "first batch, or train without ckpt_path [PIPER-S009]"
+            )
+        loaded = {name: value for name, value in self.known.loaded.items() if name not in replaced}
+        return Known(loaded, self.known.later).with_stored(self.module)
 
     def distribute(self, training: Compiled) -> Ownership:
         """Distribute the module as the training step needs it, when a fit begins. The caller then calls
