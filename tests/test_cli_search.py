@@ -276,7 +276,7 @@ def test_a_recorded_run_beside_its_prediction(project: Path, capsys: pytest.Capt
     steps = [json.loads(path.read_text()) for path in sorted((project / "piper").glob("step_*.json"))]
     plan = json.loads((project / "piper" / "plan.json").read_text())
     text = ran(capsys, "explain", "--run", ".", *BATCH, "--directives", "two.json", "--hardware", "cpu")
-    rows = {line[:20].strip(): line.split() for line in text.partition("\n\n")[0].splitlines()[1:]}
+    rows = {line.split("  ")[0]: line.split() for line in text.partition("\n\n")[0].splitlines()[1:]}
     recorded = {what: float(row[-4]) / 1e3 for what, row in rows.items()}
     assert recorded.keys() == {
         "step",
