@@ -12,6 +12,7 @@ from lightning_piper.ops.base import (
     Exchange,
     Operation,
     Planning,
+    about,
     operation_of,
     register_operation,
 )
@@ -69,6 +70,7 @@ __all__ = [
     "Store",
     "Total",
     "Update",
+    "about",
     "build_dag",
     "chain_state",
     "make_chunk",
