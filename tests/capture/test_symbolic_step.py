@@ -17,9 +17,10 @@ from torchmetrics import MeanMetric
 
 from lightning_piper.capture import CapturedStep, capture, flatten
 from lightning_piper.capture.eager.eager_reference import Outcome, mixed
-from lightning_piper.capture.joint.sizes import SizeNumbers, SizeSymbols
+from lightning_piper.capture.joint.sizes import SizeNumbers, SizeSymbols, take_numbers
 from lightning_piper.capture.steps import captured_step as capturing
 from lightning_piper.ir.regions import LOSS, StepCode
+from lightning_piper.ir.values import TensorSpec
 from lightning_piper.ops.build import build_dag
 from lightning_piper.verify.interpreter import interpret
 from tests.groups import marked
@@ -263,3 +264,14 @@ def test_metric_objects_get_the_same_at_any_length(make: type[Measured], traces:
             assert a.arguments(a.tensors, None) == b.arguments(b.tensors, None)
         assert all(len(find([])) == length for find in code.metrics.whole.values())
     assert steps.step.traces == traces  # sizes among the arguments take a trace for each
+
+
+def test_a_size_that_a_graph_reads_twice_is_one_number() -> None:
+    symbols = SizeSymbols(frozenset({(0, 0), (0, 1)}))
+    _, (tensor,) = symbols.fakes((TensorSpec.of(torch.empty(4, 6, device="meta")),), torch.device("cpu"))
+    numbers, graph = SizeNumbers(symbols), torch.fx.Graph()
+    x = graph.placeholder("x")
+    for dim in (0, 1, 0, 0):
+        graph.call_function(torch.ops.aten.sym_size.int, (x, dim)).meta["val"] = tensor.shape[dim]
+    take_numbers(graph, numbers)
+    assert numbers.at([5, 7]) == ((5, 7), (5, 7))

@@ -188,7 +188,10 @@ def take_numbers(graph: torch.fx.Graph, numbers: SizeNumbers) -> None:
             if any(x in found for x in inputs):
                 node.args, node.kwargs = sized(node.args), sized(node.kwargs)
         elif isinstance(value, torch.SymInt):
-            found[node] = known.setdefault(_torch.expression(value), numbers.size(value))
+            expression = _torch.expression(value)
+            if expression not in known:
+                known[expression] = numbers.size(value)
+            found[node] = known[expression]
         elif inputs and all(x in found for x in inputs):
             found[node] = numbers.result(node.target, sized(node.args), sized(node.kwargs))
         else:

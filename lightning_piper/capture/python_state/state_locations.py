@@ -32,7 +32,6 @@ VALUES = (type(None), bool, int, float, complex, str, bytes, enum.Enum, np.gener
           slice, type(Ellipsis))  # fmt: skip
 NUMBERS = (int, float)
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
-Key = tuple[int, Any]
 
 
 @dataclass(frozen=True, eq=False)

@@ -256,7 +256,7 @@ class StateReads:
 
         Raises:
             CaptureError: at the end, if the code has changed an object that it has read. Numbers and texts
-                may change once; see `settled`.
+                may change once; see `with_first_write`.
             RandomDraw: at the end, if the code has drawn from a random generator that it has read.
             ContainerGrowth: at the end, if `keeping` is set, and the code has added to a list or dict, or has
                 increased a number. The next trace replaces the list, dict or number by a placeholder.
@@ -329,7 +329,7 @@ class StateReads:
         """Return whether the step has read the value in a place, so that a guard for it exists."""
         return place.key in self.guards.by_key
 
-    def settled(self, step: str, run: Callable[[], T], same: Callable[[T, T], bool]) -> T:
+    def with_first_write(self, step: str, run: Callable[[], T], same: Callable[[T, T], bool]) -> T:
         """Return the trace that `run` makes, even if the step writes a Python value once.
 
         A model of `transformers`, for example, stores its problem type in the first step. If the first trace
@@ -347,20 +347,20 @@ class StateReads:
             Exception: any error of `run`.
         """
         self._written = {}
-        traced, written = run(), self._taken()
+        traced, written = run(), self._pop_written()
         if not written:
             return traced
         for guard, value in written:
             guard.place.put(value)
             del self.guards.by_key[guard.place.key]
         again = run()
-        if self._taken() or not same(traced, again):
+        if self._pop_written() or not same(traced, again):
             for guard, _ in written:
                 guard.place.put(guard.value)
             raise changes(step, written[0][0].place.where)
         return again
 
-    def _taken(self) -> list[tuple[Guard, Any]]:
+    def _pop_written(self) -> list[tuple[Guard, Any]]:
         """Return (guard, written value) for each place that the step has written, and forget them."""
         written, self._written = list(self._written.values()), {}
         return written

@@ -243,7 +243,7 @@ class CapturedStep:
             run = partial(trace, step, batch + numbers, self._device, parts, fakes)
             try:
                 with without_drawing():
-                    traced = self.reads.settled(
+                    traced = self.reads.with_first_write(
                         self.name, run, lambda a, b: difference(text_of(a), text_of(b)) is None
                     )
             except ContainerGrowth:
