@@ -46,6 +46,8 @@ Each entry states the behavior that the package relies on.
   `node.dist_from_bw`, choose the values of a forward pass to keep for the backward pass.
 - `Optimizer._optimizer_step_post_hooks`: the hooks in the order of their calls.
 - `_engine_run_backward`: the name of the function in which torch runs each backward pass.
+- `HigherOrderOperator.__call__`: calls an operation that gets functions as arguments (`torch.cond`,
+  FlexAttention). `_name` is its name.
 - `TracerBase.create_node`: the method through which a trace makes each node.
 - `node.meta["partitioner_tag"]`: `is_backward` on nodes traced by autograd.
 - `node.meta["seq_nr"]`: the same number on a forward operation and on the nodes of its backward.
@@ -78,6 +80,7 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._functorch.partitioners import choose_saved_values_set, classify_nodes
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -112,6 +115,7 @@ __all__ = [
     "TangentAOTInput",
     "TorchDispatchMode",
     "call_is_random",
+    "called_with_functions",
     "clipping_replaced",
     "dict_version",
     "dict_version_follows_attributes",
@@ -341,22 +345,59 @@ def evaluator(symbols: Sequence[str], expressions: Sequence[str]) -> Callable[..
     return found
 
 
+# Operations that get functions as arguments. In a graph, they would be calls of other graphs.
+_OF_FUNCTIONS = frozenset({"cond", "flex_attention", "map_impl", "associative_scan", "scan", "while_loop"})
+
+
+class FunctionArgumentError(Exception):
+    """An error raised if a step calls an operation in `_OF_FUNCTIONS`. Its text is the operation's name."""
+
+
+def _operation_call(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a `HigherOrderOperator`. Raise `FunctionArgumentError` if it is in `_OF_FUNCTIONS`."""
+    if operator._name in _OF_FUNCTIONS:
+        raise FunctionArgumentError(operator._name)
+    return _call_operation(operator, *args, **kwargs)
+
+
+_call_operation: Any = HigherOrderOperator.__call__
+
+
+def called_with_functions(error: Exception) -> str:
+    """Return the name of the operation in `_OF_FUNCTIONS` that raised an error in a capture; "" if none did.
+
+    The function `create_block_mask` belongs to FlexAttention. It fails before the operation is called.
+    """
+    if isinstance(error, FunctionArgumentError):
+        return str(error)
+    frame = error.__traceback__
+    while frame is not None:
+        if frame.tb_frame.f_globals.get("__name__") == "torch.nn.attention.flex_attention":
+            return "flex_attention"
+        frame = frame.tb_next
+    return ""
+
+
 @contextlib.contextmanager
 def exporting() -> Iterator[None]:
     """Within this context, torch and libraries avoid code that needs tensor values or hides operations, as
-    during `torch.export`. Functions that the user has compiled run uncompiled."""
+    during `torch.export`. Functions that the user has compiled run uncompiled. Operations that get functions
+    as arguments raise `FunctionArgumentError`."""
     flags = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
     detect, onednn = transformer._detect_is_causal_mask, torch.backends.mkldnn.enabled
     validates = torch.distributions.Distribution._validate_args
+    call = HigherOrderOperator.__call__
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     torch.distributions.Distribution._validate_args = False
     torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = True
     transformer._detect_is_causal_mask = _only_if_told
+    HigherOrderOperator.__call__ = _operation_call  # type: ignore[method-assign]
     try:
         with torch.compiler.set_stance("force_eager"):  # trace through functions that the user has compiled
             yield
     finally:
         torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags
+        HigherOrderOperator.__call__ = call  # type: ignore[method-assign]
         transformer._detect_is_causal_mask, torch.backends.mkldnn.enabled = detect, onednn
         torch.distributions.Distribution._validate_args = validates
 

@@ -153,6 +153,13 @@ def trace(
     return TracedGraph(graph, step.plain, tuple(step.logs), step.metrics.made)
 
 
+# Operation that gets functions -> what to use instead.
+_WITHOUT_FUNCTIONS = {
+    "cond": "Compute both branches, and choose with torch.where",
+    "flex_attention": "Use scaled_dot_product_attention, with a tensor as attn_mask (docs/howto/packed_text.md)",
+}
+
+
 def _refuse(step: TracedStep, specs: tuple[TensorSpec, ...], error: Exception) -> NoReturn:
     """Raise the error of a trace that failed. Call it in the `except` block of `error`.
 
@@ -178,6 +185,11 @@ def _refuse(step: TracedStep, specs: tuple[TensorSpec, ...], error: Exception) -
             f"raised while {step.name} was captured for {size} samples, with tensors that have no values"
         )
         raise
+    if name := _torch.called_with_functions(error):
+        advice = _WITHOUT_FUNCTIONS.get(name, "Use a Python loop with a fixed number of iterations")
+        raise CaptureError(
+            f"{user_line(error)}: {name} cannot be captured, because it gets a function. {advice} [PIPER-C026]"
+        ) from error
     raise CaptureError(
         f"{user_line(error)}: {step.name} cannot be captured as one graph. Check that it runs without Piper "
         f"(fast_dev_run), and replace the operation on this line. torch reports {type(error).__name__}: "
