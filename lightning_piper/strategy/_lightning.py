@@ -201,7 +201,7 @@ def forget_logs(trainer: pl.Trainer) -> None:
 def evaluation_lengths(trainer: pl.Trainer) -> tuple[int | None, ...]:
     """Return the number of this process's batches for each data loader of the evaluation that begins, such as
     `(10, None)`. None is for a loader whose length is not known."""
-    loop = trainer._evaluation_loop
+    loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
     assert loop._combined_loader is not None
     loaders = zip(loop._combined_loader.flattened, loop.max_batches, strict=True)
     return tuple(None if sized_len(loader) is None else int(count) for loader, count in loaders)

@@ -326,7 +326,8 @@ class EvaluatingStrategy(OverProcesses):
 
         A captured step runs on all processes at once, so a process with fewer batches would miss the last
         steps. If the numbers of batches may differ, the steps run uncaptured, or `check_may_be` raises an
-        error.
+        error. Only a prediction may have numbers that differ, if all of them are known
+        (`session.evaluation.Evaluation.expect`).
         """
         evaluation, module = self.phase.evaluation, self.lightning_module
         if evaluation is None or self.world.count == 1:
@@ -337,7 +338,8 @@ class EvaluatingStrategy(OverProcesses):
             lengths = self.world.gather(_lightning.evaluation_lengths(module.trainer))
             unknown = any(None in each for each in lengths)
             assumed = unknown and self._capture != "always" and may_run_uncaptured(before)
-            if len(set(lengths)) == 1 and not assumed:
+            expected = name == "predict_step" and not unknown
+            if (len(set(lengths)) == 1 or expected) and not assumed:
                 return
             check_may_be(
                 before,
@@ -372,6 +374,7 @@ class EvaluatingStrategy(OverProcesses):
         if self.phase.evaluation is not None:
             assert self.lightning_module is not None
             self.phase.evaluation.expect(self.lightning_module.trainer.predict_loop.max_batches)
+        self._begin_evaluation("predict_step")
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state dict. On rank 0 it is whole, even while parts of the module are on other

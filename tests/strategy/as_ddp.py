@@ -97,6 +97,9 @@ class Validated(Net):
 
     test_step = validation_step
 
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0])
+
     def on_validation_epoch_end(self) -> None:
         self.trainer.seen.append(float(self.trainer.callback_metrics["val_loss"]))  # type: ignore[attr-defined]
 
@@ -114,7 +117,9 @@ class Stream(IterableDataset[Any]):
 
 
 def evaluate_unevenly(rank: int, streamed: bool, strategy: Any) -> tuple[list[float], list[str]]:
-    """The values of two validations and a test of which the ranks have 6 and 5 batches, and the warnings."""
+    """The values of two validations, a test and a prediction of which the ranks have 6 and 5 batches, and the
+    warnings.
+    """
     torch.manual_seed(0)
     module, samples = Validated(), [(torch.randn(4), torch.randn(4)) for _ in range(24)][: 24 - 4 * rank]
     trainer = L.Trainer(
@@ -132,6 +137,8 @@ def evaluate_unevenly(rank: int, streamed: bool, strategy: Any) -> tuple[list[fl
             module, DataLoader(TensorDataset(torch.randn(16, 4), torch.randn(16, 4)), batch_size=4), loader
         )
         trainer.test(module, loader, verbose=False)
+        outputs: Any = trainer.predict(module, loader)
+        seen += [len(outputs), *(float(output.sum()) for output in outputs)]
     return seen, [
         str(each.message) for each in caught if "numbers of batches that may differ" in str(each.message)
     ]
