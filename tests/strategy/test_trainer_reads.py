@@ -47,6 +47,8 @@ READS: dict[str, Callable[[Any], float]] = {
     "list + proxy": lambda t: float(sum([1] + t.counts)),
     "KeyError": lambda t: caught(lambda: float(t.found["a"]), KeyError),
     "IndexError": lambda t: caught(lambda: float(t.last[0]), TypeError),
+    "item": lambda t: t.found["a"].item() if t.found else 0.5,
+    "detach": lambda t: (0.5 * t.found["b"].detach().cpu()).clone() if t.found else 0.5,
     "is None": lambda t: float(t.other is None),
 }
 

@@ -76,6 +76,8 @@ _TENSOR_OPERATIONS = frozenset(
     )
     if hasattr(torch.Tensor, f"__{name}__")
 }
+# Methods of tensors that do not change a number.
+_UNCHANGING = ("item", "detach", "cpu", "clone", "tolist")
 _MATH = [name for name, f in vars(math).items() if callable(f) and not name.startswith("_")]
 
 
@@ -185,7 +187,10 @@ class NumberProxy:
         where: names the numbers in the expression in messages.
         get: evaluates the expression with current values.
         value: its value during the trace.
+        of_tensor: whether the number comes from a tensor, so that the user's code may call methods of tensors.
     """
+
+    of_tensor = False
 
     def __init__(
         self, inputs: NumberInputs, key: Any, where: str, get: Callable[[], Any], value: Any
@@ -269,6 +274,8 @@ class NumberProxy:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if self.of_tensor and name in _UNCHANGING:
+            return lambda: self
         return getattr(self.ask(), name)
 
 
@@ -327,7 +334,9 @@ def _apply(function: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -
         **{k: x.value if _is_number(x) else x for k, x in kwargs.items()},
     )
     key = (name, tuple(map(form, args)), tuple((k, form(x)) for k, x in sorted(kwargs.items())))
-    return NumberProxy(numbers[0].inputs, key, ", ".join(dict.fromkeys(x.where for x in numbers)), get, value)
+    made = NumberProxy(numbers[0].inputs, key, ", ".join(dict.fromkeys(x.where for x in numbers)), get, value)
+    made.of_tensor = any(x.of_tensor for x in numbers)
+    return made
 
 
 def _today(value: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_piper.capture.proxies.numbers import NumberAnswer, NumberInputs
+from lightning_piper.capture.proxies.numbers import NumberAnswer, NumberInputs, NumberProxy
 from lightning_piper.capture.python_state.state_locations import MISSING, form_of, is_sequence
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.common.user_lines import user_line
@@ -78,7 +78,10 @@ class TrainerProxy:
             return value
         if isinstance(value, torch.Tensor):
             if value.numel() == 1:
-                return self._inputs.source(where, where, lambda: _item(get))
+                number = self._inputs.source(where, where, lambda: _item(get))
+                if type(number) is NumberProxy:
+                    number.of_tensor = True
+                return number
             raise CaptureError(
                 f"{user_line()}: {self._step} reads the tensor {where}, which is not part of the module. "
                 "Keep a copy of it in a buffer (register_buffer), and write the buffer in a hook [PIPER-C004]"
