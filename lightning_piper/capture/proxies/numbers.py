@@ -187,7 +187,7 @@ class NumberProxy:
         where: names the numbers in the expression in messages.
         get: evaluates the expression with current values.
         value: its value during the trace.
-        of_tensor: whether the number comes from a tensor, so that the user's code may call methods of tensors.
+        of_tensor: whether it replaces a tensor.
     """
 
     of_tensor = False
