@@ -123,6 +123,7 @@ def test_operations_that_get_functions_are_refused(trainable, kind, program):
         fit(module, piper.PiperStrategy(**PROGRAMS[program], transport="local", capture="always"))
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("kind", REFUSED)
 def test_in_replicas_operations_that_get_functions_run_uncaptured(trainable, kind):
