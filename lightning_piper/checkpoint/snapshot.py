@@ -64,8 +64,8 @@ def snapshot(content: Any, room: HostRoom) -> Any:
 def _tensors(content: Any) -> Iterator[torch.Tensor]:
     """Yield the plain tensors in dicts, lists and tuples.
 
-    A plain tensor has elements, and nothing but memory, sizes and strides describes it (not, for example, a
-    parameter or a sparse tensor). `deepcopy` copies all other tensors.
+    A plain tensor has elements, and memory, sizes and strides describe it fully. A parameter or a sparse tensor
+    is not plain. `deepcopy` copies all tensors that are not plain.
     """
     if type(content) is torch.Tensor:
         if (

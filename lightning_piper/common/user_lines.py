@@ -69,8 +69,8 @@ def _folder_of(package: str) -> str:
 
 def user_line(error: BaseException | None = None) -> str:
     """Return `file:line (code)` of the innermost frame in the user's code, of `error` or of the running code.
-    If there is no such frame, use the innermost frame in an installed package other than Lightning. If there
-    is none, return "in training_step"."""
+    If there is no such frame, use the innermost frame in an installed package other than torch, Lightning and
+    this package. If there is none, return "in training_step"."""
     frames = traceback.extract_tb(error.__traceback__) if error is not None else traceback.extract_stack()
     found = [f for f in frames if not f.filename.startswith((*LIBRARIES, "<"))]
     found = [f for f in found if "/site-packages/lightning" not in f.filename or "/demos/" in f.filename]

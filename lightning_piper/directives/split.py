@@ -172,7 +172,7 @@ class Split(Directive):
         return [Slice(a, b) for a, b in itertools.pairwise(starts)]
 
     def _refuse_few(self, samples: int, replicas: int) -> NoReturn:
-        """Raise the error for a batch with fewer samples than microbatches."""
+        """Raise the error for a batch with too few samples: each replica needs a sample for each microbatch."""
         count = self.num_microbatches
         found = f"{samples} samples cannot be split into {count} microbatches"
         if replicas == 1:

@@ -26,7 +26,9 @@ class IssuePriority(Enum):
     PREFETCH = (
         "some chunks before the one that reads it (`Node.ahead`): what it waits for is there long before"
     )
-    CRITICAL_COMM = "before all others, what most chunks wait for first: communication that chunks wait for"
+    CRITICAL_COMM = (
+        "before all others, the longest chain of chunks after it first: communication that chunks wait for"
+    )
     ON_DEMAND = "at once if a chunk waits for it, else with the bookkeeping: sums over members"
     BOOKKEEPING = "before the next chunk: bookkeeping"
     LOCAL_BOOKKEEPING = "before the next chunk, unless what it reads comes from another device"

@@ -110,7 +110,7 @@ class DevicePlan:
 
     def read(self, ref: Ref, reader: Node) -> Read:
         """Return a read of a value. If the value does not have a slot yet, first emit the instruction that
-        makes it: the wait for its collective, or what its operation emits on demand."""
+        makes it: the wait for its collective, or the instruction that its operation emits on demand."""
         if ref not in self._slot:
             maker = self.dag.nodes[ref[0]]
             if not self.has(ref):

@@ -25,14 +25,15 @@ _RANK = {"F": 0, "B": 1, "BI": 1, "BW": 2}  # kind of a pass -> its rank among c
 def priority(dag: TrainingDAG, node: Node, height: int) -> Priority:
     """Return the sort key of a node among the nodes that could come next. The smallest key comes first:
 
-    1. Communication as soon as it can be issued; first the communication that most chunks wait for (`height`,
-       see `overlap.heights`).
+    1. Communication as soon as it can be issued; first the communication with the longest chain of chunks
+       after it (`height`, see `overlap.heights`).
     2. Sums over replicas that no chunk waits for, and bookkeeping.
     3. Chunks: forward before backward, then by slice, then by id. A recomputed forward pass comes with the
        backward pass that it serves, because its outputs stay in memory until then. Only an optimizer waits
-       for gradients of weights (BW), so these chunks run when no other chunk can. Without an order, that is
-       at the end, while devices later in the backward direction are still busy. The nodes `Weights` (weights
-       of the loss's terms) come after the forward passes, which do not need them.
+       for gradients of weights (BW), so these chunks run when no other chunk can. Without an `order`
+       directive, this is at the end of the step, while devices of earlier stages still run backward passes.
+       The nodes `Weights` (weights of the loss's terms) come after the forward passes, which do not need
+       them.
     4. Updates and results, because no node needs them, and because a device may have to wait for another
        device before it can run them. Bookkeeping that has to wait for another device comes here too.
     5. The report.

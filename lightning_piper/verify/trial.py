@@ -226,8 +226,11 @@ class _Calls(TorchFunctionMode):
 def _first_difference(
     run: Callable[[Sequence[Slice]], object], whole: Sequence[Slice], parts: Sequence[Slice]
 ) -> str:
-    """Run the step once more, and return the first operation whose results differ, and its line, as a text.
-    The text is empty if the results of all operations agree."""
+    """Run the step once more, and return as a text the first operation whose results differ, and its line.
+
+    If the parts run other code than the whole batch before any results differ, the text names only that line,
+    and says so. The text is empty if neither happens.
+    """
     noted = []
     for slices in (whole, parts):
         with _Calls() as calls:

@@ -45,7 +45,8 @@ def verify_executed(
         seed: The seed of random numbers.
 
     Raises:
-        CaptureError: `why`, if the step cannot run uncaptured, or if the program does more than replicate
+        CaptureError: `why`, if this check cannot run the step: it is too late (`why.late`), the module optimizes
+            manually, or the replicas cannot divide the batch equally. Or if the program does more than replicate
             the step.
     """
     found = replicas_of(program)

@@ -180,7 +180,7 @@ def _results(
     Results are the loss, logged values, arguments of metric objects, returned tensors, new values of buffers,
     and gradients of parameters. Three kinds of results have their own rule:
 
-    - A gradient that several regions compute becomes one output of each of them: the sum of its terms.
+    - If several regions compute terms of a gradient, each of these regions outputs the sum of its own terms.
     - All arguments of one metric object are outputs of the latest region that computes one of them.
     - A result without a region is an output of the last region.
 

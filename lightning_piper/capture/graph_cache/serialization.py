@@ -124,8 +124,8 @@ class _GraphWriter:
         raise NotSerializable(str(node.target))
 
     def _data(self, value: Any) -> Any:
-        """Return an argument or mark as JSON. A value without a JSON type becomes a list that begins with the
-        name of its kind."""
+        """Return an argument or mark as JSON. None, booleans, numbers, strings and dicts keep their JSON type.
+        Any other value, also a list, becomes a list that begins with the name of its kind."""
         if value is None or type(value) in (bool, int, float, str):
             return value
         if isinstance(value, Node):

@@ -282,8 +282,11 @@ class EagerReplicas:
     def _local_gradients(
         self, params: Sequence[nn.Parameter], local: Callable[[], None]
     ) -> list[torch.Tensor | None]:
-        """Run the local backward pass, and return the gradients; None for a parameter that it has not used.
-        If no gradients are kept from earlier batches, first remove the parameters' old gradients."""
+        """Run the local backward pass, and return the `.grad` of each parameter; None if it has none.
+
+        If gradients of earlier batches are kept, the result includes them. Otherwise, first remove the
+        parameters' old gradients.
+        """
         if not self._kept:
             for param in params:
                 param.grad = None
