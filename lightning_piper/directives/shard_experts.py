@@ -212,9 +212,9 @@ class ShardExperts(Sharding):
                 if not mine or name not in dag.code.routed[other].params:
                     self.refuse(
                         "filter",
-                        f"{dag.regions[other].label} also uses {name}, but its experts are not sharded in "
-                        "the same way",
-                        f"select all regions that use {name} [PIPER-D016]",
+                        f"region {dag.regions[other].label} also uses the parameter {name!r}, but its experts are "
+                        "not sharded in the same way",
+                        f"select all regions that use {name!r} [PIPER-D016]",
                     )
             spec = dag.step.params[name].spec
             if spec.dim_order[0] != 0:

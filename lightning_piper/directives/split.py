@@ -475,8 +475,8 @@ class _Rewrite:
                 "filter",
                 f"{self.dag.value(ref).label} has shape {list(a)} for {len(whole)} samples and {list(b)} "
                 f"for {len(part)}",
-                "select all regions, or give this value one dimension that counts only the samples: rows of "
-                "several samples may be in any order [PIPER-D012]",
+                "select all regions, or give this value one dimension that counts only the samples, because the "
+                "shape does not say which rows belong to which sample [PIPER-D012]",
             )
         return dims[0] if dims else None
 
