@@ -299,7 +299,7 @@ class ProcessRuntime:
                 raise PiperError(
                     "PiperStrategy: two batches of one gradient accumulation have different plans, because "
                     "their shapes or Python values differ. "
-                    f"A shard directive divides {bucket.names[0]!r} over processes, so Piper cannot add the "
+                    f"A directive shards {bucket.names[0]!r} over processes, so Piper cannot add the "
                     "gradients of both. Give all batches of an accumulation the same shapes and Python values "
                     "[PIPER-X005]"
                 )

@@ -221,7 +221,7 @@ def test_experts_are_owned_along_their_axis_and_tokens_travel_along_it():
     [
         (
             [grid(ep=2, tp=2), EXPERTS, Fixed(), columns(params=HEADS), everywhere(4)],
-            "directive 1 .*a later shard directive shards params or values; move this",
+            "directive 1 .*a later directive shards weights or sequences; move this",
         ),
         (
             [
@@ -230,7 +230,7 @@ def test_experts_are_owned_along_their_axis_and_tokens_travel_along_it():
                 ShardExperts(filter={"EP": "*"}, devices=[[0, 2], [1, 3]]),
                 everywhere(4),
             ],
-            "another directive shards params or values; remove devices, and name the axes of both",
+            "another directive shards weights or sequences; remove devices, and name the axes of both",
         ),
     ],
 )

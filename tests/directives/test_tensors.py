@@ -145,14 +145,9 @@ def test_members_have_parts_of_parameters_gradients_and_states():
         (
             [TWO, Replicate(filter={}, devices=[0, 1]), divided([0, 1])],
             DirectiveError,
-            "put the shard before every replicate",
+            "remove the replicate, or name an axis of replicas",
         ),
         ([TWO, divided([0, 1]), divided([0, 1])], DirectiveError, "combine them into one directive"),
-        (
-            [TWO, divided([0, 1]), Split(filter={}, dim_name="MB", num_microbatches=2)],
-            DirectiveError,
-            "cannot be repeated for microbatches",
-        ),
     ],
 )
 def test_it_is_refused(program, error, match):
