@@ -52,6 +52,12 @@ def tensor_parallel(module: nn.Module, batch: Any, degree: int, *, sequence: boo
     step.at(step.size)  # generates the code, which says which parameters the step reads
     params = find_params(step.joint_graph, AXIS, number, {name: Sharded(dim) for name, dim in values.items()})
     if not params:
+        if not any(size % number == 0 for info in step.params.values() for size in info.spec.shape):
+            raise PiperError(
+                f"tensor_parallel: no weight of {type(module).__name__} can be sharded over {number} devices, because "
+                f"{number} divides no dimension of a weight. Give a degree that divides the widths of the layers "
+                "[PIPER-D024]"
+            )
         raise PiperError(
             f"tensor_parallel: no weight of {type(module).__name__} can be sharded over {number} devices, "
             "because an "

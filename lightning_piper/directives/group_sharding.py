@@ -11,11 +11,12 @@ from typing import Any, ClassVar
 from lightning_piper.common.limits import is_name, shown
 from lightning_piper.directives.base import Contract, Directive
 from lightning_piper.directives.place import Place, groups_of
-from lightning_piper.directives.unplaced_regions import without_device
+from lightning_piper.directives.rewrites.unplaced_regions import without_device
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import Filter
 from lightning_piper.ir.mesh import DATA, Mesh
 from lightning_piper.ir.nodes import Chunk
+from lightning_piper.ops.host import Store
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,15 @@ class Sharding(Directive):
         if times > 1:
             self.refuse(
                 "devices", f"device {twice} is named {times} times", "name each device once [PIPER-D005]"
+            )
+
+    def check_not_offloaded(self, dag: TrainingDAG) -> None:
+        """Raise an error if an earlier directive offloads saved values, because their shapes would change."""
+        for store in dag.of_type(Store):
+            self.refuse(
+                "filter",
+                f"directive {store.origin} offloads saved values",
+                "move this directive before the offload [PIPER-D007]",
             )
 
     def completed(self, program: Sequence[Directive]) -> Sharding:

@@ -12,16 +12,24 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_piper.common.limits import shown
 from lightning_piper.directives.base import Directive
-from lightning_piper.directives.batch_sharding import shard_batch
+from lightning_piper.directives.group_sharding import Sharding
 from lightning_piper.directives.place import Place
-from lightning_piper.directives.sharded_parameters import hold_parts
-from lightning_piper.directives.sharding import Conflict, gather_as_in_training, readers_of, reduce_gradients
-from lightning_piper.directives.transfers import connect, disconnect
+from lightning_piper.directives.rewrites.batch_sharding import shard_batch
+from lightning_piper.directives.rewrites.sharded_parameters import hold_parts
+from lightning_piper.directives.rewrites.sharding import (
+    Conflict,
+    gather_as_in_training,
+    readers_of,
+    reduce_gradients,
+)
+from lightning_piper.directives.rewrites.transfers import connect, disconnect
+from lightning_piper.directives.sequence import OF_TENSORS
 from lightning_piper.ir import sharded_values
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.division import Change, Division
@@ -35,8 +43,56 @@ from lightning_piper.ops.communication.gather_samples import GatherSamples, Scat
 from lightning_piper.ops.communication.redistribute import CutOut, Redistribute, changed_specs, held_after
 from lightning_piper.ops.communication.total import Total
 
-if TYPE_CHECKING:
-    from lightning_piper.directives.tensor_shards import TensorSharding
+Dimensions = Mapping[str, int | Sequence[int]]  # name or pattern -> dimension, or (dimension, number of runs)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TensorSharding(Sharding):
+    """A directive that shards weights, or the values between regions, along an axis.
+
+    All devices of a line along the axis work on the same samples. Several such directives may divide other
+    parameters and other dimensions along other axes of one mesh. Then all devices of a block of these axes work on
+    the same samples. Piper propagates placements through the captured graph, and inserts a node where a placement
+    must change. All regions must be placed on the lines. Piper applies the directive after `place` and `split`, and
+    before `replicate`.
+
+    Attributes:
+        values: Labels of regions, or patterns -> the dimension along which their outputs are divided. None: the
+            outputs are divided only where weights require it.
+        attention: How attention works on shards of sequences.
+    """
+
+    values: Dimensions | None = None
+    attention: str | None = None
+
+    @property
+    @abstractmethod
+    def weights(self) -> Dimensions:
+        """Names of parameters, or patterns -> the dimension along which each is divided."""
+
+    def check_fields(self) -> None:
+        check_tensors(self)
+        super().check_fields()
+
+    def prepare(self, step: Step, program: Sequence[Directive]) -> Step:
+        return divided_step(self, step, program)
+
+    def apply(self, dag: TrainingDAG) -> None:
+        """Divide tensors, insert the exchanges, and let each device sum and update its shards. Raise an error if
+        the directive does not fit the DAG."""
+        self.check_not_offloaded(dag)
+        take_parts(self, dag, self.mesh_of(dag, self.select(dag, "filter", self.filter)))
+
+    def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
+        """Divide tensors as in training. If there is a training step, parameters come from the shards that it
+        keeps."""
+        take_parts(self, dag, self.mesh_of(dag, self.select(dag, "filter", self.filter)), training)
+
+    def member_lines(self, program: Sequence[Directive]) -> Sequence[Sequence[int]]:
+        return blocks_of(self, program)
+
+    def dividing_axes(self, dag: TrainingDAG) -> tuple[str, ...]:
+        return tuple(division.axis for division in dag.step.divisions)
 
 
 def check_tensors(directive: TensorSharding) -> None:
@@ -112,7 +168,7 @@ def divided_step(directive: TensorSharding, step: Step, program: Sequence[Direct
 
 def _dividing(program: Sequence[Directive]) -> list[TensorSharding]:
     """Return the directives of a program that divide tensors."""
-    found: list[Any] = [each for each in program if each.op in ("shard_weights", "shard_sequences")]
+    found: list[Any] = [each for each in program if each.op in OF_TENSORS]
     return found
 
 

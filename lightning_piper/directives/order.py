@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import networkx as nx
 
 from lightning_piper.common.limits import shown
-from lightning_piper.directives.backward import split_backward
 from lightning_piper.directives.base import Contract, Directive, names_absent, register
+from lightning_piper.directives.rewrites.backward import split_backward
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import (
     AGAIN,

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from lightning_piper.common.limits import is_name, shown
 from lightning_piper.directives.base import Contract, Directive, register
+from lightning_piper.directives.rewrites.transfers import place_around
 from lightning_piper.directives.split import Split
-from lightning_piper.directives.transfers import place_around
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import AGAIN, Filter
 from lightning_piper.ir.mesh import Mesh

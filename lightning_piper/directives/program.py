@@ -186,22 +186,13 @@ def _in_current_form(entry: Mapping[Any, Any]) -> Mapping[Any, Any]:
     """
     if entry["op"] != "shard":
         return entry
-    found = {"axis": "ep", "stream": "alltoall", **entry}
+    found = {"axis": "ep", "stream": "alltoall"} | {k: v for k, v in entry.items() if v is not None}
     if found.get("params"):
-        return {**found, "op": "shard_weights"}
-    if found.get("params") is None and found.get("values") is None:
-        return {k: v for k, v in found.items() if v is not None or k not in _OF_TENSORS} | {
-            "op": "shard_experts"
-        }
+        return found | {"op": "shard_weights"}
+    if found.keys().isdisjoint({"params", "values"}):
+        return found | {"op": "shard_experts"}
     found.pop("params", None)
-    return {**found, "op": "shard_sequences", "values": found.get("values") or {}}
-
-
-_OF_TENSORS = (
-    "params",
-    "values",
-    "attention",
-)  # fields of an earlier `shard` that are None if it shards experts
+    return {"values": {}} | found | {"op": "shard_sequences"}
 
 
 def _from_json(entry: Any) -> Directive:

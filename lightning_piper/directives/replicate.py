@@ -12,17 +12,17 @@ import torch
 
 from lightning_piper.common.limits import integer, is_number, shown
 from lightning_piper.directives.base import Contract, Directive, register
-from lightning_piper.directives.batch_sharding import shard_batch
 from lightning_piper.directives.place import groups_of
-from lightning_piper.directives.sharded_parameters import hold_parts
-from lightning_piper.directives.sharding import (
+from lightning_piper.directives.rewrites.batch_sharding import shard_batch
+from lightning_piper.directives.rewrites.sharded_parameters import hold_parts
+from lightning_piper.directives.rewrites.sharding import (
     Conflict,
     gather_as_in_training,
     gather_parameters,
     reduce_gradients,
 )
-from lightning_piper.directives.transfers import connect
-from lightning_piper.directives.unplaced_regions import without_device
+from lightning_piper.directives.rewrites.transfers import connect
+from lightning_piper.directives.rewrites.unplaced_regions import without_device
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import Filter
 from lightning_piper.ir.mesh import Mesh

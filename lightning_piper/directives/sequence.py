@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from lightning_piper.directives.base import Directive
 
 PLACES = ("place", "place of microbatches")
-OF_TENSORS = ("shard_weights", "shard_sequences")
+OF_TENSORS = ("shard_weights", "shard_sequences")  # the ops of the directives that shard tensors
 # Kind of a directive (`Directive.kind_in`) -> the kinds that are applied before it.
 FOLLOWS: Mapping[str, frozenset[str]] = {
     kind: frozenset(earlier)

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from lightning_piper.directives.base import register
-from lightning_piper.directives.batch_sharding import shard_batch
 from lightning_piper.directives.group_sharding import Sharding
-from lightning_piper.directives.sharded_parameters import hold_parts
-from lightning_piper.directives.sharding import Conflict, gather_as_in_training, readers_of
-from lightning_piper.directives.transfers import connect
+from lightning_piper.directives.rewrites.batch_sharding import shard_batch
+from lightning_piper.directives.rewrites.sharded_parameters import hold_parts
+from lightning_piper.directives.rewrites.sharding import Conflict, gather_as_in_training, readers_of
+from lightning_piper.directives.rewrites.transfers import connect
 from lightning_piper.ir import values
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import AGAIN
@@ -23,7 +23,6 @@ from lightning_piper.ir.regions import Routed
 from lightning_piper.ir.values import Kind, Slice, TensorSpec, Value
 from lightning_piper.ops.chunk import make_chunk
 from lightning_piper.ops.communication.all_to_all import AllToAll
-from lightning_piper.ops.host import Store
 from lightning_piper.routing import COMBINE, COUNTS, DISPATCH
 
 
@@ -64,12 +63,7 @@ class ShardExperts(Sharding):
     def apply(self, dag: TrainingDAG) -> None:
         """Divide experts, insert the exchanges of tokens, and let each device sum and update its experts.
         Raise an error if the directive does not fit the DAG."""
-        for store in dag.of_type(Store):
-            self.refuse(
-                "filter",
-                f"directive {store.origin} offloads saved values",
-                "move this directive before the offload [PIPER-D007]",
-            )
+        self.check_not_offloaded(dag)
         regions = self._divide(dag, {chunk.region for chunk in self.select(dag, "filter", self.filter)})
         try:
             connect(dag, hold_parts(dag, regions))

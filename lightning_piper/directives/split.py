@@ -13,7 +13,7 @@ import networkx as nx
 
 from lightning_piper.common.limits import PASSES, is_name, shown
 from lightning_piper.directives.base import Contract, Directive, error_at, register
-from lightning_piper.directives.transfers import connect, disconnect
+from lightning_piper.directives.rewrites.transfers import connect, disconnect
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import AGAIN, Filter
 from lightning_piper.ir.nodes import Chunk, Node, Ref

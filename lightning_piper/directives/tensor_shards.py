@@ -5,72 +5,10 @@ exchange values where an operation needs more than its shard (`member_tensors.py
 from __future__ import annotations
 
 import dataclasses
-from abc import abstractmethod
-from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from lightning_piper.directives.base import Directive, register
-from lightning_piper.directives.group_sharding import Sharding
-from lightning_piper.directives.member_tensors import blocks_of, check_tensors, divided_step, take_parts
-from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.regions import Step
-from lightning_piper.ops.host import Store
-
-Dimensions = Mapping[str, int | Sequence[int]]  # name or pattern -> dimension, or (dimension, number of runs)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TensorSharding(Sharding):
-    """A directive that shards weights, or the values between regions, along an axis.
-
-    All devices of a line along the axis work on the same samples. Several such directives may divide other
-    parameters and other dimensions along other axes of one mesh. Then all devices of a block of these axes work on
-    the same samples. Piper propagates placements through the captured graph, and inserts a node where a placement
-    must change. All regions must be placed on the lines. Piper applies the directive after `place` and `split`, and
-    before `replicate`.
-
-    Attributes:
-        values: Labels of regions, or patterns -> the dimension along which their outputs are divided. None: the
-            outputs are divided only where weights require it.
-        attention: How attention works on shards of sequences.
-    """
-
-    values: Dimensions | None = None
-    attention: str | None = None
-
-    @property
-    @abstractmethod
-    def weights(self) -> Dimensions:
-        """Names of parameters, or patterns -> the dimension along which each is divided."""
-
-    def check_fields(self) -> None:
-        check_tensors(self)
-        super().check_fields()
-
-    def prepare(self, step: Step, program: Sequence[Directive]) -> Step:
-        return divided_step(self, step, program)
-
-    def apply(self, dag: TrainingDAG) -> None:
-        """Divide tensors, insert the exchanges, and let each device sum and update its shards. Raise an error if
-        the directive does not fit the DAG."""
-        for store in dag.of_type(Store):
-            self.refuse(
-                "filter",
-                f"directive {store.origin} offloads saved values",
-                "move this directive before the offload [PIPER-D007]",
-            )
-        take_parts(self, dag, self.mesh_of(dag, self.select(dag, "filter", self.filter)))
-
-    def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
-        """Divide tensors as in training. If there is a training step, parameters come from the shards that it
-        keeps."""
-        take_parts(self, dag, self.mesh_of(dag, self.select(dag, "filter", self.filter)), training)
-
-    def member_lines(self, program: Sequence[Directive]) -> Sequence[Sequence[int]]:
-        return blocks_of(self, program)
-
-    def dividing_axes(self, dag: TrainingDAG) -> tuple[str, ...]:
-        return tuple(division.axis for division in dag.step.divisions)
+from lightning_piper.directives.base import register
+from lightning_piper.directives.member_tensors import Dimensions, TensorSharding
 
 
 @register

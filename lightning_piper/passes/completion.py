@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_piper.directives.transfers import place_around
-from lightning_piper.directives.unplaced_regions import without_device
+from lightning_piper.directives.rewrites.transfers import place_around
+from lightning_piper.directives.rewrites.unplaced_regions import without_device
 from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk

@@ -25,8 +25,8 @@ from functools import partial
 
 from lightning_piper.directives.place import Place
 from lightning_piper.directives.program import Program
+from lightning_piper.directives.rewrites.transfers import connect, connect_report, place_around
 from lightning_piper.directives.sequence import applied_order
-from lightning_piper.directives.transfers import connect, connect_report, place_around
 from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk

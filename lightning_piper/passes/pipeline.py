@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from lightning_piper.directives.base import error_at
 from lightning_piper.directives.program import Program, replicas_of
+from lightning_piper.directives.rewrites.sharding import buckets_between_steps, keeps_shards_of
 from lightning_piper.directives.sequence import applied_order
-from lightning_piper.directives.sharding import buckets_between_steps, keeps_shards_of
 from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.dag import TrainingDAG

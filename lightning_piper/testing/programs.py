@@ -10,7 +10,7 @@ import networkx as nx
 from hypothesis import strategies as st
 
 from lightning_piper.directives import Directive, Order, Place, Replicate, ShardExperts, Split, to_json
-from lightning_piper.directives.backward import split_backward
+from lightning_piper.directives.rewrites.backward import split_backward
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ops.build import build_dag

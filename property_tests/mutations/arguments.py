@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from lightning_piper.directives import split, transfers
+from lightning_piper.directives import split
+from lightning_piper.directives.rewrites import transfers
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Ref
 from lightning_piper.ops import arguments, build

@@ -8,7 +8,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from lightning_piper.directives import split, transfers
+from lightning_piper.directives import split
+from lightning_piper.directives.rewrites import transfers
 from lightning_piper.ir import seeds
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Ref

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_piper.capture.losses import loss_weights
-from lightning_piper.directives import batch_sharding, split
+from lightning_piper.directives import split
+from lightning_piper.directives.rewrites import batch_sharding
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Node

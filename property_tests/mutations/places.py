@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_piper.directives import device_groups, order, place, split, transfers
+from lightning_piper.directives import order, place, split
+from lightning_piper.directives.rewrites import device_groups, transfers
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ops.communication.p2p import Recv, Send

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from lightning_piper.capture.cutting import extraction
-from lightning_piper.directives import shard_experts, sharded_parameters
+from lightning_piper.directives import shard_experts
+from lightning_piper.directives.rewrites import sharded_parameters
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import Mesh

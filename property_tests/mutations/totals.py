@@ -8,7 +8,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from lightning_piper.directives import batch_sharding, split
+from lightning_piper.directives import split
+from lightning_piper.directives.rewrites import batch_sharding
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk, Node, Ref

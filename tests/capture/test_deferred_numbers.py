@@ -18,7 +18,7 @@ import lightning_piper as piper
 from lightning_piper.capture import capture
 from lightning_piper.capture.proxies.deferred_numbers import DeferredNumber
 from lightning_piper.compiler import compile
-from lightning_piper.directives import transfers
+from lightning_piper.directives.rewrites import transfers
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import LOSS
 from lightning_piper.ops.build import build_dag

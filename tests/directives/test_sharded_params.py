@@ -16,7 +16,7 @@ from lightning_piper.annotate import annotate
 from lightning_piper.capture import capture
 from lightning_piper.compiler import compile_step
 from lightning_piper.directives import Place, Replicate
-from lightning_piper.directives.sharding import buckets_between_steps, keeps_shards_of
+from lightning_piper.directives.rewrites.sharding import buckets_between_steps, keeps_shards_of
 from lightning_piper.ops.communication.gather import Parameters
 from lightning_piper.testing.equivalence import run_plans
 from tests.models import Captured, captured

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from lightning_piper.directives.transfers import disconnect
+from lightning_piper.directives.rewrites.transfers import disconnect
 from lightning_piper.ir.buckets import Bucket, buckets_of
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import Mesh

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from lightning_piper.directives.device_groups import settle
+from lightning_piper.directives.rewrites.device_groups import settle
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.values import Partial, Replicated

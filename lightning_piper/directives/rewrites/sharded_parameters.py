@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from lightning_piper.directives.sharding import Conflict, Group, gather_at, readers_of, scatter
+from lightning_piper.directives.rewrites.sharding import Conflict, Group, gather_at, readers_of, scatter
 from lightning_piper.ir.buckets import Bucket, buckets_of
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import DATA, Mesh
