@@ -86,7 +86,9 @@ class TensorSharding(Sharding):
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
         """Divide tensors as in training. If there is a training step, parameters come from the shards that it
         keeps."""
-        take_parts(self, dag, self.mesh_of(dag, self.select(dag, "filter", self.filter)), training)
+        # The step may lack the regions of the filter. All regions are on the same lines.
+        chunks = self.select(dag, "filter", self.filter) or list(dag.of_type(Chunk))
+        take_parts(self, dag, self.mesh_of(dag, chunks), training)
 
     def member_lines(self, program: Sequence[Directive]) -> Sequence[Sequence[int]]:
         return blocks_of(self, program)

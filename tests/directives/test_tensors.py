@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from torch import nn
 
 import lightning_piper as piper
 from lightning_piper import Place, Replicate, ShardWeights, Split
@@ -430,3 +431,34 @@ def test_what_is_exchanged_is_the_same_for_all_sizes(microbatches):
         r"sample",
     ):
         piper.compile(Labelled().double(), batch, program)
+
+
+class SecondAlone(L.LightningModule):
+    """Two stages, of which the validation runs only the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        with piper.annotate("PP", 0):
+            hidden = self.down(self.up(batch[0]).tanh())
+        with piper.annotate("PP", 1):
+            return (self.head(hidden) - batch[1]).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        with piper.annotate("PP", 1):
+            self.log("error", (self.head(batch[0]) - batch[1]).square().mean())
+
+
+def test_a_step_may_lack_the_regions_of_the_filter():
+    program = [
+        Place([0, 1], axes=["tp"]),
+        piper.ShardWeights(filter={"PP": 0}, params={"up.weight": 0, "down.weight": 1}),
+    ]
+    batch = (torch.randn(4, 4), torch.randn(4, 1))
+    whole, divided_one = (
+        piper.compile(SecondAlone(), batch, program, step=step)
+        for step in ("validation_step", "training_step")
+    )
+    assert len(whole.plans) == len(divided_one.plans) == 2
