@@ -22,7 +22,7 @@ from tests.packed import IGNORED, KINDS, PROGRAMS, Packed, Rows, fit
 
 EXACT = {"rel": 0, "abs": 1e-12}
 CASES = [(kind, program) for kind in KINDS for program in PROGRAMS]
-SAME_ATTENTION = ("mask in the batch", "mean of documents")  # as "bool mask"
+SAME_ATTENTION = ("mask in the batch", "mean of documents", "parts of the scores")  # as "bool mask"
 
 
 @functools.cache
