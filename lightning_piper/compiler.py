@@ -283,10 +283,9 @@ def compile(
         raise CaptureError(
             f"compile(context={shown(context)}): give a function that makes a context manager [PIPER-A001]"
         )
+    captured = capture(module, batch, kind, context, step, history=history)
     try:
-        return compile_step(
-            capture(module, batch, kind, context, step, history=history), program, verify=verify
-        )
+        return compile_step(captured, program, verify=verify)
     except CaptureError as problem:
         if step != "training_step" or problem.late or problem.raised is not None:
             raise

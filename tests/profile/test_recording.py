@@ -206,15 +206,10 @@ def test_a_fit_that_records_no_step_warns(tmp_path: Path) -> None:
         fit(piper.Schedule(wait=1, warmup=0))
 
 
-def test_batches_of_another_size_have_a_plan_of_their_own(tmp_path: Path) -> None:
+def recorded(tmp_path: Path, profile: Any, samples: int, *callbacks: L.Callback) -> L.Trainer:
+    """Train two stages for one epoch in batches of 4 samples."""
     module = Chain(2)
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), 0.1)  # type: ignore[method-assign]
-    quiet: dict[str, Any] = {
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-    }
-    profile = piper.Schedule(wait=0, warmup=0, active=2, repeat=0)
     strategy = piper.PiperStrategy(piper.schedules.gpipe(2, 2), transport="local", profile=profile)
     trainer = L.Trainer(
         accelerator="cpu",
@@ -222,10 +217,18 @@ def test_batches_of_another_size_have_a_plan_of_their_own(tmp_path: Path) -> Non
         max_epochs=1,
         logger=False,
         default_root_dir=tmp_path,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        callbacks=list(callbacks),
         strategy=strategy,
-        **quiet,
     )
-    trainer.fit(module, DataLoader(torch.randn(10, 4), batch_size=4))
+    trainer.fit(module, DataLoader(torch.randn(samples, 4), batch_size=4))
+    return trainer
+
+
+def test_batches_of_another_size_have_a_plan_of_their_own(tmp_path: Path) -> None:
+    recorded(tmp_path, piper.Schedule(wait=0, warmup=0, active=2, repeat=0), 10)
     assert [(step["number"], step["plan"]) for step in steps(tmp_path)] == [
         (0, "plan.json"),
         (1, "plan.json"),
@@ -259,26 +262,9 @@ def test_each_cycle_is_written_before_the_next_one_is_recorded(
     schedule: dict[str, int], counts: list[int], tmp_path: Path
 ) -> None:
     """The last schedule is the negative control: within a cycle, nothing is written."""
-    module = Chain(2)
-    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), 0.1)  # type: ignore[method-assign]
     counter = CountsFiles(tmp_path)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        logger=False,
-        default_root_dir=tmp_path,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        callbacks=[counter],
-        strategy=piper.PiperStrategy(
-            piper.schedules.gpipe(2, 2),
-            transport="local",
-            profile=piper.Schedule(**{"wait": 0, "warmup": 0, "repeat": 0, **schedule}),
-        ),
-    )
-    trainer.fit(module, DataLoader(torch.randn(24, 4), batch_size=4))
+    profile = piper.Schedule(**{"wait": 0, "warmup": 0, "repeat": 0, **schedule})
+    trainer = recorded(tmp_path, profile, 24, counter)
     assert counter.counts == counts
     assert counter.kept == [1] * 6
     recording = trainer.strategy.phase.fit.recording  # type: ignore[attr-defined]
