@@ -444,7 +444,7 @@ class LossTerms:
                 else inner
             )
         # A loop over parts of a loss begins with 0, as `sum` does.
-        summands = [x for x in (first, second) if not is_zero(x)]
+        summands: list[Any] = [x for x in (first, second) if not is_zero(x)]
         return self.of(summands[0]) if len(summands) == 1 else self._together([first, second])
 
     def _scaled(self, node: Node) -> Combination:
