@@ -117,6 +117,7 @@ def logging(m: Any, p: Tensor, y: Tensor, r: Any) -> Tensor:
     m.log("sum of two", loss + 0.5 * p.square().mean())
     m.log("penalty", m.second.weight.square().sum())
     m.log("minus the largest", -2 * p.max() + 1)
+    m.log("the largest, taken from 0", p.new_zeros(()) - p.max())
     m.log("any", (p > 1).any())
     m.log("largest label", y.max(0).values.double(), reduce_fx="max")
     return loss
@@ -161,7 +162,7 @@ LOSSES: dict[str, tuple[Loss, list[str]]] = {
     "weights that add up to one": (lambda m, p, y, r: (r[0] / r[0].sum() * each(p, y)).sum(), ["ratio"]),
     "a sum over classes": (lambda m, p, y,
         r: sum(((p[:, c] * r[1]).sum() / (r[1] & (y != c)).sum() for c in range(3)),
-                                                  p.new_zeros(())), ["samples", *["ratio"] * 3]),
+                                                  p.new_zeros(())), ["ratio"] * 3),
     "rows over their number": (lambda m, p, y, r: (each(p, y) / len(p)).sum(), ["samples"]),
     "a number over rows": (lambda m, p, y, r: (each(p, y) * r[1] / r[1].numel()).sum(), ["samples"]),
     "pairs of samples": (lambda m, p, y, r: each(p, y).sum() / (len(p) / 2), ["samples"]),

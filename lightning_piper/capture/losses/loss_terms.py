@@ -443,9 +443,11 @@ class LossTerms:
                 if node.target in (aten.rsub.Scalar, aten.rsub.Tensor)
                 else inner
             )
-        # A loop over parts of a loss begins with 0, as `sum` does.
+        # A loop over parts of a loss begins with 0, as `sum` does. Only a sum stays a sum if it is negated.
         summands: list[Any] = [x for x in (first, second) if not is_zero(x)]
-        return self.of(summands[0]) if len(summands) == 1 else self._together([first, second])
+        if len(summands) == 1 and (alone := self.of(summands[0])).reduction == LINEAR:
+            return alone
+        return self._together([first, second])
 
     def _scaled(self, node: Node) -> Combination:
         """Return how a product or quotient combines. Unless one of its operands is the same on every part or
