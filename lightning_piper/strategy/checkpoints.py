@@ -15,7 +15,7 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import nn
 
-from lightning_piper.checkpoint.files import MANIFEST, located, prepare, publish, remove
+from lightning_piper.checkpoint.files import MANIFEST, located, prepare, publish, remove, sync
 from lightning_piper.checkpoint.records import check_records
 from lightning_piper.checkpoint.sharded_checkpoint import Saving, open_checkpoint, read_whole
 from lightning_piper.checkpoint.snapshot import HostRoom, snapshot
@@ -94,6 +94,7 @@ def save_in_one_go(
                 f"{temporary}. To write to another path, or later, use a plugin of your own: a subclass of "
                 "TorchCheckpointIO or CheckpointIO [PIPER-K005]"
             )
+        sync(temporary)
         publish(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -4,6 +4,7 @@ failure goes unnoticed.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -204,3 +205,22 @@ def test_which_plugins_write_behind_the_training_in_this_way() -> None:
     assert not checkpoints.is_behind(TorchCheckpointIO(), "a.ckpt")
     theirs = piper.PiperStrategy(checkpoint_io=pytorch_lightning.plugins.AsyncCheckpointIO())
     assert checkpoints.is_behind(theirs.checkpoint_io, "a.ckpt")
+
+
+def test_a_file_is_in_permanent_storage_before_it_gets_its_name(tmp_path: Path) -> None:
+    """The flush of a whole file, and only then the rename."""
+    path, calls = tmp_path / "a.ckpt", []
+    fsync, replace = os.fsync, os.replace
+
+    def flushed(handle: int) -> None:
+        calls.append(os.fstat(handle).st_ino)
+        fsync(handle)
+
+    def renamed(source: Any, target: Any) -> None:
+        calls.append(str(target) if Path(target) == path else None)
+        replace(source, target)
+
+    with mock.patch.object(os, "fsync", flushed), mock.patch.object(os, "replace", renamed):
+        checkpoints.save_in_one_go(TorchCheckpointIO(), {"x": torch.ones(3)}, path, None)
+    file = path.stat().st_ino
+    assert file in calls[: calls.index(str(path))]
