@@ -100,6 +100,7 @@ config = Qwen3MoeConfig(vocab_size=32, hidden_size=16, num_hidden_layers=4, num_
 """,
     "docs/experts.md 3": MIXTURE,
     "docs/howto/directive.md 1": "from examples.custom_directive import Checkpoint",
+    "docs/howto/directive.md 2": "from tests.ops.test_node_between import Clone",
     "docs/howto/machines.md 1": "batch = samples(64)",
     "docs/howto/operation.md 0": "from lightning_piper.ir import Node; from lightning_piper.ir.nodes import "
     "IssuePriority",
@@ -134,9 +135,17 @@ from examples.custom_directive import Checkpoint
 """,
 }
 AFTER = {
+    "docs/howto/directive.md 2": """
+dag = piper.compile(module, batch, program).dag
+for ref in [(node.id, i) for node in dag.of_type(piper.ir.Chunk) for i in range(len(node.outputs))]:
+    readers = dag.readers(ref)
+    insert_after(dag, ref)
+    assert [type(reader) for reader in dag.readers(ref)] == [Clone] and dag.readers((max(dag.nodes), 0)) == readers
+""",
     "docs/howto/schedule.md 1": """
 from lightning_piper.schedules.searched_schedules import SEARCHED
-assert str(piper.verify(module, samples(), waves(4, 4))).endswith("verified") and SEARCHED.pop("waves")
+assert str(piper.verify(module, samples(), gpipe_in_waves(4, 4))).endswith("verified")
+assert SEARCHED.pop("gpipe_in_waves")
 """,
     "docs/directives.md 3": PLACED,
     "docs/directives.md 10": ORDERED,

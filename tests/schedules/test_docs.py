@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
 from lightning_piper import schedules
 from lightning_piper.schedules.searched_schedules import SEARCHED
-from lightning_piper.simulate import simulate
-from lightning_piper.viz import text_chart
-from tests.simulate.programs import pipeline
+from tests.schedules.pictures import PATH, PICTURE, drawn, page
 
-PAGE = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text(encoding="utf-8")
-PICTURE = re.compile(r"    (?P<name>\w+)\((?P<stages>\d+), (?P<microbatches>\d+)\)\n\n(?P<chart>(    .*\n)+)")
-
-
-def picture(name: str, stages: int, microbatches: int) -> str:
-    program = pipeline(name, stages, microbatches)
-    halves = {"BW[PP=0]": 2} if any(c.label.startswith("BW[PP=0") for c in program.dag.nodes.values()) else {}
-    result = simulate(program.dag, program.plans, {"F": 1, "B": 2, "BI": 1, "BW": 1, **halves})
-    return "".join(f"    {line}\n" for line in text_chart(result, width=110).splitlines())
+PAGE = PATH.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("found", list(PICTURE.finditer(PAGE)), ids=lambda found: found["name"])
 def test_pictures(found: re.Match[str]) -> None:
-    assert picture(found["name"], int(found["stages"]), int(found["microbatches"])) == found["chart"]
+    assert drawn(found) == found[0], "python -m tests.schedules.pictures draws it again"
 
 
 def test_every_builder_is_shown() -> None:
@@ -34,3 +23,11 @@ def test_every_builder_is_shown() -> None:
     assert builders < set(schedules.__all__)
     assert {found["name"] for found in PICTURE.finditer(PAGE)} == builders
     assert all(f"`{name}(stages, microbatches" in PAGE for name in builders)
+
+
+def test_a_call_without_a_picture_gets_one() -> None:
+    (text,) = (found[0] for found in PICTURE.finditer(PAGE) if found["name"] == "gpipe")
+    call, chart = text.split("\n\n")
+    assert page(f"## GPipe\n\n{call}\n\nText.\n") == f"## GPipe\n\n{call}\n\n{chart}\nText.\n"
+    wrong = text.replace("F0-F1", "F1-F0", 1)
+    assert wrong != text and page(wrong) == text

@@ -34,34 +34,38 @@ def rows_of(stages: int, microbatches: int) -> list[Row]:
 
 
 @pytest.fixture
-def waves() -> Iterator[None]:
+def waves_of_a_test() -> Iterator[None]:
     @searched(lambda ranks, microbatches, _: rows_of(ranks, microbatches))
-    def waves(
+    def waves_of_a_test(
         stages: int, microbatches: int, devices: Devices | None = None, tag: str = "PP", dim_name: str = "MB"
     ) -> list[piper.Directive]:
-        return program_of(rows_of(stages, microbatches), microbatches, devices, tag, dim_name, "waves")
+        return program_of(
+            rows_of(stages, microbatches), microbatches, devices, tag, dim_name, "waves_of_a_test"
+        )
 
     yield
-    del SEARCHED["waves"]
+    del SEARCHED["waves_of_a_test"]
 
 
-@pytest.mark.usefixtures("waves")
+@pytest.mark.usefixtures("waves_of_a_test")
 def test_degrees_take_the_schedule_by_name() -> None:
-    program = piper.parallel(pp=2, microbatches=4, schedule="waves", module=Layers(4), batch=samples())
+    program = piper.parallel(
+        pp=2, microbatches=4, schedule="waves_of_a_test", module=Layers(4), batch=samples()
+    )
     report = verify(Layers(2, "PP"), samples(), program)
     assert str(report).endswith("verified")
     (order, _) = orders_of(program)
     assert [each["PASS"] for each in order.filters] == ["F", "F", "B", "B"] * 2
 
 
-@pytest.mark.usefixtures("waves")
+@pytest.mark.usefixtures("waves_of_a_test")
 def test_the_search_chooses_the_schedule_and_writes_it() -> None:
-    space = replace(problem(3), schedules=("waves",))
+    space = replace(problem(3), schedules=("waves_of_a_test",))
     best = found(space).best
-    assert best.layout.schedule == "waves" and best.layout.ranks > 1
+    assert best.layout.schedule == "waves_of_a_test" and best.layout.ranks > 1
     layout = best.layout
     written = write(best, [[f"{i}"] for i in range(layout.stages)])
-    built = SEARCHED["waves"].builder(layout.stages, layout.microbatches)
+    built = SEARCHED["waves_of_a_test"].builder(layout.stages, layout.microbatches)
     assert orders_of(written.directives) == orders_of(built) != []
 
 
@@ -69,21 +73,21 @@ def orders_of(directives: Sequence[piper.Directive]) -> list[piper.Order]:
     return [each for each in directives if isinstance(each, piper.Order)]
 
 
-@pytest.mark.usefixtures("waves")
+@pytest.mark.usefixtures("waves_of_a_test")
 def test_two_schedules_cannot_have_one_name() -> None:
-    def waves(*arguments: object) -> list[piper.Directive]:
+    def waves_of_a_test(*arguments: object) -> list[piper.Directive]:
         return []
 
-    waves.__module__ = "another"
+    waves_of_a_test.__module__ = "another"
     with pytest.raises(
-        DirectiveError, match=r"already has a schedule 'waves'. Rename the builder \[PIPER-D020\]"
+        DirectiveError, match=r"already has a schedule 'waves_of_a_test'. Rename the builder \[PIPER-D020\]"
     ):
-        searched(lambda ranks, microbatches, _: rows_of(ranks, microbatches))(waves)
+        searched(lambda ranks, microbatches, _: rows_of(ranks, microbatches))(waves_of_a_test)
 
 
 def test_an_unknown_schedule_is_refused() -> None:
     with pytest.raises(DirectiveError, match=r"give one of .*zbv"):
-        piper.parallel(pp=2, schedule="waves")
+        piper.parallel(pp=2, schedule="waves_of_a_test")
 
 
 def test_a_misspelt_argument_of_a_builder_names_the_accepted_ones() -> None:
