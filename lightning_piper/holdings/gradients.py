@@ -73,23 +73,19 @@ def _routes(
     changed: Mapping[str, set[int]], tensor_map: TensorMap, world: World
 ) -> list[tuple[str, int, int]]:
     """Return (name, source rank, target rank) of each transfer, in the same order on every process. The
-    source is the first process that computes the value and holds the same elements as the target."""
+    source is the first process that computes the value and holds the same elements as the target.
+
+    There is such a process: directives give all device groups of a trained tensor the same buckets, or raise
+    an error (`directives/rewrites/sharding.py`), and a later layout uses the buckets of the first one.
+    """
     found = []
     for name in sorted(changed) if world.size > 1 else ():
         for rank in range(world.size):
             held = tensor_map.held(name, rank)
             if held is not None and rank not in changed[name]:
-                found.append(
-                    (
-                        name,
-                        next(
-                            source
-                            for source in sorted(changed[name])
-                            if tensor_map.held(name, source) == held
-                        ),
-                        rank,
-                    )
-                )
+                sources = [i for i in sorted(changed[name]) if tensor_map.held(name, i) == held]
+                assert sources, f"no process computes elements {held} of {name!r}, which rank {rank} holds"
+                found.append((name, sources[0], rank))
     return found
 
 

@@ -399,7 +399,7 @@ class ProcessRuntime:
                     f"PiperStrategy: this batch ({compiled.dag.size} samples) makes the step use parameters in "
                     f"other regions than the first batch, so device {device} would need other shards of "
                     f"{', '.join(others[:3])}. Let the step use parameters in the same regions for all batches, "
-                    "or remove shard_optimizer, shard_grads and shard_params [PIPER-D025]"
+                    "or remove the options of replicate, or the other directives, that shard them [PIPER-D025]"
                 )
 
     def check_held(self, compiled: Compiled, alone: bool = False) -> None:

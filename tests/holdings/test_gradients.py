@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+
+import lightning as L
 import pytest
 import torch
 from torch import nn
 
 import lightning_piper as piper
 from lightning_piper.holdings.gradient_injection import GradientInjection
-from lightning_piper.holdings.gradients import mark
+from lightning_piper.holdings.gradients import _routes, changed_by, mark
 from lightning_piper.holdings.placeholders import stand_in
 from lightning_piper.holdings.remote_gradient import RemoteGradient
+from lightning_piper.holdings.tensor_map import HolderGroup, TensorMap
+from lightning_piper.ir.values import Kind
+from lightning_piper.processes.world import World
 
 
 @pytest.fixture
@@ -161,3 +167,57 @@ def test_a_parameter_that_leaves_keeps_the_zeros_that_zero_grad_leaves(set_to_no
     injection.begin()
     injection.loss(torch.tensor(1.0), {}).backward()
     assert layer.weight.grad is None
+
+
+class Tied(L.LightningModule):
+    """Both stages read one layer. The second stage trains it, reads it without a gradient, or neither stage
+    trains it.
+    """
+
+    def __init__(self, second: str) -> None:
+        super().__init__()
+        self.first, self.tied, self.last = (nn.Linear(8, 8) for _ in range(3))
+        self.second = second
+        self.tied.requires_grad_(second != "frozen")
+
+    def training_step(self, batch, batch_idx):
+        with piper.annotate("PP", 0):
+            h = torch.tanh(self.tied(self.first(batch)))
+        with piper.annotate("PP", 1):
+            with torch.set_grad_enabled(self.second != "read only"):
+                again = self.tied(h)
+            return self.last(h + again).square().mean()
+
+
+def routes(second: str, levels: tuple[int, int]) -> tuple[list, TensorMap]:
+    groups = [[0, 2], [1, 3]]
+    program = [piper.Place(group, filter={"PP": i}) for i, group in enumerate(groups)]
+    program += [piper.Replicate(groups[i], filter={"PP": i}, zero=level) for i, level in enumerate(levels)]
+    compiled = piper.compile(Tied(second), torch.randn(8, 8), program)
+    tensor_map, world = TensorMap(compiled, 4), World(1, 4, torch.device("cpu"))
+    return _routes(changed_by(compiled.dag, Kind.GRAD), tensor_map, world), tensor_map
+
+
+@pytest.mark.parametrize("second", ["trains", "read only", "frozen"])
+def test_holders_of_a_tied_layer_hold_the_same_shards_or_the_program_is_an_error(second):
+    """Whatever a stage shards, a stage that only reads the layer gets its shards from the same gather. So no
+    process waits for elements of a gradient that no process computes.
+    """
+    for levels in itertools.product((0, 1, 3), repeat=2):
+        if second == "trains" and 0 in levels and any(levels):
+            with pytest.raises(piper.DirectiveError, match=r"tied\.weight.*sharded in one and whole in anot"):
+                routes(second, levels)
+            continue
+        found, tensor_map = routes(second, levels)
+        assert found == []
+        groups = tensor_map.holder_groups["tied.weight"]
+        parts = {tuple(group.ranges.values()) for group in groups}
+        assert len(parts) == 1 or second == "frozen", (levels, groups)
+
+
+def test_a_gradient_that_no_process_computes_has_no_route():
+    tensor_map, world = TensorMap.__new__(TensorMap), World(0, 3, torch.device("cpu"))
+    tensor_map.holder_groups = {"x": (HolderGroup({0: (0, 4), 1: (4, 8)}), HolderGroup({2: (0, 8)}))}
+    with pytest.raises(AssertionError, match=r"no process computes elements \(0, 8\) of 'x', which rank 2"):
+        _routes({"x": {0, 1}}, tensor_map, world)
+    assert _routes({"x": {0, 1, 2}}, tensor_map, world) == []
