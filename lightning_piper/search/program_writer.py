@@ -73,8 +73,9 @@ def shown(directive: Directive) -> str:
     """Return a directive as Python code: its class, and the fields that differ from their defaults. Example:
     `piper.Place(filter={'PP': 0}, devices=[0])`."""
     given = directive.to_json()
-    op = given.pop("op")
-    return f"piper.{op.title()}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+    del given["op"]
+    fields = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    return f"piper.{type(directive).__name__}({fields})"
 
 
 def write(

@@ -205,7 +205,7 @@ def _searched(
                 devices,
                 memory,
                 hardware=hardware,
-                workload=workload,
+                workload=_without_exchanges(workload) if part == WHOLE else workload,
                 all_devices=True,
                 cut=cut,
                 levels=part.levels,
@@ -225,6 +225,12 @@ def _searched(
         except SearchError as error:
             problem = str(error)
     return None, problem
+
+
+def _without_exchanges(workload: Workload) -> Workload:
+    """Return the workload without the rows that blocks send to experts. A search then does not divide experts
+    over replicas."""
+    return replace(workload, blocks=tuple(replace(block, routed=0) for block in workload.blocks))
 
 
 def _told(proposal: Proposal) -> ChosenProgram:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import lightning_piper as piper
 from lightning_piper.search import Candidate, Layout
 from lightning_piper.search.costs.blocks import blocks_of
-from lightning_piper.search.program_writer import write
+from lightning_piper.search.program_writer import shown, write
 from lightning_piper.search.proposal import _params
 from lightning_piper.search.report import counted, described
 from lightning_piper.simulate import simulate
@@ -75,3 +77,17 @@ def test_blocks_are_told_where_they_are_divided() -> None:
     assert described(Candidate(TWO, (0,) * 4, 0, 0, (1, 3, 4)), 9).endswith("; blocks 1+2+1+5")
     assert "blocks" not in described(one_stage("gpipe", 1), 9)
     assert (counted(1, "program"), counted(2612532, "program")) == ("1 program", "2,612,532 programs")
+
+
+@pytest.mark.parametrize(
+    "directive",
+    [
+        piper.Place(filter={"PP": 0}, devices=[0]),
+        piper.ShardExperts(devices=[0, 1]),
+        piper.ShardWeights(params={"a": 0}, devices=[0, 1]),
+        piper.ShardSequences(devices=[0, 1]),
+    ],
+    ids=lambda directive: directive.op,
+)
+def test_a_printed_directive_is_python(directive: Any) -> None:
+    assert eval(shown(directive)) == directive

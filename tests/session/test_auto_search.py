@@ -6,8 +6,15 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from lightning_piper.search import Found
-from lightning_piper.session.auto_search import _proved
+from lightning_piper.search.costs.blocks import blocks_of
+from lightning_piper.search.proposal import sizes_of, work_of
+from lightning_piper.session import auto_search
+from lightning_piper.session.auto_search import WHOLE, _proved, _searched
+from lightning_piper.simulate.hardware import Hardware
+from tests.moe import Model, batch
 from tests.search.problems import found, problem
 
 
@@ -25,3 +32,16 @@ def test_the_best_program_takes_as_much_less_time_as_is_said() -> None:
     assert abs(less - (1 - 1 / (1 + float(some.gap)))) < 1e-3 and abs(less - float(some.gap)) > 1e-3
     assert best.estimate.time >= some.estimate.time * (1 - less - 1e-3)
     assert "none is predicted to be better" in said(best)
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_whole_module_has_all_experts(allowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs with all experts in each process need 45 KiB; with sharded experts, less by estimate."""
+    if allowed:
+        monkeypatch.setattr(auto_search, "_without_exchanges", lambda workload: workload)
+    module, samples, hardware = Model(), batch(8), Hardware.read("cpu")
+    cut = blocks_of(module, samples)
+    work = work_of(module, samples, hardware, sizes_of(samples), cut)
+    chosen, problem = _searched(module, samples, cut, 2, 40_000, [WHOLE], work, hardware)
+    assert chosen is None
+    assert ("experts" in problem) is allowed
