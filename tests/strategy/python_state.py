@@ -191,7 +191,13 @@ def unguarded() -> Iterator[None]:
 
 
 def rows() -> dict[str, type[Net]]:
-    from tests.strategy import python_changed, python_counters, python_names, python_objects  # noqa: F401
+    from tests.strategy import (  # noqa: F401
+        python_changed,
+        python_counters,
+        python_names,
+        python_objects,
+        python_references,
+    )
 
     return {row.__name__: row for row in Net.__subclasses__()}
 

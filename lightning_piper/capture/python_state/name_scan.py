@@ -21,7 +21,7 @@ from torch import nn
 
 from lightning_piper.capture.proxies.deferred_numbers import Namespace
 from lightning_piper.capture.python_state.object_content import MEMOISED
-from lightning_piper.capture.python_state.state_locations import StateLocation
+from lightning_piper.capture.python_state.state_locations import PROXIES, StateLocation
 from lightning_piper.capture.python_state.state_recorder import StateRecorder, is_library
 from lightning_piper.common.user_lines import is_installed
 
@@ -82,7 +82,7 @@ def named_locations(
     found.follow(getattr(type(module), step, None))
     # Functions that were assigned to the object: self.training_step = ..., self.loss = lambda ...
     for name, value in vars(module).items():
-        if inspect.isroutine(value) or name == step:
+        if type(value) not in PROXIES and (inspect.isroutine(value) or name == step):
             found.follow(value)
     found.run()
     return list(found.places.values()), list(found.namespaces.values())
@@ -197,6 +197,9 @@ class _NameScan:
         Attributes of libraries' modules and classes are not recorded in this way.
         """
         if place.key in self.places:
+            return
+        if type(value) in PROXIES:
+            self.places[place.key] = place
             return
         if isinstance(value, types.ModuleType):
             file = getattr(value, "__file__", None) or "/site-packages/"

@@ -16,6 +16,7 @@ import os
 import queue
 import threading
 import types
+import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -57,6 +58,7 @@ _READERS: dict[type | tuple[type, ...], Callable[[Any], Any]] = {
         context.clamp,
     ),
     logging.Logger: lambda logger: (logger.getEffectiveLevel(), logger.disabled),
+    weakref.finalize: lambda finalizer: finalizer.alive,
 }
 _UNSET = object()
 _LARGE = 2**24  # in bytes; larger buffers are not saved

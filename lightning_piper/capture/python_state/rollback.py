@@ -13,6 +13,7 @@ import os
 import random
 import types
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -24,7 +25,12 @@ from torch import nn
 from lightning_piper.capture.proxies.numbers import NumberInputs
 from lightning_piper.capture.python_state.name_scan import reached_locations
 from lightning_piper.capture.python_state.object_content import ATTRIBUTES, MEMOISED, held_by, restoring
-from lightning_piper.capture.python_state.state_locations import Guards, StateLocation
+from lightning_piper.capture.python_state.state_locations import (
+    PROXIES,
+    Guards,
+    StateLocation,
+    referent,
+)
 from lightning_piper.capture.python_state.state_recorder import StateRecorder
 from lightning_piper.errors import CaptureError
 
@@ -146,6 +152,8 @@ class _SavedState:
         Args:
             path: the expression that a user would write for the object.
         """
+        if type(value) in PROXIES or isinstance(value, weakref.ref):
+            value = referent(value)
         if isinstance(value, _PLAIN) or id(value) in self._seen:
             return
         self._seen[id(value)] = value
@@ -219,7 +227,9 @@ class _SavedState:
 
     def _wait(self, found: Iterable[tuple[str, Any]]) -> None:
         """Queue (expression, object) pairs, except objects without state of their own (`_PLAIN`)."""
-        self._waiting.extend((path, value) for path, value in found if not isinstance(value, _PLAIN))
+        self._waiting.extend(
+            (path, x) for path, x in found if type(x) in PROXIES or not isinstance(x, _PLAIN)
+        )
 
     def _keep_attributes(self, path: str, owner: Any, but: set[str]) -> None:
         """Save the attributes of an object except those named in `but`, and queue their values. Do nothing for

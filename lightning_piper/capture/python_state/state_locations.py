@@ -25,6 +25,8 @@ from lightning_piper.capture.python_state.object_content import ENVIRONMENT, con
 from lightning_piper.capture.torch_private import _torch
 
 MISSING = object()  # the value of a place that has no value, such as a dict's entry that does not exist
+GONE = object()  # the value of a place whose owner does not exist any more
+_RELEASED = object()  # a `Guard.value` that the guard does not hold any more
 ALL = object()  # a `StateLocation.name` that stands for all entries of the dict
 # Classes of immutable values, which guards compare by `repr`.
 VALUES = (type(None), bool, int, float, complex, str, bytes, enum.Enum, np.generic, torch.dtype,
@@ -32,6 +34,74 @@ VALUES = (type(None), bool, int, float, complex, str, bytes, enum.Enum, np.gener
           slice, type(Ellipsis))  # fmt: skip
 NUMBERS = (int, float)
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+PROXIES = (
+    weakref.ProxyTypes
+)  # test `type(x) in PROXIES` before `isinstance(x, ...)`, which reads the referent
+
+
+def referent(value: Any) -> Any:
+    """Return the object to which a weak reference or a weak proxy refers. Return None if the object does not
+    exist any more."""
+    if type(value) not in PROXIES:
+        return value()
+    try:
+        return value.__dir__.__self__  # a proxy has no other way to its object than a bound method
+    except ReferenceError:
+        return None
+
+
+class WeakAttributes:
+    """The attributes of an object, in its `__dict__` or its slots, as the owner of places. It does not keep the
+    object alive.
+
+    Attributes:
+        id: the id of the `__dict__`, or of an object with slots only.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._held = weakref.ref(value)
+        self._slots = not hasattr(value, "__dict__")
+        self.id = id(value if self._slots else self._entries())
+
+    @classmethod
+    def of(cls, value: Any) -> WeakAttributes | dict[str, Any] | None:
+        """Return the `WeakAttributes` of an object.
+
+        Some objects do not support weak references, or define `__dict__` themselves. And the dict of a module
+        counts its changes. For these objects, return the `__dict__`, or None for an object with slots only.
+        """
+        entries: dict[str, Any] | None = getattr(value, "__dict__", None)
+        if isinstance(value, torch.nn.Module):
+            return entries
+        try:
+            found = cls(value)
+        except (TypeError, AttributeError):
+            return entries
+        return found if found.id == id(value if entries is None else entries) else entries
+
+    def _entries(self) -> Any:
+        value = self._held()
+        return None if value is None else object.__getattribute__(value, "__dict__")
+
+    def get(self, name: str, default: Any) -> Any:
+        """Return the attribute, or the default. Return `GONE` if the object does not exist any more."""
+        value = self._held()
+        if value is None:
+            return GONE
+        return getattr(value, name, default) if self._slots else self._entries().get(name, default)
+
+    def pop(self, name: str, default: Any) -> None:
+        """Remove the attribute, if the object has it."""
+        if self._slots and hasattr(self._held(), name):
+            delattr(self._held(), name)
+        elif not self._slots and (entries := self._entries()) is not None:
+            entries.pop(name, default)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if self._slots:
+            setattr(self._held(), name, value)
+        elif (entries := self._entries()) is not None:
+            entries[name] = value
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +114,7 @@ class StateLocation:
 
     Attributes:
         where: The expression that a user would write for the place.
-        owner, name: The dict and its key, or the object and its attribute.
+        owner, name: The dict (or `WeakAttributes`) and its key, or the object and its attribute.
         item: Whether the place is an entry of a dict. If not, it is an attribute.
         path: If the value is inside of a container in that place, the keys that lead to the value.
     """
@@ -58,7 +128,8 @@ class StateLocation:
     @property
     def key(self) -> Any:
         """A key that is equal for equal places, as long as the owner exists."""
-        return (id(self.owner), self.name, self.path)
+        owner = self.owner.id if type(self.owner) is WeakAttributes else id(self.owner)
+        return (owner, self.name, self.path)
 
     def get(self) -> Any:
         """Return the current value at this place. Return `MISSING` if there is no value. If the name is `ALL`,
@@ -115,9 +186,12 @@ def form_of(
     """Return a key that is equal for values that mean the same to a step. Guards compare these keys.
 
     `VALUES`, containers, arrays, generators, bound methods, partial functions, and objects whose content
-    `content_of` returns are compared by content. All tensors inside of containers are equal, and so are all
-    weak references. Other objects, and tensors outside of containers, are compared by identity, because their
-    attributes are separate places. The key of such an object keeps it alive.
+    `content_of` returns are compared by content. All tensors inside of containers are equal. Other objects, and
+    tensors outside of containers, are compared by identity, because their attributes are separate places. A
+    weak reference counts as its object, or as no object.
+
+    The key does not keep an object alive that is compared by identity, because the user's code can see it
+    vanish. The exception is an object without support for weak references.
 
     Args:
         without: paths of numbers that count as equal to any other number.
@@ -129,15 +203,16 @@ def form_of(
         return "any number"
     if type(value) in (int, str, bool, type(None)):
         return (type(value), value)
+    if type(value) in PROXIES or isinstance(value, weakref.ref):
+        return ("weak", type(value), form_of(referent(value), without, (*path, "()"), inside))
     if isinstance(value, VALUES):
         return (type(value), repr(value))
     if isinstance(value, torch.Tensor):
         # Torch's RNNs replace the tensors in the lists of their weights, so tensors in containers are equal.
         return _ObjectIdentity(value) if not path else torch.Tensor
-    if isinstance(value, weakref.ref):
-        return weakref.ref
     if isinstance(value, np.ndarray):
-        content = zlib.crc32(value.tobytes()) if value.dtype != object else tuple(map(id, value.flat))
+        of_objects = value.dtype == object
+        content = tuple(map(_ObjectIdentity, value.flat)) if of_objects else zlib.crc32(value.tobytes())
         return ("array", value.dtype.str, value.shape, content)
     if isinstance(value, np.random.Generator):
         return repr(value.bit_generator.state)
@@ -157,7 +232,7 @@ def form_of(
     if isinstance(value, Mapping):
         return (
             type(value),
-            tuple((key, form_of(x, without, (*path, key), inside)) for key, x in value.items()),
+            tuple((_key_form(key), form_of(x, without, (*path, key), inside)) for key, x in value.items()),
         )
     if isinstance(value, Set):
         return (type(value), frozenset(form_of(x, without, (*path, None), inside) for x in value))
@@ -166,6 +241,13 @@ def form_of(
     if (content := content_of(value)) is not None:
         return ("content", type(value), form_of(content, inside=inside))
     return _ObjectIdentity(value)
+
+
+def _key_form(key: Any) -> Any:
+    """Return the form of a dict's key: the key itself, or its `_ObjectIdentity` if its class compares objects
+    by identity, or compares tensors."""
+    by_identity = getattr(type(key), "__eq__", None) is object.__eq__ or isinstance(key, torch.Tensor)
+    return _ObjectIdentity(key) if by_identity else key
 
 
 def is_sequence(value: Any) -> bool:
@@ -179,6 +261,8 @@ def containers_of(value: Any) -> list[Any]:
     found: dict[int, Any] = {}
 
     def walk(value: Any) -> None:
+        if type(value) in PROXIES:
+            return
         value = _entries(value)
         inside = value.values() if isinstance(value, Mapping) else value
         if id(value) in found or not (is_sequence(value) or isinstance(value, Mapping | Set)):
@@ -193,24 +277,42 @@ def containers_of(value: Any) -> list[Any]:
 
 
 class _ObjectIdentity:
-    """A wrapper that is equal only to wrappers of the same object. It keeps the object alive."""
+    """A wrapper that is equal only to wrappers of the same object. It does not keep the object alive, unless the
+    object does not support weak references. After the object's end, it is equal to no other wrapper."""
 
     def __init__(self, value: Any) -> None:
-        self.value = value
+        self._id, self._kind = id(value), type(value)
+        try:
+            self._weak: weakref.ref[Any] | None = weakref.ref(value)
+        except TypeError:
+            self._weak, self._strong = None, value
+
+    @property
+    def value(self) -> Any:
+        """The object. `GONE` if it does not exist any more."""
+        if self._weak is None:
+            return self._strong
+        found = self._weak()
+        return GONE if found is None else found
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ObjectIdentity) and other.value is self.value
+        if self is other:
+            return True
+        found = self.value
+        return isinstance(other, _ObjectIdentity) and other.value is found and found is not GONE
 
     def __hash__(self) -> int:
-        return id(self.value)
+        return self._id
 
     def __repr__(self) -> str:
-        return f"a {type(self.value).__name__}"
+        return f"a {self._kind.__name__}"
 
 
 def _is_fixed(value: Any) -> bool:
     """Return whether the value is an immutable value of `VALUES`, such as a number, or a tuple of such
     values, such as `normalized_shape` of a layer norm."""
+    if type(value) in PROXIES:
+        return False
     return isinstance(value, VALUES) or (isinstance(value, tuple) and all(map(_is_fixed, value)))
 
 
@@ -220,7 +322,7 @@ class Guard:
 
     Attributes:
         form: the key that `form_of` returned for the value.
-        value: the value itself. Its content may have changed since.
+        value: the value itself. Its content may have changed since. After `release`, only if it is immutable.
         loose: paths to numbers inside of the value. These numbers are inputs, so the guard ignores them.
         containers: the lists, dicts and sets in the value, as `containers_of` returned them.
     """
@@ -256,6 +358,17 @@ class Guard:
         fixed = _is_fixed(self.value) or (self.value is MISSING and type(at.owner) is ENVIRONMENT)
         return at.item and not at.path and at.name is not ALL and fixed and _is_fixed(at.get())
 
+    def release(self) -> None:
+        """Stop keeping the value alive. Call it when the trace has ended: from then on, `form` is enough."""
+        if self.value is not MISSING and not _is_fixed(self.value):
+            self.value, self.containers = _RELEASED, ()
+
+    def retake(self) -> None:
+        """Undo `release` before another trace, if the place still has the value."""
+        if self.value is _RELEASED and self.holds():
+            self.value = self.place.get()
+            self.containers = containers_of(self.value) if self.mutable else ()
+
     def now(self) -> Any:
         """Return the form of the value that the place has now."""
         return form_of(self.place.get(), self.loose)
@@ -263,6 +376,10 @@ class Guard:
     def holds(self) -> bool:
         """Return whether the value of the place still has the same form."""
         value = self.place.get()
+        if value is GONE:
+            return False
+        if type(self.form) is _ObjectIdentity and value is self.form.value:
+            return True
         return (value is self.value and not self.mutable) or form_of(value, self.loose) == self.form
 
 
@@ -296,7 +413,11 @@ def changed_numbers(guard: Guard) -> Iterator[Path]:
                 yield None
                 return
             for i, (x, y) in enumerate(zip(before[1], after[1], strict=True)):
-                yield from walk(x[1], y[1], (*path, x[0])) if keyed else walk(x, y, (*path, i))
+                if keyed:
+                    key = x[0].value if type(x[0]) is _ObjectIdentity else x[0]
+                    yield from walk(x[1], y[1], (*path, key))
+                else:
+                    yield from walk(x, y, (*path, i))
         else:
             yield None
 
@@ -326,7 +447,7 @@ class Guards:
     def note(self, place: StateLocation) -> None:
         """Guard a place that the step reads. If the place is already guarded, keep the first value."""
         if place.key not in self.by_key:
-            loose = (x.path for x in self.inputs.values() if x.owner is place.owner and x.name == place.name)
+            loose = (x.path for x in self.inputs.values() if x.key[:2] == place.key[:2])
             self.by_key[place.key] = Guard.of(place, frozenset(loose))
             self._stale = True
 
@@ -336,6 +457,16 @@ class Guards:
         if id(hooks) not in self.hooks:
             self.hooks[id(hooks)] = (where, hooks, _hooks(hooks))
             self._stale = True
+
+    def retake(self) -> None:
+        """Call it before each trace: the guards keep the values alive that they compare."""
+        for guard in self.by_key.values():
+            guard.retake()
+
+    def release(self) -> None:
+        """Call it after each trace: a capture does not extend the life of the user's objects."""
+        for guard in self.by_key.values():
+            guard.release()
 
     def hold(self) -> bool:
         """Return whether all guards hold."""
@@ -381,7 +512,7 @@ class Guards:
             and g.place.item
             and not g.place.path
             and not g.mutable
-            and type(g.place.owner) is not ENVIRONMENT
+            and type(g.place.owner) not in (ENVIRONMENT, WeakAttributes)
         ]
         hooks = [x for _, x, _ in self.hooks.values() if x]
         self._dicts = list({id(d): d for d in [*(g.place.owner for g in fixed), *hooks]}.values())

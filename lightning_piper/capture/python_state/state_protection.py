@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -43,7 +44,9 @@ def attributes(module: nn.Module) -> list[Attribute]:
             # A counter ignores the order, because the order of a set may change when the set is filled again.
             form: Any
             kind = type(value)  # `isinstance` does not see that a placeholder replaces a list
-            if issubclass(kind, set):
+            if kind in weakref.ProxyTypes:  # the object may not exist any more
+                form = id(value)
+            elif issubclass(kind, set):
                 form = Counter(_entry(x) for x in value)
             elif issubclass(kind, list | deque):
                 form = [_entry(x) for x in value]
@@ -81,7 +84,11 @@ def check_unchanged(module: nn.Module, before: list[Attribute], step: str) -> No
         CaptureError: an attribute has changed. The message names it.
     """
     known = {(id(part), name): (value, form) for _, part, name, value, form in before}
-    ids = {id(value) for _, _, _, value, _ in before if isinstance(value, _CONTAINERS)}
+    ids = {
+        id(value)
+        for _, _, _, value, _ in before
+        if type(value) not in weakref.ProxyTypes and isinstance(value, _CONTAINERS)
+    }
     now = attributes(module)
     names = {(id(part), name) for _, part, name, _, _ in now}
     for path, part, name, _, _ in before:

@@ -217,6 +217,7 @@ class StateReads:
         named, self.namespaces = reached_locations(module, step, recorder)
         put: list[tuple[StateLocation, Any]] = []
         self._numbers = []
+        self.guards.retake()
         try:
             for place in self._places.values():
                 if place.takes_number:
@@ -245,6 +246,7 @@ class StateReads:
             self._recorder, self._backwards = None, False
             for place, value in put:
                 place.put(value)
+            self.guards.release()
 
     @contextlib.contextmanager
     def running(self, module: nn.Module, step: str, numbers: Sequence[torch.Tensor]) -> Iterator[None]:

@@ -12,7 +12,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -24,10 +24,13 @@ from lightning_piper.capture.python_state.object_content import ENVIRONMENT, MEM
 from lightning_piper.capture.python_state.side_effects import AppendProxy
 from lightning_piper.capture.python_state.state_locations import (
     ALL,
+    PROXIES,
     VALUES,
     Guards,
     StateLocation,
+    WeakAttributes,
     is_sequence,
+    referent,
 )
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.common.user_lines import LIBRARIES as LIBRARY_FOLDERS
@@ -114,6 +117,8 @@ class StateRecorder:
         stack = [(value, where)]
         while stack and len(self.objects) < MANY:
             value, where = stack.pop()
+            if type(value) in PROXIES:
+                value = referent(value)
             if (
                 isinstance(value, (*VALUES, torch.Tensor, type, types.ModuleType))
                 or id(value) in self.objects
@@ -122,7 +127,8 @@ class StateRecorder:
             if isinstance(value, Mapping):
                 self.objects[id(value)] = (value, where)
                 stack += [(x, f"{where}[{key!r}]") for key, x in value.items()]
-            elif is_sequence(value) or isinstance(value, set | frozenset):
+                stack += [(key, f"a key of {where}") for key in value]
+            elif is_sequence(value) or isinstance(value, Set):
                 self.objects[id(value)] = (value, where)
                 stack += [(x, f"{where}[{i}]") for i, x in enumerate(value)]
             elif inspect.isroutine(value) or isinstance(value, functools.partial | weakref.ref):
@@ -226,9 +232,12 @@ class StateRecorder:
         Raises:
             CaptureError: the attribute is a cached property that would store placeholders of numbers.
         """
-        entries = getattr(owner, "__dict__", None)
+        entries, attributes = getattr(owner, "__dict__", None), WeakAttributes.of(owner)
         if entries is None:
-            self._guards.note(StateLocation(where, owner, name, item=False))
+            place = StateLocation(
+                where, owner if attributes is None else attributes, name, attributes is not None
+            )
+            self._guards.note(place)
             return
         # code such as `vars(config)`, or the `__getattr__` of a class, reads all attributes
         if name == "__dict__":
@@ -246,7 +255,7 @@ class StateRecorder:
             if type(value) not in (NumberProxy, AppendProxy) and not (
                 isinstance(value, torch.Tensor) and _torch.is_traced(value)
             ):
-                self._guards.note(StateLocation(where, entries, name))
+                self._guards.note(StateLocation(where, attributes, name))
             return
         if isinstance(owner, nn.Module):
             if name in owner._modules:
@@ -262,7 +271,7 @@ class StateRecorder:
         holder = next((c for c in kind.__mro__ if name in vars(c)), None)
         if holder is None:
             # Guard the absence of the attribute, because it may be set later.
-            self._guards.note(StateLocation(where, entries, name))
+            self._guards.note(StateLocation(where, attributes, name))
             return
         if is_library(holder.__module__) and name != "forward":
             return
@@ -276,7 +285,7 @@ class StateRecorder:
         if not hasattr(type(value), "__set__") and not isinstance(value, functools.cached_property):
             # Guard the absence of the attribute in the object, because it would take precedence over the
             # class's attribute.
-            self._guards.note(StateLocation(where, entries, name))
+            self._guards.note(StateLocation(where, attributes, name))
         if not is_library(holder.__module__) and (
             isinstance(value, _SAME_EACH_TIME) or not hasattr(value, "__get__")
         ):
