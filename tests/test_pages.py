@@ -167,6 +167,7 @@ assert simulate(other.dag, other.plans, json.loads(Path("durations.json").read_t
     "docs/profile.md 0": "L.Trainer(devices=2, strategy=strategy).fit(module, loader)",
 }
 SMALLER = {
+    "docs/checkpoints.md 3": [("s3://", "memory://"), ('"piper"', "piper.PiperStrategy()")],
     "docs/migrate.md 1": [("use_cache=False", "use_cache=False, n_layer=1, n_embd=8, n_head=2")],
     "docs/search.md 1": [("use_cache=False", "use_cache=False, n_layer=1, n_embd=8, n_head=2")],
     "docs/howto/resume.md 0": [("1000", "2")],

@@ -5,8 +5,9 @@ directory cannot be renamed onto a directory that has content. So an earlier che
 first renamed to a second known name. Loading finds the earlier checkpoint there if the process ends before
 the new checkpoint has its name.
 
-The files of a directory are listed in its manifest with their sizes and checksums. The manifest is written
-last.
+The files of a folder are listed in its manifest with their sizes and checksums. The manifest is written last.
+A local checkpoint is such a folder. A remote store cannot rename. So a remote checkpoint has a folder inside
+for each save, and the newest folder with a manifest counts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 
-from lightning_piper.common.regular_files import open_regular
+from lightning_piper.checkpoint.folders import Fingerprint, Folder, fingerprint, read, sync
 from lightning_piper.errors import CheckpointNotFoundError, PiperError
 
 MANIFEST = "manifest.json"
@@ -31,7 +32,8 @@ MANIFEST = "manifest.json"
 FILES = re.compile(r"__[0-9]+_[0-9]+\.distcp|\.metadata|meta\.pt")
 KIND = "lightning_piper sharded checkpoint"
 VERSION = 1
-BLOCK = 1 << 20  # bytes read at once for a checksum
+# The folder of one save in a remote checkpoint: a number that grows, and random digits.
+SAVE = re.compile(r"save-[0-9]{6,}-[0-9a-f]{8}")
 
 
 # Names
@@ -66,7 +68,11 @@ def located(path: Path) -> Path:
     for place in (path, earlier_of(path)):
         if os.path.lexists(place):
             return place
-    raise CheckpointNotFoundError(
+    raise no_checkpoint(path)
+
+
+def no_checkpoint(path: str | Path) -> CheckpointNotFoundError:
+    return CheckpointNotFoundError(
         f"there is no checkpoint {path}. Give the file or directory that a fit has saved [PIPER-K001]"
     )
 
@@ -122,76 +128,50 @@ def _delete(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def sync(path: Path) -> None:
-    """Flush a file, or the names in a directory, to permanent storage."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 # Manifest
 
-Fingerprint = list[int]  # size in bytes, CRC-32
 
-
-def fingerprint(path: Path) -> Fingerprint:
-    """Return size in bytes and CRC-32 of a file's present content.
-
-    Raises:
-        OSError: The file cannot be read.
-        PiperError: The path is not a regular file, for example a link.
-    """
-    size = crc = 0
-    with open_regular(path) as file:
-        while block := file.read(BLOCK):
-            size, crc = size + len(block), zlib.crc32(block, crc)
-    return [size, crc]
-
-
-def write_manifest(folder: Path, content: Mapping[str, Any], files: Mapping[str, Fingerprint]) -> None:
-    """Write the manifest, which declares a directory complete.
+def write_manifest(folder: Folder, content: Mapping[str, Any], files: Mapping[str, Fingerprint]) -> None:
+    """Write the manifest, which declares a folder complete.
 
     Args:
-        folder: The directory of all files of the checkpoint.
+        folder: The folder of all files of the save.
         content: Further entries of the manifest, in JSON.
         files: Name -> fingerprint.
 
     Raises:
         PiperError: A file is missing, or has another size.
     """
+    found = folder.sizes()
     for name, (size, _) in files.items():
-        path = folder / name
-        if not path.is_file() or path.stat().st_size != size:
+        if found.get(name) == size:
+            continue
+        if folder.is_remote:
             raise PiperError(
-                f"this process does not see {path} as another process wrote it. A sharded checkpoint needs a "
-                "directory that all processes share, on one machine or in a network file system [PIPER-K004]"
+                f"the store has {found.get(name, 'no')} bytes of {folder.path_of(name)}, but a process wrote "
+                f"{size}. Check the store, and save again [PIPER-K004]"
             )
+        raise PiperError(
+            f"this process does not see {folder.path_of(name)} as another process wrote it. A sharded "
+            "checkpoint needs a directory that all processes share, on one machine or in a network file "
+            "system [PIPER-K004]"
+        )
     body = {"kind": KIND, "version": VERSION, **content, "files": dict(files)}
-    with (folder / MANIFEST).open("w") as file:
-        json.dump({"crc32": _crc(body), "manifest": body}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    sync(folder)
+    with folder.create(MANIFEST) as file:
+        file.write(json.dumps({"crc32": _crc(body), "manifest": body}).encode())
+    folder.complete()
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Folder) -> dict[str, Any]:
     """Return the entries that `write_manifest` wrote.
 
     Raises:
         PiperError: `folder` is a file or has no manifest. Or the manifest is damaged, has another version of
             the format, or has an entry that no checkpoint can have.
     """
-    if not folder.is_dir():
-        raise PiperError(
-            f"{folder} is a file, not the directory of a sharded checkpoint. Give a directory that a fit "
-            "with PiperStrategy(checkpoint='sharded') has saved [PIPER-K001]"
-        )
-    path = folder / MANIFEST
+    path = folder.path_of(MANIFEST)
     try:
-        with open_regular(path) as file:
-            found = json.loads(file.read())
+        found = json.loads(read(folder, MANIFEST))
         body: dict[str, Any] = found["manifest"]
         intact = found["crc32"] == _crc(body) and body["kind"] == KIND
     except FileNotFoundError:
@@ -219,6 +199,43 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return body
 
 
+def saves_in(folder: Folder) -> list[str]:
+    """Return the names of the folders of single saves in this folder, the newest first."""
+    return sorted(filter(SAVE.fullmatch, folder.names()), key=number_of, reverse=True)
+
+
+def number_of(save: str) -> int:
+    return int(save.split("-")[1])
+
+
+def newest_complete(folder: Folder) -> Folder | None:
+    """Return the folder of the newest complete save: the newest one inside of this folder, or the folder
+    itself. None if there is none."""
+    for found in [*map(folder.child, saves_in(folder)), folder]:
+        if found.size(MANIFEST) is not None and is_complete(found):
+            return found
+    return None
+
+
+def is_complete(folder: Folder) -> bool:
+    """Return whether the folder has an intact manifest."""
+    try:
+        read_manifest(folder)
+    except PiperError:
+        return False
+    return True
+
+
+def newest_save(folder: Folder) -> Folder:
+    """Return the folder of the newest complete save. If there is none, return a folder for which
+    `read_manifest` raises the error."""
+    found = newest_complete(folder)
+    if found is not None:
+        return found
+    saves = [] if folder.size(MANIFEST) is not None else saves_in(folder)
+    return folder.child(saves[0]) if saves else folder
+
+
 def _strange(body: Mapping[str, Any]) -> str | None:
     """Return what is wrong with the first invalid entry of a manifest; None if all entries are valid.
 
@@ -236,6 +253,12 @@ def _strange(body: Mapping[str, Any]) -> str | None:
     for key, spec in tensors.items():
         if not _is_spec(spec, room):
             return f"says that {key!r} is {spec!r}"
+    chunks = body.get("chunks", {})
+    if not isinstance(chunks, dict) or not all(isinstance(rows, list) for rows in chunks.values()):
+        return "has no table of chunks"
+    for name, rows in chunks.items():
+        if name not in files or not all(_are_counts(row) and len(row) == 3 for row in rows):
+            return f"gives a wrong table of the chunks of {name!r}"
     return None
 
 
@@ -253,31 +276,59 @@ def _are_counts(value: Any) -> bool:
     return isinstance(value, list) and all(type(x) is int and x >= 0 for x in value)
 
 
-def verify(folder: Path, files: Mapping[str, Fingerprint], names: Iterable[str]) -> None:
+def verify(folder: Folder, files: Mapping[str, Fingerprint], names: Iterable[str]) -> None:
     """Check that these files have the content that was written.
 
     Raises:
         PiperError: A file is missing or differs.
     """
     for name in names:
-        path, (size, crc) = folder / name, files[name]
+        path, (size, crc) = folder.path_of(name), files[name]
         try:
-            found, found_crc = fingerprint(path)
+            with folder.open(name) as file:
+                found, found_crc = fingerprint(file)
         except FileNotFoundError:
-            raise PiperError(
-                f"{path} is missing, and the checkpoint cannot be loaded without it. Use another checkpoint"
-                " [PIPER-K002]"
-            ) from None
+            raise _missing(path) from None
         if found != size:
-            raise PiperError(
-                f"{path} has {found} bytes, {size} were saved: the checkpoint is damaged. Use another "
-                "checkpoint [PIPER-K002]"
-            )
+            raise _other_size(path, found, size)
         if found_crc != crc:
-            raise PiperError(
-                f"{path} does not have the content that was saved (CRC-32 {found_crc:08x}, not {crc:08x}): "
-                "it is damaged, or belongs to another checkpoint. Use another checkpoint [PIPER-K002]"
-            )
+            raise other_content(path, found_crc, crc)
+
+
+def verify_sizes(folder: Folder, files: Mapping[str, Fingerprint], names: Iterable[str]) -> None:
+    """Check that these files have the sizes that were written, without reading them.
+
+    Raises:
+        PiperError: A file is missing or has another size.
+    """
+    for name in names:
+        found, (size, _) = folder.size(name), files[name]
+        if found is None:
+            raise _missing(folder.path_of(name))
+        if found != size:
+            raise _other_size(folder.path_of(name), found, size)
+
+
+def _missing(path: str) -> PiperError:
+    return PiperError(
+        f"{path} is missing, and the checkpoint cannot be loaded without it. Use another checkpoint"
+        " [PIPER-K002]"
+    )
+
+
+def _other_size(path: str, found: int, size: int) -> PiperError:
+    return PiperError(
+        f"{path} has {found} bytes, {size} were saved: the checkpoint is damaged. Use another checkpoint"
+        " [PIPER-K002]"
+    )
+
+
+def other_content(path: str, found: int, crc: int, where: str = "") -> PiperError:
+    """Return the error for a file, or the bytes `where` of it, with another CRC-32 than was saved."""
+    return PiperError(
+        f"{path} does not have the content that was saved{where} (CRC-32 {found:08x}, not {crc:08x}): "
+        "it is damaged, or belongs to another checkpoint. Use another checkpoint [PIPER-K002]"
+    )
 
 
 def _crc(body: Mapping[str, Any]) -> int:

@@ -7,13 +7,13 @@ data of each tensor. `torch.load` ignores these checksums, so Piper checks the r
 
 from __future__ import annotations
 
-import platform
 import struct
 import zipfile
 import zlib
 from pathlib import Path
 
-from lightning_piper.checkpoint.files import BLOCK
+from lightning_piper.checkpoint.folders import BLOCK
+from lightning_piper.checkpoint.locations import Location, location_of
 from lightning_piper.errors import PiperError
 from lightning_piper.processes.world import World, together
 
@@ -41,25 +41,20 @@ def check_records(path: str | Path, world: World) -> None:
     Raises:
         PiperError: On every process, if any process finds a damaged record, or cannot read the file.
     """
-    path, doing = Path(path), f"loading {path}"
-    files = together(world, doing, lambda: _identity(path))
+    location, doing = location_of(path), f"loading {path}"
+    files = together(world, doing, location.identity)
     same_file = [rank for rank, file in enumerate(files) if file == files[world.rank]]
-    together(world, doing, lambda: _check(path, same_file.index(world.rank), len(same_file)))
+    together(world, doing, lambda: _check(location, same_file.index(world.rank), len(same_file)))
 
 
-def _identity(path: Path) -> tuple[str, int, int, int, int]:
-    found = path.stat()
-    return platform.node(), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def _check(path: Path, first: int, step: int) -> None:
+def _check(location: Location, first: int, step: int) -> None:
     """Check the records number `first`, `first + step`, ... A file that is not a zip archive, or does not
     have checksums, passes.
 
     Raises:
         PiperError: A record, or the archive's table of records, is damaged.
     """
-    with path.open("rb") as file:
+    with location.open_file() as file:
         if file.read(len(START)) != START and not zipfile.is_zipfile(file):
             return
         what = "its table of records"
@@ -73,7 +68,7 @@ def _check(path: Path, first: int, step: int) -> None:
                     _read(archive, record)
         except DAMAGES as error:
             raise PiperError(
-                f"{path} does not have the content that was saved, in {what} "
+                f"{location} does not have the content that was saved, in {what} "
                 f"({error or type(error).__name__}): it is "
                 "damaged. Use another checkpoint. If you changed it on purpose, write it with torch.save"
                 " [PIPER-K002]"

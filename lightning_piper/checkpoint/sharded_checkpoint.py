@@ -17,8 +17,8 @@ import pickle
 import uuid
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,20 +26,18 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import Metadata, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from lightning_piper.checkpoint.files import (
-    Fingerprint,
-    fingerprint,
-    located,
-    prepare,
-    publish,
-    read_manifest,
-    temporary_of,
-    verify,
-    write_manifest,
-)
+from lightning_piper.checkpoint.files import read_manifest, verify, verify_sizes, write_manifest
+from lightning_piper.checkpoint.folders import Fingerprint, Folder, read
+from lightning_piper.checkpoint.locations import location_of
 from lightning_piper.checkpoint.snapshot import HostRoom
-from lightning_piper.checkpoint.tensor_ranges import LoadRanges, Reader, SaveRanges, TensorRange, Writer
-from lightning_piper.common.regular_files import open_regular
+from lightning_piper.checkpoint.tensor_ranges import (
+    METADATA,
+    LoadRanges,
+    Reader,
+    SaveRanges,
+    TensorRange,
+    Writer,
+)
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.placeholders import check_values
 from lightning_piper.ir.values import TensorSpec, flattened, view_as
@@ -49,18 +47,21 @@ META = "meta.pt"
 
 
 def save(
-    path: str | Path, tensor_ranges: Sequence[TensorRange], common: dict[str, Any], world: World
+    path: str | os.PathLike[str],
+    tensor_ranges: Sequence[TensorRange],
+    common: dict[str, Any],
+    world: World,
 ) -> None:
     """Write a complete checkpoint, or none. Collective.
 
     An earlier checkpoint of this name can be loaded until the new one is complete.
 
     Args:
-        path: Path of the directory. Rank 0's path is used.
+        path: Path of the directory, or an address in a remote store. Rank 0's path is used.
         tensor_ranges: The ranges that this process holds. Ranges that several processes hold must be equal,
             and are written once.
         common: All other content. Rank 0's content is used.
-        world: The processes that save together. They share the directory.
+        world: The processes that save together. They share the directory or the store.
 
     Raises:
         PiperError: On every process, if any process fails, or if no process holds some elements of a tensor.
@@ -83,15 +84,15 @@ class Saving:
 
     def __init__(
         self,
-        path: str | Path,
+        path: str | os.PathLike[str],
         tensor_ranges: Sequence[TensorRange],
         common: dict[str, Any],
         world: World,
         before: Saving | None = None,
     ) -> None:
-        self._path = Path(os.path.abspath(world.broadcast(os.fspath(path))))
-        self._doing = f"saving {self._path}"
-        self._planner, self._writer = SaveRanges(tensor_ranges), Writer(temporary_of(self._path))
+        self._location = location_of(world.broadcast(os.fspath(path)))
+        self._doing = f"saving {self._location}"
+        self._planner, self._writer = SaveRanges(tensor_ranges), Writer()
         # On rank 0: the content of `meta.pt`, and the table of all ranges. On each process: its own plan.
         self._common, self._metadata, self._plan = b"", Metadata({}), SavePlan([])
         # the ranges of this process, by which the next `Saving` sees whether the plan still fits
@@ -144,60 +145,56 @@ class Saving:
             self._write(world)
         except PiperError:
             if world.is_rank_zero:
-                _discard(self._path)
+                # Remaining files are never loaded, and the next save removes them.
+                with suppress(Exception):
+                    self._location.discard()
             raise
         finally:  # The next `Saving` may reuse the plan, but not the tensors.
             self._planner.release()
             self._common = b""
 
     def _write(self, world: World) -> None:
-        """Write the parts of all processes and the other files into a temporary directory, and publish it.
+        """Write the parts of all processes and the other files into a new folder, and publish it.
         Collective."""
-        folder, own = temporary_of(self._path), f"__{world.rank}_0.distcp"
+        own = f"__{world.rank}_0.distcp"
         written: list[WriteResult] = []
+        begun: list[Folder] = []  # on rank 0: the folder
 
-        def begin() -> None:
-            if world.is_rank_zero:
-                prepare(self._path).mkdir()
-                with (folder / META).open("wb") as file:
-                    file.write(self._common)
-                    file.flush()
-                    os.fsync(file.fileno())
+        def begin() -> tuple[str, Fingerprint] | None:
+            if not world.is_rank_zero:
+                return None
+            begun.append(self._location.begin())
+            with begun[0].create(META) as file:
+                file.write(self._common)
+            return str(begun[0]), file.fingerprint
 
         def write() -> Fingerprint:
-            # A network file system may not show rank 0's directory yet. If there is no shared directory,
-            # `finish` fails.
-            folder.mkdir(parents=True, exist_ok=True)
-            self._writer.set_up_storage_writer(world.is_rank_zero)
             written.extend(self._writer.write_data(self._plan, self._planner).wait())
-            return fingerprint(folder / own)
+            file = self._writer.files[own]
+            chunks = {(start, size) for start, size, _ in file.parts}
+            assert chunks.issuperset((x.storage_data.offset, x.storage_data.length) for x in written)
+            return file.fingerprint
 
-        together(world, self._doing, begin)
+        first = together(world, self._doing, begin)[0]
+        assert first is not None
+        folder = begun[0] if begun else self._location.opened(first[0])
+        self._writer.write_into(folder, world.is_rank_zero)
         found = together(world, self._doing, write)
-        results = world.to_rank_zero(written)
+        results = world.to_rank_zero((written, self._writer.files[own].parts))
 
         def finish() -> None:
             """On rank 0, write the metadata and the manifest, and give the checkpoint its name."""
             if results is None:
                 return
-            self._writer.finish(self._metadata, results)
+            self._writer.finish(self._metadata, [done for done, _ in results])
             files = {f"__{rank}_0.distcp": value for rank, value in enumerate(found)}
-            files |= {name: fingerprint(folder / name) for name in (".metadata", META)}
+            files |= {METADATA: self._writer.files[METADATA].fingerprint, META: first[1]}
+            chunks = {f"__{rank}_0.distcp": rows for rank, (_, rows) in enumerate(results)}
             content = {"id": uuid.uuid4().hex, "processes": world.size, "tensors": self._planner.specs}
-            write_manifest(folder, content, files)
-            publish(folder, self._path)
+            write_manifest(folder, {**content, "chunks": chunks}, files)
+            self._location.publish(folder)
 
         together(world, self._doing, finish)
-
-
-def _discard(path: Path) -> None:
-    """Remove the files of a failed save if possible. Remaining files are never loaded, and the next save
-    removes them."""
-    try:
-        if temporary_of(path).is_dir():
-            prepare(path)
-    except OSError:
-        pass
 
 
 def _check_range(part: TensorRange) -> None:
@@ -237,14 +234,14 @@ class VerifiedCheckpoint:
     """A checkpoint whose files are verified.
 
     Attributes:
-        path: The path that the user gave.
-        folder: The directory of the checkpoint's files.
+        path: The absolute path, or the address, that the user gave.
+        folder: The folder of the checkpoint's files.
         manifest: The entries of the checkpoint's manifest.
         common: All content but the tensors.
     """
 
-    path: Path
-    folder: Path
+    path: str
+    folder: Folder
     manifest: dict[str, Any]
     common: dict[str, Any]
 
@@ -274,14 +271,14 @@ class VerifiedCheckpoint:
 
 
 def load(
-    path: str | Path, wanted: Sequence[TensorRange], world: World, weights_only: bool = True
+    path: str | os.PathLike[str], wanted: Sequence[TensorRange], world: World, weights_only: bool = True
 ) -> dict[str, Any]:
     """Read a checkpoint, whatever the program under which it was saved. Collective.
 
     Args:
-        path: Path of the directory.
+        path: Path of the directory, or an address in a remote store.
         wanted: The ranges whose tensors are filled, in their own dtypes and on their own devices.
-        world: The processes that load together. They share the directory.
+        world: The processes that load together. They share the directory or the store.
         weights_only: Raise an error for content that could run code. Only `common` may contain such content.
 
     Returns:
@@ -297,42 +294,57 @@ def load(
     return opened.common
 
 
-def open_checkpoint(path: str | Path, world: World, weights_only: bool = True) -> VerifiedCheckpoint:
-    """Verify a checkpoint's files, and read all but its tensors. The processes divide the files. Collective.
+def open_checkpoint(
+    path: str | os.PathLike[str], world: World, weights_only: bool = True
+) -> VerifiedCheckpoint:
+    """Verify a checkpoint's files, and read all but its tensors. The processes divide the files. In a remote
+    store, only the sizes of files with tensors are verified, because `fill` verifies what it reads.
+    Collective.
 
     Raises:
         PiperError: On every process, if any process finds no checkpoint, a damaged file or content that
             `weights_only` forbids, or if the processes find different checkpoints.
     """
-    path = Path(os.path.abspath(path))
-    doing = f"loading {path}"
+    location = location_of(path)
+    doing = f"loading {location}"
+    folders: list[Folder] = []
     manifest: dict[str, Any] = {}
     common: dict[str, Any] = {}
 
     def begin() -> str:
-        manifest.update(read_manifest(located(path)))
+        folders.append(location.folder())
+        manifest.update(read_manifest(folders[0]))
         return str(manifest["id"])
 
     if len(set(together(world, doing, begin))) > 1:
         raise PiperError(
-            f"the processes find different checkpoints under {path}. Give all processes the same directory"
+            f"the processes find different checkpoints under {location}. Give all processes the same directory"
             " [PIPER-K004]"
         )
-    folder, files = located(path), manifest["files"]
-    together(world, doing, lambda: verify(folder, files, sorted(files)[world.rank :: world.size]))
-    together(world, doing, lambda: common.update(_read_common(folder / META, weights_only)))
-    return VerifiedCheckpoint(path, folder, manifest, common)
+    folder = folders[0]
+    together(world, doing, lambda: _verify(folder, manifest, world))
+    together(world, doing, lambda: common.update(_read_common(folder, weights_only)))
+    return VerifiedCheckpoint(str(location), folder, manifest, common)
 
 
-def _read_common(path: Path, weights_only: bool) -> dict[str, Any]:
+def _verify(folder: Folder, manifest: dict[str, Any], world: World) -> None:
+    """Check this process's share of the files."""
+    files = manifest["files"]
+    own = sorted(files)[world.rank :: world.size]
+    later = [name for name in own if folder.is_remote and name in manifest.get("chunks", {})]
+    verify_sizes(folder, files, later)
+    verify(folder, files, [name for name in own if name not in later])
+
+
+def _read_common(folder: Folder, weights_only: bool) -> dict[str, Any]:
     """Read the content that every process has.
 
     Raises:
         PiperError: The content has classes that `weights_only` forbids.
     """
+    path = folder.path_of(META)
     try:
-        with open_regular(path) as file:
-            content = torch.load(file, map_location="cpu", weights_only=weights_only)
+        content = torch.load(io.BytesIO(read(folder, META)), map_location="cpu", weights_only=weights_only)
     except pickle.UnpicklingError as error:
         raise PiperError(
             f"{path} holds objects of classes that loading does not trust, such as hyper-parameters: "
@@ -354,11 +366,11 @@ def fill(opened: VerifiedCheckpoint, wanted: Sequence[TensorRange], world: World
     """
     doing = f"loading {opened.path}"
     together(world, doing, lambda: _check_wanted(opened, wanted))
-    read, relaid = [], []
+    direct, relaid = [], []
     whole: dict[str, TensorRange] = {}
     for part in wanted:
         if _order(part.spec) == _order(opened.manifest["tensors"][part.key]):
-            read.append(part)
+            direct.append(part)
             continue
         # Elements have another order in the file, so the whole tensor is necessary to reorder them.
         if part.key not in whole:
@@ -367,7 +379,8 @@ def fill(opened: VerifiedCheckpoint, wanted: Sequence[TensorRange], world: World
                 part.key, part.shape, 0, numel, torch.empty(numel, dtype=part.tensor.dtype)
             )
         relaid.append(part)
-    _loaded(world, doing, Reader(opened.folder), LoadRanges([*read, *whole.values()]))
+    reader = Reader(opened.folder, opened.manifest.get("chunks") if opened.folder.is_remote else None)
+    _loaded(world, doing, reader, LoadRanges([*direct, *whole.values()]))
     for part in relaid:
         tensor = view_as(whole[part.key].tensor, opened.spec_of(part.key))
         target = TensorSpec(part.shape, tensor.dtype, _strides(part.shape, part.dim_order), part.runs)

@@ -13,11 +13,11 @@ import math
 import os
 import pickle
 import re
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass, replace
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,14 +40,17 @@ from torch.distributed.checkpoint.default_planner import create_default_global_s
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.futures import Future
 
+from lightning_piper.checkpoint.files import other_content
+from lightning_piper.checkpoint.folders import Folder, SummedFile
 from lightning_piper.checkpoint.snapshot import HostRoom
-from lightning_piper.common.regular_files import open_regular
 from lightning_piper.errors import PiperError
 
 # Largest number of elements of a chunk. A chunk is read whole, so a process reads up to this many unneeded
 # elements at either end of its range. A chunk also costs about a kilobyte of metadata.
 CHUNK = 1 << 22
+METADATA = ".metadata"  # name of torch's table of chunks
 DATA = re.compile(r"__[0-9]+_[0-9]+\.distcp")  # names of files with tensors
 
 
@@ -284,20 +287,44 @@ class LoadRanges(LoadPlanner):
 
 
 class Writer(FileSystemWriter):
-    """A writer of one file for each process. It leaves the path out of the metadata, because the path is a
-    temporary name."""
+    """A writer of one file for each process. It leaves the path out of the metadata, because the path may be a
+    temporary name.
+
+    Attributes:
+        files: Name -> checksums of each file that was written.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(".", sync_files=False)  # `Folder.create` flushes files
+        self.files: dict[str, SummedFile] = {}
+
+    def write_into(self, folder: Folder, coordinates: bool) -> None:
+        """Write into this folder from now on."""
+        self.files = {}
+        self.fs = _Files(folder, self.files)
+        self.set_up_storage_writer(coordinates)
 
     def storage_meta(self) -> StorageMeta | None:
         return None
 
 
 class Reader(FileSystemReader):
-    """A reader of files of one directory only, which runs no code from the metadata file."""
+    """A reader of files of one folder only, which runs no code from the metadata file.
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.fs = _Files()
-        self._file = path / ".metadata"
+    Args:
+        folder: The folder.
+        chunks: The manifest's table of chunks, with which each chunk is compared that is read; None to
+            compare nothing.
+    """
+
+    def __init__(self, folder: Folder, chunks: Mapping[str, Sequence[Sequence[int]]] | None = None) -> None:
+        super().__init__(".")
+        self._folder = folder
+        self._crcs = (
+            None
+            if chunks is None
+            else {(name, start, size): crc for name, rows in chunks.items() for start, size, crc in rows}
+        )
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the metadata of a checkpoint, and check it.
@@ -306,30 +333,87 @@ class Reader(FileSystemReader):
             PiperError: The file has something else, or names data files that do not belong to a sharded
                 checkpoint.
         """
-        with open_regular(self._file) as file:
+        path = self._folder.path_of(METADATA)
+        with self._folder.open(METADATA) as file:
             found = _Unpickler(file).load()
         if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
             raise PiperError(
-                f"{self._file} does not belong to a sharded checkpoint. Use another checkpoint [PIPER-K002]"
+                f"{path} does not belong to a sharded checkpoint. Use another checkpoint [PIPER-K002]"
             )
         for info in found.storage_data.values():
             name = getattr(info, "relative_path", None)
             if not isinstance(name, str) or not DATA.fullmatch(name):
                 raise PiperError(
-                    f"{self._file} lists the data file {name!r}. Sharded checkpoints have only files such as "
+                    f"{path} lists the data file {name!r}. Sharded checkpoints have only files such as "
                     "'__0_0.distcp', so Piper does not load this one. Use another checkpoint [PIPER-K002]"
                 )
         return found
 
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read each chunk of a plan once, and nothing else.
+
+        Raises:
+            PiperError: A chunk does not have the content that was saved.
+        """
+        wanted: dict[tuple[str, int, int], list[ReadItem]] = {}
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            wanted.setdefault((info.relative_path, info.offset, info.length), []).append(item)
+        chunks = sorted(wanted)
+        ranges = [(name, start, start + size) for name, start, size in chunks]
+        for chunk, content in zip(chunks, self._folder.ranges(ranges), strict=True):
+            self._check(chunk, content)
+            tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            for item in wanted[chunk]:
+                target = planner.resolve_tensor(item).detach()
+                start, count = item.storage_offsets[0], item.lengths[0]
+                target.copy_(tensor[start : start + count])
+                planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _check(self, chunk: tuple[str, int, int], content: bytes) -> None:
+        name, start, size = chunk
+        if self._crcs is None:
+            return
+        if chunk not in self._crcs:
+            raise PiperError(
+                f"{self._folder.path_of(name)}: the manifest does not list the chunk {start}:{start + size}. Use "
+                "another checkpoint [PIPER-K002]"
+            )
+        if (found := zlib.crc32(content)) != self._crcs[chunk]:
+            where = f" in bytes {start}:{start + size}"
+            raise other_content(self._folder.path_of(name), found, self._crcs[chunk], where)
+
 
 class _Files(filesystem.FileSystem):
-    """A file system that opens only regular files for reading, no links."""
+    """The files of a `Folder`, as torch writes them.
+
+    torch writes the metadata under a temporary name and renames the file. That is not necessary here, because
+    the folder is not complete until it has its manifest.
+    """
+
+    def __init__(self, folder: Folder, files: dict[str, SummedFile]) -> None:
+        super().__init__()
+        self._folder, self._files = folder, files
+
+    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
+        return suffix.removesuffix(".tmp")
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        assert mode == "rb"
-        with open_regular(Path(path)) as file:
+        assert mode == "wb"
+        with self._folder.create(os.fspath(path)) as file:
             yield file  # type: ignore[misc]
+            file.tell()
+        self._files[os.fspath(path)] = file
+
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        return False
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        pass
 
 
 class _Unpickler(pickle.Unpickler):

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_piper.checkpoint.files import sync
+from lightning_piper.checkpoint.folders import sync
 from lightning_piper.checkpoint.safetensors_files import INDEX, SINGLE
 from lightning_piper.errors import PiperError
 

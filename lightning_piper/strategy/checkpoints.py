@@ -15,7 +15,8 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import nn
 
-from lightning_piper.checkpoint.files import MANIFEST, located, prepare, publish, remove, sync
+from lightning_piper.checkpoint.files import MANIFEST
+from lightning_piper.checkpoint.locations import is_writable, location_of
 from lightning_piper.checkpoint.records import check_records
 from lightning_piper.checkpoint.sharded_checkpoint import Saving, open_checkpoint, read_whole
 from lightning_piper.checkpoint.snapshot import HostRoom, snapshot
@@ -70,34 +71,34 @@ class Restored:
 def save_in_one_go(
     io: CheckpointIO, content: dict[str, Any], path: str | Path, storage_options: Any | None
 ) -> None:
-    """Write a checkpoint under a temporary name and rename it, so that an interrupted save leaves the earlier
-    file intact.
+    """Write a checkpoint that is one file, so that an interrupted save leaves the earlier file: under a
+    temporary name on a disk, or after a copy of the earlier file in a remote store.
 
-    For remote files and for plugins other than Lightning's own, the plugin writes to the path itself.
+    Plugins other than Lightning's own write to the path itself.
 
     Raises:
-        PiperError: The content has tensors whose values are on other processes, or the user replaced the
-            plugin's method by a function that does not write to the given path.
+        PiperError: The content has tensors whose values are on other processes. Or the user replaced the
+            plugin's method by a function that does not write to the given path. Or the store does not have all
+            of the file.
     """
     check_values(content)
     plain = of_files(io, path)
     if plain is None:
         io.save_checkpoint(content, path, storage_options=storage_options)
         return
-    io, path = plain, Path(path)
-    temporary = prepare(path)
+    io, location = plain, location_of(path)
+    target = location.begin_file()
     try:
-        io.save_checkpoint(content, temporary, storage_options=storage_options)
-        if not temporary.exists():
+        io.save_checkpoint(content, target, storage_options=storage_options)
+        if not location.exists(target):
             raise PiperError(
                 f"{type(io).__name__}.save_checkpoint was replaced by a function that wrote nothing to "
-                f"{temporary}. To write to another path, or later, use a plugin of your own: a subclass of "
+                f"{target}. To write to another path, or later, use a plugin of your own: a subclass of "
                 "TorchCheckpointIO or CheckpointIO [PIPER-K005]"
             )
-        sync(temporary)
-        publish(temporary, path)
+        location.publish_file(target)
     finally:
-        temporary.unlink(missing_ok=True)
+        location.discard_file(target)
 
 
 def remove_in_one_go(io: CheckpointIO, path: str | Path) -> None:
@@ -106,7 +107,7 @@ def remove_in_one_go(io: CheckpointIO, path: str | Path) -> None:
     if of_files(io, path) is None and not _is_sharded(Path(path)):
         io.remove_checkpoint(path)
     else:
-        remove(Path(path))
+        location_of(path).remove()
 
 
 class Saves:
@@ -215,22 +216,19 @@ class Saves:
 def found_at(path: str | Path, io: CheckpointIO, world: World) -> tuple[str, bool]:
     """Return the path of a checkpoint as text, and whether the checkpoint is sharded. Collective.
 
-    After an interrupted save, this may be the path to which Piper has moved the earlier checkpoint. A remote
-    path, or the path of a plugin other than Lightning's own, is returned unchanged, whether it exists or not.
-    A remote checkpoint counts as not sharded.
+    After an interrupted save, this may be the path to which Piper has moved the earlier checkpoint. A path
+    that Piper cannot write (`https://...`), or the path of a plugin other than Lightning's own, is returned
+    unchanged, whether it exists or not.
 
     Raises:
-        CheckpointNotFoundError: There is no checkpoint at the local path.
+        CheckpointNotFoundError: There is no checkpoint at the path.
         PiperError: The processes find different checkpoints.
     """
 
     def look() -> tuple[str, bool]:
-        if "://" in str(path):
-            return str(path), False
         if of_files(io, path) is not None:
-            place = located(Path(path))
-            return str(place), place.is_dir()
-        return str(path), _is_sharded(Path(path))
+            return location_of(path).found()
+        return str(path), "://" not in str(path) and _is_sharded(Path(path))
 
     found = together(world, f"loading {path}", look)
     if len(set(found)) > 1:
@@ -246,7 +244,7 @@ def read_plain(
 ) -> dict[str, Any]:
     """Check the file of a checkpoint and return the content that `read` returns. Collective.
 
-    Remote files, and files of plugins other than Lightning's own, are read without a check.
+    Files of web servers, and of plugins other than Lightning's own, are read without a check.
 
     Raises:
         PiperError: The file is damaged or unreadable on some process; raised on every process.
@@ -263,13 +261,13 @@ def check_target(path: str | Path, storage_options: Any | None, io: CheckpointIO
     """Check that a sharded checkpoint can be written to a path with these options and this plugin.
 
     Raises:
-        PiperError: The path is remote, there are storage options, or the plugin is neither Lightning's own
-            for files nor `AsyncCheckpointIO` around it.
+        PiperError: Nothing can be written to the address, there are storage options, or the plugin is neither
+            Lightning's own for files nor `AsyncCheckpointIO` around it.
     """
-    if "://" in str(path):
+    if "://" in str(path) and not is_writable(path):
         raise PiperError(
-            f"a sharded checkpoint cannot be written to {path}. Give a directory that all processes share"
-            " [PIPER-K005]"
+            f"a sharded checkpoint cannot be written to {path}. Give a directory that all processes share, or "
+            "the address of a store, such as s3://bucket/folder [PIPER-K005]"
         )
     if storage_options is not None or of_files(io, path) is None:
         raise PiperError(
@@ -289,9 +287,7 @@ def of_files(io: CheckpointIO, path: str | Path) -> TorchCheckpointIO | None:
     background; otherwise None."""
     found = io.checkpoint_io if is_exactly(io, AsyncCheckpointIO) and not _is_changed(io) else io  # type: ignore[attr-defined]
     return (
-        found
-        if type(found) is TorchCheckpointIO and not _is_changed(found) and "://" not in str(path)
-        else None
+        found if type(found) is TorchCheckpointIO and not _is_changed(found) and is_writable(path) else None
     )
 
 
@@ -316,8 +312,8 @@ def consolidate(path: str | os.PathLike[str], out: str | os.PathLike[str], weigh
     all of it.
 
     Args:
-        path: Path of the sharded checkpoint.
-        out: Path of the file to write.
+        path: Path of the sharded checkpoint, or its address in a remote store.
+        out: Path or address of the file to write.
         weights_only: Reject content that could run code, such as hyperparameters of your own classes.
 
     Raises:
@@ -325,4 +321,4 @@ def consolidate(path: str | os.PathLike[str], out: str | os.PathLike[str], weigh
     """
     opened = open_checkpoint(os.fspath(path), World(0, 1, torch.device("cpu")), weights_only)
     content = resolved(opened.common, read_whole(opened, sorted(referenced(opened.common))))
-    save_in_one_go(TorchCheckpointIO(), content, Path(out), None)
+    save_in_one_go(TorchCheckpointIO(), content, os.fspath(out), None)

@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_piper.capture.cutting.chunk_compiler import checked_options
+from lightning_piper.checkpoint.locations import is_remote
 from lightning_piper.common.argument_names import problem_of
 from lightning_piper.degrees import Degrees
 from lightning_piper.directives import Directive, replicas_of
@@ -404,8 +405,10 @@ class EvaluatingStrategy(OverProcesses):
     ) -> dict[str, Any]:
         """Load a plain checkpoint. If several processes load a local file for a module on the meta device,
         the tensors stay in the file until Piper uses them."""
-        ours = of_files(self.checkpoint_io, checkpoint_path) is not None and zipfile.is_zipfile(
-            checkpoint_path
+        ours = (
+            of_files(self.checkpoint_io, checkpoint_path) is not None
+            and not is_remote(checkpoint_path)
+            and zipfile.is_zipfile(checkpoint_path)
         )
         if (
             not ours

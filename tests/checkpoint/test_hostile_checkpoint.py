@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_piper.checkpoint import files
-from lightning_piper.checkpoint.files import fingerprint
+from lightning_piper.checkpoint.folders import LocalFolder
 from lightning_piper.checkpoint.sharded_checkpoint import save
 from lightning_piper.checkpoint.tensor_ranges import Reader
 from lightning_piper.errors import PiperError
@@ -107,14 +107,14 @@ def test_a_link_in_the_directory_is_not_followed(file, saved, outside):
         values(saved)
     assert "has 19" not in str(error.value)
     with pytest.raises(PiperError, match=r"is a link, which Piper does not follow"):
-        fingerprint(saved / file)
+        LocalFolder(saved).open(file)
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "meta.pt"])
 def test_a_link_that_comes_after_the_check_is_not_followed(file, saved, monkeypatch):
     def swap(folder, *_):
-        (folder / file).rename(folder / "moved")
-        (folder / file).symlink_to("moved")
+        (folder.path / file).rename(folder.path / "moved")
+        (folder.path / file).symlink_to("moved")
 
     monkeypatch.setattr("lightning_piper.checkpoint.sharded_checkpoint.verify", swap)
     with pytest.raises(PiperError, match=r"is a link, which Piper does not follow"):
@@ -129,10 +129,10 @@ def test_what_would_block_is_not_read(saved):
 
 
 def test_metadata_name_only_files_of_a_checkpoint(saved, outside):
-    read = Reader(saved).read_metadata()
+    read = Reader(LocalFolder(saved)).read_metadata()
     for name in ("../secret", str(outside), ".metadata", "__0_0.distcp/../../secret", None):
         for info in read.storage_data.values():
             info.relative_path = name
         (saved / ".metadata").write_bytes(pickle.dumps(read))
         with pytest.raises(PiperError, match=r"\.metadata lists the data file"):
-            Reader(saved).read_metadata()
+            Reader(LocalFolder(saved)).read_metadata()

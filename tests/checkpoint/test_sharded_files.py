@@ -24,6 +24,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_piper.checkpoint import tensor_ranges as ranges_module
 from lightning_piper.checkpoint.files import earlier_of, prepare, publish, remove, temporary_of
+from lightning_piper.checkpoint.folders import LocalFolder
 from lightning_piper.checkpoint.sharded_checkpoint import Saving, load, open_checkpoint, read_whole, save
 from lightning_piper.checkpoint.tensor_ranges import LoadRanges, Reader, SaveRanges, TensorRange
 from lightning_piper.errors import PiperError
@@ -183,7 +184,7 @@ def test_torch_reads_it_too(saved):
 def test_reads_only_what_it_needs(tmp_path):
     with mock.patch.object(ranges_module, "CHUNK", 10):
         save(tmp_path / "a.ckpt", example(0), COMMON, ALONE)
-    metadata = Reader(tmp_path / "a.ckpt").read_metadata()
+    metadata = Reader(LocalFolder(tmp_path / "a.ckpt")).read_metadata()
     planner = LoadRanges([TensorRange("state_dict.w", (1000,), 295, 312, torch.empty(17))])
     planner.set_up_planner({}, metadata)
     plan = planner.create_local_plan()
@@ -300,12 +301,12 @@ def test_no_file_runs_code(saved):
 
     (saved / ".metadata").write_bytes(pickle.dumps(Harmful()))
     with pytest.raises(PiperError, match=r"\.metadata names posix\.system"):
-        Reader(saved).read_metadata()
+        Reader(LocalFolder(saved)).read_metadata()
     for name in ("os.system", "pickle.Unpickler", "FileSystem"):
         code = b"\x80\x04ctorch.distributed.checkpoint.filesystem\n" + name.encode() + b"\n."
         (saved / ".metadata").write_bytes(code)
         with pytest.raises(PiperError, match=name):
-            Reader(saved).read_metadata()
+            Reader(LocalFolder(saved)).read_metadata()
     save(saved, example(0), {"hyper_parameters": Harmful()}, ALONE)
     with pytest.raises(PiperError, match=r"meta\.pt holds objects of classes"):
         values(saved)
@@ -323,13 +324,13 @@ def failing(*args, **kwargs):
 
 
 @pytest.mark.parametrize(
-    "where", ["dcp.FileSystemWriter.write_data", "dcp.FileSystemWriter.finish", "json.dump", "torch.save"]
+    "where", ["dcp.FileSystemWriter.write_data", "dcp.FileSystemWriter.finish", "json.dumps", "torch.save"]
 )
 def test_a_failed_save_leaves_the_earlier_checkpoint(saved, where, monkeypatch):
     owner, name = {
         "dcp.FileSystemWriter.write_data": (dcp.FileSystemWriter, "write_data"),
         "dcp.FileSystemWriter.finish": (dcp.FileSystemWriter, "finish"),
-        "json.dump": (sys.modules["json"], "dump"),
+        "json.dumps": (sys.modules["json"], "dumps"),
         "torch.save": (torch, "save"),
     }[where]
     with monkeypatch.context() as patch:
@@ -487,11 +488,15 @@ def test_the_format_stays(saved):
     import json
 
     found = json.loads((saved / "manifest.json").read_text())["manifest"]
-    assert found.keys() == {"kind", "version", "id", "processes", "tensors", "files"}
+    assert found.keys() == {"kind", "version", "id", "processes", "tensors", "files", "chunks"}
     assert found["kind"] == "lightning_piper sharded checkpoint"
     assert found["version"] == 1
     assert found["tensors"] == {"state_dict.w": {"shape": [1000], "layout": [0], "dtype": "float32"}}
     data = (saved / "__0_0.distcp").read_bytes()
     assert found["files"]["__0_0.distcp"] == [len(data), zlib.crc32(data)]
+    parts = found["chunks"]["__0_0.distcp"]
+    assert [start for start, _, _ in parts] == [0, parts[0][1]]
+    assert sum(size for _, size, _ in parts) == len(data)
+    assert all(zlib.crc32(data[start : start + size]) == crc for start, size, crc in parts)
     assert found["files"].keys() == {"__0_0.distcp", ".metadata", "meta.pt"}
     assert torch.load(io.BytesIO((saved / "meta.pt").read_bytes()), weights_only=True)["epoch"] == 3

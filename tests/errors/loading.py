@@ -80,10 +80,10 @@ def link(folder: Path) -> None:
     (folder / "meta.pt").symlink_to(Path("meta.pt").absolute())
 
 
-def to_a_remote_place() -> None:
+def to_a_web_server() -> None:
     made, _ = trainer(local(checkpoint="sharded"), max_steps=1)
     made.fit(net(), Batches([batch()]))
-    made.save_checkpoint("memory://a.ckpt")
+    made.save_checkpoint("https://a.example/a.ckpt")
 
 
 def with_options() -> None:
@@ -140,7 +140,7 @@ CASES: Cases = [
     resumed("the checkpoint of a module with different sizes", WIDER),
     resumed("the checkpoint of an optimizer with different groups", GROUPS, checkpoint="consolidated"),
     Case("the checkpoint of several optimizers", of_two_optimizers),
-    Case("a sharded checkpoint to a remote path", to_a_remote_place),
+    Case("a sharded checkpoint to a web server", to_a_web_server),
     Case("a sharded checkpoint with `storage_options`", with_options),
     Case("a save before the first batch of a fit that resumes from a sharded checkpoint", early),
     Elsewhere("a save of a module on the meta device before the first "

@@ -29,6 +29,7 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 
 import lightning_piper as piper
 from lightning_piper.checkpoint.files import read_manifest, verify
+from lightning_piper.checkpoint.folders import LocalFolder
 from lightning_piper.processes.background import BackgroundThread
 from lightning_piper.session import programs
 from lightning_piper.strategy.fit import Fit
@@ -334,8 +335,9 @@ def _damaged(folder: Path) -> list[str]:
     for path in folder.glob("*.ckpt"):
         try:
             if path.is_dir():
-                files = read_manifest(path)["files"]
-                verify(path, files, files)
+                folder = LocalFolder(path)
+                files = read_manifest(folder)["files"]
+                verify(folder, files, files)
             else:
                 torch.load(path, weights_only=True)
         except Exception as error:

@@ -12,6 +12,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
 from lightning_piper.checkpoint import records
+from lightning_piper.checkpoint.locations import location_of
 from lightning_piper.checkpoint.records import check_records
 from lightning_piper.errors import PiperError
 from lightning_piper.processes.world import World
@@ -165,7 +166,7 @@ def test_processes_divide_the_records_of_a_file_that_they_share(plain, monkeypat
     read = []
     monkeypatch.setattr(records, "_read", lambda archive, record: read.append(record.filename))
     names = zipfile.ZipFile(plain).namelist()
-    one = records._identity(plain)
+    one = location_of(plain).identity()
     for rank in range(3):
         check_records(plain, Shared(rank, [one] * 3))
     assert sorted(read) == sorted(names)

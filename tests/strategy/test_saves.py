@@ -200,7 +200,8 @@ def test_which_plugins_write_behind_the_training_in_this_way() -> None:
         pass
 
     assert checkpoints.is_behind(AsyncCheckpointIO(TorchCheckpointIO()), "a.ckpt")
-    assert not checkpoints.is_behind(AsyncCheckpointIO(TorchCheckpointIO()), "memory://a.ckpt")
+    assert checkpoints.is_behind(AsyncCheckpointIO(TorchCheckpointIO()), "memory://a.ckpt")
+    assert not checkpoints.is_behind(AsyncCheckpointIO(TorchCheckpointIO()), "https://x/a.ckpt")
     assert not checkpoints.is_behind(AsyncCheckpointIO(Own()), "a.ckpt")
     assert not checkpoints.is_behind(TorchCheckpointIO(), "a.ckpt")
     theirs = piper.PiperStrategy(checkpoint_io=pytorch_lightning.plugins.AsyncCheckpointIO())
