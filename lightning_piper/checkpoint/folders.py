@@ -1,4 +1,4 @@
-"""A folder with the files of one save, on a disk or in a remote store, behind one small interface.
+"""One small interface to a folder with the files of one save, on a disk or in a remote store.
 
 Savers and loaders of sharded checkpoints use only this interface. A remote store cannot rename, so the
 interface does not have that operation: the manifest, which is written last, declares a folder complete.
@@ -64,10 +64,10 @@ class Folder(ABC):
 
     @abstractmethod
     def __str__(self) -> str:
-        """Return the address, for messages and for `Location.folder`."""
+        """Return the address. Messages show it, and `Location.opened` accepts it."""
 
     def path_of(self, name: str) -> str:
-        """Return the address of a file, for messages."""
+        """Return the address of a file. Messages show it."""
         return f"{self}/{name}"
 
     @abstractmethod

@@ -57,7 +57,7 @@ class Location(ABC):
 
     @abstractmethod
     def __str__(self) -> str:
-        """Return the absolute path or the address, for messages and for other processes."""
+        """Return the absolute path or the address."""
 
     @abstractmethod
     def found(self) -> tuple[str, bool]:
@@ -277,7 +277,7 @@ class RemoteLocation(Location):
         erase(self._earlier)
 
     def discard_file(self, target: str | Path) -> None:
-        with suppress(Exception):  # what is left is cleaned up by the next save
+        with suppress(Exception):  # the next save cleans up
             if is_whole_file(self._fs, self._root.path):
                 erase(self._earlier)
 

@@ -28,7 +28,7 @@ class RemoteFolder(Folder):
     Args:
         fs: The file system.
         path: The path in the file system.
-        address: The address with its protocol, for messages.
+        address: The address with its protocol, which messages show.
     """
 
     is_remote = True
