@@ -71,7 +71,7 @@ def interpret(run: ops.Reference, node: CompressedReduce) -> list[list[list[torc
     rounding error of an earlier step to add. The error bound of each parameter is the sum, over the members,
     of `HALF_ULP` times the largest element.
     """
-    flats = [run.values[node.inputs[0], replica][0] for replica in run.places]
+    flats = [run.values[node.inputs[0], replica][0] for replica in run.group_ranks]
     bucket = node.outputs[0].bucket
     for flat in flats:
         for name, x in zip(bucket.names, bucket.views(flat), strict=True):

@@ -101,7 +101,7 @@ def write_plain(path: Path, content: bytes) -> bool:
 
 
 @contextlib.contextmanager
-def alone(path: Path) -> Iterator[None]:
+def exclusive(path: Path) -> Iterator[None]:
     """Return a context for a path. While a process of this user is in the context for a path, other processes
     wait before they enter the context for the same path.
 
@@ -118,11 +118,11 @@ def alone(path: Path) -> Iterator[None]:
                 raise PermissionError  # nothing is read from there, so there is nothing to wait for
             file = stack.enter_context(open(os.open(path.parent / "lock", _LOCKING, 0o600), "ab"))
             # One lock file has a byte for each path. The system unlocks the byte when the process ends.
-            place = int.from_bytes(_SUM(path.name.encode()).digest()[:4], "big")
+            offset = int.from_bytes(_SUM(path.name.encode()).digest()[:4], "big")
             until = time.monotonic_ns() + PATIENCE
             while time.monotonic_ns() < until:
                 try:
-                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
                     break
                 except (BlockingIOError, PermissionError):
                     time.sleep(0.02)

@@ -129,7 +129,7 @@ class Member:
         self,
         what: str,
         key: object,
-        place: int,
+        position: int,
         count: int,
         given: list[torch.Tensor],
         into: list[torch.Tensor],
@@ -140,7 +140,7 @@ class Member:
         Args:
             what: Name of the operation in messages.
             key: The n-th operation with this key of one member belongs to the n-th of the other members.
-            place: Position of this member among the `count` members of the operation.
+            position: Position of this member among the `count` members of the operation.
             given: The tensors that this member sends.
             into: The tensors for this member's results.
         """
@@ -150,7 +150,7 @@ class Member:
         self._number[key] += 1
         meeting = self._communicator.meeting((key, self._number[key]), count)
         touched = meeting.touched
-        meeting.brought[place] = tuple([simulated.of_work(x, touched) for x in xs] for xs in (given, into))  # type: ignore[assignment]
+        meeting.brought[position] = tuple([simulated.of_work(x, touched) for x in xs] for xs in (given, into))  # type: ignore[assignment]
         where = f"{what} of {self._communicator.name} on {queue.name}"
         comes_to = [*((x, False) for x in given), *((x, True) for x in into)]
         meeting.notes.append(
@@ -166,7 +166,7 @@ class Member:
                 exchange([meeting.brought[i] for i in range(count)])
 
         work = QueuedWork(where, run, ready=lambda: meeting.complete)
-        meeting.works[place] = queue, work
+        meeting.works[position] = queue, work
         return Issued(simulated, queue.issue(work), (given, into))
 
     def _sum(self, brought: list[tuple[list[torch.Tensor], list[torch.Tensor]]]) -> None:

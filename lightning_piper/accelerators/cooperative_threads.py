@@ -50,8 +50,8 @@ class _Turns:
 
     def _pass(self, own: int, leave: bool = False) -> None:
         with self._changed:
-            place = self._running.index(own)
-            following = self._running[(place + 1) % len(self._running)]
+            index = self._running.index(own)
+            following = self._running[(index + 1) % len(self._running)]
             if leave:
                 self._running.remove(own)
             self._turn = following if self._running else None

@@ -31,7 +31,7 @@ def backend_of(device: torch.device) -> str:
         PiperError: There is no such backend, or torch was built without it.
     """
     found = dist.Backend.default_device_backend_map.get(device.type)
-    alone = (
+    advice = (
         f"Run all logical devices on one {device.type} device: PiperStrategy(transport='local') and devices=1"
     )
     if found is None or (found in _NONE and device.type != "cpu"):
@@ -40,12 +40,12 @@ def backend_of(device: torch.device) -> str:
         )
         raise PiperError(
             f"several processes cannot train on {device.type}: torch.distributed has no backend that "
-            f"exchanges tensors between such devices (it has backends for {known}). {alone} [PIPER-S012]"
+            f"exchanges tensors between such devices (it has backends for {known}). {advice} [PIPER-S012]"
         )
     if not dist.is_backend_available(found):
         raise PiperError(
             f"processes on {device.type} exchange tensors with {found}, but this torch was built without "
-            f"it. {alone} [PIPER-S012]"
+            f"it. {advice} [PIPER-S012]"
         )
     return found
 

@@ -113,11 +113,11 @@ class _Pool:
         self._next = first
 
     def next(self) -> Stream:
-        place = self._next
-        self._next = (place + 1) % len(self._queues)
-        queue = self._queues[place]
+        index = self._next
+        self._next = (index + 1) % len(self._queues)
+        queue = self._queues[index]
         if queue is None:
-            queue = self._queues[place] = self._simulated.scheduler.new(f"{self._name} {place}", place)
+            queue = self._queues[index] = self._simulated.scheduler.new(f"{self._name} {index}", index)
         return Stream(self._simulated, queue)
 
 

@@ -93,12 +93,12 @@ class Sharding(Directive):
         """Return the mesh of the chunks' group ranks. Raise an error if two device groups have different
         meshes."""
         found: dict[Mesh, Chunk] = {}
-        places: dict[tuple[int, tuple[int, ...]], Mesh] = {}
+        meshes: dict[tuple[int, tuple[int, ...]], Mesh] = {}
         for chunk in chunks:
             where = (chunk.region if self.devices is None else 0, chunk.devices)
-            if where not in places:
-                places[where] = self._mesh_at(dag, chunk)
-            found[places[where]] = chunk
+            if where not in meshes:
+                meshes[where] = self._mesh_at(dag, chunk)
+            found[meshes[where]] = chunk
         if len(found) > 1:
             shown = " and ".join(f"{chunk.label} on {list(chunk.devices)}" for chunk in found.values())
             self.refuse(
@@ -137,8 +137,10 @@ class Sharding(Directive):
                 else "place it first [PIPER-D009]"
             )
             self.refuse("devices", f"{chunk.label} is {where}", advice)
-        place_of = {device: place for place, device in enumerate(chunk.devices)}
-        places = sorted(tuple(place_of[device] for device in group) for group in here)
+        group_rank_of = {device: group_rank for group_rank, device in enumerate(chunk.devices)}
+        lines = sorted(tuple(group_rank_of[device] for device in group) for group in here)
         return Mesh(
-            (DATA, self.axis), (len(here), len(here[0])), tuple(place for line in places for place in line)
+            (DATA, self.axis),
+            (len(here), len(here[0])),
+            tuple(group_rank for line in lines for group_rank in line),
         )

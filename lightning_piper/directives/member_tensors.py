@@ -301,13 +301,13 @@ def take_parts(
     _check_divided(directive, dag)
     if dag.member_axes:
         return  # an earlier directive has rewritten the DAG for all axes
-    whole = [chunk for chunk in dag.of_type(Chunk) if len(chunk.devices) != len(mesh.places)]
+    whole = [chunk for chunk in dag.of_type(Chunk) if len(chunk.devices) != len(mesh.group_ranks)]
     if whole:
         where = f"on {list(whole[0].devices)}" if whole[0].devices else "on no device yet"
         directive.refuse(
             "devices",
             f"{whole[0].label} is {where}",
-            f"place every region on groups of {len(mesh.places)} devices [PIPER-D005]",
+            f"place every region on groups of {len(mesh.group_ranks)} devices [PIPER-D005]",
         )
     shard_batch(dag, mesh, directive)
     sharded_values.take_parts(dag, training)

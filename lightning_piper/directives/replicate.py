@@ -267,7 +267,7 @@ class Replicate(Directive):
             )
         dag.mean_of_replicas = mean
         # An earlier `shard_weights` or `shard_sequences` has already divided the batch over the replicas of its mesh.
-        known = dag.mesh if dag.member_axes and len(dag.mesh.places) == len(groups[0]) else None
+        known = dag.mesh if dag.member_axes and len(dag.mesh.group_ranks) == len(groups[0]) else None
         shard_batch(dag, known or Mesh.flat(len(groups[0])), self)
         return regions
 

@@ -125,7 +125,7 @@ class ShardExperts(Sharding):
         for region in regions:
             self._check_region(dag, region, mesh.size(self.axis))
         self._check_shared(dag, regions, mesh)
-        shard_batch(dag, dag.mesh if dag.member_axes else Mesh.flat(len(mesh.places)), self)
+        shard_batch(dag, dag.mesh if dag.member_axes else Mesh.flat(len(mesh.group_ranks)), self)
         dag.divide(dict.fromkeys(regions, mesh))
         for found in chunks.values():
             self._exchange(dag, found, mesh)

@@ -397,7 +397,7 @@ class _Rewrite:
         metrics: list[int] = []
         terms: list[int] = []
         slices: list[Slice] = []
-        for place, ref in enumerate(user.inputs):
+        for index, ref in enumerate(user.inputs):
             if ref[0] not in self.copies:
                 refs = [ref]
             elif isinstance(user, Accumulate | Metrics | Concat | Arguments | Total | GatherSamples):
@@ -416,10 +416,10 @@ class _Rewrite:
                     "filter", found, "move this directive before the directive that makes it [PIPER-D007]"
                 )
             if isinstance(user, Metrics):
-                metrics += [user.metrics[place]] * len(refs)
-                terms += [user.terms[place]] * len(refs)
+                metrics += [user.metrics[index]] * len(refs)
+                terms += [user.terms[index]] * len(refs)
                 slices += (
-                    [user.slices[place]] if refs == [ref] else [copy.slice for copy in self.copies[ref[0]]]
+                    [user.slices[index]] if refs == [ref] else [copy.slice for copy in self.copies[ref[0]]]
                 )
             new += refs
         if isinstance(user, Metrics):

@@ -132,8 +132,8 @@ class GlobalNorms:
         counted = {key: grad for key, grad in grads.items() if self._counts(key)}
         own = torch.zeros(len(self._keys), dtype=torch.float64, device=self._world.device)
         if counted:
-            places = torch.tensor([self._keys[key] for key in counted], device=own.device)
-            own[places] = torch.stack([x.to(own) for x in _norms(counted, p)])
+            indices = torch.tensor([self._keys[key] for key in counted], device=own.device)
+            own[indices] = torch.stack([x.to(own) for x in _norms(counted, p)])
         return own
 
     def _total(self, norms: Tensor, counts: Tensor, p: float, strict: bool = False) -> Tensor:
@@ -192,11 +192,11 @@ class GlobalNorms:
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         here = {key: p.grad for key, p in self._held.items() if p.grad is not None}
         elsewhere = {x.of_parameter for x in given if isinstance(x, RemoteGradient)}
-        places = {id(x): key for key, x in here.items()} | {
+        key_of = {id(x): key for key, x in here.items()} | {
             x.data_ptr(): key for key, x in here.items() if x.numel()
         }
         found = [
-            places.get(id(x), places.get(x.data_ptr())) for x in given if not isinstance(x, RemoteGradient)
+            key_of.get(id(x), key_of.get(x.data_ptr())) for x in given if not isinstance(x, RemoteGradient)
         ]
         asked = elsewhere.union(key for key in found if key is not None)
         if (asked or not given) and self._keeps():
@@ -207,13 +207,13 @@ class GlobalNorms:
             )
         if self._whole or (given and not asked):
             return self._torchs(given, norm_type, error_if_nonfinite, foreach)
-        # `partly`: only some of this process's gradients of a group are requested. `alone`: other processes
+        # `partly`: only some of this process's gradients of a group are requested. `incomplete`: other processes
         # might not take part in the exchange.
         partly = any(not here.keys() & group <= asked for group in self._groups if asked & group)
-        alone = not elsewhere and (
+        incomplete = not elsewhere and (
             (partly and asked & self._in_pieces) or (len(asked) == 1 and self._ends_early)
         )
-        if alone or None in found:
+        if incomplete or None in found:
             raise PiperError(f"{_SOME}. {_ADVICE} [PIPER-S008]")
         return self._of_all(asked, here, float(norm_type), error_if_nonfinite)
 

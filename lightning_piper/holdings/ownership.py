@@ -330,11 +330,11 @@ class Ownership:
             own = self.shards[device] = {}
             for bucket, kept in plan.shards.items():
                 if bucket.degree > 1:
-                    part = (bucket, bucket.part_of(plan.place))
+                    part = (bucket, bucket.part_of(plan.group_rank))
                     flat = self._parts[part] = self._parts.get(part, bucket.empty(self._device))
                 else:
                     flat = flats[bucket]
-                own[bucket] = flat if kept else flat.chunk(bucket.members)[bucket.member(plan.place)]
+                own[bucket] = flat if kept else flat.chunk(bucket.members)[bucket.member(plan.group_rank)]
         self.refresh()
 
     @torch.no_grad()
@@ -358,7 +358,7 @@ class Ownership:
         own = self.shards[self._world.rank] = {}
         for bucket, kept in plan.shards.items():
             flat = bucket.empty(self._device)
-            own[bucket] = flat if kept else flat.chunk(bucket.members)[bucket.member(plan.place)].clone()
+            own[bucket] = flat if kept else flat.chunk(bucket.members)[bucket.member(plan.group_rank)].clone()
         for name, view in local_shards_of(plan, own).items():
             if self.tensor_map.holds_whole(name, self._world.rank):
                 self._whole_in_shards[name] = view_as(view, self.tensor_map.specs[name])

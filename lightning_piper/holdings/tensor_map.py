@@ -187,7 +187,7 @@ def _sharded(compiled: Compiled) -> tuple[dict[str, list[HolderGroup]], set[tupl
     for bucket, devices in buckets_of_parameters(compiled):
         ranges: dict[str, dict[int, Range]] = {name: {} for name in bucket.names}
         for device in sorted(devices):
-            for name, start, stop, _ in bucket.local_shards(compiled.plans.place_of(device)):
+            for name, start, stop, _ in bucket.local_shards(compiled.plans.group_rank_of(device)):
                 ranges[name][device] = (start, stop)
         for name, found in ranges.items():
             twice = [device for device in devices if (device, name) in covered]

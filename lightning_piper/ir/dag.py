@@ -103,9 +103,9 @@ class TrainingDAG:
     def replicas(self) -> int:
         return self.mesh.size(DATA)
 
-    def replica_of(self, place: int) -> int:
+    def replica_of(self, group_rank: int) -> int:
         """Return the replica of a group rank."""
-        return self.mesh.line(DATA, place).index(place)
+        return self.mesh.line(DATA, group_rank).index(group_rank)
 
     @property
     def local_batch_size(self) -> int:

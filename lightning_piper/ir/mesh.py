@@ -1,6 +1,6 @@
 """Meshes: the ranks of a device group, arranged along named axes.
 
-A node lists the devices of its group by group rank, which the code calls *place*. A value has one placement
+A node lists the devices of its group by group rank. A value has one placement
 along each axis of a mesh. A collective communicates along one axis, among the ranks that share all other
 coordinates: a *line*. Along `DATA`, members have the same parameters and different samples. Along other axes,
 parameters may be divided.
@@ -31,12 +31,12 @@ class Mesh:
     Attributes:
         axes: Names of the dimensions, including `DATA`.
         shape: Size of each dimension.
-        places: The group ranks in row-major order of their coordinates.
+        group_ranks: The group ranks in row-major order of their coordinates.
     """
 
     axes: tuple[str, ...]
     shape: tuple[int, ...]
-    places: tuple[int, ...]
+    group_ranks: tuple[int, ...]
 
     @staticmethod
     @cache
@@ -48,12 +48,12 @@ class Mesh:
         """Return the mesh with only these axes and `DATA`. The other axes become part of `DATA`."""
         blocks = self.blocks(axes)
         shape = (len(blocks), *map(self.size, axes))
-        return Mesh((DATA, *axes), shape, tuple(place for block in blocks for place in block))
+        return Mesh((DATA, *axes), shape, tuple(group_rank for block in blocks for group_rank in block))
 
     def blocks(self, axes: Sequence[str]) -> tuple[Line, ...]:
         """Return the blocks of group ranks that differ along `axes` only, in row-major order along `axes`."""
         kept = [self.axes.index(axis) for axis in axes]
-        grid = np.array(self.places).reshape(self.shape)
+        grid = np.array(self.group_ranks).reshape(self.shape)
         order = [*(d for d in range(len(self.axes)) if d not in kept), *kept]
         rows = grid.transpose(order).reshape(-1, math.prod(map(self.size, axes)))
         return tuple(map(tuple, rows.tolist()))
@@ -66,25 +66,25 @@ class Mesh:
         """Return the lines along an axis."""
         return self._lines[axis]
 
-    def line(self, axis: str, place: int) -> Line:
+    def line(self, axis: str, group_rank: int) -> Line:
         """Return the line along an axis that contains a group rank."""
-        return self._line_of[axis][place]
+        return self._line_of[axis][group_rank]
 
     @property
     def parts(self) -> int:
         """The number of parts of a parameter that is divided along all axes except `DATA`."""
-        return len(self.places) // self.size(DATA)
+        return len(self.group_ranks) // self.size(DATA)
 
-    def part(self, place: int, axes: Sequence[str]) -> int:
+    def part(self, group_rank: int, axes: Sequence[str]) -> int:
         """Return the row-major index of a group rank's part of a tensor that is divided along `axes`."""
         found = 0
         for axis in axes:
-            found = found * self.size(axis) + self.line(axis, place).index(place)
+            found = found * self.size(axis) + self.line(axis, group_rank).index(group_rank)
         return found
 
     @cached_property
     def _lines(self) -> dict[str, tuple[Line, ...]]:
-        grid = np.array(self.places).reshape(self.shape)
+        grid = np.array(self.group_ranks).reshape(self.shape)
         moved = {
             axis: np.moveaxis(grid, i, -1).reshape(-1, self.shape[i]) for i, axis in enumerate(self.axes)
         }
@@ -93,7 +93,8 @@ class Mesh:
     @cached_property
     def _line_of(self) -> dict[str, dict[int, Line]]:
         return {
-            axis: {place: line for line in lines for place in line} for axis, lines in self._lines.items()
+            axis: {group_rank: line for line in lines for group_rank in line}
+            for axis, lines in self._lines.items()
         }
 
     def __str__(self) -> str:

@@ -122,7 +122,7 @@ class Node:
         return (
             self.devices
             if bucket is None
-            else tuple(self.devices[place] for place in bucket.shard_group(replica))
+            else tuple(self.devices[group_rank] for group_rank in bucket.shard_group(replica))
         )
 
 

@@ -186,12 +186,12 @@ def interpret(run: Reference, node: Arguments) -> Made:
     """Merge the arguments of each replica's slices, and add the results to `run.results`."""
     dag, ways = run.dag, ways_of(run.dag, node)
     names, slices = dag.value(node.inputs[0]).names, _slices(dag, node)
-    for replica in run.places:
+    for replica in run.group_ranks:
         columns = zip(*run.inputs(node, replica), strict=True)
         there = [run.samples_of(replica, part) for part in slices]
         for name, way, tensors in zip(names, ways, columns, strict=True):
             run.results[dag.replica_of(replica)][name] = _merged(run, list(tensors), there, way)
-    return [[] for _ in run.places]
+    return [[] for _ in run.group_ranks]
 
 
 def _merged(run: Reference, tensors: list[torch.Tensor], slices: list[Slice], way: Way) -> torch.Tensor:

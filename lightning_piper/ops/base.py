@@ -130,7 +130,7 @@ class Planning(Protocol):
     Attributes:
         dag: The finished DAG.
         device: The device that the plan is for.
-        place: Group rank of the device in its groups. It selects the device's shards and communication
+        group_rank: The position of the device in its groups. It selects the device's shards and communication
             partners.
         replica: The replica that the device belongs to, which selects its local batch.
         shards: The buckets of parameters of which the device has a shard -> whether it keeps the whole
@@ -139,7 +139,7 @@ class Planning(Protocol):
 
     dag: TrainingDAG
     device: int
-    place: int
+    group_rank: int
     replica: int
     shards: dict[Bucket, bool]
 
@@ -268,7 +268,7 @@ class Operation:
     Attributes:
         node: The type of the node.
         check: The static rule. It yields the problems of a node, and adds the node's values to the facts.
-        interpret: The reference semantics: the values that a node makes, `[place][output]`.
+        interpret: The reference semantics: the values that a node makes, `[group rank][output]`.
         lower: Emits the instructions of a node at its position in the global order.
         produce: Emits the instructions that bring a node's value into a slot, at the first read on a device.
             None if `lower` makes the value or the node has no value.
@@ -378,7 +378,7 @@ def problems_with(facts: Facts, node: Node) -> list[str]:
 
 
 def made_by(run: Reference, node: Node, outputs: Sequence[int]) -> list[list[Held]]:
-    """Return the values that the reference semantics of a node's operation make, `[place][output]`.
+    """Return the values that the reference semantics of a node's operation make, `[group rank][output]`.
 
     Args:
         outputs: The outputs that are read.
@@ -388,15 +388,15 @@ def made_by(run: Reference, node: Node, outputs: Sequence[int]) -> list[list[Hel
     """
     with asked(node, "reference semantics"):
         made = operation_of(node).interpret(run, node)
-    for place in run.places if outputs else ():
+    for group_rank in run.group_ranks if outputs else ():
         for i in outputs:
             with contextlib.suppress(TypeError, IndexError):
-                bundle = made[place][i]
+                bundle = made[group_rank][i]
                 if isinstance(bundle, list | tuple) and all(isinstance(x, torch.Tensor) for x in bundle):
                     continue
             raise VerificationError(
-                f"the reference semantics of {_kind(node)} give no list of tensors for place {place}, output "
-                f"{i}; let them return one for each of {len(run.places)} places and each of "
+                f"the reference semantics of {_kind(node)} give no list of tensors for group rank {group_rank}, output "
+                f"{i}; let them return one for each of {len(run.group_ranks)} group ranks and each of "
                 f"{len(node.outputs)} outputs [PIPER-D019]"
             )
     return made

@@ -27,7 +27,7 @@ from lightning_piper.ops.instruction import Instruction
 from lightning_piper.ops.reference import Bundle, Made, Reference
 from lightning_piper.ops.weights import check_reader, implied, share_of
 
-Place = tuple[int, int]  # (index of a bundle in `reads`, tensor in the bundle)
+TensorSource = tuple[int, int]  # (index of a bundle in `reads`, tensor in the bundle)
 
 
 def make_chunk(
@@ -97,9 +97,9 @@ class Run(Instruction):
     key: PassKey
     slice: Slice
     inputs: int
-    state: tuple[Place | None, ...] = ()
-    params: tuple[Place | None, ...] = ()
-    seeds: tuple[Place | float, ...] = ()
+    state: tuple[TensorSource | None, ...] = ()
+    params: tuple[TensorSource | None, ...] = ()
+    seeds: tuple[TensorSource | float, ...] = ()
     degrees: tuple[int, ...] = ()
     member: bool = False
     whole: int | None = None
@@ -244,7 +244,7 @@ def _params(facts: Facts, node: Chunk) -> Iterable[str]:
 
 
 def interpret(run: Reference, chunk: Chunk) -> Made:
-    return [_run(run, chunk, replica) for replica in run.places]
+    return [_run(run, chunk, replica) for replica in run.group_ranks]
 
 
 def _run(run: Reference, chunk: Chunk, replica: int) -> list[Bundle]:
@@ -311,18 +311,18 @@ def lower(plan: Planning, node: Chunk) -> None:
     plan.add_what_was_made()  # here the sends of the previous chunk's outputs are in the plan already
     dag, interface = plan.dag, plan.dag.interface(node)
     reads = [plan.read(ref, node) for ref in node.inputs]
-    place: dict[Ref, int] = {}
-    found: list[list[Place | None]] = [[], []]
-    for names, refs, places in (
+    index_of: dict[Ref, int] = {}
+    found: list[list[TensorSource | None]] = [[], []]
+    for names, refs, sources in (
         (interface.state, node.state, found[0]),
         (interface.params, node.params, found[1]),
     ):
         for name, ref in zip(names, refs, strict=False):
-            if ref is not None and ref not in place:
-                place[ref] = len(reads)
+            if ref is not None and ref not in index_of:
+                index_of[ref] = len(reads)
                 reads.append(plan.read(ref, node))
-            places.append(None if ref is None else (place[ref], dag.value(ref).names.index(name)))
-    seeds: list[Place | float] = []
+            sources.append(None if ref is None else (index_of[ref], dag.value(ref).names.index(name)))
+    seeds: list[TensorSource | float] = []
     for term, ref in zip(interface.seeds, node.weights or (None,) * len(interface.seeds), strict=True):
         if ref is None:
             share = share_of(dag, term, node.slice)

@@ -267,16 +267,16 @@ def _terms_of_metrics(dag: TrainingDAG) -> set[tuple[int, int]]:
     }
 
 
-def counts(dag: TrainingDAG, place: int) -> bool:
+def counts(dag: TrainingDAG, group_rank: int) -> bool:
     """Return whether a member's metrics count. Of all members with the same samples, one member counts."""
-    return place in dag.mesh.lines(DATA)[0]
+    return group_rank in dag.mesh.lines(DATA)[0]
 
 
 # Reference semantics
 
 
 def interpret_metrics(run: Reference, node: Metrics) -> Made:
-    return [[[_merged(run, node, replica)]] for replica in run.places]
+    return [[[_merged(run, node, replica)]] for replica in run.group_ranks]
 
 
 def _merged(run: Reference, node: Metrics, replica: int) -> torch.Tensor:
@@ -320,7 +320,7 @@ def interpret_report(run: Reference, node: StepReport) -> Made:
             _reduced(fold, list(column)) for fold, column in zip(folds(run.dag.code), columns, strict=True)
         ]
         run.metrics = named(run.dag.code, torch.cat(merged))
-    return [[] for _ in run.places]
+    return [[] for _ in run.group_ranks]
 
 
 def _reduced(fold: str, values: list[torch.Tensor]) -> torch.Tensor:
@@ -360,7 +360,7 @@ def lower_metrics(plan: Planning, node: Metrics) -> None:
             widths=widths(plan.dag.code),
             replica=plan.replica,
             replicas=plan.dag.replicas,
-            counts=counts(plan.dag, plan.place),
+            counts=counts(plan.dag, plan.group_rank),
         )
     )
 
@@ -416,8 +416,8 @@ def bind_merge(instruction: Merge, on: Binding) -> Bound:
         first, *rest = (weighted[:size],) if each_once else weighted[index].unbind()
         for row in rest:
             first = first + row
-        for place, where, extreme in extremes:
-            first[place] = extreme(flat[where], 0)
+        for at, where, extreme in extremes:
+            first[at] = extreme(flat[where], 0)
         if not instruction.counts:
             first = torch.zeros(replicas * size, dtype=torch.float64, device=device)
         elif replicas > 1:
@@ -465,12 +465,12 @@ def _folded(
     added = {metric: row for metric, row in rows.items() if instruction.folds[metric] == "sum"}
     depth = max((len(row) for row in added.values()), default=1)
     index = torch.full((depth, sum(widths)), sum(sizes))  # `sum(sizes)` is the index of the appended zero
-    places = torch.arange(sum(widths)).split(list(widths))
+    positions = torch.arange(sum(widths)).split(list(widths))
     for metric, row in added.items():
-        index[: len(row), places[metric]] = torch.stack(row)
+        index[: len(row), positions[metric]] = torch.stack(row)
     extremes = [
         (
-            places[metric].to(device),
+            positions[metric].to(device),
             torch.stack(row).to(device),
             getattr(torch, f"a{instruction.folds[metric]}"),
         )
@@ -488,10 +488,10 @@ def bind_report(instruction: ReportInstruction, on: Binding) -> Bound:
     slots = on.slots
     step_outputs = on.step_outputs
     device = on.device
-    places = torch.arange(sum(instruction.widths), device=device).split(list(instruction.widths))
+    positions = torch.arange(sum(instruction.widths), device=device).split(list(instruction.widths))
     extremes = [
         (at, getattr(torch, f"a{how}"))
-        for at, how in zip(places, instruction.folds, strict=True)
+        for at, how in zip(positions, instruction.folds, strict=True)
         if how != "sum"
     ]
 
@@ -510,8 +510,8 @@ def bind_report(instruction: ReportInstruction, on: Binding) -> Bound:
             total = rows[0]
             for row in rows[1:]:  # the weights of means are applied already
                 total = total + row
-            for place, extreme in extremes:
-                total[place] = extreme(rows[:, place], 0)
+            for at, extreme in extremes:
+                total[at] = extreme(rows[:, at], 0)
         step_outputs.metrics = total
 
     return report

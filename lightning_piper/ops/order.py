@@ -26,7 +26,7 @@ def check(facts: Facts, node: Barrier) -> Iterable[str]:
 
 
 def interpret(run: Reference, node: Barrier) -> Made:
-    return [[] for _ in run.places]
+    return [[] for _ in run.group_ranks]
 
 
 register_operation(Operation(Barrier, check, interpret, alike=True))

@@ -1,6 +1,6 @@
 """State and sums of the reference interpreter.
 
-Values are stored by (ref, place), because devices with the same rank in their groups have the same values.
+Values are stored by (ref, group rank), because devices with the same rank in their groups have the same values.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lightning_piper.ir.nodes import Node, Ref
 from lightning_piper.ir.values import Slice, TensorSpec
 
 Bundle = list[torch.Tensor]
-Made = list[list[Bundle]]  # [place][output]
+Made = list[list[Bundle]]  # [group rank][output]
 
 
 class Reference:
@@ -26,7 +26,7 @@ class Reference:
         tensors: Parameters and buffers by canonical name. The run does not change them.
         leaves: The tensors of the global batch.
         seed: Seed of the step's random numbers.
-        values: The values that nodes will still read, by (ref, place).
+        values: The values that nodes will still read, by (ref, group rank).
         metrics, grads, buffers: Outputs of the step, by name.
         results: For each replica, the results of a forward-only step and the arguments of metric objects, by
             name.
@@ -50,18 +50,18 @@ class Reference:
         self.approximate: dict[str, None] = {}
 
     @property
-    def places(self) -> range:
+    def group_ranks(self) -> range:
         """The ranks of every group: one for each replica, or one for each member of each replica."""
-        return range(len(self.dag.mesh.places))
+        return range(len(self.dag.mesh.group_ranks))
 
-    def samples_of(self, place: int, part: Slice) -> Slice:
+    def samples_of(self, group_rank: int, part: Slice) -> Slice:
         """Return the samples of the global batch that are slice `part` of a rank's local batch."""
-        first = self.dag.replica_of(place) * self.dag.local_batch_size
+        first = self.dag.replica_of(group_rank) * self.dag.local_batch_size
         return Slice(first + part.start, first + part.stop)
 
-    def inputs(self, node: Node, place: int) -> list[Bundle]:
+    def inputs(self, node: Node, group_rank: int) -> list[Bundle]:
         """Return the inputs of a node on a rank."""
-        return [self.values[ref, place] for ref in node.inputs]
+        return [self.values[ref, group_rank] for ref in node.inputs]
 
     def loosen(self, node: Node, name: str, by: float) -> None:
         """Add `by` to the error bound of the gradient of `name`, because the node may change any element of
@@ -69,9 +69,11 @@ class Reference:
         self.slack[name] = self.slack.get(name, 0.0) + by
         self.approximate[node.label] = None
 
-    def sum_over(self, node: Node, places: Sequence[int]) -> Bundle:
+    def sum_over(self, node: Node, group_ranks: Sequence[int]) -> Bundle:
         """Return the sum of all inputs of a node over some ranks, from the first to the last."""
-        return sum_in_order([self.values[ref, place] for place in places for ref in node.inputs])
+        return sum_in_order(
+            [self.values[ref, group_rank] for group_rank in group_ranks for ref in node.inputs]
+        )
 
 
 def each(made: Callable[[Reference, Any, list[Bundle]], list[Bundle]]) -> Callable[[Reference, Any], Made]:
@@ -81,7 +83,7 @@ def each(made: Callable[[Reference, Any, list[Bundle]], list[Bundle]]) -> Callab
     """
 
     def interpret(run: Reference, node: Any) -> Made:
-        return [made(run, node, run.inputs(node, replica)) for replica in run.places]
+        return [made(run, node, run.inputs(node, replica)) for replica in run.group_ranks]
 
     return interpret
 

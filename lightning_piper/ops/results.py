@@ -61,11 +61,11 @@ def unreturned(facts: Facts, final: bool) -> Iterable[str]:
 
 
 def interpret(run: Reference, node: Result) -> Made:
-    for r in run.places:
+    for r in run.group_ranks:
         run.results[run.dag.replica_of(r)] |= zip(
             run.dag.value(node.inputs[0]).names, run.values[node.inputs[0], r], strict=True
         )
-    return [[] for _ in run.places]
+    return [[] for _ in run.group_ranks]
 
 
 def lower(plan: Planning, node: Result) -> None:

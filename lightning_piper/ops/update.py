@@ -194,18 +194,18 @@ def interpret_update(run: Reference, node: Update) -> Made:
     value = run.dag.value(node.inputs[0])
     summands: list[list[Bundle]] = []  # for each input, its value on each group rank
     for ref in node.inputs:
-        held = [run.values[ref, r] for r in run.places]
+        held = [run.values[ref, r] for r in run.group_ranks]
         placement = run.dag.value(ref).placement
         if isinstance(placement, Partial):
             # The program is not complete yet, so no node sums this value over the replicas.
             mesh = value.bucket.mesh if value.bucket else run.dag.mesh_of(value.names[0])
-            groups = [mesh.line(DATA, r) for r in run.places]
+            groups = [mesh.line(DATA, r) for r in run.group_ranks]
             held = [sum_in_order([held[s] for s in group]) for group in groups]
         elif isinstance(placement, Sharded):
             assert value.bucket is not None
-            held = [[torch.cat([held[s][0] for s in value.bucket.shard_group(r)])] for r in run.places]
+            held = [[torch.cat([held[s][0] for s in value.bucket.shard_group(r)])] for r in run.group_ranks]
         summands.append(held)
-    found = [sum_in_order([held[r] for held in summands]) for r in run.places]
+    found = [sum_in_order([held[r] for held in summands]) for r in run.group_ranks]
     if value.bucket is not None:  # the optimizer takes gradients in the parameters' own dtype
         own = [i for i, name in enumerate(value.bucket.names) if name in value.names]
         views = [value.bucket.views(flat[0]) for flat in found]
@@ -226,7 +226,7 @@ def interpret_update(run: Reference, node: Update) -> Made:
                     "[PIPER-V001]"
                 )
             into[name] = tensor
-    return [[] for _ in run.places]
+    return [[] for _ in run.group_ranks]
 
 
 def _joined(parts: list[Bundle], held_as: Sequence[Sharded]) -> Bundle:
@@ -246,7 +246,7 @@ def lower_update(plan: Planning, node: Update) -> None:
     """Complete the sum of the inputs, and emit the instruction that outputs the sum."""
     value = plan.dag.value(node.inputs[0])
     total = plan.add_up(node)
-    shard = plan.place if isinstance(value.placement, Sharded) else None
+    shard = plan.group_rank if isinstance(value.placement, Sharded) else None
     plan.emit(
         Deliver(
             **about(node),
@@ -320,8 +320,8 @@ def _bind_add_flat(
         there: Indices of the tensors that chunks add to the sum themselves.
     """
     reads, into = instruction.reads, instruction.into
-    take = [(place, i) for place, i in enumerate(instruction.take) if i is not None and place not in there]
-    absent = [place for place, i in enumerate(instruction.take) if i is None]
+    take = [(index, i) for index, i in enumerate(instruction.take) if i is not None and index not in there]
+    absent = [index for index, i in enumerate(instruction.take) if i is None]
     alike = all(spec.dtype == bucket.dtype for spec in bucket.tensors)
 
     def read(k: int) -> list[torch.Tensor]:
@@ -332,14 +332,14 @@ def _bind_add_flat(
 
     def views(flat: torch.Tensor) -> list[torch.Tensor]:
         found = bucket.views(flat)
-        return [found[place] for place, _ in take]
+        return [found[index] for index, _ in take]
 
     def begin() -> None:
         flat = slots[into][0] if there else new(bucket)
         if absent:
             found = bucket.views(flat)
-            for place in absent:
-                found[place].zero_()
+            for index in absent:
+                found[index].zero_()
         for view, x, y in zip(views(flat), read(0), read(1), strict=True):
             if alike:
                 torch.add(x, y, out=view)

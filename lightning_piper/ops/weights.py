@@ -54,7 +54,7 @@ class CountsSum(AllReduce):
     mesh: Mesh
 
     def members(self, replica: int) -> tuple[int, ...]:
-        return tuple(self.devices[place] for place in self.mesh.line(DATA, replica))
+        return tuple(self.devices[group_rank] for group_rank in self.mesh.line(DATA, replica))
 
     @property
     def label(self) -> str:
@@ -79,7 +79,7 @@ class Weights(Node):
     slices: tuple[Slice, ...]
     parts: int = 1
 
-    def place(self, term: int, part: Slice, seed: bool) -> int:
+    def index_of(self, term: int, part: Slice, seed: bool) -> int:
         """Return the index of the output with the weight (with `seed`, the gradient) of a slice in a term."""
         return 2 * (self.terms.index(term) * len(self.slices) + self.slices.index(part)) + seed
 
@@ -250,7 +250,7 @@ def check_reader(
                 f"{facts.at(node)} takes the weight of samples {part} in {label} from {facts.named(ref)}, "
                 "which has none"
             )
-        elif ref[1] != source.place(term, part, seed):
+        elif ref[1] != source.index_of(term, part, seed):
             yield (
                 f"{facts.at(node)} takes for the weight of samples {part} in {label} another weight of "
                 f"{facts.at(source)}"
@@ -288,7 +288,7 @@ def wanted_by(dag: TrainingDAG, node: Node) -> list[tuple[tuple[int, Slice], Ref
 
 
 def interpret_counts(run: Reference, node: Counts) -> Made:
-    return [_count(run, node.terms, node.slices, replica) for replica in run.places]
+    return [_count(run, node.terms, node.slices, replica) for replica in run.group_ranks]
 
 
 def _count(run: Reference, terms: Sequence[int], slices: Sequence[Slice], replica: int) -> list[Bundle]:
@@ -315,12 +315,12 @@ def _code(term: Term) -> Denominator:
 
 
 def interpret_counts_sum(run: Reference, node: CountsSum) -> Made:
-    return [[run.sum_over(node, node.mesh.line(DATA, place))] for place in run.places]
+    return [[run.sum_over(node, node.mesh.line(DATA, group_rank))] for group_rank in run.group_ranks]
 
 
 def interpret_weights(run: Reference, node: Weights) -> Made:
     made: Made = []
-    for replica in run.places:
+    for replica in run.group_ranks:
         (own,), (total,) = run.inputs(node, replica)
         found = weights_of([_denominator(run.dag, term) for term in node.terms], own, total, node.parts)
         made.append([[x] for row in found for w in row for x in (w, w.to(run.dag.code.loss_dtype))])
@@ -338,7 +338,7 @@ def implied(run: Reference, term: int, part: Slice, slices: Sequence[Slice], rep
         return torch.tensor(share, dtype=torch.float64)
     key = ("weights", term, tuple(slices))
     if key not in run.kept:
-        run.kept[key] = [_count(run, [term], slices, r) for r in run.places]
+        run.kept[key] = [_count(run, [term], slices, r) for r in run.group_ranks]
     counts = run.kept[key]
     # The total is over all replicas, or over this replica if the loss is the mean of the replicas' losses.
     total = counts[replica if run.dag.mean_of_replicas else run.dag.mesh.line(DATA, replica)[0]][1][0]

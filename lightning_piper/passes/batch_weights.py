@@ -38,7 +38,7 @@ def weigh(dag: TrainingDAG) -> None:
     for node, group in readers:
         source, seed = made[group], isinstance(node, Chunk)
         refs: list[Ref | None] = [
-            None if share_of(dag, term, part) is not None else (source.id, source.place(term, part, seed))
+            None if share_of(dag, term, part) is not None else (source.id, source.index_of(term, part, seed))
             for (term, part), _ in wanted_by(dag, node)
         ]
         dag.rewire(node, weights=tuple(refs))

@@ -34,7 +34,7 @@ def complete(dag: TrainingDAG) -> None:
         raise DirectiveError(f"{found}. {advice[0].upper()}{advice[1:]}")
     _all_have_devices(dag)
     for chunk in dag.of_type(Chunk):
-        if len(chunk.devices) != len(dag.mesh.places):
+        if len(chunk.devices) != len(dag.mesh.group_ranks):
             raise DirectiveError(
                 f"{chunk.label} is on {len(chunk.devices)} devices, {list(chunk.devices)} (directive "
                 f"{chunk.placed_by}), but the program has {dag.replicas} replica(s). Add a replicate that "

@@ -284,9 +284,9 @@ def _cat(node: Node) -> Iterator[Rule]:
     rank = max(map(len, shapes))
     along = int(argument(node, 1, 0)) % rank
     # Whether one input has all elements, as in a concatenation with an empty cache of keys.
-    alone = sum(math.prod(shape) > 0 for shape in shapes) == 1
+    single = sum(math.prod(shape) > 0 for shape in shapes) == 1
     for d in range(rank):
-        if alone and d == along:
+        if single and d == along:
             yield Rule(tuple(Sharded(d) if math.prod(shape) else R for shape in shapes), (Sharded(d),))
         elif d != along:  # an empty vector may be among tensors of any rank
             yield Rule(tuple(Sharded(d) if len(shape) == rank else R for shape in shapes), (Sharded(d),))

@@ -35,12 +35,12 @@ class Columns:
             column of all devices (`columns_of`).
         alike: Whether renaming devices turns any column into any other column: the i-th devices of all columns
             do the same work. True if there is one column.
-        place: The rank of each device in its groups.
+        group_rank_of: The group rank of each device.
     """
 
     columns: tuple[Column, ...]
     alike: bool
-    place: Mapping[int, int]
+    group_rank_of: Mapping[int, int]
 
     @cached_property
     def index(self) -> Mapping[int, tuple[int, int]]:
@@ -52,7 +52,7 @@ class Columns:
 
     def together(self) -> Columns:
         """Return the same devices in one column."""
-        return Columns((tuple(sorted(self.index)),), True, self.place)
+        return Columns((tuple(sorted(self.index)),), True, self.group_rank_of)
 
 
 def columns_of(dag: TrainingDAG) -> Columns:
@@ -62,23 +62,23 @@ def columns_of(dag: TrainingDAG) -> Columns:
     device has only nodes that run everywhere.
     """
     everybody = dag.devices()
-    place: dict[int, int] = {}
+    group_rank_of: dict[int, int] = {}
     # A device without chunks of a forward-only step still receives the return values, if there are any.
     for row in _distinct(node for kind in (Chunk, Result) for node in dag.of_type(kind)):
         for p, device in enumerate(row):
-            place.setdefault(device, p)
+            group_rank_of.setdefault(device, p)
     for device in everybody:
-        place.setdefault(device, 0)
+        group_rank_of.setdefault(device, 0)
     rows = _distinct(node for node in dag.nodes.values() if not node.everywhere)
-    size = len(dag.mesh.places)
+    size = len(dag.mesh.group_ranks)
     columns = tuple(
         tuple(dict.fromkeys(row[p] for row in rows)) for p in range(min(map(len, rows), default=0))
     )
     regular = all(
-        len(row) == size and all(place[device] == p for p, device in enumerate(row)) for row in rows
+        len(row) == size and all(group_rank_of[device] == p for p, device in enumerate(row)) for row in rows
     )
     if not regular or sum(map(len, columns)) != len(everybody):
-        return Columns((everybody,), True, place)
+        return Columns((everybody,), True, group_rank_of)
     kinds = {type(node): node for node in dag.nodes.values()}
     meet = {tuple(column.index(row[p]) for row in rows) for p, column in enumerate(columns)}
     # A node that runs everywhere must have all devices. Then renaming devices does not change its group.
@@ -86,7 +86,7 @@ def columns_of(dag: TrainingDAG) -> Columns:
         group == everybody for group in _distinct(node for node in dag.nodes.values() if _joins_rows(node))
     )
     alike = len(meet) == 1 and whole and all(operation_of(node).alike for node in kinds.values())
-    return Columns(columns, alike, place)
+    return Columns(columns, alike, group_rank_of)
 
 
 def _joins_rows(node: Node) -> bool:

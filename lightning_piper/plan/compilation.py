@@ -72,9 +72,9 @@ class Plans(Mapping[int, Plan]):
     def __len__(self) -> int:
         return len(self._devices)
 
-    def place_of(self, device: int) -> int:
-        """Return the `Plan.place` of a device without compiling its plan."""
-        return self._columns.place[device]
+    def group_rank_of(self, device: int) -> int:
+        """Return the `Plan.group_rank` of a device without compiling its plan."""
+        return self._columns.group_rank_of[device]
 
     def image(self, device: int) -> int:
         """Return the device whose plan represents the plan of `device`: `device` itself if its plan is a
@@ -98,7 +98,7 @@ class Plans(Mapping[int, Plan]):
                 device,
                 self._devices,
                 self._dag.size,
-                lowered.place,
+                lowered.group_rank,
                 lowered.replica,
                 self._dag.replicas,
                 lowered.slots,

@@ -27,7 +27,7 @@ class DevicePlan:
     Attributes:
         instructions: Instructions without irecvs, events and lifetimes, which later passes add.
         irecvs: Id of a receiving node -> the irecv that it needs.
-        place: Rank of this device in its groups.
+        group_rank: The position of this device in its groups.
         replica: The replica to which the device belongs, which selects its local batch.
         slots: Number of slots.
         shards: The buckets of parameters of which the device has a shard -> whether it keeps the whole
@@ -38,7 +38,7 @@ class DevicePlan:
         self,
         dag: TrainingDAG,
         device: int,
-        place: int,
+        group_rank: int,
         send_completion: SendCompletion,
         members: dict[tuple[int, ...], tuple[int, ...]],
     ) -> None:
@@ -48,14 +48,14 @@ class DevicePlan:
             members: Maps each member tuple to itself, so that equal tuples, which may be long, exist only
                 once.
         """
-        self.dag, self.device, self.place, self.send_completion, self._members = (
+        self.dag, self.device, self.group_rank, self.send_completion, self._members = (
             dag,
             device,
-            place,
+            group_rank,
             send_completion,
             members,
         )
-        self.replica = dag.replica_of(place)
+        self.replica = dag.replica_of(group_rank)
         self.instructions: list[Instruction] = []
         self.irecvs: dict[int, Irecv] = {}
         self.slots = 0
@@ -173,7 +173,7 @@ class DevicePlan:
             )
         stream = stream or node.stream
         slot = self._pending[node.id] = self.new_slot(None, "sum", stream)
-        members = node.members(self.place)
+        members = node.members(self.group_rank)
         members = self._members.setdefault(members, members)
         about_both = about(node) | {"stream": stream, "communicator": node.stream}
         self.emit(kind(**about_both, reads=reads, writes=(slot,), members=members, **fields))

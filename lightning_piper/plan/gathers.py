@@ -34,8 +34,10 @@ def with_gathers(dag: TrainingDAG, order: Sequence[Node]) -> list[Node]:
             if source.id not in issued:
                 issued.add(source.id)
                 there = max((bisect(own, index[p]) for p in dag.graph.predecessors(source.id)), default=0)
-                place = max(len(own) - ahead, there)
-                before.setdefault(order[own[place]].id if place < len(own) else node.id, []).append(source)
+                position = max(len(own) - ahead, there)
+                before.setdefault(order[own[position]].id if position < len(own) else node.id, []).append(
+                    source
+                )
         if isinstance(node, Chunk):
             own.append(i)
     result: list[Node] = []

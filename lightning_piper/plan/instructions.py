@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightning_piper.ops.chunk import Place, Run
+from lightning_piper.ops.chunk import Run, TensorSource
 from lightning_piper.ops.communication.all_to_all import AllToAllInstruction
 from lightning_piper.ops.communication.bucket import PackInstruction
 from lightning_piper.ops.communication.gather import AllGatherInstruction
@@ -36,7 +36,6 @@ __all__ = [
     "Keep",
     "Merge",
     "PackInstruction",
-    "Place",
     "Read",
     "Record",
     "ReduceScatterInstruction",
@@ -44,6 +43,7 @@ __all__ = [
     "Run",
     "SendInstruction",
     "StoreInstruction",
+    "TensorSource",
     "WaitEvent",
     "WaitSend",
     "WaitWork",

@@ -23,7 +23,8 @@ def lower(dag: TrainingDAG, order: Sequence[Node], columns: Columns, column: Col
     send_completion = SendCompletion(column)
     members: dict[tuple[int, ...], tuple[int, ...]] = {}
     plans = {
-        device: DevicePlan(dag, device, columns.place[device], send_completion, members) for device in column
+        device: DevicePlan(dag, device, columns.group_rank_of[device], send_completion, members)
+        for device in column
     }
     here: dict[int, list[DevicePlan]] = {}  # by identity of a group: the plans of its devices in the column
     for node in dag.nodes.values():

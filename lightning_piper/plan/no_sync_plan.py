@@ -32,9 +32,9 @@ def keys_of(plan: Plan) -> dict[int, BufferKey]:
             if instruction.reads[0].slot in late:
                 continue
             assert instruction.bucket is not None
-            place = (instruction.bucket, instruction.members)
-            number = counts[place] = counts.get(place, -1) + 1
-            found[instruction.node] = (*place, number)
+            key = (instruction.bucket, instruction.members)
+            number = counts[key] = counts.get(key, -1) + 1
+            found[instruction.node] = (*key, number)
     return found
 
 

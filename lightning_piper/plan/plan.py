@@ -17,7 +17,7 @@ class Plan:
         device: The logical device.
         devices: All logical devices of the step.
         size: Samples in the global batch of one step.
-        place: Rank of the device in its groups. The rank selects the device's shards and communication
+        group_rank: The position of the device in its groups. It selects the device's shards and communication
             partners.
         replica, replicas: Index of the replica whose local batch this device has (0 if it has none), and the
             number of replicas.
@@ -35,7 +35,7 @@ class Plan:
     device: int
     devices: tuple[int, ...]
     size: int
-    place: int
+    group_rank: int
     replica: int
     replicas: int
     slots: int

@@ -44,10 +44,10 @@ class BatchJoin:
         self._check(spec)
         made = [self._gathered(x) if x.ndim else x for x in leaves]
         carried = self._world.gather(spec.contents(leaves), self._ranks) if spec.carried else []
-        places = {id(item): i for i, item in enumerate(spec.carried)}
+        indices = {id(item): i for i, item in enumerate(spec.carried)}
 
         def content(item: Any) -> Any:
-            found = [each[places[id(item)]] for each in carried]
+            found = [each[indices[id(item)]] for each in carried]
             return [x for each in found for x in each] if isinstance(found[0], list) else found[0]
 
         return spec.rebuild(made, content)

@@ -40,8 +40,8 @@ class _Outline(pickle.Pickler):
             return None
         if obj.nbytes < APART or not obj.is_contiguous() or obj.is_quantized or obj.is_conj() or obj.is_neg():
             return None
-        place, _ = self.tensors.setdefault(id(obj), ((len(self.tensors), obj.dtype, obj.shape), obj))
-        return place
+        index, _ = self.tensors.setdefault(id(obj), ((len(self.tensors), obj.dtype, obj.shape), obj))
+        return index
 
 
 class _Filled(pickle.Unpickler):

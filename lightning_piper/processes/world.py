@@ -386,8 +386,8 @@ def store_of_attempt(host: str, port: int, timeout: timedelta) -> dist.Store | N
         timeout: Timeout of communication.
     """
     environ = os.environ
-    attempt, alone = environ.get("TORCHELASTIC_RESTART_COUNT", "0"), environ.get("GROUP_WORLD_SIZE") == "1"
-    if attempt == "0" or not alone or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    attempt, one_node = environ.get("TORCHELASTIC_RESTART_COUNT", "0"), environ.get("GROUP_WORLD_SIZE") == "1"
+    if attempt == "0" or not one_node or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
     return dist.PrefixStore(f"attempt {attempt}", store)

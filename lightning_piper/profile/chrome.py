@@ -88,8 +88,8 @@ def _arrows(plan: Mapping[str, Any], boxes: list[list[Any]]) -> list[dict[str, A
         if kind != "send" or number not in receives:
             continue
         device, target = plan["rows"][row][0], receives[number]
-        place = plan["nodes"][str(number)]["devices"].index(device)
-        peer = plan["nodes"][str(target)]["devices"][place]
+        group_rank = plan["nodes"][str(number)]["devices"].index(device)
+        peer = plan["nodes"][str(target)]["devices"][group_rank]
         if (target, peer) in ends:
             to, end = ends[target, peer]
             link = {"cat": "message", "name": "message", "id": f"{number}.{device}"}

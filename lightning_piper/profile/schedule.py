@@ -49,10 +49,10 @@ class Schedule:
 
     def phase(self, step: int) -> str:
         """Return `OFF`, `WARMUP` or `ACTIVE` for a step. Steps count from 0."""
-        cycle, place = divmod(step, self.wait + self.warmup + self.active)
-        if (self.repeat and cycle >= self.repeat) or place < self.wait:
+        cycle, position = divmod(step, self.wait + self.warmup + self.active)
+        if (self.repeat and cycle >= self.repeat) or position < self.wait:
             return OFF
-        return WARMUP if place < self.wait + self.warmup else ACTIVE
+        return WARMUP if position < self.wait + self.warmup else ACTIVE
 
     def is_first_active(self, step: int) -> bool:
         """Return whether a step is the first active step of its cycle."""

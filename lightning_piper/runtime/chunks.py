@@ -126,7 +126,7 @@ class ChunkBinder:
         found = self._inplace_codes[destination.into]
         if found is None:
             return None
-        self.inplace[destination.node] = frozenset(found.places)
+        self.inplace[destination.node] = frozenset(found.indices)
         slots = self._slots
         device = self._device
         into = destination.into
@@ -150,17 +150,17 @@ class ChunkBinder:
         params = zip(interface.params, run.params or (None,) * len(interface.params), strict=True)
         buffers = zip(interface.buffers + interface.state, own + run.state, strict=True)
         constant: list[torch.Tensor] = []  # consecutive tensors that no step replaces; they share a slot
-        for kind, tensors, places in (
+        for kind, tensors, sources in (
             ("parameter", self._params, params),
             ("buffer", self._buffers, buffers),
         ):
-            for name, place in places:
-                if place is None:
+            for name, source in sources:
+                if source is None:
                     constant.append(self._find(run, kind, name, tensors))
                     continue
                 parts += self._bound(constant)
                 constant = []
-                parts.append((run.reads[place[0]].slot, place[1]))
+                parts.append((run.reads[source[0]].slot, source[1]))
         parts += self._bound(constant)
         for leaf in interface.batch:
             samples = self._whole.samples(leaf, run.slice)

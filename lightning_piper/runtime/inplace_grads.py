@@ -105,7 +105,7 @@ class InplaceCode:
 
     Attributes:
         code: The code. The tensors to write to are its last arguments.
-        places: The indices, in the bucket or bundle, of the tensors to write to.
+        indices: The indices, in the bucket or bundle, of the tensors to write to.
         layouts: The layout of each tensor to write to, in the bucket or in its tensor of the bundle.
         specs: For a bundle, the spec of each tensor, or None if the code does not write it. Empty for a
             bucket.
@@ -113,7 +113,7 @@ class InplaceCode:
     """
 
     code: Code
-    places: tuple[int, ...]
+    indices: tuple[int, ...]
     layouts: tuple[Layout, ...]
     specs: tuple[TensorSpec | None, ...]
     adds: bool
@@ -141,12 +141,12 @@ class InplaceCode:
         return (flat,)
 
     def views(self, made: Sequence[Any]) -> list[torch.Tensor]:
-        """Return the tensors to write to, in the order of `places`, as views of the memory that `new`
+        """Return the tensors to write to, in the order of `indices`, as views of the memory that `new`
         returned."""
         if self.specs:
             return [
-                made[place].as_strided(*layout)
-                for place, layout in zip(self.places, self.layouts, strict=True)
+                made[index].as_strided(*layout)
+                for index, layout in zip(self.indices, self.layouts, strict=True)
             ]
         return [made[0].as_strided(*layout) for layout in self.layouts]
 
@@ -175,7 +175,7 @@ def inplace_code(
     often = Counter(output.args[0])
     layouts: dict[int, Layout] = {}
     inputs: list[TensorSpec] = []
-    for place, (index, view) in enumerate(_wanted(destination, own)):
+    for number, (index, view) in enumerate(_wanted(destination, own)):
         if index is None:
             continue
         result = output.args[0][first + index]
@@ -183,7 +183,7 @@ def inplace_code(
         if made is None or not last:
             continue
         with graph.inserting_after(last[0]):
-            last = [graph.placeholder(f"into_{place}")]
+            last = [graph.placeholder(f"into_{number}")]
         copy, like = copies[made], made.meta["val"]
         with graph.inserting_before(copy):
             if adds:
@@ -192,7 +192,7 @@ def inplace_code(
                 written = graph.call_function(_INTO[made.target], copy.args, {"out": last[0]})
         copy.replace_all_uses_with(written)
         graph.erase_node(copy)
-        layouts[place] = (tuple(like.shape), like.stride(), int(view.storage_offset()))
+        layouts[number] = (tuple(like.shape), like.stride(), int(view.storage_offset()))
         inputs.append(TensorSpec.of(like))
     if not layouts:
         return None

@@ -18,9 +18,9 @@ def shards_of(
     """Return new flat tensors with the values of whole parameters, as `Executor` takes them as `shards`: for each
     bucket of the plan, the whole bucket or this device's shard of it.
     """
-    flats = {bucket: packed_params(bucket, params, plan.place, device) for bucket in plan.shards}
+    flats = {bucket: packed_params(bucket, params, plan.group_rank, device) for bucket in plan.shards}
     return {
-        b: flat if plan.shards[b] else flat.chunk(b.members)[b.member(plan.place)].clone()
+        b: flat if plan.shards[b] else flat.chunk(b.members)[b.member(plan.group_rank)].clone()
         for b, flat in flats.items()
     }
 
@@ -32,9 +32,10 @@ def local_shards_of(plan: Plan, shards: Mapping[Bucket, torch.Tensor]) -> dict[s
     """
     found: dict[str, torch.Tensor] = {}
     for bucket, flat in shards.items():
-        shard = flat.chunk(bucket.members)[bucket.member(plan.place)] if plan.shards[bucket] else flat
+        shard = flat.chunk(bucket.members)[bucket.member(plan.group_rank)] if plan.shards[bucket] else flat
         found |= {
-            name: shard[at : at + stop - start] for name, start, stop, at in bucket.local_shards(plan.place)
+            name: shard[at : at + stop - start]
+            for name, start, stop, at in bucket.local_shards(plan.group_rank)
         }
     return found
 
@@ -53,7 +54,7 @@ def joined(plans: Sequence[Plan], results: Sequence[StepResult]) -> dict[str, to
         found = dict(result.grads)
         for bucket in plan.shards:
             specs = dict(zip(bucket.names, bucket.wholes, strict=True))
-            for name, start, stop, _ in bucket.local_shards(plan.place):
+            for name, start, stop, _ in bucket.local_shards(plan.group_rank):
                 if name in found:
                     shard = found.pop(name)
                     shard = flattened(shard, specs[name]) if bucket.whole_tensors else shard

@@ -63,7 +63,7 @@ def program_of(
     for rank, row in enumerate(rows):
         for action in (action for group in row for action in group):
             where.setdefault(action.stage, {}).setdefault(rank, set()).add(action.microbatch)
-    alone = [
+    whole = [
         Place(filter={tag: s}, devices=places[r])
         for s, ranks in sorted(where.items())
         if len(ranks) == 1
@@ -76,7 +76,7 @@ def program_of(
         for r, parts in sorted(ranks.items())
     ]
     orders = [Order(filters=[_group(group, tag, dim_name) for group in row]) for row in rows if len(row) > 1]
-    return [*alone, Split(filter={}, dim_name=dim_name, num_microbatches=microbatches), *shared, *orders]
+    return [*whole, Split(filter={}, dim_name=dim_name, num_microbatches=microbatches), *shared, *orders]
 
 
 def _group(group: Sequence[Action], tag: str, dim_name: str) -> Filter | list[Filter]:

@@ -128,8 +128,8 @@ class Cutting:
     def _states_of(self, stage: int) -> list[tuple[int, Kept]]:
         """Return the memory states of the stage's rank (`Rows.kept`), with the values of this stage only."""
         rank = self._rows.rank[stage]
-        place = self._rows.local[rank].index(stage)
-        own = [(runs if runs == stage else -1, (state[place],)) for runs, state in self._rows.kept[rank]]
+        index = self._rows.local[rank].index(stage)
+        own = [(runs if runs == stage else -1, (state[index],)) for runs, state in self._rows.kept[rank]]
         return list(dict.fromkeys(own))
 
     def stage(self, s: int, i: int, j: int) -> tuple[Number, bool]:
@@ -333,17 +333,17 @@ class Cutting:
         options = [self._options[t] for t in local]
         # Saved values count only if the way of each stage is known. Otherwise 0 is a valid bound.
         if all(len({way for _, way in own}) == 1 for own in options):
-            places = [self._rows.local[rank].index(t) for t in local]
+            indices = [self._rows.local[rank].index(t) for t in local]
             states = [
-                (runs if runs in local else -1, tuple(state[p] for p in places))
+                (runs if runs in local else -1, tuple(state[p] for p in indices))
                 for runs, state in self._rows.kept[rank]
             ]
             stages = [(t, span, own[0][1]) for t, span, own in zip(local, spans, options, strict=True)]
             saved, host = saved_bytes(self.costs, stages, states, least=True)
         levels = [max(level for level, _ in own) for own in options]
-        alone = any(len({level for level, _ in own}) > 1 for own in options)
+        lowest = any(len({level for level, _ in own}) > 1 for own in options)
         most = max(saved + 2 * self.costs.least_output, self.costs.updating(spans, levels))
-        memory = (self.costs.static(spans, levels, alone) + most) * self._margin
+        memory = (self.costs.static(spans, levels, lowest) + most) * self._margin
         if memory > self._limit or host > self._host:
             return INFINITE
         if self._by_memory:

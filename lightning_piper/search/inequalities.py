@@ -90,7 +90,7 @@ def table_of(key: Key) -> Table:
     bytes_: dict[tuple[int, ...], list[tuple[Array, Array, Array]]] = {}
     back = slice(1, 2) if SEARCHED[key[0]].split else slice(1, 3)  # passes that other stages wait for
     for rank, pairs in enumerate(rows.between):
-        for place, ((first, kind), (last, ends), passes) in enumerate(pairs):
+        for index, ((first, kind), (last, ends), passes) in enumerate(pairs):
             found = np.zeros((3, rows.stages))
             sums = np.zeros(rows.stages)
             borders = np.zeros(max(rows.stages - 1, 0))
@@ -108,12 +108,12 @@ def table_of(key: Key) -> Table:
                 found[_PARTS[which], stage] += n
             if ends != BI and rows.stages:
                 sums[last] += 1
-                times.setdefault((group[rank], place, "sum"), []).append((found.copy(), sums, borders.copy()))
+                times.setdefault((group[rank], index, "sum"), []).append((found.copy(), sums, borders.copy()))
             # After the span: the backward passes of the stages before its last stage.
             if ends != BW:
                 found[back, :last] += 1
                 borders[:last] += 1
-            times.setdefault((group[rank], place, "pass"), []).append((found, np.zeros(rows.stages), borders))
+            times.setdefault((group[rank], index, "pass"), []).append((found, np.zeros(rows.stages), borders))
         for number, (own, state) in enumerate(_largest(rows, rank)):
             bytes_.setdefault((RUNS, group[rank], number), []).append(_counted(rows, rank, own, state))
         bytes_.setdefault((HOST, group[rank]), []).append(_on_host(rows, rank))

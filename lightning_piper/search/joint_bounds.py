@@ -109,8 +109,8 @@ class Together:
         before = table.borders @ hops if len(hops) else np.zeros(len(table.passes))
         inside = _inside(len(blocks.sums), layout.stages)
         counts, kinds, members = _alike(blocks, max(KINDS, PLACES // allowed.size))
-        places = (members.T @ inside > 0)[:, :, None] & allowed  # (kinds, stages, options)
-        p, q, u = _weights(_columns(table, kinds, inverse), counts, places, before, enough)
+        possible = (members.T @ inside > 0)[:, :, None] & allowed  # (kinds, stages, options)
+        p, q, u = _weights(_columns(table, kinds, inverse), counts, possible, before, enough)
         if not p.sum() > 0:
             return 0.0
         each = _each(table, blocks, p, q * inverse) - u[:, None]
@@ -404,7 +404,7 @@ def _each(table: Table, blocks: _Blocks, p: Array, q: Array) -> Array:
 
 
 def _weights(
-    columns: Array, counts: Array, places: NDArray[np.bool_], before: Array, enough: float
+    columns: Array, counts: Array, possible: NDArray[np.bool_], before: Array, enough: float
 ) -> tuple[Array, Array, Array]:
     """Return weights p, q and u that give a high bound, from a linear program (see the module's docstring).
 
@@ -415,17 +415,17 @@ def _weights(
     Args:
         columns: The result of `_columns`.
         counts: The number of blocks of each kind.
-        places: Whether a block of the kind can be in the stage with the option (kinds, stages, options).
+        possible: Whether a block of the kind can be in the stage with the option (kinds, stages, options).
         before: For each time inequality, seconds that do not depend on the blocks.
         enough: Seconds of a bound at which the function stops.
     """
     rows, kinds, stages, _ = columns.shape
-    times, constraints = len(before), int(places.sum())
+    times, constraints = len(before), int(possible.sum())
     scale = float(columns[:times].mean() * counts.sum()) or 1.0
     a = np.zeros((constraints + 2, kinds + rows + stages))
-    kind, stage, _ = np.nonzero(places)
+    kind, stage, _ = np.nonzero(possible)
     a[np.arange(constraints), kind] = 1
-    a[:-2, kinds : kinds + rows] = -columns[:, places].T
+    a[:-2, kinds : kinds + rows] = -columns[:, possible].T
     a[np.arange(constraints), kinds + rows + stage] = 1
     a[-2, kinds : kinds + times] = 1
     a[-1, kinds + times : kinds + rows] = 1

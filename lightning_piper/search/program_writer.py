@@ -164,6 +164,6 @@ def _devices(candidate: Candidate, rank: int) -> list[int]:
     layout = candidate.layout
     found = []
     for replica in range(layout.replicas):
-        place = rank * layout.replicas + replica if layout.data_inside else replica * layout.ranks + rank
-        found += [place * layout.tensor + member for member in range(layout.tensor)]
+        index = rank * layout.replicas + replica if layout.data_inside else replica * layout.ranks + rank
+        found += [index * layout.tensor + member for member in range(layout.tensor)]
     return found

@@ -278,11 +278,11 @@ def _kept(row: Sequence[_Action], local: Sequence[int]) -> tuple[tuple[int, Kept
 
     States during an F do not count, because the rank keeps more after the F.
     """
-    place = {stage: k for k, stage in enumerate(local)}
+    index_of = {stage: k for k, stage in enumerate(local)}
     now = [0] * (2 * len(local))
     states: dict[tuple[int, tuple[int, ...]], None] = {}
     for stage, kind, _ in row:
-        own = 2 * place[stage]
+        own = 2 * index_of[stage]
         if kind == F:
             now[own] += 1
             continue

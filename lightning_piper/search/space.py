@@ -237,7 +237,7 @@ class Space:
         parameter."""
         left, folded = len(self.workload.blocks) - layout.stages, SEARCHED[layout.schedule].folded
 
-        def places(block: int) -> set[tuple[int, int]]:
+        def positions(block: int) -> set[tuple[int, int]]:
             stages = range(max(0, block - left), min(block, layout.stages - 1) + 1)
             return {(rank_of(stage, layout.ranks, folded), stage) for stage in stages}
 
@@ -245,8 +245,8 @@ class Space:
             rank == other and s != t
             for blocks in self._tied
             for i, j in combinations(blocks, 2)
-            for rank, s in places(i)
-            for other, t in places(j)
+            for rank, s in positions(i)
+            for other, t in positions(j)
         )
 
     def cuts(self, layout: Layout) -> int:

@@ -80,10 +80,10 @@ def links_of(hardware: Hardware, layout: Layout) -> Links:
         return order[most]
 
     folded = SEARCHED[layout.schedule].folded
-    places = [rank_of(stage, ranks, folded) for stage in range(layout.stages)]
+    stage_ranks = [rank_of(stage, ranks, folded) for stage in range(layout.stages)]
     hops: dict[tuple[int, int], Link | None] = {
         (a, b): None if a == b else farthest((device(x, a), device(x, b)) for x in range(n))
-        for a, b in set(pairwise(places))
+        for a, b in set(pairwise(stage_ranks))
     }
 
     def within(members: int) -> Link:
@@ -96,7 +96,7 @@ def links_of(hardware: Hardware, layout: Layout) -> Links:
         within(1),
         within(n),
         within(layout.routed),
-        tuple(hops[pair] for pair in pairwise(places)),
+        tuple(hops[pair] for pair in pairwise(stage_ranks)),
         farthest((device(x, 0), device(x, ranks - 1)) for x in range(n)),
     )
 
@@ -155,7 +155,7 @@ class Params:
                 users.setdefault(name, []).append(k)
         # For each block, the bytes of parameters that no other block uses: outside of experts, of experts;
         # then only trained parameters, outside of experts, of experts.
-        alone = [[0, 0, 0, 0] for _ in workload.blocks]
+        untied = [[0, 0, 0, 0] for _ in workload.blocks]
         self.block_bytes, self.trained_bytes, self.largest_update = (
             [0] * len(workload.blocks) for _ in range(3)
         )
@@ -172,9 +172,9 @@ class Params:
             if len(blocks) > 1:
                 self.tied.append(Tied(nbytes, is_routed, trains, tuple(blocks)))
             else:
-                alone[blocks[0]][is_routed] += nbytes
-                alone[blocks[0]][2 + is_routed] += nbytes * trains
-        self._alone = [[0, *accumulate(own[k] for own in alone)] for k in range(4)]
+                untied[blocks[0]][is_routed] += nbytes
+                untied[blocks[0]][2 + is_routed] += nbytes * trains
+        self._untied = [[0, *accumulate(own[k] for own in untied)] for k in range(4)]
         held = [(block, _held(block, tensor, routed)) for block in workload.blocks]
         self.packed = [_part(block.packed, sum(share)) for block, share in held]
         self.packed_alone = [_part(block.packed_alone, sum(share)) for block, share in held]
@@ -196,7 +196,7 @@ class Params:
         """
         found = [
             sum(own[j] - own[i] for i, j in spans)
-            for own in (self._alone[2:] if trained else self._alone[:2])
+            for own in (self._untied[2:] if trained else self._untied[:2])
         ]
         for each in self.tied if tied else ():
             if (each.trains or not trained) and any(i <= k < j for k in each.blocks for i, j in spans):
@@ -359,7 +359,7 @@ class Costs:
         link = self.links.hops[border]
         return 0 if link is None else message(link, self.least_output)
 
-    def static(self, spans: Sequence[Span], levels: Sequence[int], alone: bool = False) -> Number:
+    def static(self, spans: Sequence[Span], levels: Sequence[int], lowest: bool = False) -> Number:
         """Return the bytes of parameters, gradients and optimizer states of a rank with these stages.
 
         If gradients or parameters are sharded, two blocks of them are gathered at a time. Processes of one
@@ -367,7 +367,7 @@ class Costs:
 
         Args:
             spans, levels: The blocks and the ZeRO level of each stage of the rank.
-            alone: Leave out the gathered blocks, this buffer, and parameters that several blocks use. The
+            lowest: Leave out the gathered blocks, this buffer, and parameters that several blocks use. The
                 result is then also a lower bound for all lower levels.
         """
         n, own = self.layout.replicas, self.layout.replicas // self.layout.routed
@@ -382,19 +382,19 @@ class Costs:
             """
             shared = [span for span, level in zip(spans, levels, strict=True) if level >= least]
             whole = [span for span, level in zip(spans, levels, strict=True) if level < least]
-            parts = self.params.of(shared, not alone, trained)
+            parts = self.params.of(shared, not lowest, trained)
             two = (
                 min(sum(parts), 2 * max(max(gathered[i:j]) for i, j in shared))
-                if gathered and shared and not alone
+                if gathered and shared and not lowest
                 else 0
             )
             return (
-                sum(self.params.of(whole, not alone, trained)) - (-parts[0] // n) - (-parts[1] // own) + two
+                sum(self.params.of(whole, not lowest, trained)) - (-parts[0] // n) - (-parts[1] // own) + two
             )
 
         states: Number = self.states * held(1, True)
         made = states + held(2, True, self.params.trained_bytes) + held(3, False, self.params.block_bytes)
-        if alone or n == 1 or not self._processes:
+        if lowest or n == 1 or not self._processes:
             return made
         summed = [span for span, level in zip(spans, levels, strict=True) if level < 2]
         return made + min(sum(self.params.of(summed, trained=True)), LENT)

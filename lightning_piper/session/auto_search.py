@@ -66,7 +66,7 @@ def choose(
     module: nn.Module,
     batch: Any,
     world: World,
-    alone: World,
+    one_replica: World,
     say: Callable[[str], None],
     optimizer: torch.optim.Optimizer,
     whole: bool,
@@ -86,13 +86,13 @@ def choose(
         module: The whole module, on every process.
         batch: This process's first batch.
         world: The processes, each of which draws its own data.
-        alone: The same processes as one replica.
+        one_replica: The same processes as one replica.
         say: Tells the user which program was chosen, or why no program was chosen.
         optimizer: The optimizer of the fit.
         whole: Whether to take a program that divides the module only if no other program fits.
     """
     try:
-        every = BatchJoin(alone).joined(batch)
+        every = BatchJoin(one_replica).joined(batch)
         cut = _cut(module, every, world)
     except PiperError as error:
         say(f"PiperStrategy cannot search for a program and uses data parallelism: {error}")
@@ -106,7 +106,7 @@ def choose(
     if found is None:
         say("PiperStrategy measures the step on all processes, and then searches for a program")
         try:
-            costs = measured_together(module, every, alone, like(optimizer), states, cut)
+            costs = measured_together(module, every, one_replica, like(optimizer), states, cut)
         except PiperError as error:
             say(f"PiperStrategy cannot measure the step and uses data parallelism: {error}")
             return None

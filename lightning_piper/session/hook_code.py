@@ -44,7 +44,7 @@ _LOOKS = {"lightning.pytorch.utilities.grads", "pytorch_lightning.utilities.grad
 _OF_ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "LOAD_SUPER_ATTR"}
 
 
-def changes_gradients_of_each_batch(module: nn.Module) -> bool:
+def hooks_may_use_gradients(module: nn.Module) -> bool:
     """Return whether a hook may read or change the gradients of each batch of an accumulation, as it could on
     one device."""
     if any(map(has_gradient_hooks, module.parameters())):

@@ -51,7 +51,7 @@ def owners_of(dag: TrainingDAG) -> dict[str, Ranks]:
     found: dict[str, Ranks] = {call.metric: () for call in dag.code.metrics.calls if call.method in _UPDATING}
     first = dag.mesh.lines(DATA)[0]  # All members of a replica have the same arguments.
     return found | {
-        object_of(dag.value(node.inputs[0]).names[0]): tuple(node.devices[place] for place in first)
+        object_of(dag.value(node.inputs[0]).names[0]): tuple(node.devices[group_rank] for group_rank in first)
         for node in dag.of_type(Arguments)
     }
 
@@ -260,7 +260,7 @@ class MetricObjects:
         owners, each of them returns its own result. Collective."""
         value = None
         if self._world.rank in owners:
-            value = self._alone(work)
+            value = self._with_local_values(work)
         if len(owners) == self._world.size:
             return value
         found = self._world.broadcast(_moved(value, torch.device("cpu")), owners[0])
@@ -305,7 +305,7 @@ class MetricObjects:
             return value, {name: x for name, x in _caches(metric)}
 
         if not wanted:
-            return None if self._world.rank not in owners else self._alone(work)[0]
+            return None if self._world.rank not in owners else self._with_local_values(work)[0]
         with self._over_replicas(metric):
             value, caches = self._on_owners(owners, work)
         if self._world.rank not in owners:
@@ -332,7 +332,7 @@ class MetricObjects:
                 part._update_count += 1  # hooks may read `update_called`
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def local_values(self) -> Iterator[None]:
         """Return a context in which `compute` of each object returns the value of this process alone."""
         before, self._inside = self._inside, True
         try:
@@ -340,8 +340,8 @@ class MetricObjects:
         finally:
             self._inside = before
 
-    def _alone(self, work: Callable[[], Any]) -> Any:
-        with self.alone():
+    def _with_local_values(self, work: Callable[[], Any]) -> Any:
+        with self.local_values():
             return work()
 
     def _owners(self, metric: nn.Module) -> Ranks:

@@ -215,7 +215,7 @@ class ProcessRuntime:
             raise other_plans("now")
         return compiled
 
-    def compiled_alone(self, work: Callable[[], Compiled]) -> Compiled:
+    def compiled_here(self, work: Callable[[], Compiled]) -> Compiled:
         """Compile in this process only. Other replicas already have a program for their batch, and run it
         meanwhile.
 
@@ -402,14 +402,14 @@ class ProcessRuntime:
                     "or remove the options of replicate, or the other directives, that shard them [PIPER-D025]"
                 )
 
-    def check_held(self, compiled: Compiled, alone: bool = False) -> None:
+    def check_held(self, compiled: Compiled, before_fit: bool = False) -> None:
         """Check that every process holds the tensors that its plan works on.
 
         Each process checks the representative plans of all devices, so all processes raise the same error.
 
         Args:
             compiled: The program to check.
-            alone: Whether the program was compiled before it was known which parameters the first program
+            before_fit: Whether the program was compiled before it was known which parameters the first program
                 shards. Parameters of the first program then count as held, because they can be gathered.
 
         Raises:
@@ -420,7 +420,7 @@ class ProcessRuntime:
         for device, plan in sorted(compiled.plans.representatives.items()):
             needed = compiled.params_on(device) | compiled.buffers_on(device)
             needed -= {name for bucket in plan.shards for name in bucket.names}
-            if alone:
+            if before_fit:
                 needed -= self._first.params_on(device)
             missing = sorted(name for name in needed if self._tensor_map.held(name, device) is None)
             if missing and step != by:
@@ -456,7 +456,7 @@ def arguments_of(
     slices = [Slice(a, b) for a, b in itertools.pairwise(edges)]
     for node in dag.of_type(Arguments):
         for name, way in zip(dag.value(node.inputs[0]).names, ways_of(dag, node), strict=True):
-            held = [results[node.devices[place]].results[name] for place in dag.mesh.lines(DATA)[0]]
+            held = [results[node.devices[group_rank]].results[name] for group_rank in dag.mesh.lines(DATA)[0]]
             found[name] = join(held, way, partial(shares, dag.step, way, slices, leaves, buffers))
     return found
 
@@ -526,7 +526,8 @@ def check_devices(first: Compiled, world: World) -> None:
     _check_number(len(first.plans), world.size)
     working = {device for chunk in first.dag.of_type(Chunk) for device in chunk.devices}
     if any(
-        first.dag.replica_of(first.plans.place_of(device)) != world.replicas[device] for device in working
+        first.dag.replica_of(first.plans.group_rank_of(device)) != world.replicas[device]
+        for device in working
     ):
         raise PiperError(
             "a directive makes replicas that its replica_groups() does not name, so Piper does not know "

@@ -111,16 +111,16 @@ class Programs:
         batch_spec: BatchSpec,
         captured: Compiled | None,
         apart: bool = False,
-        alone: bool = False,
+        collective: bool = True,
         changed: CaptureError | None = None,
     ) -> Compiled:
         """Return the program for a batch of this spec. Compile it if it is not prepared yet. Set `traced`.
-        Collective, unless `alone`.
+        Collective, unless `collective` is False.
 
         Args:
             captured: The result of `find`.
             apart: Whether replicas may have batches of different shapes.
-            alone: Whether other replicas continue and do not take part.
+            collective: Whether all processes take part. If not, other replicas continue meanwhile.
             changed: The error to raise if the step of this process has changed since its capture.
 
         Raises:
@@ -152,7 +152,7 @@ class Programs:
                 raise failure from error
 
         before = 0 if captured is None else captured.step.traces
-        compiled = self._runtime.compiled_alone(sized) if alone else self._runtime.compiled(sized, apart)
+        compiled = self._runtime.compiled(sized, apart) if collective else self._runtime.compiled_here(sized)
         self.traced = compiled.step.traces > before
         if self.traced:
             self._count((step, batch_spec.key))

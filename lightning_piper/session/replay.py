@@ -128,8 +128,8 @@ class Replay:
             if log.name in alike:
                 kwargs["batch_size"] *= compiled.dag.replicas
             kwargs["reduce_fx"] = log.reduce
-            places = [slices[names.index(name, first_log(compiled.dag.code))] for name in log.outputs]
-            self._calls.append((log.name, _value(log, places, kept, wide), kwargs))
+            parts = [slices[names.index(name, first_log(compiled.dag.code))] for name in log.outputs]
+            self._calls.append((log.name, _value(log, parts, kept, wide), kwargs))
             if log.constant is not None:
                 self._context = compiled.step.context
 
@@ -220,13 +220,13 @@ def _alike(dag: TrainingDAG, number: Callable[[Logged], Any]) -> set[str]:
 
 
 def _value(
-    log: Logged, places: Sequence[slice], kept: Mapping[str, torch.dtype], wide: torch.dtype
+    log: Logged, slices: Sequence[slice], kept: Mapping[str, torch.dtype], wide: torch.dtype
 ) -> Callable[[StepResult], Any]:
     """Return a function that computes the logged value from the result of the step.
 
     Args:
         log: The log call.
-        places: For each value from which the logged value is computed, its slice of `StepResult.metrics`.
+        slices: For each value from which the logged value is computed, its slice of `StepResult.metrics`.
         kept: Name of a value of the step -> the dtype in which Lightning keeps it.
         wide: The dtype in which Lightning keeps values that are neither float32 nor float64.
     """
@@ -234,11 +234,11 @@ def _value(
     if constant is not None:
         return lambda result: constant() if callable(constant) else constant
     if computed is None:
-        (place,), dtype = (x.start for x in places), kept[log.name]
-        return lambda result: result.metrics[place].to(dtype)
+        (index,), dtype = (x.start for x in slices), kept[log.name]
+        return lambda result: result.metrics[index].to(dtype)
 
     def value(result: StepResult) -> torch.Tensor:
-        made = computed.of([result.metrics[place] for place in places])
+        made = computed.of([result.metrics[part] for part in slices])
         return made if made.dtype in (torch.float32, torch.float64) else made.to(wide)
 
     return value

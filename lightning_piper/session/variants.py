@@ -51,11 +51,11 @@ class Variants:
         """Return the capture for this kind of batch whose guards hold; None if there is no such capture. The
         capture that was used last is checked first."""
         known = self._known.get(kind, [])
-        for place, (number, compiled) in enumerate(known):
+        for index, (number, compiled) in enumerate(known):
             if compiled.step.reads.hold():
                 self.number = number
-                if place:
-                    known.insert(0, known.pop(place))
+                if index:
+                    known.insert(0, known.pop(index))
                 return compiled
         self.number = -1
         return None

@@ -319,7 +319,7 @@ def _number_of_processes(compiled: Compiled) -> Iterator[str]:
             return
 
 
-def check_memory(compiled: Compiled, batch: Any) -> None:
+def check_batch_writes(compiled: Compiled, batch: Any) -> None:
     """Check that a step does not write into a tensor of its batch that shares memory with another tensor of
     the batch.
 

@@ -44,12 +44,12 @@ class SharedBandwidth(NamedTuple):
     Attributes:
         devices: The number of consecutive devices that share the bandwidth.
         bandwidth: Bytes per second in each direction, for all of these devices together.
-        alone: The bytes per second that one of them reaches while the other devices are idle.
+        single: The bytes per second that one of them reaches while the other devices are idle.
     """
 
     devices: int
     bandwidth: Number
-    alone: Number
+    single: Number
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class Hardware:
         while the other devices are idle."""
         count, link = self.links[level]
         shared = self.shared[level] if self.shared else None
-        return count, link if shared is None else Link(link.latency, shared.alone)
+        return count, link if shared is None else Link(link.latency, shared.single)
 
     def _ring(self, members: tuple[int, ...]) -> Link | HierarchicalRing:
         """Return the links of a group. A node is a set of devices that the next nearer link joins. If the
@@ -307,9 +307,9 @@ def _shared_link(where: str, content: Any) -> tuple[int, Link, SharedBandwidth |
             "[PIPER-T002]"
         )
     bandwidth = _number(within, "bandwidth", content["shared"]["bandwidth"])
-    alone = min(link.bandwidth, bandwidth)
+    single = min(link.bandwidth, bandwidth)
     each = bandwidth if devices == 1 else bandwidth / devices
-    return n, Link(link.latency, min(alone, each)), SharedBandwidth(devices, bandwidth, alone)
+    return n, Link(link.latency, min(single, each)), SharedBandwidth(devices, bandwidth, single)
 
 
 def _link(

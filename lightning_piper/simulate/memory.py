@@ -278,8 +278,8 @@ class _PassMemory:
         ]
         params = run.params or (None,) * len(interface.params)
         state = run.state or (None,) * len(interface.state)
-        for place in (*params, *(None,) * len(interface.buffers), *state):
-            self._arguments.append(None if place is None else read[place[0]][place[1]])
+        for source in (*params, *(None,) * len(interface.buffers), *state):
+            self._arguments.append(None if source is None else read[source[0]][source[1]])
         # The remaining arguments are the batch and the gradients of the loss, which have no storage here.
         self._arguments += [None] * (len(code.inputs) - len(self._arguments))
         self._made: dict[int, _Storage] = {}

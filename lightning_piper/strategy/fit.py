@@ -33,7 +33,7 @@ from lightning_piper.session.eager.eager_replicas import why_not
 from lightning_piper.session.eager.partial_capture import InPart
 from lightning_piper.session.eager.standalone_module import Standalone
 from lightning_piper.session.evaluation import Evaluation
-from lightning_piper.session.hook_code import changes_gradients_of_each_batch
+from lightning_piper.session.hook_code import hooks_may_use_gradients
 from lightning_piper.session.pending_step import PendingStep
 from lightning_piper.session.process_runtime import Prepared, ProcessRuntime, check_devices
 from lightning_piper.session.programs import TRAINING, Programs
@@ -42,7 +42,7 @@ from lightning_piper.session.token_accumulation import TokenAccumulation
 from lightning_piper.session.verification import (
     LaterWarnings,
     Verify,
-    check_memory,
+    check_batch_writes,
     summary_of,
     verify_by_execution,
     warn_of_checkpointing,
@@ -118,7 +118,7 @@ class Fit:
         self._scaling = LossScaling(plugin, optimizer, self.world)  # all processes skip the same steps
         self._accumulate_gradients(accumulate)
         self._replace_clipping(plugin)
-        self._take_up(self._layout)
+        self._take_up(self._last_prepared)
         rank_zero_info(summary_of(self.program, self.report))
 
     # The steps of the constructor, in their order. All these steps are collective.
@@ -157,7 +157,7 @@ class Fit:
         """Check that the program may run on these devices, and that the step does not write into memory that
         two tensors of the batch share. Warn of gradient checkpointing, which would save no memory."""
         check(self.program)
-        check_memory(self.program, batch)
+        check_batch_writes(self.program, batch)
         warn_of_checkpointing(self.program, self._module, self.world)
         if not self.before.settings.local:
             check_devices(self.program, self.world)
@@ -182,8 +182,7 @@ class Fit:
             trim()
         self._runtime.bind(first, self.ownership)
         self.programs.distributed_by(first.dag)
-        # The program that ran last.
-        self._layout = self.programs.prepare(TRAINING, self._batch_spec, first)
+        self._last_prepared = self.programs.prepare(TRAINING, self._batch_spec, first)
         self._identities = TensorBinding(module, self.ownership)
 
     def _prepare_evaluation(self) -> Evaluation | None:
@@ -200,12 +199,14 @@ class Fit:
     def _check_earlier_programs(self) -> None:
         """Check that the evaluation programs from before the fit can also run on the distributed module."""
         for program in [*self.before.programs, *self.before.evaluation.programs]:
-            self._runtime.check_held(program, alone=True)
+            self._runtime.check_held(program, before_fit=True)
 
     def _receive_gradients(self) -> None:
         """Prepare autograd to receive the gradients of a step."""
         self._injection = GradientInjection(
-            self.ownership.owned_params, self.world.device, absent(self.ownership, self._layout.trained)
+            self.ownership.owned_params,
+            self.world.device,
+            absent(self.ownership, self._last_prepared.trained),
         )
         self._factor = self._injection.factor
         self._epoch = -1
@@ -228,13 +229,13 @@ class Fit:
         self._tokens = (
             TokenAccumulation(self.world, self.ownership, local) if accumulate == "tokens" else None
         )
-        seen = self.world.decide(changes_gradients_of_each_batch(self._module), all=False)
+        seen = self.world.decide(hooks_may_use_gradients(self._module), all=False)
         self._keeps_back = self._tokens is not None or not seen
 
     def _replace_clipping(self, plugin: Precision) -> None:
         """Make gradient norms and clipping use the gradients of all processes."""
         self._norms = GlobalNorms(
-            self.optimizer, self.ownership, self._layout.trained, self.world, self._injection.keeps
+            self.optimizer, self.ownership, self._last_prepared.trained, self.world, self._injection.keeps
         )
         self._clipping = Clipping(plugin, self._norms, self.world)
 
@@ -262,7 +263,7 @@ class Fit:
     def _take_up(self, layout: Prepared) -> None:
         """Make `layout` the current program, so that gradients go to the parameters that this program trains.
         All processes switch together."""
-        self._layout = layout
+        self._last_prepared = layout
         self._in_parts = self.world.size > 1 and not self.ownership.tensor_map.is_replicated
         self._holder_exchange = HolderExchange(layout.compiled.dag, self.ownership, self.world)
         self._injection.hold(self.ownership.owned_params, absent(self.ownership, layout.trained))
@@ -433,7 +434,7 @@ class Fit:
             variants.ran(prepared.compiled, pending.first)
         if self.recording is not None:
             self.recording.before(prepared)
-        if self._may_keep and prepared.plans != self._layout.plans:
+        if self._may_keep and prepared.plans != self._last_prepared.plans:
             self._sum_kept()
         self.ownership.refresh()
         factor, pending.closing = self._weight_of_batch(prepared.compiled, pending.last)
@@ -450,7 +451,7 @@ class Fit:
             self._batch_spec,
             pending.captured,
             agreed.apart,
-            alone=not agreed.together,
+            collective=agreed.together,
             changed=pending.changed,
         )
         self._claim(compiled, pending.captured is None, agreed.together)
@@ -469,7 +470,7 @@ class Fit:
     def _follow(self, prepared: Prepared, result: StepResult) -> None:
         """Make the program that ran the current one. Send gradients and changed buffers to processes that
         hold the parameter or buffer but do not use it in this program. Collective."""
-        if prepared.trained != self._layout.trained or prepared.plans != self._layout.plans:
+        if prepared.trained != self._last_prepared.trained or prepared.plans != self._last_prepared.plans:
             self._take_up(prepared)
         self._holder_exchange.exchange(result.grads)
         if not self._in_accumulation:
@@ -568,7 +569,7 @@ class Fit:
                 rank_zero_info(told)
             self.ownership.end()
         self.programs.clear()
-        vars(self).pop("_layout", None)  # it also holds executors
+        vars(self).pop("_last_prepared", None)  # it also holds executors
         if self.evaluation is not None:
             self.evaluation.close(failed)
         self._runtime.close(failed)

@@ -193,7 +193,7 @@ def _replicas(draw: Draw, case: Case, head: list[Directive]) -> list[Directive]:
     if any("MB" in p.filter for p in places) or draw(st.booleans()):
         return [Replicate(filter={}, devices=groups, bucket_size=draw(sizes), **options)]
     backward = [p for p in places if p.filter.get("PASS", "B") == "B"]
-    alone = not any(
+    untied = not any(
         case.spec.blocks.count(kind) > 1 for kind in ("tied", "gathered")
     )  # they share a parameter
     return [
@@ -201,7 +201,7 @@ def _replicas(draw: Draw, case: Case, head: list[Directive]) -> list[Directive]:
             filter=p.filter,
             devices=p.devices,
             bucket_size=draw(sizes),
-            **(draw(zero_stages) if alone else options),
+            **(draw(zero_stages) if untied else options),
         )
         for p in draw(st.permutations(backward))
     ]

@@ -147,12 +147,12 @@ class _SliceRun:
                 recorder.run(*inputs, *fixed, *batch)
             self.recorders[region.index] = recorder
 
-    def place(self, region: int, output: int) -> int:
+    def index_of(self, region: int, output: int) -> int:
         """Return the index of an output among all tensors that the region's forward pass makes."""
         return sum(len(specs) for specs in self.code.code[region, "F"].outputs[:output])
 
     def output(self, region: int, output: int) -> torch.Tensor:
-        return self.recorders[region].results[self.place(region, output)]
+        return self.recorders[region].results[self.index_of(region, output)]
 
     def results(self, region: int) -> Sequence[Node]:
         return self.recorders[region].order[-1].args[0]  # type: ignore[return-value]
@@ -180,7 +180,7 @@ class _SliceRuns:
         for region in self._whole.recorders:
             for i, output in enumerate(code.interfaces[region, "F"].outputs):
                 if output.exchange or (output.term is not None and code.terms[output.term].folds == "sum"):
-                    yield region, self._whole.results(region)[self._whole.place(region, i)]
+                    yield region, self._whole.results(region)[self._whole.index_of(region, i)]
 
     def distance(self, region: int, node: Node) -> float:
         """Return the distance between the slices' results and the whole batch's result. It is 0 if the
@@ -223,11 +223,11 @@ class _SliceRuns:
         if node.op != "placeholder":
             return [(region, made) for made in node.all_input_nodes]
         inputs = self._whole.code.interfaces[region, "F"].inputs
-        place = self._whole.recorders[region].order.index(node)
-        if place >= len(inputs) or self._whole.code.interfaces[inputs[place][0], "F"].random:
+        index = self._whole.recorders[region].order.index(node)
+        if index >= len(inputs) or self._whole.code.interfaces[inputs[index][0], "F"].random:
             return []
-        source, _, i = inputs[place]
-        return [(source, self._whole.results(source)[self._whole.place(source, i)])]
+        source, _, i = inputs[index]
+        return [(source, self._whole.results(source)[self._whole.index_of(source, i)])]
 
     def moved(self, region: int, seen: set[tuple[int, Node]]) -> float:
         """Return the largest distance among the region's results that the search visited."""

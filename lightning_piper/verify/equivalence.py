@@ -134,8 +134,8 @@ class _Runner:
         """
         assert self._last is not None
         outcome, moved = self._last
-        alone, moved = self.single(self._whole), _larger(self.rounding(self._whole), moved)
-        found, code = compare(alone, outcome, moved), self.step.at(self.step.size)
+        single, moved = self.single(self._whole), _larger(self.rounding(self._whole), moved)
+        found, code = compare(single, outcome, moved), self.step.at(self.step.size)
         cut = any(len(parts) > 1 for parts in dag.slices().values())
         nonlinear = (
             [f"{code.nonlinear}, which is not linear in the gradient of the loss"]
@@ -152,7 +152,7 @@ class _Runner:
         if not causes and code.meet is not None:  # `couplings` has only forward operations
             causes = [code.meet]
         if not causes:
-            found = self._compared(alone, outcome, moved)
+            found = self._compared(single, outcome, moved)
         return found, tuple(dict.fromkeys(causes)), couplings
 
     def _compared(self, expected: Outcome, found: Outcome, moved: Mapping[str, float]) -> Comparison:

@@ -50,11 +50,11 @@ def interpret(
             read = [i for i in range(len(node.outputs)) if (node_id, i) in readers]
             made = made_by(run, node, read)
             for i in read:
-                for place in run.places:
-                    run.values[(node_id, i), place] = made[place][i]
+                for group_rank in run.group_ranks:
+                    run.values[(node_id, i), group_rank] = made[group_rank][i]
             for ref in node.reads:
                 readers[ref] -= 1
                 if not readers[ref]:
-                    for place in run.places:
-                        del run.values[ref, place]
+                    for group_rank in run.group_ranks:
+                        del run.values[ref, group_rank]
     return Outcome(run.metrics, run.grads, run.buffers, run.results, run.slack, tuple(run.approximate))

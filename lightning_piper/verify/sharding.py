@@ -148,7 +148,7 @@ def shards(facts: Facts, updated: Updates) -> Iterable[str]:
                     yield f"{facts.at(chunk)} gathers {name} from other shards than the optimizer updates"
 
 
-def places(facts: Facts) -> Iterable[str]:
+def group_ranks(facts: Facts) -> Iterable[str]:
     """Yield a problem for each device that has different ranks in its groups, and for each node that has more
     or fewer devices than the mesh. The local batch and the shards of a device depend on its rank.
     """
@@ -159,11 +159,11 @@ def places(facts: Facts) -> Iterable[str]:
         if node.everywhere or id(node.devices) in seen:
             continue
         seen.add(id(node.devices))
-        if len(node.devices) != len(dag.mesh.places):
+        if len(node.devices) != len(dag.mesh.group_ranks):
             members = (
                 f"{dag.replicas} replicas"
                 if not dag.member_axes
-                else f"{len(dag.mesh.places)} places ({dag.mesh})"
+                else f"{len(dag.mesh.group_ranks)} group ranks ({dag.mesh})"
             )
             yield f"{facts.at(node)} has {len(node.devices)} devices, and there are {members}"
         for index, device in enumerate(node.devices):

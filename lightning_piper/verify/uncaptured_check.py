@@ -71,9 +71,9 @@ def verify_executed(
             f"Piper can run a step uncaptured only if the program replicates the whole step; {error}"
         )
         raise why from None
-    alone = _outcome(runs.of(0, 1))
-    moved = movement(alone, [_outcome(runs.of(0, 1, nudge)) for nudge in range(1, PERTURBATIONS + 1)])
-    whole = compare(alone, passes.last, moved)
+    single = _outcome(runs.of(0, 1))
+    moved = movement(single, [_outcome(runs.of(0, 1, nudge)) for nudge in range(1, PERTURBATIONS + 1)])
+    whole = compare(single, passes.last, moved)
     return Report(tuple(passes.rows), whole, executed=f"the step is not captured: {why}")
 
 

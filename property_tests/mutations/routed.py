@@ -71,7 +71,7 @@ def _with_counts_of(dag: TrainingDAG, other: Callable[[AllToAll, AllToAll], bool
 def _other_order(dag: TrainingDAG) -> Iterable[object]:
     """Sent by one group, back in the order of another."""
     for node in _moves(dag, "combine"):
-        dag.change(node, mesh=dataclasses.replace(node.mesh, places=node.mesh.places[::-1]))
+        dag.change(node, mesh=dataclasses.replace(node.mesh, group_ranks=node.mesh.group_ranks[::-1]))
         yield node
 
 
@@ -85,7 +85,7 @@ def _retyped(dag: TrainingDAG) -> Iterable[object]:
 def _owned_twice(dag: TrainingDAG) -> Iterable[object]:
     for region, mesh in dag.meshes.items():
         lines = mesh.lines(mesh.axes[-1])
-        dag.meshes[region] = dataclasses.replace(mesh, places=lines[0] * len(lines))
+        dag.meshes[region] = dataclasses.replace(mesh, group_ranks=lines[0] * len(lines))
         yield region
 
 
@@ -180,7 +180,7 @@ _rewrite_bug("experts' sums unfinished", "an owner's sum is passed off as a part
 def _experts_summed_over_all(original: Function, seeded: Seeded) -> Function:
     def buckets_of(params: Any, size: int, mesh: Mesh, **about: Any) -> Any:
         seeded.hit()
-        return original(params, size, Mesh.flat(len(mesh.places)), **about)
+        return original(params, size, Mesh.flat(len(mesh.group_ranks)), **about)
 
     return buckets_of
 

@@ -163,13 +163,13 @@ def summed_over_members(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         TrainingDAG,
         "mesh_of",
-        lambda dag, name: dag.mesh if name in dag.divided else Mesh.flat(len(dag.mesh.places)),
+        lambda dag, name: dag.mesh if name in dag.divided else Mesh.flat(len(dag.mesh.group_ranks)),
     )
 
 
 def counted_by_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each member report the loss."""
-    monkeypatch.setattr(metrics, "counts", lambda dag, place: True)
+    monkeypatch.setattr(metrics, "counts", lambda dag, group_rank: True)
 
 
 def shifted_too_far(monkeypatch: pytest.MonkeyPatch) -> None:

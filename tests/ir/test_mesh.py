@@ -17,20 +17,24 @@ quick = settings(max_examples=60, derandomize=True, deadline=None, database=None
 @given(st.data(), st.lists(st.integers(1, 4), min_size=1, max_size=3))
 def test_lines_join_the_places_that_differ_in_one_coordinate(data: st.DataObject, shape: list[int]) -> None:
     axes = [DATA, "a", "b"][: len(shape)]
-    places = data.draw(st.permutations(range(int(np.prod(shape)))))
-    mesh = Mesh(tuple(axes), tuple(shape), tuple(places))
-    at = dict(zip(places, itertools.product(*map(range, shape)), strict=True))
+    group_ranks = data.draw(st.permutations(range(int(np.prod(shape)))))
+    mesh = Mesh(tuple(axes), tuple(shape), tuple(group_ranks))
+    at = dict(zip(group_ranks, itertools.product(*map(range, shape)), strict=True))
     for i, axis in enumerate(axes):
-        assert sorted(place for line in mesh.lines(axis) for place in line) == sorted(places)
-        for place in places:
-            others = [q for q in places if all(at[q][j] == at[place][j] for j in range(len(shape)) if j != i)]
-            assert mesh.line(axis, place) == tuple(sorted(others, key=lambda q: at[q][i]))
-    parts = {place: mesh.part(place, axes[1:]) for place in places}
-    assert set(parts.values()) == set(range(mesh.parts)) and mesh.parts * mesh.size(DATA) == len(places)
-    assert all((parts[p] == parts[q]) == (at[p][1:] == at[q][1:]) for p in places for q in places)
+        assert sorted(group_rank for line in mesh.lines(axis) for group_rank in line) == sorted(group_ranks)
+        for group_rank in group_ranks:
+            others = [
+                q
+                for q in group_ranks
+                if all(at[q][j] == at[group_rank][j] for j in range(len(shape)) if j != i)
+            ]
+            assert mesh.line(axis, group_rank) == tuple(sorted(others, key=lambda q: at[q][i]))
+    parts = {group_rank: mesh.part(group_rank, axes[1:]) for group_rank in group_ranks}
+    assert set(parts.values()) == set(range(mesh.parts)) and mesh.parts * mesh.size(DATA) == len(group_ranks)
+    assert all((parts[p] == parts[q]) == (at[p][1:] == at[q][1:]) for p in group_ranks for q in group_ranks)
     for block in mesh.blocks(axes[1:]):
-        assert [parts[place] for place in block] == list(range(mesh.parts)) and len(
-            {at[place][0] for place in block}
+        assert [parts[group_rank] for group_rank in block] == list(range(mesh.parts)) and len(
+            {at[group_rank][0] for group_rank in block}
         ) == 1
 
 

@@ -39,7 +39,7 @@ def check(facts: ops.Facts, node: Clone) -> Iterable[str]:
 
 
 def reference(run: ops.Reference, node: Clone) -> Any:
-    return [[[x.clone() for x in run.values[node.inputs[0], replica]]] for replica in run.places]
+    return [[[x.clone() for x in run.values[node.inputs[0], replica]]] for replica in run.group_ranks]
 
 
 def lower(plan: ops.Planning, node: Clone) -> None:

@@ -40,7 +40,9 @@ class LineSum(Node):
     lines: tuple[tuple[int, ...], ...]
 
     def members(self, replica: int) -> tuple[int, ...]:
-        return tuple(self.devices[place] for line in self.lines if replica in line for place in line)
+        return tuple(
+            self.devices[group_rank] for line in self.lines if replica in line for group_rank in line
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,8 +58,10 @@ def check(facts: ops.Facts, node: LineSum) -> Iterable[str]:
 
 
 def reference(run: ops.Reference, node: LineSum) -> list[list[list[torch.Tensor]]]:
-    lines = {place: line for line in node.lines for place in line}
-    return [[sum_in_order([run.values[node.inputs[0], r] for r in lines[replica]])] for replica in run.places]
+    lines = {group_rank: line for line in node.lines for group_rank in line}
+    return [
+        [sum_in_order([run.values[node.inputs[0], r] for r in lines[replica]])] for replica in run.group_ranks
+    ]
 
 
 def lower(plan: ops.Planning, node: LineSum) -> None:
@@ -188,13 +192,13 @@ NAME = f"{__name__}.LineSum"
             "interpret",
             lambda *on: reference(*on)[:1],
             VerificationError,
-            "place 1, output 0; let them return one for each of 4",
+            "group rank 1, output 0; let them return one for each of 4",
         ),
         (
             "interpret",
             lambda *on: reference(*on)[0],
             VerificationError,
-            "give no list of tensors for place 0",
+            "give no list of tensors for group rank 0",
         ),
         (
             "lower",

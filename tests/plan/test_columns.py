@@ -75,7 +75,7 @@ def named(plan: Plan, column: tuple[int, ...], plans: Plans) -> list[dict[str, A
 def test_columns_are_images_of_each_other_and_need_no_other_column(world: str) -> None:
     dag = WORLDS[world]()
     found, plans = columns_of(dag), compile_plans(dag)
-    assert found.alike and len(found.columns) == len(dag.mesh.places) > 1
+    assert found.alike and len(found.columns) == len(dag.mesh.group_ranks) > 1
     first = found.columns[0]
     for column in found.columns:
         for device, like in zip(column, first, strict=True):
@@ -147,7 +147,7 @@ def test_operations_that_may_differ_from_place_to_place_are_checked_at_each() ->
 def test_plans_between_which_messages_go_are_made_together() -> None:
     """Where an operation of somebody else sends to another place."""
     dag = pipeline("mlp", 2, 2)
-    apart = Columns(((0,), (1,)), True, columns_of(dag).place)
+    apart = Columns(((0,), (1,)), True, columns_of(dag).group_rank_of)
     with mock.patch("lightning_piper.plan.compilation.columns_of", lambda dag: apart):
         plans = compile_plans(dag)
     assert dict(plans) == dict(compile_plans(dag)) and len(plans.representatives) == 2
@@ -164,6 +164,6 @@ def test_only_the_plans_that_are_asked_for_are_made() -> None:
 
     with mock.patch.object(Plans, "_make", counted):
         plans = compile_plans(zero3(), 1)
-        assert plans[1].place == 1 and len(plans) == 4 and made == [{1, 3}]
+        assert plans[1].group_rank == 1 and len(plans) == 4 and made == [{1, 3}]
         assert plans.place_of(2) == 0 and plans[0].device == 0 and made == [{1, 3}, {0, 2}]
     assert set(plans.representatives) == {1, 3} and plans.image(0) == 1

@@ -14,7 +14,7 @@ from lightning.pytorch import callbacks as cb
 from lightning.pytorch.utilities import grad_norm
 from torch.nn.utils import clip_grad_value_ as clip
 
-from lightning_piper.session.hook_code import changes_gradients_of_each_batch
+from lightning_piper.session.hook_code import hooks_may_use_gradients
 from tests.strategy.models import MLP
 
 
@@ -95,4 +95,4 @@ class Hooked(MLP):
 ])  # fmt: skip
 def test_gradients_of_each_batch(looks, module, callbacks):
     module.trainer = L.Trainer(callbacks=callbacks, accelerator="cpu", logger=False)
-    assert changes_gradients_of_each_batch(module) == looks
+    assert hooks_may_use_gradients(module) == looks

@@ -133,13 +133,13 @@ class _RowTrial:
     def kind(self) -> Any:
         """Return a key that is equal for passes with the same operations on inputs of the same shapes and
         dtypes. Two equal layers have such passes."""
-        place = {node: str(i) for i, node in enumerate(self._code.graph.nodes)}
+        index_of = {node: str(i) for i, node in enumerate(self._code.graph.nodes)}
         nodes = [
             (
                 "" if node.op == "placeholder" else str(node.target),
-                str(map_arg((node.args, node.kwargs), place.__getitem__)),
+                str(map_arg((node.args, node.kwargs), index_of.__getitem__)),
             )
-            for node in place
+            for node in index_of
         ]
         specs = [None if x is None else (x.shape, x.dtype) for x in (*self._arriving, *self._specs)]
         return str((nodes, specs, self._interface.arrives, self._interface.leaves, self._here))
@@ -162,14 +162,14 @@ class _RowTrial:
         choices = _arrangements(self._each, self._even)
         for k in range(len(choices)):
             chosen = [choices[(k + e) % len(choices)] for e in range(self._here)]
-            places = [
+            indices = [
                 [i if i == NEW else e * self._each + i for i in taken] for e, (taken, _) in enumerate(chosen)
             ]
             sizes = torch.tensor([size for taken, size in chosen for _ in taken])
-            source = torch.tensor([i for taken in places for i in taken])
+            source = torch.tensor([i for taken in indices for i in taken])
             arranged = [None if x is None else self._arranged(x, source, sizes) for x in rows]
             kept = (source != NEW).nonzero().squeeze(1)
-            for a, b, explained in zip(before, self._run(arranged, places, fixed), rounding, strict=True):
+            for a, b, explained in zip(before, self._run(arranged, indices, fixed), rounding, strict=True):
                 a, b = a[source[kept].to(a.device)], b[kept.to(b.device)]
                 eps = torch.finfo(a.dtype).eps * _largest(a, b) if a.is_floating_point() else 0.0
                 if not _distance(a, b) <= ALLOWANCE * max(explained, eps):
@@ -202,20 +202,20 @@ class _RowTrial:
         return made
 
     def _run(
-        self, rows: Sequence[torch.Tensor | None], places: Sequence[Sequence[int]], fixed: list[torch.Tensor]
+        self, rows: Sequence[torch.Tensor | None], indices: Sequence[Sequence[int]], fixed: list[torch.Tensor]
     ) -> list[torch.Tensor]:
         """Run the pass without gradients. Return each output that goes to `combine`, with one row for each
         given row. Other outputs are dropped.
 
         Args:
             rows: for each input, its rows of all experts, sorted by expert. None for an input with counts.
-            places: for each expert, the indices of its rows. Only the number of indices is used.
+            indices: for each expert, the indices of its rows. Only the number of indices is used.
             fixed: values of the pass's parameters and buffers.
 
         Raises:
             CaptureError: the code fails on these rows, or returns another number of rows.
         """
-        lengths = [len(taken) for taken in places]
+        lengths = [len(taken) for taken in indices]
         inputs = [
             _counts(lengths, fixed) if x is None else x.unflatten(0, (self._here, -1)) if self._even else x
             for x in rows
@@ -271,9 +271,9 @@ def _made_up(specs: Sequence[torch.Tensor], here: int) -> list[torch.Tensor]:
             needed = len(specs) + max(total for total, _ in extents)
             few = torch.rand(4099, generator=torch.Generator().manual_seed(1)).add(0.5).div(width**0.5)
             pools[key] = few.to(spec.device, spec.dtype).repeat(needed // 4099 + 1)
-    places = enumerate(zip(specs, extents, strict=True))
+    tensors = enumerate(zip(specs, extents, strict=True))
     return [
-        pools[spec.dtype, spec.device].as_strided(spec.shape, stride, i) for i, (spec, (_, stride)) in places
+        pools[spec.dtype, spec.device].as_strided(spec.shape, stride, i) for i, (spec, (_, stride)) in tensors
     ]
 
 

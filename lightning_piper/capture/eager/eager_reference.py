@@ -73,7 +73,7 @@ def run_eagerly(
         if n in step.params
     }
     buffers = {n: x.detach().clone() for n, x in tensors.items() if n in step.buffers}
-    wrapper = step.alone()
+    wrapper = step.uncaptured()
     wrapper.batch_idx = step.reads.history.batch_idx
     in_tensors = {log.name for log in step.at(step.size).logs if log.constant is None}
     values: dict[str, list[torch.Tensor]] = {}

@@ -113,8 +113,10 @@ class ModuleCallLog:
         found = []
         for call, made in zip(self.calls, self._made, strict=True):
             if call.tags if tagged else call.marks:
-                alone = bool(made) and all(id(x) in self._handed and id(x) not in self._read for x in made)
-                found.append(ModuleCall(call.key, call.tags, call.marks, call.has, alone))
+                handed_on = bool(made) and all(
+                    id(x) in self._handed and id(x) not in self._read for x in made
+                )
+                found.append(ModuleCall(call.key, call.tags, call.marks, call.has, handed_on))
         return found
 
     @contextlib.contextmanager

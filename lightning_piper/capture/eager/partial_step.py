@@ -85,7 +85,7 @@ class PartlyCaptured(CapturedStep):
         )
         return f"training_step runs uncaptured, except {', '.join(called)}"
 
-    def alone(self) -> TracedStep:
+    def uncaptured(self) -> TracedStep:
         return _WholeStep(self.module, self.batch_spec, self.context)
 
     @property
@@ -156,7 +156,7 @@ def _refuse_changed_buffers(traced: TracedGraph) -> None:
 
 class _WholeStep(TracedStep):
     """The step as one device runs it, including code that cannot be captured. It returns the loss only, and
-    calls of `self.log` have no effect. `PartlyCaptured.alone` returns it."""
+    calls of `self.log` have no effect. `PartlyCaptured.uncaptured` returns it."""
 
     keeps = False
 

@@ -142,7 +142,7 @@ def _graph(digest: str, own: torch.device, trace: Callable[[], Graph], same: Cal
     content = _known.get(name) or cache.read(path)
     graph = _read(content, own)
     if graph is None and content != REFUSED:
-        with cache.alone(path):  # other processes wait, and then read the graph that this process writes
+        with cache.exclusive(path):  # other processes wait, and then read the graph that this process writes
             content = cache.read(path)
             graph = _read(content, own)
             if graph is None and content != REFUSED:

@@ -119,12 +119,12 @@ class GraphBuilder:
         nodes = {id(x): self._node(x) for x in leaves if isinstance(x, torch.Tensor)}
         target = self._without_change(function, args, kwargs) if function._schema.is_mutable else function
         target = aten.lift_fresh_copy.default if target is aten.lift_fresh.default else target
-        places, names = _torch.tree_map(
+        arguments, named = _torch.tree_map(
             lambda x: nodes[id(x)] if isinstance(x, torch.Tensor) else x,
             _without_defaults(function, args, kwargs),
         )
         name = self._graph._target_to_str(target.overloadpacket.__name__)
-        node = self._graph.create_node("call_function", target, places, names, name)
+        node = self._graph.create_node("call_function", target, arguments, named, name)
         self._mark(node, made)
         if function._schema.is_mutable:
             # The new node is the value of every tensor that shares the changed memory.
@@ -254,12 +254,12 @@ def _without_defaults(
     wherever possible."""
     arguments = function._schema.arguments
     placed, named = list(args), dict(kwargs)
-    by_place = [x for x in arguments if not x.kwarg_only]
-    for x in by_place[len(placed) :]:
+    by_position = [x for x in arguments if not x.kwarg_only]
+    for x in by_position[len(placed) :]:
         if x.name not in named and not x.has_default_value():
             break
         placed.append(named.pop(x.name, x.default_value))
-    while placed and _is_default(by_place[len(placed) - 1], placed[-1]):
+    while placed and _is_default(by_position[len(placed) - 1], placed[-1]):
         placed.pop()
     return tuple(placed), {
         x.name: named[x.name] for x in arguments if x.name in named and not _is_default(x, named[x.name])

@@ -148,8 +148,8 @@ def differentiates_joined(
         # operations have none. Such a node, and the gradient of a shared node, belongs to the joined part if
         # all its inputs from the backward pass do.
         own = None if merges else first.get(_torch.sequence_number(node))
-        alone = own is None or own in shared
-        if own in joined or (alone and inputs and all(x in found for x in inputs)):
+        follows = own is None or own in shared
+        if own in joined or (follows and inputs and all(x in found for x in inputs)):
             found.add(node)
     return found
 
@@ -226,8 +226,8 @@ def _plain(graph: torch.fx.Graph, joined: Collection[Node]) -> set[Node]:
                 found.add(node)
             continue
         forward = node.op == "call_function" and not _torch.is_backward(node) and node not in joined
-        alone = node.target not in (GATHER, TOTAL) and not _torch.is_random(node)
-        if forward and alone and all(x in found for x in node.all_input_nodes):
+        repeatable = node.target not in (GATHER, TOTAL) and not _torch.is_random(node)
+        if forward and repeatable and all(x in found for x in node.all_input_nodes):
             found.add(node)
     return found
 

@@ -160,8 +160,8 @@ def _flattens(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
 
 
 def _operand(node: Node) -> Any:
-    place = _KEEP.get(node.target, 0)
-    return node.args[place] if place < len(node.args) else None
+    position = _KEEP.get(node.target, 0)
+    return node.args[position] if position < len(node.args) else None
 
 
 def shape_of(node: Any) -> tuple[int, ...]:

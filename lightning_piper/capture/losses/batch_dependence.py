@@ -85,13 +85,13 @@ class BatchDependence:
             return any(map(self.has_rows, node.all_input_nodes))
         return True  # without evidence, assume that the samples are not reduced
 
-    def number(self, value: Any, node: Node, place: int | str | None) -> Expression | None:
+    def number(self, value: Any, node: Node, position: int | str | None) -> Expression | None:
         """Return a number in the step as an expression of the number of samples.
 
         Args:
             value: the number.
             node: the node that has the number as an argument, or that made a tensor of it.
-            place: the position of the argument, or the name of a keyword argument; None for a tensor.
+            position: the position of the argument, or the name of a keyword argument; None for a tensor.
 
         Returns:
             With n samples: a constant, a multiple of n, a constant over n, n plus an integer, or the inverse
@@ -107,10 +107,10 @@ class BatchDependence:
         if other is None:
             return None if self._beside is not None else ConstantExpression(value)
         # `there`: the number in the trace at another size.
-        if place is None:
+        if position is None:
             there: Any = self.number_in(other, self._there)
         else:
-            there = other.kwargs.get(place) if isinstance(place, str) else other.args[place]
+            there = other.kwargs.get(position) if isinstance(position, str) else other.args[position]
         if there == value:
             return ConstantExpression(value)
         if not isinstance(there, int | float):
@@ -234,20 +234,20 @@ class BatchDependence:
                 continue
             self._unscaled.add(node)
             stack += node.all_input_nodes
-            for place, value in enumerate(node.args[:2] if node.target in MULTIPLIED | DIVIDED else ()):
-                if self._may_follow(value, node, place):
+            for position, value in enumerate(node.args[:2] if node.target in MULTIPLIED | DIVIDED else ()):
+                if self._may_follow(value, node, position):
                     self._unscaled.clear()
                     return True
         return False
 
-    def _may_follow(self, value: Any, node: Node, place: int) -> bool:
+    def _may_follow(self, value: Any, node: Node, position: int) -> bool:
         """Return whether `value` may depend on the number of samples, as far as the traces show. It is a
-        factor or divisor of `node`, at the position `place` of the arguments."""
+        factor or divisor of `node`, at the position `position` of the arguments."""
         made = self.number_in(value, self.graph) if isinstance(value, Node) else value
         if not isinstance(made, int | float):
             return False
         if not isinstance(
-            self.number(made, node, None if isinstance(value, Node) else place), ConstantExpression
+            self.number(made, node, None if isinstance(value, Node) else position), ConstantExpression
         ):
             return True
         return self._is_of_size(made) and self._beside is None

@@ -83,9 +83,9 @@ def cross_sample_operations(graph: torch.fx.Graph, size: int) -> tuple[Places, P
     if size == 1:
         return {}, {}
     followed = _SampleDependence(graph, size)
-    for place, node in enumerate(graph.nodes):
+    for position, node in enumerate(graph.nodes):
         if node.op != "output":
-            followed.enter(place, node)
+            followed.enter(position, node)
     # Experts return rows in the order from before the sort, so a sort for a dispatch mixes no samples. The
     # analysis does not follow the order of rows, so leave such sorts out.
     return {node: at for node, at in followed.found.items() if not _sorts_for_experts(node)}, followed.curved
@@ -126,8 +126,8 @@ class _SampleDependence:
         # rules
         self._rules: dict[object, list[Rule]] = {}
 
-    def enter(self, place: int, node: Node) -> None:
-        """Set the state of a node, whose position in the graph is `place`. Its inputs must already have
+    def enter(self, position: int, node: Node) -> None:
+        """Set the state of a node, whose position in the graph is `position`. Its inputs must already have
         states."""
         if node.op == "placeholder":
             self.held[node] = (Sharded(0) if node in self._shown else R,)
@@ -142,9 +142,9 @@ class _SampleDependence:
             if source in self.beside:
                 self.beside.add(node)
         else:
-            self.held[node] = self._made(place, node)
+            self.held[node] = self._made(position, node)
 
-    def _made(self, place: int, node: Node) -> Held:
+    def _made(self, position: int, node: Node) -> Held:
         """Return the states of an operation's results. Record the operation in `found` if it mixes samples, in
         `curved` if it may mix samples, and in `beside` if it combines rows with a number of the whole batch."""
         inputs, backward = tensors_of(node), _torch.is_backward(node)
@@ -156,12 +156,12 @@ class _SampleDependence:
         if not any(isinstance(p, Sharded) for p in given):
             known = R if all(p == R for p in given) else None if None in given else P
             if known == P and not self._is_linear(node, inputs):
-                self.curved[node] = place
+                self.curved[node] = position
             return (known,) * results
         # A number of the whole batch is combined with rows.
         if not backward and (P in given or any(x in self.beside for x in inputs)):
             if not self._is_linear(node, inputs):
-                self.found[node] = place
+                self.found[node] = position
                 return (None,) * results
             self.beside.add(node)
             given = [R if p == P else p for p in given]
@@ -171,10 +171,10 @@ class _SampleDependence:
         if held is None and (
             _name(node) in _REDUCTIONS or all(not x.ndim for x in made_by(node) if x is not None)
         ):
-            (self.found if backward else self.curved)[node] = place
+            (self.found if backward else self.curved)[node] = position
             return (P,) * results
         if held is None:
-            self.found[node] = place
+            self.found[node] = position
             return (None,) * results
         if node.target in NLL:
             # the second result, the total weight of the labels, is left to `loss_terms.py`
@@ -198,12 +198,12 @@ class _SampleDependence:
             ):
                 # inputs that the rule wants sharded, but that hold different values for each position in the
                 # batch
-                by_place = [
+                by_position = [
                     x
                     for x, have, wanted in pairs
-                    if have != wanted and not backward and differs_by_place(x, wanted, self._constants)
+                    if have != wanted and not backward and differs_by_position(x, wanted, self._constants)
                 ]
-                return None if by_place else tuple(p or R for p in rule.outputs)
+                return None if by_position else tuple(p or R for p in rule.outputs)
         if is_kept(node, self._shown) and all(p in (R, Sharded(0)) for p in given):
             return self._seen(node)
         made = try_samples(node, given, self._size, self._constants)
@@ -217,8 +217,8 @@ class _SampleDependence:
     def _rules_for(self, node: Node, inputs: Sequence[Node], runs: frozenset[int]) -> list[Rule]:
         """Return the sharding rules of an operation. Operations with equal arguments and specs share one
         result."""
-        places = {x: i for i, x in reversed([*enumerate(inputs)])}
-        arguments = torch.fx.node.map_arg((node.args, node.kwargs), lambda x: f"%{places.get(x)}")
+        index_of = {x: i for i, x in reversed([*enumerate(inputs)])}
+        arguments = torch.fx.node.map_arg((node.args, node.kwargs), lambda x: f"%{index_of.get(x)}")
         specs = tuple(
             None if x is None else (x.shape, x.dtype)
             for x in (*(x.meta["val"] for x in inputs), *made_by(node))
@@ -263,7 +263,7 @@ def _name(node: Node) -> str:
     return str(node.target).split(".")[1] if isinstance(node.target, torch._ops.OpOverload) else ""
 
 
-def differs_by_place(node: Node, wanted: Placement, constants: Constants) -> bool:
+def differs_by_position(node: Node, wanted: Placement, constants: Constants) -> bool:
     """Return whether a value that does not depend on samples may vary along the dimension of `wanted`, like
     `torch.arange(n)` or a parameter. Return False if the graph does not show it."""
     assert isinstance(wanted, Sharded)

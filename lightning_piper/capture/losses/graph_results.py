@@ -42,19 +42,19 @@ class GraphResults:
         """Return the outputs of the step's code of these kinds, in order. Each entry is the index of the result,
         the result (a node or a constant), and the description of the output."""
         plain = (
-            (place, node, self.plain[desc.idx])
-            for place, (node, desc) in enumerate(self.described())
+            (index, node, self.plain[desc.idx])
+            for index, (node, desc) in enumerate(self.described())
             if isinstance(desc, _torch.PlainAOTOutput)
         )
-        return [(place, node, output) for place, node, output in plain if output.kind in kinds]
+        return [(index, node, output) for index, node, output in plain if output.kind in kinds]
 
-    def weigh(self, place: int, term: int | None) -> None:
-        """Set the term of the output at the index `place`. None: the output is not weighted."""
-        index = self.descriptors[place].idx
+    def weigh(self, result: int, term: int | None) -> None:
+        """Set the term of the output with the index `result`. None: the output is not weighted."""
+        index = self.descriptors[result].idx
         self.plain[index] = replace(self.plain[index], term=term)
 
-    def split(self, place: int, values: list[tuple[Output, Mapping[int, Node]]]) -> None:
-        """Replace the result at the index `place` by one result for each term of `values`. The first result
+    def split(self, result: int, values: list[tuple[Output, Mapping[int, Node]]]) -> None:
+        """Replace the result with the index `result` by one result for each term of `values`. The first result
         takes this index, and further results are appended.
 
         Args:
@@ -63,7 +63,7 @@ class GraphResults:
         (first, *others) = [
             (replace(made, term=term), part) for made, parts in values for term, part in parts.items()
         ]
-        self.plain[self.descriptors[place].idx], self.nodes[place] = first
+        self.plain[self.descriptors[result].idx], self.nodes[result] = first
         for made, part in others:
             self.nodes.append(part)
             self.descriptors.append(_torch.PlainAOTOutput(idx=len(self.plain)))

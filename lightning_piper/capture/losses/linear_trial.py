@@ -32,8 +32,8 @@ def try_linearity(node: Node, moving: Collection[Node]) -> str | None:
         `LINEAR` if the operation is linear, or always returns floating-point zeros. `STILL` if its result does not depend on
         these arguments. None if the operation is not linear, or if the trial is not possible.
     """
-    place = {x: f"%{i}{x in moving}{_spec(x)}" for i, x in enumerate(node.all_input_nodes)}
-    key = f"{node.target} {map_arg((node.args, dict(node.kwargs)), place.__getitem__)}"
+    names = {x: f"%{i}{x in moving}{_spec(x)}" for i, x in enumerate(node.all_input_nodes)}
+    key = f"{node.target} {map_arg((node.args, dict(node.kwargs)), names.__getitem__)}"
     if key not in _known:
         try:
             with _torch.with_data(), torch.no_grad():

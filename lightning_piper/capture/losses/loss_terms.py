@@ -44,7 +44,7 @@ from lightning_piper.capture.joint.operations import (
     is_zero,
 )
 from lightning_piper.capture.losses.batch_dependence import Ask, BatchDependence
-from lightning_piper.capture.losses.cross_sample import differs_by_place
+from lightning_piper.capture.losses.cross_sample import differs_by_position
 from lightning_piper.capture.losses.denominators import (
     ONE,
     SAMPLES,
@@ -251,17 +251,17 @@ class LossTerms:
         elif target in MULTIPLIED | DIVIDED:
             found = [self._multiplied(node)]
         elif target in ADDED or target in JOINED or target in CHOSEN:
-            places = CHOSEN.get(target, (0, 1))
-            arguments: Any = node.args[0] if target in JOINED else [node.args[i] for i in places]
+            positions = CHOSEN.get(target, (0, 1))
+            arguments: Any = node.args[0] if target in JOINED else [node.args[i] for i in positions]
             found = list({self._divided(x) for x in arguments if not is_zero(x)})
             if target in JOINED and not all(self._varies(x) for x in arguments):
                 found = [None]  # some rows are not rows of samples
             # a number that is added to each row, or that scales the rows, follows the number of samples
-            if target not in JOINED and not all(self._is_constant(node, i) for i in (*places, "alpha")):
+            if target not in JOINED and not all(self._is_constant(node, i) for i in (*positions, "alpha")):
                 found = [None]
         elif target is aten.full.default or CONSTANTS.get(target, 0.0) is None:
-            place = 1 if target is aten.full.default else len(node.args) - 1
-            known = self._constant(node.args[place], node, place)
+            position = 1 if target is aten.full.default else len(node.args) - 1
+            known = self._constant(node.args[position], node, position)
             found = [None if known is None else over(ONE, known)]
         else:
             found = [ONE]
@@ -285,27 +285,27 @@ class LossTerms:
         """Return the expression that divides each row of a product or quotient. Return None if the rows do
         not have a common divisor, or if a factor is unknown."""
         made: Expression = ONE
-        for place, value in enumerate(node.args[:2]):
-            divides = place == 1 and node.target in DIVIDED
+        for position, value in enumerate(node.args[:2]):
+            divides = position == 1 and node.target in DIVIDED
             if isinstance(value, Node) and self.of(value).reduction == ROWS:
                 by = self._divided(value)
                 divides = not divides
             else:
-                by = self._constant(value, node, place)
+                by = self._constant(value, node, position)
             if by is None:
                 return None
             made = made if by == ONE else times(made, by if divides else over(ONE, by))
         return made
 
-    def _is_constant(self, node: Node, place: int | str) -> bool:
+    def _is_constant(self, node: Node, position: int | str) -> bool:
         """Return whether an argument of the node is not a number that depends on the number of samples.
 
         Args:
-            place: the position of the argument, or its name.
+            position: the position of the argument, or its name.
         """
-        value = node.kwargs.get(place) if isinstance(place, str) else node.args[place]
+        value = node.kwargs.get(position) if isinstance(position, str) else node.args[position]
         numbers = isinstance(value, int | float)
-        return not numbers or isinstance(self.dependence.number(value, node, place), ConstantExpression)
+        return not numbers or isinstance(self.dependence.number(value, node, position), ConstantExpression)
 
     # Reductions over the samples.
 
@@ -366,9 +366,9 @@ class LossTerms:
         """
         target: Any = node.target
         into, source = node.args[0], node.args[SCATTERED[target]]
-        places = [x for x in node.all_input_nodes if x not in (into, source)]
+        indices = [x for x in node.all_input_nodes if x not in (into, source)]
         overwrites = target is aten.index_put.default and not (len(node.args) > 3 and node.args[3])
-        if overwrites or node.kwargs or not any(map(self.dependence.has_rows, places)):
+        if overwrites or node.kwargs or not any(map(self.dependence.has_rows, indices)):
             return Combination(OTHER)
         by, inner = self._divided(source), Combination(LINEAR, ONE) if is_zero(into) else self.of(into)  # type: ignore[arg-type]
         return Combination(OTHER) if by is None or inner != Combination(LINEAR, by) else inner
@@ -445,8 +445,8 @@ class LossTerms:
             )
         # A loop over parts of a loss begins with 0, as `sum` does. Only a sum stays a sum if it is negated.
         summands: list[Any] = [x for x in (first, second) if not is_zero(x)]
-        if len(summands) == 1 and (alone := self.of(summands[0])).reduction == LINEAR:
-            return alone
+        if len(summands) == 1 and (summand := self.of(summands[0])).reduction == LINEAR:
+            return summand
         return self._together([first, second])
 
     def _scaled(self, node: Node) -> Combination:
@@ -475,12 +475,12 @@ class LossTerms:
             by = self._constant(second, node, 1) if isinstance(first, Node) else None
             return None if by is None else (first, by)  # type: ignore[return-value]
         ways = [(first, second, 1), (second, first, 0)]
-        for value, other, place in sorted(ways, key=lambda way: not self._varies(way[0])):
-            if isinstance(value, Node) and (by := self._constant(other, node, place)) is not None:
+        for value, other, position in sorted(ways, key=lambda way: not self._varies(way[0])):
+            if isinstance(value, Node) and (by := self._constant(other, node, position)) is not None:
                 return value, over(ONE, by)
         return None
 
-    def _constant(self, value: Any, user: Node, place: int) -> Expression | None:
+    def _constant(self, value: Any, user: Node, position: int) -> Expression | None:
         """Return a factor as an expression, or None if it is unknown. For a factor that is the same on every
         part, return 1, because it leaves the denominator unchanged. If the factor is a sum over the batch,
         record in `uses` that `user` reads the sum."""
@@ -488,13 +488,13 @@ class LossTerms:
             known = self.expression(value) if self._varies(value) else ONE
             self._note(known, value, user)
         else:
-            known = self.dependence.number(value, user, place)
+            known = self.dependence.number(value, user, position)
         return ONE if isinstance(known, ConstantExpression) else known
 
-    def _is_of_places(self, rows: Node) -> bool:
+    def _differs_by_position(self, rows: Node) -> bool:
         """Return whether the rows are made of the number of samples alone and differ from each other, such as
         `torch.arange(n)`. Their sum over the batch is not the sum over its parts."""
-        return rows not in self._from_batch and differs_by_place(rows, Sharded(0), self._constants)
+        return rows not in self._from_batch and differs_by_position(rows, Sharded(0), self._constants)
 
     def _note(self, known: Any, value: Any, reader: Node) -> None:
         """If the expression `known` is a sum over the batch, or a mean of rows, record in `uses` that
@@ -537,7 +537,7 @@ class LossTerms:
                 return inner
             # a cast to integers rounds, and a cast to booleans has no counterpart among expressions
             return None if value.dtype == torch.bool else ElementwiseExpression(torch.trunc, (inner,))
-        if target in SUMS | MEANS and self._is_of_places(node.args[0]):  # type: ignore[arg-type]
+        if target in SUMS | MEANS and self._differs_by_position(node.args[0]):  # type: ignore[arg-type]
             return None
         if target in SUMS and self.of(node) == Combination(LINEAR, ONE):
             return BatchSum(self._keys.of(node), node, "sum")
@@ -556,13 +556,13 @@ class LossTerms:
         ):
             return None
         given: list[Any] = []
-        for place, argument in enumerate(node.args):
+        for position, argument in enumerate(node.args):
             if isinstance(argument, Node):
                 known = (
                     self.expression(argument) if self._varies(argument) else self.dependence.literal(argument)
                 )
             elif isinstance(argument, int | float) and not isinstance(argument, bool):
-                known = self.dependence.number(argument, node, place)
+                known = self.dependence.number(argument, node, position)
             else:
                 known = ElementwiseExpression.given(argument)
             if known is None:

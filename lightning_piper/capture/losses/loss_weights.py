@@ -158,13 +158,13 @@ class _LossWeighting:
         way = linearity(self.graph, self.names.tangent)
         self._start_backward(way)
         curved = self._find_cross_sample(losses)
-        for place, node, made in results.of_kinds(Kind.LOSS, Kind.LOG, Kind.ARGUMENT):
+        for index, node, made in results.of_kinds(Kind.LOSS, Kind.LOG, Kind.ARGUMENT):
             if made.kind == Kind.ARGUMENT:
-                results.weigh(place, self._argument(node))
+                results.weigh(index, self._argument(node))
             elif made.kind == Kind.LOG:
-                results.split(place, self._log(node, made, losses))
+                results.split(index, self._log(node, made, losses))
             else:
-                results.split(place, [(made, self._loss(node, made))])
+                results.split(index, [(made, self._loss(node, made))])
         for node, term in self.tangents.items() if self.found.joined else ():
             if term != self.kinds.get(WHOLE_BATCH):
                 node.meta[OF_PARTS] = True
@@ -540,10 +540,10 @@ class _LossWeighting:
         """Give each term of the loss a tangent, by changing the backward pass of the graph in place. Return
         placeholder of the tangent -> index of the term. If this is not possible, return {}."""
         assert self.names.tangent is not None
-        alone = {
+        whole = {
             value for value in self.graph.nodes if value.op == "placeholder" and self.found.is_whole(value)
         }
-        sums = LossSum(self._base, self._summands, self._part, self.found, alone)
+        sums = LossSum(self._base, self._summands, self._part, self.found, whole)
         return divide_tangent(self.graph, self.names.tangent, loss, list(parts), sums, self.results.nodes)
 
     def _guard(self) -> None:

@@ -47,11 +47,11 @@ def try_samples(
     inputs = tensors_of(node)
     values = [_known(x, constants) if p == R else None for x, p in zip(inputs, held, strict=True)]
     fixed = tuple(None if x is None else str(x.tolist()) for x in values)
-    place = {x: i for i, x in enumerate(inputs)}
+    index_of = {x: i for i, x in enumerate(inputs)}
     shapes = tuple((tuple(x.meta["val"].shape), x.meta["val"].dtype) for x in inputs)
     key = (
         str(node.target),
-        str(map_arg((node.args, node.kwargs), lambda x: place.get(x, -1))),
+        str(map_arg((node.args, node.kwargs), lambda x: index_of.get(x, -1))),
         shapes,
         tuple(held),
         size,
@@ -256,14 +256,14 @@ def _candidates(x: torch.Tensor, rows: Sequence[Sharded], count: int) -> Iterato
             yield shard
 
 
-def _places(shard: Sharded, length: int, sample: int, count: int) -> torch.Tensor:
+def _indices(shard: Sharded, length: int, sample: int, count: int) -> torch.Tensor:
     """Return the indices of a sample along the sharded dimension."""
     return torch.arange(length).unflatten(0, (shard.blocks, count, -1))[:, sample].flatten()  # type: ignore[no-any-return]
 
 
 def _outside(mask: torch.Tensor, shard: Sharded, sample: int, count: int) -> torch.Tensor:
     """Return a copy of the mask that is False for the elements of one sample."""
-    return mask.index_fill(shard.dim, _places(shard, mask.shape[shard.dim], sample, count), False)
+    return mask.index_fill(shard.dim, _indices(shard, mask.shape[shard.dim], sample, count), False)
 
 
 def _replaced(
@@ -271,13 +271,13 @@ def _replaced(
 ) -> torch.Tensor:
     """Return a copy of `x` that has the elements of these samples from `other`."""
     for i in samples:
-        places = _places(shard, x.shape[shard.dim], i, count)
-        x = x.index_copy(shard.dim, places, other.index_select(shard.dim, places))
+        indices = _indices(shard, x.shape[shard.dim], i, count)
+        x = x.index_copy(shard.dim, indices, other.index_select(shard.dim, indices))
     return x
 
 
 def _swapped(x: torch.Tensor, shard: Sharded, one: int, two: int, count: int) -> torch.Tensor:
-    a, b = (_places(shard, x.shape[shard.dim], i, count) for i in (one, two))
+    a, b = (_indices(shard, x.shape[shard.dim], i, count) for i in (one, two))
     return x.index_copy(shard.dim, torch.cat([a, b]), x.index_select(shard.dim, torch.cat([b, a])))
 
 

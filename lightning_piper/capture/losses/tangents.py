@@ -44,14 +44,14 @@ class LossSum:
         part: Returns a copy of a sum of several terms that has the summands of one term only. Returns None if
             the sum does not have a summand of this term.
         found: The analysis of how values combine from parts of the batch.
-        alone: Inputs of the step that are the same on every part of the batch, such as parameters.
+        whole: Inputs of the step that are the same on every part of the batch, such as parameters.
     """
 
     base: Callable[[Any], int | None]
     summands: Callable[[Node], list[Any]]
     part: Callable[[Node, int], Node | None]
     found: LossTerms
-    alone: Collection[Node]
+    whole: Collection[Node]
 
 
 @dataclass
@@ -146,7 +146,7 @@ def _way(graph: torch.fx.Graph, loss: Node, sums: LossSum, behind: Collection[No
                 mixed.add(value)
                 stack += [(x, None) for x in sums.summands(value)]
             continue
-        if isinstance(value, Node) and value in sums.alone:
+        if isinstance(value, Node) and value in sums.whole:
             way.added = base
         number = (
             _torch.sequence_number(value) if isinstance(value, Node) and value.op == "call_function" else None

@@ -172,10 +172,10 @@ class NumberInputs:
         """Return the graph's input for a number. A number that is not an input yet becomes one in the next
         trace. In this trace, return its value as a tensor."""
         key = (number.key, dtype)
-        place = list(self.numbers).index(key) if key in self.numbers else len(self.numbers)
+        index = list(self.numbers).index(key) if key in self.numbers else len(self.numbers)
         self.numbers.setdefault(key, (number.get, dtype))
-        if place < len(self._tensors):
-            return self._tensors[place]
+        if index < len(self._tensors):
+            return self._tensors[index]
         return torch.tensor(number.value, dtype=dtype)
 
 

@@ -25,17 +25,17 @@ def sharing_memory(tensors: Mapping[str, torch.Tensor]) -> list[Pair]:
     """
     # (device, first address, address after the last element, position in `tensors`, name)
     spans = sorted(
-        (str(x.device), start, start + _extent(x) * x.element_size(), place, name)
-        for place, (name, x) in enumerate(tensors.items())
+        (str(x.device), start, start + _extent(x) * x.element_size(), index, name)
+        for index, (name, x) in enumerate(tensors.items())
         if (start := _address(x))
     )
     found: list[tuple[int, int, Pair]] = []
-    for i, (device, _, stop, place, name) in enumerate(spans):
-        for other_device, start, _, other_place, other in spans[i + 1 :]:
+    for i, (device, _, stop, index, name) in enumerate(spans):
+        for other_device, start, _, other_index, other in spans[i + 1 :]:
             if other_device != device or start >= stop:
                 break
             if _meet(tensors[name], tensors[other]):
-                (one, a), (two, b) = sorted([(place, name), (other_place, other)])
+                (one, a), (two, b) = sorted([(index, name), (other_index, other)])
                 found.append((one, two, (a, b)))
     return [pair for _, _, pair in sorted(found)]
 
@@ -109,10 +109,10 @@ def _meet(a: torch.Tensor, b: torch.Tensor) -> bool:
     if dense or a.dtype != b.dtype or (a.data_ptr() - b.data_ptr()) % a.element_size():
         return True
     offset = (b.data_ptr() - a.data_ptr()) // a.element_size()
-    return bool(torch.isin(_places(a), _places(b) + offset).any())
+    return bool(torch.isin(_addresses(a), _addresses(b) + offset).any())
 
 
-def _places(tensor: torch.Tensor) -> torch.Tensor:
+def _addresses(tensor: torch.Tensor) -> torch.Tensor:
     """Return the offset of each element from the first element, in elements: a one-dimensional int64
     tensor."""
     return torch.arange(_extent(tensor)).as_strided(tensor.shape, tensor.stride()).reshape(-1)

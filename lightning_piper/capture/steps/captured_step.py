@@ -200,7 +200,7 @@ class CapturedStep:
             self.module, self.batch_spec, self.context, degrees, self.reads, self._blocks, self._whole_norms
         )
 
-    def alone(self) -> TracedStep:
+    def uncaptured(self) -> TracedStep:
         """Return a new module that runs the user's step uncaptured, with real values, on one device."""
         return TracedStep(self.module, self.batch_spec, self.context)
 
@@ -311,7 +311,7 @@ class CapturedStep:
         if (size, degrees) not in self._codes:
             with uncollected():
                 found = (None if degrees else self._by_substitution(size)) or self._traced(size, degrees)
-            self._check_memory(found)
+            self._check_sharing(found)
             if self._codes or self._whole is not None:
                 first = (
                     next(iter(self._codes.values())) if self._whole is None else self._whole.at(size, degrees)
@@ -514,7 +514,7 @@ class CapturedStep:
             for name, part in propagation.params.items()
         }
 
-    def _check_memory(self, code: StepCode) -> None:
+    def _check_sharing(self, code: StepCode) -> None:
         """Raise a `CaptureError` if the step or the optimizer would change one of two parameters or buffers
         that share memory."""
         outputs = [out for interface in code.interfaces.values() for out in interface.outputs]

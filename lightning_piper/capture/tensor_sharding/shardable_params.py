@@ -79,8 +79,8 @@ def _certain(causes: Sequence[Collection[str]]) -> set[str]:
     gathered value count, and the same weights of the other layers. If there are none, all weights count.
     """
     found = set[str]().union(*causes)
-    alone = {_in_any_layer(name) for names in causes if len(names) == 1 for name in names}
-    return {name for name in found if _in_any_layer(name) in alone} or found
+    sufficient = {_in_any_layer(name) for names in causes if len(names) == 1 for name in names}
+    return {name for name in found if _in_any_layer(name) in sufficient} or found
 
 
 def _in_any_layer(name: str) -> str:

@@ -496,8 +496,8 @@ def operands(node: torch.fx.Node) -> list[Any]:
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
     found = []
-    for place, argument in enumerate(node.target._schema.arguments):
-        given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+    for position, argument in enumerate(node.target._schema.arguments):
+        given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
         if isinstance(given, int | float) and str(argument.type) in ("number", "Tensor"):
             found.append(given)
     return found
@@ -515,9 +515,11 @@ def call_is_random(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     """
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    for place, argument in enumerate(target._schema.arguments):
+    for position, argument in enumerate(target._schema.arguments):
         if argument.name == "dropout_p":
-            given = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)
+            given = (
+                args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
+            )
             return bool(given != 0)
     return True
 

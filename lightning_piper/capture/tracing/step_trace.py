@@ -105,7 +105,7 @@ def trace(
     # anomaly detection would look for NaN in gradients, which have no values here
     plain = torch.autograd.set_detect_anomaly(False)
     data = without_data(module, mode, device, parts, step.name)
-    alone = without_communication(partial(_communicates, step.name), partial(_sized, step))
+    local = without_communication(partial(_communicates, step.name), partial(_sized, step))
     if step.reads is not None:
         step.reads.guard_attributes(module)
     with (
@@ -115,7 +115,7 @@ def trace(
         reading,
         data,
         as_captured(module, step),
-        alone,
+        local,
     ):
         before = attributes(module)
         try:

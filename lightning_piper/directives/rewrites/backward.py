@@ -70,13 +70,13 @@ def _replace(dag: TrainingDAG, chunk: Chunk) -> dict[Ref, Ref]:
             dag.change(chunk, kind=kind, tags=part.tags, outputs=part.outputs, origin=dag.origin)
             part = chunk
         parts.append(part)
-        given |= {(*key, place): (part.id, place) for place in range(len(part.outputs))}
+        given |= {(*key, index): (part.id, index) for index in range(len(part.outputs))}
     # Neither pass may read all parameters that B read. Remove gathers without readers.
     unused = {ref[0] for ref in gathered.values() if ref is not None}
     dag.remove([dag.nodes[i] for i in sorted(unused) if not dag.users(dag.nodes[i])])
     return {
-        (chunk.id, code.whole(*part.key, place)[2]): (part.id, place)
+        (chunk.id, code.whole(*part.key, index)[2]): (part.id, index)
         for part in parts
-        for place, value in enumerate(part.outputs)
+        for index, value in enumerate(part.outputs)
         if value.kind != Kind.SAVED
     }

@@ -37,7 +37,7 @@ def shard_batch(dag: TrainingDAG, mesh: Mesh, directive: Directive) -> None:
     if dag.mesh == mesh:
         return
     replicas = mesh.size(DATA)
-    if len(dag.mesh.places) != 1:
+    if len(dag.mesh.group_ranks) != 1:
         found = f"{replicas} replicas, but another directive has {dag.replicas}"
         directive.refuse("devices", found, "use the same number of replicas for all regions [PIPER-D005]")
     undivided = dag.code.undivided

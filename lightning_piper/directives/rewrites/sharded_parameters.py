@@ -136,9 +136,9 @@ def _total(
     A reduce-scatter sums each term if the policy shards gradients, otherwise the sum of the terms. If only
     one device holds each part, there is no reduce-scatter.
     """
-    alone = bucket.members == 1
+    unshared = bucket.members == 1
     value = Value(
-        Kind.GRAD, bucket.names, (bucket.whole,), Sharded(0) if alone else Partial(), bucket, bucket.others
+        Kind.GRAD, bucket.names, (bucket.whole,), Sharded(0) if unshared else Partial(), bucket, bucket.others
     )
     first = terms[0][0]
     tags = {tag: index for tag, index in first.tags.items() if tag in dag.regions[first.region].tags}
@@ -162,7 +162,7 @@ def _total(
             inputs=tuple(packs), outputs=(made,), tags=tags, devices=first.devices, placed_by=first.placed_by
         )
     )
-    if not alone and not policy.gradients:
+    if not unshared and not policy.gradients:
         total = scatter(dag, total, policy)
     return (total.id, 0)
 

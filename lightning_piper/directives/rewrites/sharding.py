@@ -312,8 +312,8 @@ def _is_to_sum(dag: TrainingDAG, total: Accumulate) -> bool:
     The result is False for gradients of divided parameters.
     """
     value = total.outputs[0]
-    alone = bool(dag.member_axes) and dag.replicas == 1 and not isinstance(value.placement, Partial)
-    return not value.others and not alone
+    final = bool(dag.member_axes) and dag.replicas == 1 and not isinstance(value.placement, Partial)
+    return not value.others and not final
 
 
 def _packed(dag: TrainingDAG, total: Accumulate, bucket: Bucket, names: tuple[str, ...]) -> Accumulate:

@@ -61,12 +61,15 @@ class AllToAll(Node):
 
     @property
     def details(self) -> str:
-        lines = (",".join(str(self.devices[place]) for place in line) for line in self.mesh.lines(self.axis))
+        lines = (
+            ",".join(str(self.devices[group_rank]) for group_rank in line)
+            for line in self.mesh.lines(self.axis)
+        )
         return f"{self.axis}={' | '.join(lines)}"
 
     def members(self, replica: int) -> tuple[int, ...]:
         """Return the devices along the axis, which together own all experts."""
-        return tuple(self.devices[place] for place in self.mesh.line(self.axis, replica))
+        return tuple(self.devices[group_rank] for group_rank in self.mesh.line(self.axis, replica))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,10 +117,10 @@ def division(facts: Facts) -> Iterable[str]:
     for region, mesh in dag.meshes.items():
         label, experts = dag.regions[region].label, dag.code.routed[region]
         owners = mesh.parts // math.prod(map(mesh.size, dag.member_axes))
-        if sorted(mesh.places) != list(range(len(dag.mesh.places))):
+        if sorted(mesh.group_ranks) != list(range(len(dag.mesh.group_ranks))):
             yield (
-                f"the experts of {label} are owned by replicas {mesh.places}: each of {dag.replicas} "
-                "replicas needs one place"
+                f"the experts of {label} are owned by replicas {mesh.group_ranks}: each of {dag.replicas} "
+                "replicas needs one group rank"
             )
         elif experts.count % owners:
             yield (
@@ -227,7 +230,7 @@ def exchanged(facts: Facts, node: Chunk) -> Iterable[str]:
 
 
 def interpret(run: Reference, node: AllToAll) -> Made:
-    held = [[run.values[ref, r][0] for ref in node.inputs] for r in run.places]
+    held = [[run.values[ref, r][0] for ref in node.inputs] for r in run.group_ranks]
     return [[[x]] for x in _exchanged_rows(node, run.dag.code.routed[node.region].even, held)]
 
 
@@ -271,16 +274,16 @@ def _uneven(out: bool, rows: list[torch.Tensor], counts: list[list[int]]) -> lis
     away = [[(e, i) for e in owned[k] for i in range(members)] for k in range(members)]
     before, after = (source, away) if out else (away, source)
     runs: dict[tuple[int, int], torch.Tensor] = {}
-    for x, places in zip(rows, before, strict=True):
-        sizes = [counts[i][e] for e, i in places]
+    for x, order in zip(rows, before, strict=True):
+        sizes = [counts[i][e] for e, i in order]
         if sum(sizes) != x.shape[0]:
             raise VerificationError(
                 f"piper.dispatch: counts {sizes} add up to {sum(sizes)}, but tokens has {x.shape[0]} rows. "
                 "counts[e] is the number of rows for expert e, so counts.sum() must equal tokens.shape[0] "
                 "[PIPER-C014]"
             )
-        runs |= dict(zip(places, x.split(sizes), strict=True))
-    return [torch.cat([runs[place] for place in places]) for places in after]
+        runs |= dict(zip(order, x.split(sizes), strict=True))
+    return [torch.cat([runs[run] for run in order]) for order in after]
 
 
 # Plans

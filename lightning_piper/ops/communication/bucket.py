@@ -56,8 +56,8 @@ def check(facts: Facts, node: Pack) -> Iterable[str]:
         )
     # If only one device holds the parameters of a bucket, its gradients need no sum over replicas. The only
     # shard is the whole bucket.
-    alone = made.bucket is not None and made.bucket.degree > 1 and made.bucket.members == 1
-    held = Sharded(0) if alone else value.placement
+    unshared = made.bucket is not None and made.bucket.degree > 1 and made.bucket.members == 1
+    held = Sharded(0) if unshared else value.placement
     if made.placement != held:
         yield f"{facts.at(node)} reads {held} and declares it as {made.placement}"
 
@@ -91,8 +91,8 @@ def bind_pack(instruction: PackInstruction, on: Binding) -> Bound:
     # Indices of the tensors whose gradients the chunk's code wrote directly into the flat tensor, which saves
     # a copy. The slot then has this flat tensor already.
     there: frozenset[int] = on.chunks.inplace.get(instruction.node, frozenset())
-    others = [(place, i) for place, i in enumerate(take) if i is not None and place not in there]
-    absent = [place for place, i in enumerate(take) if i is None]
+    others = [(index, i) for index, i in enumerate(take) if i is not None and index not in there]
+    absent = [index for index, i in enumerate(take) if i is None]
 
     def pack() -> None:
         bundle = slots[source.slot]
@@ -100,10 +100,10 @@ def bind_pack(instruction: PackInstruction, on: Binding) -> Bound:
             slots[source.slot] = None
         flat = slots[into][0] if there else new(bucket)
         views = bucket.views(flat)
-        for place, i in others:
-            views[place].copy_(bundle[i])
-        for place in absent:
-            views[place].zero_()
+        for index, i in others:
+            views[index].copy_(bundle[i])
+        for index in absent:
+            views[index].zero_()
         slots[into] = (flat,)
 
     return pack

@@ -113,13 +113,14 @@ def interpret_parameters(run: Reference, node: Parameters) -> Made:
         flat = packed_params(bucket, run.tensors, replica, run.tensors[bucket.names[0]].device)
         return [flat.chunk(bucket.members)[bucket.member(replica)]]
 
-    return [[shard(replica)] for replica in run.places]
+    return [[shard(replica)] for replica in run.group_ranks]
 
 
 def interpret_all_gather(run: Reference, node: AllGather) -> Made:
     bucket = bucket_of(node)
     return [
-        [[torch.cat([run.values[node.inputs[0], s][0] for s in bucket.shard_group(r)])]] for r in run.places
+        [[torch.cat([run.values[node.inputs[0], s][0] for s in bucket.shard_group(r)])]]
+        for r in run.group_ranks
     ]
 
 
@@ -152,9 +153,9 @@ class _AllGather(Exchange):
             own,
             kept,
         )
-        self._places = kept.chunk(self._count) if instruction.kept else None
+        self._shards = kept.chunk(self._count) if instruction.kept else None
         self._views = instruction.bucket.views(kept) if instruction.kept or self._count == 1 else None
-        self._shard = kept if self._places is None else self._places[own]
+        self._shard = kept if self._shards is None else self._shards[own]
 
     def bring(self) -> list[Any]:
         return [self._shard, None]
@@ -163,16 +164,16 @@ class _AllGather(Exchange):
         return [self._shard] * self._count
 
     def room(self, state: list[Any], parts: Sequence[Any]) -> list[torch.Tensor]:
-        if self._places is not None:
-            return list(self._places)
+        if self._shards is not None:
+            return list(self._shards)
         state[1] = torch.empty(self._bucket.numel, dtype=self._bucket.dtype, device=self._kept.device)
         return list(state[1].chunk(self._count))
 
     def join(self, state: list[Any], received: Sequence[torch.Tensor]) -> Bundle:
         if self._views is not None:
-            for place, part in zip(self._places or (), received, strict=False):
-                if place.data_ptr() != part.data_ptr():  # a part that is already in place needs no copy
-                    place.copy_(part)
+            for shard, part in zip(self._shards or (), received, strict=False):
+                if shard.data_ptr() != part.data_ptr():  # a part that is already in place needs no copy
+                    shard.copy_(part)
             return self._views
         return self._bucket.views(torch.cat(list(received)) if state[1] is None else state[1])
 

@@ -192,26 +192,34 @@ def read_as_exchanged(facts: Facts, node: Chunk, ref: Ref, wanted: Origin) -> It
 
 
 def interpret_gather(run: Reference, node: GatherSamples) -> Made:
-    own = [[torch.cat(parts) for parts in zip(*run.inputs(node, place), strict=True)] for place in run.places]
+    own = [
+        [torch.cat(parts) for parts in zip(*run.inputs(node, group_rank), strict=True)]
+        for group_rank in run.group_ranks
+    ]
     specs = node.outputs[0].tensors
     whole = {}
     for line in node.mesh.lines(node.axis):
-        for place in line:
-            whole[place] = [torch.cat(parts) for parts in zip(*(own[other] for other in line), strict=True)]
-    return [[[strided(x, spec) for x, spec in zip(whole[place], specs, strict=True)]] for place in run.places]
+        for group_rank in line:
+            whole[group_rank] = [
+                torch.cat(parts) for parts in zip(*(own[other] for other in line), strict=True)
+            ]
+    return [
+        [[strided(x, spec) for x, spec in zip(whole[group_rank], specs, strict=True)]]
+        for group_rank in run.group_ranks
+    ]
 
 
 def interpret_scatter(run: Reference, node: ScatterSamples) -> Made:
     """Sum the gradients along the axis of the batch, and give each replica its own rows of the sum."""
     made: dict[int, list[torch.Tensor]] = {}
     for line in node.mesh.lines(node.axis):
-        total = sum_in_order([run.values[node.inputs[0], place] for place in line])
-        for index, place in enumerate(line):
+        total = sum_in_order([run.values[node.inputs[0], group_rank] for group_rank in line])
+        for index, group_rank in enumerate(line):
             rows = [x.shape[0] // len(line) for x in total]
-            made[place] = [x[index * n : (index + 1) * n] for x, n in zip(total, rows, strict=True)]
+            made[group_rank] = [x[index * n : (index + 1) * n] for x, n in zip(total, rows, strict=True)]
     return [
-        [[strided(x, s) for x, s in zip(made[place], node.outputs[0].tensors, strict=True)]]
-        for place in run.places
+        [[strided(x, s) for x, s in zip(made[group_rank], node.outputs[0].tensors, strict=True)]]
+        for group_rank in run.group_ranks
     ]
 
 

@@ -76,7 +76,7 @@ class Redistribute(Node):
         return f"{self.before} -> {self.after}"
 
     def members(self, replica: int) -> tuple[int, ...]:
-        return tuple(self.devices[place] for place in self.mesh.line(self.axis, replica))
+        return tuple(self.devices[group_rank] for group_rank in self.mesh.line(self.axis, replica))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,10 +267,10 @@ def _steps(before: Placement, after: Placement) -> int:
 def interpret(run: Reference, node: Redistribute) -> Made:
     made: dict[int, Bundle] = {}
     for line in node.mesh.lines(node.axis):
-        whole = _whole([run.values[node.inputs[0], place] for place in line], node.before)
-        for index, place in enumerate(line):
-            made[place] = tuple(_part(x, node.after, index, len(line)) for x in whole)
-    return [[list(made[place])] for place in run.places]
+        whole = _whole([run.values[node.inputs[0], group_rank] for group_rank in line], node.before)
+        for index, group_rank in enumerate(line):
+            made[group_rank] = tuple(_part(x, node.after, index, len(line)) for x in whole)
+    return [[list(made[group_rank])] for group_rank in run.group_ranks]
 
 
 def _whole(held: Sequence[Sequence[torch.Tensor]], before: Placement) -> Sequence[torch.Tensor]:
@@ -300,7 +300,7 @@ def lower(plan: Planning, node: Redistribute) -> None:
 
 def produce_cut_out(plan: Planning, node: CutOut, ref: Ref) -> None:
     """Emit the instruction that cuts this device's part out of the node's input."""
-    line = node.mesh.line(node.axis, plan.place)
+    line = node.mesh.line(node.axis, plan.group_rank)
     assert isinstance(node.after, Sharded)
     read = plan.read(node.inputs[0], node)
     slot = plan.new_slot(ref, "chunk", node.stream)
@@ -310,7 +310,7 @@ def produce_cut_out(plan: Planning, node: CutOut, ref: Ref) -> None:
             reads=(read,),
             writes=(slot,),
             after=node.after,
-            index=line.index(plan.place),
+            index=line.index(plan.group_rank),
             count=len(line),
         )
     )

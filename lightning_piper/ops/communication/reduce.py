@@ -113,14 +113,17 @@ def summed_once(facts: Facts, node: Node) -> Iterable[str]:
 
 def interpret_all_reduce(run: Reference, node: AllReduce) -> Made:
     bucket = node.outputs[0].bucket
-    return [[run.sum_over(node, run.places if bucket is None else bucket.shard_group(r))] for r in run.places]
+    return [
+        [run.sum_over(node, run.group_ranks if bucket is None else bucket.shard_group(r))]
+        for r in run.group_ranks
+    ]
 
 
 def interpret_reduce_scatter(run: Reference, node: ReduceScatter) -> Made:
     bucket = bucket_of(node)
     return [
         [[run.sum_over(node, bucket.shard_group(r))[0].chunk(bucket.members)[bucket.member(r)]]]
-        for r in run.places
+        for r in run.group_ranks
     ]
 
 

@@ -31,7 +31,7 @@ class OverBatch(Node):
     axis: str = DATA
 
     def members(self, replica: int) -> tuple[int, ...]:
-        return tuple(self.devices[place] for place in self.mesh.line(self.axis, replica))
+        return tuple(self.devices[group_rank] for group_rank in self.mesh.line(self.axis, replica))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +115,10 @@ def read_as_total(facts: Facts, node: Chunk, ref: Ref, wanted: tuple[int, str, i
 
 
 def interpret(run: Reference, node: Total) -> Made:
-    own = [sum_in_order(run.inputs(node, replica)) for replica in run.places]
-    return [[sum_in_order([own[r] for r in node.mesh.line(node.axis, replica)])] for replica in run.places]
+    own = [sum_in_order(run.inputs(node, replica)) for replica in run.group_ranks]
+    return [
+        [sum_in_order([own[r] for r in node.mesh.line(node.axis, replica)])] for replica in run.group_ranks
+    ]
 
 
 # Plans

@@ -20,7 +20,7 @@ from lightning_piper.errors import CaptureError
 from lightning_piper.ir.division import Change, Division
 from lightning_piper.ir.regions import Code, Output, PassKey, StepCode
 from lightning_piper.ir.values import Partial, Replicated, Sharded, TensorSpec
-from lightning_piper.search.costs.block_work import alone, checked_samples, seconds_of, total, workload
+from lightning_piper.search.costs.block_work import checked_samples, seconds_of, single_part, total, workload
 from lightning_piper.search.costs.blocks import TAG, BlockCut, blocks_of, bytes_of, refusal
 from lightning_piper.search.costs.operation_costs import Cost, Counting, seconds
 from lightning_piper.search.costs.parameters import calculated
@@ -107,7 +107,7 @@ def _works(
     regions = cut.regions if degree == 1 else _regions_by_tag(cut, code)
     exchanged = [sum(_exchanged(code, region, degree) for region in block) for block in regions]
     for region, found in passes.items():
-        found |= alone(code, region, found)
+        found |= single_part(code, region, found)
     times = [total(seconds_of(passes.get(region, {})) for region in block) for block in regions]
     return [
         Work(*t[:3], *b, x, t.apart)

@@ -47,7 +47,7 @@ def seconds_of(passes: Mapping[str, Number]) -> Seconds:
     return Seconds(forward, first, whole - first, max(first + second - whole, 0))
 
 
-def alone(code: StepCode, region: int, passes: Mapping[str, float]) -> dict[str, float]:
+def single_part(code: StepCode, region: int, passes: Mapping[str, float]) -> dict[str, float]:
     """Return {"BI": seconds of B} or {"BW": seconds of B} if a region's backward pass has only this part. If
     it has both or none, return an empty dict."""
     parts = code.backward_passes_of(region)
@@ -123,7 +123,9 @@ def workload(
     first = {name: i for i, params in reversed([*enumerate(cut.params)]) for name in params}
     packed = [sum(of_param(name).packed for name in params) for params in cut.params]
     in_place = cut.all_named(written_in_place_of(cut.step.at(cut.step.size)))
-    alone = [sum(of_param(name).packed for name in params if name not in in_place) for params in cut.params]
+    packed_apart = [
+        sum(of_param(name).packed for name in params if name not in in_place) for params in cut.params
+    ]
     added = [sum(of_param(name).added for name in params) for params in cut.params]
     new = [[of_param(name) for name in params if first[name] == i] for i, params in enumerate(cut.params)]
     updated = [(sum(each.updated for each in found), sum(each.in_parts for each in found)) for found in new]
@@ -139,7 +141,7 @@ def workload(
             added[i],
             *updated[i],
             frozenset(cut.params[i]) - cut.trains,
-            alone[i],
+            packed_apart[i],
         )
         for i, name in enumerate(cut.names)
     )

@@ -262,9 +262,9 @@ def text_of(code: StepCode, region: int) -> str:
     for kind in ("F", "B"):
         if (region, kind) not in code.interfaces:
             continue
-        places = {node: f"%{i}" for i, node in enumerate(code.code[region, kind].graph.nodes)}
-        for node in places:
-            args = torch.fx.node.map_arg((node.args, node.kwargs), places.__getitem__)
+        names = {node: f"%{i}" for i, node in enumerate(code.code[region, kind].graph.nodes)}
+        for node in names:
+            args = torch.fx.node.map_arg((node.args, node.kwargs), names.__getitem__)
             lines.append(f"{kind} {node.op} {'' if node.op == 'placeholder' else node.target} {args!r}")
         lines += [str(tensor) for bundle in code.code[region, kind].outputs for tensor in bundle]
     return "\n".join(lines)

@@ -23,7 +23,7 @@ from lightning_piper.common.limits import integer, shown
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import Code, Interface, PassKey
 from lightning_piper.ir.values import Kind, Slice
-from lightning_piper.search.costs.block_work import alone, checked_samples, seconds_of, total, workload
+from lightning_piper.search.costs.block_work import checked_samples, seconds_of, single_part, total, workload
 from lightning_piper.search.costs.blocks import BlockCut, blocks_of, text_of
 from lightning_piper.search.costs.microbatch_check import meets
 from lightning_piper.search.costs.parameters import CACHES, Optimizer, timed, wait
@@ -151,7 +151,7 @@ def seconds_of_passes(
     found: dict[int, dict[str, float]] = {}
     for region, text in texts.items():
         passes = {kind: more * each[text, kind] for kind in ("F", "B", "BI", "BW") if (text, kind) in each}
-        found[region] = passes | alone(code, region, passes)
+        found[region] = passes | single_part(code, region, passes)
     return found, zeros
 
 

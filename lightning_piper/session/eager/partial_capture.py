@@ -117,7 +117,7 @@ class InPart:
         remainder, world = step.remainder, self._world
         remainder.begin()
         try:
-            with self._objects.alone():
+            with self._objects.local_values():
                 yield
         except ExecutionError as error:
             if remainder.failure is None:
