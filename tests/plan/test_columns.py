@@ -165,5 +165,5 @@ def test_only_the_plans_that_are_asked_for_are_made() -> None:
     with mock.patch.object(Plans, "_make", counted):
         plans = compile_plans(zero3(), 1)
         assert plans[1].group_rank == 1 and len(plans) == 4 and made == [{1, 3}]
-        assert plans.place_of(2) == 0 and plans[0].device == 0 and made == [{1, 3}, {0, 2}]
+        assert plans.group_rank_of(2) == 0 and plans[0].device == 0 and made == [{1, 3}, {0, 2}]
     assert set(plans.representatives) == {1, 3} and plans.image(0) == 1
