@@ -48,9 +48,8 @@ class Denominator:
         width: The number of sums plus one. The last column is the number of samples.
         of: Computes the denominator from a list of `width` float64 tensors of one shape. With `part=True`,
             the result is the divisor of the captured code on a part of the batch: in a guarded denominator, a
-            sum that is 0 counts as 1.
-        guarded: Whether the captured code replaces a sum of 0 by 1, because the denominator would be 0 or not
-            finite on a part of the batch in which nothing counts.
+            factor that is 0 or not finite counts as 1.
+        guarded: Whether the captured code replaces such factors by 1.
     """
 
     batch: tuple[int, ...]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_piper.capture import CapturedStep, flatten
-from lightning_piper.capture.eager.eager_reference import Outcome, mixed, run_eagerly
+from lightning_piper.capture.eager.eager_reference import Outcome, is_lost, mixed, run_eagerly
 from lightning_piper.directives import Directive, Split, accumulating
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.regions import StepCode
@@ -202,13 +202,13 @@ class _Runner:
         """Do the work of `single` with these parameters and buffers.
 
         Run the user's code. Run the captured code instead if the device splits its regions (`parted`), if the
-        step draws random numbers, or if its terms need different weights on several slices.
+        step draws random numbers, or if only captured code gives its terms their weights on these slices.
         """
         if parted:
             return interpret(
                 apply_program(build_dag(self.step), self.splits), tensors, self.leaves, self.seed
             )
-        if self.random or (self.mixed and len(slices) > 1):
+        if self.random or self._needs_captured(slices):
             return interpret(accumulating(self.step, slices), tensors, self.leaves, self.seed)
         found = run_eagerly(self.step, tensors, self.leaves, slices)
         if len(slices) > 1 and self.computed:
@@ -219,6 +219,11 @@ class _Runner:
                 found, metrics={**found.metrics, **{name: captured.metrics[name] for name in self.computed}}
             )
         return found
+
+    def _needs_captured(self, slices: tuple[Slice, ...]) -> bool:
+        """Return whether the user's code cannot run on these slices instead of the captured code: terms need
+        different weights, or the user's code would lose a term."""
+        return len(slices) > 1 and (self.mixed or is_lost(self.step, self.tensors, self.leaves, slices))
 
     def rounding(self, slices: tuple[Slice, ...], parted: bool = False) -> dict[str, float]:
         """Return the effect of rounding on each result.
@@ -244,10 +249,10 @@ class _Runner:
     def _run_in_float64(self, slices: tuple[Slice, ...]) -> Outcome | None:
         """Return the outcome of the step in float64; None if Piper does not run the step in float64.
 
-        Piper does not run it if the step draws random numbers, if its code fixes a dtype, or if there are
-        several slices and the loss or a logged value has terms with different weights.
+        Piper does not run it if the step draws random numbers, if its code fixes a dtype, or if only captured
+        code gives the terms their weights on these slices.
         """
-        if self.random or (self.mixed and len(slices) > 1):
+        if self.random or self._needs_captured(slices):
             return None
         tensors = {n: x.double() if x.is_floating_point() else x for n, x in self.tensors.items()}
         leaves = [x.double() if x.is_floating_point() else x for x in self.leaves]

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from lightning_piper.capture import CapturedStep
-from lightning_piper.capture.eager.eager_reference import Outcome, mixed, run_eagerly
+from lightning_piper.capture.eager.eager_reference import Outcome, is_lost, mixed, run_eagerly
 from lightning_piper.capture.tracing.step_trace import TracedStep
 from lightning_piper.common.user_lines import user_line
 from lightning_piper.directives import accumulating
@@ -96,6 +96,7 @@ def tried(
     with _NoDropout(), torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(io.StringIO()):
         before = torch.get_rng_state()
         try:
+            together = together or is_lost(step, tensors, some, parts)
             found = (
                 _by_graph(step, tensors, some, parts) if together else _by_code(step, tensors, some, parts)
             )

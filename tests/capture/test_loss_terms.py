@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import lightning_piper as piper
 from lightning_piper import CaptureError, annotate
 from lightning_piper.capture import CapturedStep, capture
-from lightning_piper.capture.eager.eager_reference import Outcome, mixed, run_eagerly
+from lightning_piper.capture.eager.eager_reference import Outcome, is_lost, mixed, run_eagerly
+from lightning_piper.capture.losses import loss_weights
 from lightning_piper.capture.losses.denominators import (
     ONE,
     SAMPLES,
@@ -29,6 +30,8 @@ from lightning_piper.capture.losses.denominators import (
 from lightning_piper.directives import accumulating
 from lightning_piper.ir.values import Slice
 from lightning_piper.verify.interpreter import interpret
+from lightning_piper.verify.trial import tried
+from tests.groups import marked
 
 SIZE, CLASSES = 12, 5
 PARTS = (Slice(0, 6), Slice(6, 9), Slice(9, 12))
@@ -251,6 +254,14 @@ LOSSES: dict[str, tuple[Loss, list[str]]] = {
     "logged": (logging, ["ratio"]),
 }  # fmt: skip
 
+# Losses that divide by 0 on a part of `batch()`, in which nothing counts
+NOTHING_COUNTS = {
+    name
+    for name in LOSSES
+    if name.startswith(("a masked", "a loop", "a sum over cl", "times the rec", "declared", "logged"))
+    or name in ("smoothed labels", "what is not padded")
+}
+
 
 def distance(a: Outcome, b: Outcome) -> float:
     pairs = [(x[n], y[n]) for x, y in ((a.metrics, b.metrics), (a.grads, b.grads)) for n in x]
@@ -282,7 +293,9 @@ def test_parts_give_the_whole_batch(name: str) -> None:
     assert len(code.regions) == 2  # what is put in to take terms apart belongs to the region of its reader
     whole = run_eagerly(step, tensors, batch(), [Slice(0, SIZE)])
     assert distance(whole, interpret(accumulating(step, PARTS), tensors, batch())) < BOUND
-    if not mixed(step):
+    lost = is_lost(step, tensors, batch(), PARTS)
+    assert not lost or name in NOTHING_COUNTS
+    if not mixed(step) and not lost:
         assert distance(whole, run_eagerly(step, tensors, batch(), PARTS)) < BOUND
 
 
@@ -290,10 +303,9 @@ def test_parts_give_the_whole_batch(name: str) -> None:
     "labels", "a masked mean", "weights of samples", "two terms"))])  # fmt: skip
 def test_shares_of_the_samples_would_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: with n_i/N for everything the result is another one."""
-    from lightning_piper.capture.losses.loss_weights import _LossWeighting
 
-    own = _LossWeighting._term
-    monkeypatch.setattr(_LossWeighting, "_term", lambda self, denominator: own(self, SAMPLES))
+    own = loss_weights._LossWeighting._term
+    monkeypatch.setattr(loss_weights._LossWeighting, "_term", lambda self, denominator: own(self, SAMPLES))
     step, tensors = captured(LOSSES[name][0])
     whole = run_eagerly(step, tensors, batch(), [Slice(0, SIZE)])
     far = distance(whole, interpret(accumulating(step, PARTS), tensors, batch()))
@@ -480,6 +492,78 @@ def test_a_part_in_which_nothing_counts_weighs_nothing() -> None:
     assert all(bool(x.isnan().all()) for x in [*nothing.metrics.values(), *alone.metrics.values()]), (
         "as on one device"
     )
+
+
+def one_label() -> list[Tensor]:
+    """The batch, with one label that counts in the second part and none in the last part."""
+    found = batch()
+    found[3][:] = torch.tensor([True, True, False, True, True, False] + [True] + [False] * 5)
+    return found
+
+
+def all_of(p: Tensor) -> Tensor:
+    """Return a sum that is not 0 on any part, whatever the mask."""
+    return p.square().sum()
+
+
+def logging_counts(m: Any, p: Tensor, y: Tensor, r: Any) -> Tensor:
+    count = r[1].sum().double()
+    m.log("root", count.sqrt())
+    m.log("logarithm", count.log1p())
+    m.log("one less, root", (count - 1).clamp(min=0).sqrt())
+    m.log("share", all_of(p) / (count - 1))
+    return all_of(p) / count
+
+
+# Losses whose factors or conditions are lost on the second part, on the last part, or on both.
+LOST: dict[str, Loss] = {
+    "a count": lambda m, p, y, r: all_of(p) / r[1].sum(),
+    "one less": lambda m, p, y, r: all_of(p) / (r[1].sum() - 1),
+    "a reciprocal": lambda m, p, y, r: all_of(p) * (r[1].sum() - 1).double().reciprocal(),
+    "a product of counts": lambda m, p, y, r: all_of(p) / (r[1].sum() * (r[1].sum() - 1)),
+    "two divisions": lambda m, p, y, r: all_of(p) / r[1].sum() / (r[1].sum() - 1),
+    "a logarithm": lambda m, p, y, r: all_of(p) / r[1].sum().double().log(),
+    "a root that is NaN": lambda m, p, y, r: all_of(p) / (r[1].sum().double() - 1).sqrt(),
+    "a difference of counts": lambda m, p, y, r: all_of(p) / (r[1].sum() - (r[1] & (y < 0)).sum()),
+    "one less than a mean": lambda m, p, y, r: all_of(p) / (1 - (~r[1]).double().mean()),
+    "in rows": lambda m, p, y, r: (p.square() / (r[1].sum() - 1)).sum(),
+    "beside another": lambda m, p, y, r: all_of(p) / (r[1].sum() - 1) + p.mean(),
+    "classes": lambda m, p, y, r: sum(all_of(p[:, c]) / (r[1] & (y != c)).sum() for c in range(3)),
+    "if any": lambda m, p, y, r: torch.where(r[1].sum() > 0, all_of(p) / r[1].sum(), 0.0),
+    "if several": lambda m, p, y, r: torch.where(r[1].sum() > 1, all_of(p) / (r[1].sum() - 1), 0.0),
+    "times a condition": lambda m, p, y, r: all_of(p) / r[1].sum().clamp(min=1) * (r[1].sum() > 1),
+    "without NaN": lambda m, p, y, r: torch.nan_to_num(all_of(p) / (r[1].sum() - 1)),
+    "logged": logging_counts,
+}
+
+
+@pytest.mark.parametrize("name", marked(LOST, ["one less", "a root that is NaN", "if several", "logged"]))
+def test_a_factor_of_a_part_that_is_0_or_not_finite_loses_nothing(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, tensors = captured(LOST[name])
+    assert not step.at(SIZE).assumed and is_lost(step, tensors, one_label(), PARTS)
+    whole = run_eagerly(step, tensors, one_label(), [Slice(0, SIZE)])
+    assert distance(whole, interpret(accumulating(step, PARTS), tensors, one_label())) < BOUND
+    assert tried(step, tensors, one_label(), 3, whole=True) is None, "the trial on a few samples agrees"
+    monkeypatch.setattr(loss_weights, "guard_factors", lambda *args: None)
+    step, _ = captured(LOST[name])
+    found = interpret(accumulating(step, PARTS), tensors, one_label())
+    assert not distance(whole, found) < 1e-3
+
+
+def test_a_condition_that_the_whole_batch_does_not_meet_gives_0() -> None:
+    empty = one_label()
+    empty[3][:] = False
+    for name in ("if any", "if several", "times a condition", "without NaN"):
+        step, tensors = captured(LOST[name])
+        for slices in (PARTS, (Slice(0, SIZE),)):
+            whole = run_eagerly(step, tensors, empty, [Slice(0, SIZE)])
+            found = interpret(accumulating(step, slices), tensors, empty)
+            if name == "without NaN":  # all of it divided by -1 label
+                assert distance(whole, found) < BOUND
+            else:
+                assert [float(x) for x in found.metrics.values()] == [0.0] == [*whole.metrics.values()]
 
 
 @pytest.mark.long

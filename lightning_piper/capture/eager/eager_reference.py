@@ -204,6 +204,18 @@ def term_weights(
     return found
 
 
+def is_lost(
+    step: CapturedStep,
+    tensors: Mapping[str, torch.Tensor],
+    leaves: Sequence[torch.Tensor],
+    slices: Sequence[Slice],
+) -> bool:
+    """Return whether the user's code would lose a term on a slice, because it multiplies or divides the term by
+    0 or by a number that is not finite. Captured code uses 1 instead, and gets other weights."""
+    ways = (term_weights(step, tensors, leaves, slices, captured) for captured in (False, True))
+    return any(not torch.equal(*pair) for pair in zip(*ways, strict=True))
+
+
 def merged(fold: str, values: list[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
     """Return the value of the whole batch, merged from the values of the slices.
 

@@ -49,8 +49,6 @@ OTHER_END = {"max": "min", "min": "max"}  # extreme of a value -> extreme of the
 CONTRACTED = {aten.dot.default, aten.mv.default, aten.mm.default, aten.bmm.default}
 # Operations that choose between values -> the indices of these values among the arguments.
 CHOSEN = {aten.where.self: (1, 2), aten.masked_fill.Scalar: (0, 2), aten.masked_fill.Tensor: (0, 2)}
-# Comparisons -> the number with which they compare a count to test that it is not 0 (n > 0, n != 0, n >= 1).
-ANY = {aten.gt.Scalar: 0, aten.ne.Scalar: 0, aten.ge.Scalar: 1}
 ZEROS = {aten.zeros_like.default, aten.new_zeros.default, aten.zeros.default}
 JOINED = {aten.stack.default, aten.cat.default}
 # Additions and subtractions of two operands.

@@ -88,6 +88,34 @@ class ElementwiseExpression(Expression):
 
 
 @dataclass(frozen=True)
+class Factor(Expression):
+    """A number by which the step multiplies or divides a term. It follows from sums over the batch.
+
+    On a part of the batch, the step uses 1 instead of a factor that is 0 or not finite, such as a count of 0 or
+    the `count - 1` of a single token. Otherwise the part's term would be lost, although the factor of the
+    whole batch may be any number.
+    """
+
+    value: Expression
+
+
+@dataclass(frozen=True)
+class Conditional(Expression):
+    """The denominator of a term that is 0 unless a condition on the whole batch holds.
+
+    `torch.where(count > 0, total / count, 0)` has `count` as its denominator if the condition holds, and
+    infinity otherwise. Each part of the batch computes `total / count`.
+
+    Attributes:
+        condition: The condition, as an expression of sums over the batch.
+        denominator: The denominator if the condition holds.
+    """
+
+    condition: Expression
+    denominator: Expression
+
+
+@dataclass(frozen=True)
 class _OtherArgument:
     value: Any
 
@@ -144,11 +172,11 @@ def _power(expression: Any) -> int | None:
 def described(expression: Expression, size: int) -> str:
     """Return a denominator as text, such as `div(sum over the batch, samples)`. `CapturedStep` compares these
     texts between traces with different numbers of samples. So the text says if the denominator follows from the
-    number of samples alone and is 0 for `size` samples."""
-    zero = not stats_of(expression) and not float(
-        _evaluate(expression, {}, [torch.full((), size, **_DOUBLE)])
-    )
-    return _text(expression) + " = 0" * zero
+    number of samples alone and is 0 or not finite for `size` samples."""
+    if stats_of(expression):
+        return _text(expression)
+    value = float(_evaluate(expression, {}, [torch.full((), size, **_DOUBLE)]))
+    return _text(expression) + ("" if value and math.isfinite(value) else f" = {value:g}")
 
 
 def _text(expression: Expression) -> str:
@@ -163,6 +191,10 @@ def _text(expression: Expression) -> str:
             return "samples"
         case BatchSum():
             return {"labels": "labels that count", "count": "count"}.get(expression.how, "sum over the batch")
+        case Factor():
+            return _text(expression.value)
+        case Conditional():
+            return f"if({_text(expression.condition)}, {_text(expression.denominator)})"
         case ElementwiseExpression():
             name = getattr(expression.target, "__name__", str(expression.target)).removesuffix(".default")
             inside = ", ".join(
@@ -206,18 +238,12 @@ def denominator_of(
         emit.env[before].append(emit.env[node])
     emit.graph.lint()
     columns = {key: i for i, key in enumerate(stats)}
-    # Indices of the sums by which the step's code divides. A loss over labels divides inside of its
-    # operation.
-    counted = [i for i, stat in enumerate(stats.values()) if stat.how != "labels"]
     zero, one = torch.zeros((), **_DOUBLE), torch.ones((), **_DOUBLE)
     nothing = _evaluate(expression, columns, [*[zero] * len(stats), one])
-    guarded = bool(counted or again) and not (float(nothing) and math.isfinite(nothing))
+    ends = bool(again) and not (float(nothing) and math.isfinite(nothing))
 
     def of(values: Sequence[torch.Tensor], part: bool = False) -> torch.Tensor:
-        # On a part of the batch, the guarded step divides by 1 instead of 0.
-        if part and guarded:
-            values = [x + (x == 0) if i in counted else x for i, x in enumerate(values)]
-        found = _evaluate(expression, columns, values)
+        found = _evaluate(expression, columns, values, part)
         return found if isinstance(found, torch.Tensor) else torch.full_like(values[-1], found)
 
     return Denominator(
@@ -226,7 +252,7 @@ def denominator_of(
         compile_boxed(emit.graph, constants),
         len(stats) + 1,
         of,
-        guarded,
+        bool(guards_of(expression)) or ends,
     )
 
 
@@ -235,16 +261,55 @@ def stats_of(expression: Expression) -> list[BatchSum]:
     returned twice."""
     if isinstance(expression, BatchSum):
         return [expression]
-    inside = expression.arguments if isinstance(expression, ElementwiseExpression) else ()
-    return [stat for x in inside if isinstance(x, Expression) for stat in stats_of(x)]
+    return [stat for x in _inside(expression) for stat in stats_of(x)]
 
 
-def _evaluate(expression: Expression, columns: Mapping[int, int], values: Sequence[torch.Tensor]) -> Any:
+def guards_of(expression: Expression) -> list[Factor | Conditional]:
+    """Return the factors of a denominator that may be 0 or not finite, and the conditions. On a part of the
+    batch, the step must replace these factors, and use these conditions as if they held."""
+    if isinstance(expression, Factor):
+        return [] if _is_positive(expression.value) else [expression]
+    if isinstance(expression, Conditional):
+        return [expression, *guards_of(expression.denominator)]
+    return [guard for x in _inside(expression) for guard in guards_of(x)]
+
+
+def _inside(expression: Expression) -> list[Expression]:
+    """Return the expressions of which an expression consists."""
+    match expression:
+        case Factor(value):
+            return [value]
+        case Conditional(condition, denominator):
+            return [condition, denominator]
+        case ElementwiseExpression():
+            return [x for x in expression.arguments if isinstance(x, Expression)]
+    return []
+
+
+_AT_LEAST = {aten.clamp.default, aten.clamp_min.default, aten.maximum.default}
+
+
+def _is_positive(expression: Expression) -> bool:
+    """Return whether the value is certainly a positive number: at least a positive constant."""
+    match expression:
+        case ElementwiseExpression(target, arguments) if target in _AT_LEAST and len(arguments) == 2:
+            return any(
+                isinstance(x, ConstantExpression) and isinstance(x.value, int | float) and x.value > 0
+                for x in arguments[target is not aten.maximum.default :]
+            )
+    return False
+
+
+def _evaluate(
+    expression: Expression, columns: Mapping[int, int], values: Sequence[torch.Tensor], part: bool = False
+) -> Any:
     """Return the value of an expression: a number, or a tensor like `values`.
 
     Args:
         columns: key of a sum -> its index in `values`.
         values: the sums, followed by the number of samples.
+        part: Whether the sums are sums over a part of the batch. There, the step replaces the factors and
+            conditions in `guards_of`.
     """
     match expression:
         case ConstantExpression():
@@ -253,9 +318,18 @@ def _evaluate(expression: Expression, columns: Mapping[int, int], values: Sequen
             return values[-1]
         case BatchSum():
             return values[columns[expression.key]]
+        case Factor():
+            factor = _evaluate(expression.value, columns, values)
+            return torch.where((factor != 0) & factor.isfinite(), factor, 1) if part else factor
+        case Conditional():
+            denominator = _evaluate(expression.denominator, columns, values, part)
+            if part:
+                return denominator
+            holds = _evaluate(expression.condition, columns, values)
+            return torch.where(holds, denominator, torch.full_like(values[-1], math.inf))
         case ElementwiseExpression():
             found = [
-                _evaluate(x, columns, values) if isinstance(x, Expression) else x.value
+                _evaluate(x, columns, values, part) if isinstance(x, Expression) else x.value
                 for x in expression.arguments
             ]
             # Some operations take only tensors, so a number becomes a tensor.

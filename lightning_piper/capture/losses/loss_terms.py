@@ -12,8 +12,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 import torch
@@ -24,7 +22,6 @@ from lightning_piper.capture.joint.computation_keys import ComputationKeys
 from lightning_piper.capture.joint.joined_part import after_gathers
 from lightning_piper.capture.joint.operations import (
     ADDED,
-    ANY,
     CHAINED,
     CHOSEN,
     CONSTANTS,
@@ -44,14 +41,25 @@ from lightning_piper.capture.joint.operations import (
     is_zero,
 )
 from lightning_piper.capture.losses.batch_dependence import Ask, BatchDependence
+from lightning_piper.capture.losses.combination import (
+    LINEAR,
+    MIXED,
+    OTHER,
+    ROWS,
+    WHOLE,
+    Combination,
+    Reduction,
+)
 from lightning_piper.capture.losses.cross_sample import differs_by_position
 from lightning_piper.capture.losses.denominators import (
     ONE,
     SAMPLES,
     BatchSum,
+    Conditional,
     ConstantExpression,
     ElementwiseExpression,
     Expression,
+    Factor,
     over,
     simplified,
     stats_of,
@@ -65,45 +73,6 @@ from lightning_piper.totals import TOTAL
 aten = torch.ops.aten
 
 
-class Reduction(StrEnum):
-    """How Piper computes the whole batch's value of a node from the node's values on parts of the batch.
-
-    Attributes:
-        WHOLE: the value does not depend on the batch.
-        ROWS: the value has a sample dimension.
-        LINEAR: the whole batch's value is the weighted sum of the parts' values.
-        MIXED: the value is a sum of linear and whole values with different denominators.
-        MAX, MIN: the maximum or minimum of the parts' values.
-        OTHER: the value combines in none of these ways, or Piper does not know how it combines.
-    """
-
-    WHOLE = "whole"
-    ROWS = "rows"
-    LINEAR = "linear"
-    MIXED = "mixed"
-    MAX = "max"
-    MIN = "min"
-    OTHER = "other"
-
-
-WHOLE, ROWS, LINEAR, MIXED, MAX, MIN, OTHER = Reduction
-
-
-@dataclass(frozen=True)
-class Combination:
-    """How the whole batch's value of a node follows from its values on parts of the batch.
-
-    Attributes:
-        reduction: how the parts combine.
-        denominator: an expression of sums over the batch (see `ir.terms`). If `reduction` is `ROWS`, it
-            divides each row (None: 1). If `reduction` is `LINEAR`, a part's weight is the part's share of it.
-            None for other reductions.
-    """
-
-    reduction: Reduction
-    denominator: Expression | None = None
-
-
 class LossTerms:
     """An analysis of how each value of a traced graph follows from its values on parts of the batch.
 
@@ -115,13 +84,14 @@ class LossTerms:
     Attributes:
         dependence: An analysis of which values depend on the number of samples.
         joined: Nodes that are computed from gathered samples, and so have the same value on every part.
-        uses: Key of a sum over the batch (`BatchSum.key`) -> (a node that reads the sum, the argument through
-            which it does) -> the argument's value divided by the sum.
+        uses: A factor, or a denominator with a condition -> (the node that reads the factor or the condition,
+            the node of the factor or condition).
     """
 
     def __init__(self, graph: torch.fx.Graph, size: int, beside: Ask) -> None:
         self.size, self.dependence = size, BatchDependence(graph, size, beside)
-        self.uses: dict[int, dict[tuple[Node, Node], float]] = {}
+        self.uses: dict[Factor | Conditional, set[tuple[Node, Node]]] = {}
+        self._of_batch: set[Node] = set()  # nodes that `of` finds to follow from the batch alone
         self._found: dict[Node, Combination] = {}
         self._keys = ComputationKeys()
         self._constants: Constants = {}
@@ -229,6 +199,8 @@ class LossTerms:
             return self._together(node.args[0])  # type: ignore[arg-type]
         if target is aten.where.self and (chosen := self._chosen(node)) is not None:
             return chosen
+        if target is aten.nan_to_num.default:
+            return self._without_nan(node)
         if target in ADDED:
             return self._added(node)
         if target in MULTIPLIED | DIVIDED | CONTRACTED and (found := self._scaled(node)).reduction != OTHER:
@@ -236,7 +208,19 @@ class LossTerms:
         # A value d that follows from the batch alone is known for the whole batch and for each part i (d_i).
         # With n_i of the N samples in part i, d is the sum over the parts of (n_i/N) (d/d_i) d_i.
         value = self.expression(node)
-        return Combination(OTHER) if value is None else Combination(LINEAR, over(SAMPLES, value))
+        if value is None:
+            return Combination(OTHER)
+        if stats_of(value):
+            self._of_batch.add(node)
+        return Combination(LINEAR, over(SAMPLES, value))
+
+    def follows_from_batch(self, node: Node) -> bool:
+        """Return whether the node's value is a function of sums over the batch, such as the root of a count.
+        Then weights combine its values on parts of the batch only if none of them is 0."""
+        self.of(node)
+        while node.target in SAME and isinstance(node.args[0], Node):
+            node = node.args[0]
+        return node in self._of_batch
 
     # Values with a sample dimension. A sum over the batch may divide the rows before they are summed:
     # `weights / weights.sum()`.
@@ -407,8 +391,8 @@ class LossTerms:
         return Combination(MIXED) if some_whole and not _adds_up_to_one(found[0].denominator) else found[0]
 
     def _chosen(self, node: Node) -> Combination | None:
-        """Return how `torch.where(n > 0, total / n, 0)` combines: a ratio, replaced by 0 if nothing counts.
-        Return None for other conditions."""
+        """Return how `torch.where(n > 0, total / n, 0)` combines: a ratio, replaced by 0 unless a condition on
+        the whole batch holds. Return None for other conditions and values."""
         condition, value, other = node.args
         if not isinstance(condition, Node) or not isinstance(value, Node) or not isinstance(other, Node):
             return None
@@ -417,11 +401,25 @@ class LossTerms:
             inner.reduction != LINEAR
             or inner.denominator is None
             or number != ConstantExpression(0)
-            or not isinstance(asked, ElementwiseExpression)
+            or asked is None
+            or not stats_of(asked)
         ):
             return None
-        counts = asked.target in ANY and asked.arguments[1] == ConstantExpression(ANY[asked.target])
-        return inner if counts and asked.arguments[0] in stats_of(inner.denominator) else None
+        made = Conditional(asked, inner.denominator)
+        self.uses.setdefault(made, set()).add((node, condition))
+        return Combination(LINEAR, made)
+
+    def _without_nan(self, node: Node) -> Combination:
+        """Return how `torch.nan_to_num(total / n)` combines: a ratio, replaced by 0 if the denominator of the
+        whole batch is 0."""
+        inner = self.of(node.args[0])  # type: ignore[arg-type]
+        if inner.reduction != LINEAR or inner.denominator is None or (node.args[1:] and node.args[1]):
+            return Combination(OTHER)
+        if not stats_of(inner.denominator):
+            return inner
+        size = ElementwiseExpression(aten.abs.default, (inner.denominator,))
+        known = ElementwiseExpression(aten.gt.Scalar, (size, ConstantExpression(0)))
+        return Combination(LINEAR, Conditional(known, inner.denominator))
 
     def _added(self, node: Node) -> Combination:
         """Return how a sum or a difference combines.
@@ -482,11 +480,14 @@ class LossTerms:
 
     def _constant(self, value: Any, user: Node, position: int) -> Expression | None:
         """Return a factor as an expression, or None if it is unknown. For a factor that is the same on every
-        part, return 1, because it leaves the denominator unchanged. If the factor is a sum over the batch,
-        record in `uses` that `user` reads the sum."""
+        part, return 1, because it leaves the denominator unchanged. If the factor follows from sums over the
+        batch, it is a `Factor`, and `uses` records that `user` reads it."""
         if isinstance(value, Node):
             known = self.expression(value) if self._varies(value) else ONE
-            self._note(known, value, user)
+            if known is not None and stats_of(known):
+                factor = Factor(known)
+                self.uses.setdefault(factor, set()).add((user, value))
+                return factor
         else:
             known = self.dependence.number(value, user, position)
         return ONE if isinstance(known, ConstantExpression) else known
@@ -496,24 +497,9 @@ class LossTerms:
         `torch.arange(n)`. Their sum over the batch is not the sum over its parts."""
         return rows not in self._from_batch and differs_by_position(rows, Sharded(0), self._constants)
 
-    def _note(self, known: Any, value: Any, reader: Node) -> None:
-        """If the expression `known` is a sum over the batch, or a mean of rows, record in `uses` that
-        `reader` reads the sum through its argument `value`."""
-        stat, factor = known, 1.0
-        if (
-            isinstance(known, ElementwiseExpression)
-            and isinstance(known.arguments[0], BatchSum)
-            and known.arguments[0].how == "rows"
-        ):
-            stat = known.arguments[0]
-            factor = 1.0 / stat.node.meta["val"].numel()
-        if isinstance(stat, BatchSum):
-            self.uses.setdefault(stat.key, {})[reader, value] = factor
-
     def expression(self, node: Node) -> Expression | None:
         """Return a scalar that follows from the batch alone, as an expression of sums over the batch. Return
-        None for all other values. Sums over the batch that elementwise operations read are recorded in
-        `uses`."""
+        None for all other values."""
         if node.target is COUNT:
             if node in self._from_params:
                 return None
@@ -567,7 +553,6 @@ class LossTerms:
                 known = ElementwiseExpression.given(argument)
             if known is None:
                 return None
-            self._note(known, argument, node)
             given.append(known)
         known_by_value = all(isinstance(x, Hashable) for x in node.kwargs.values())
         return (

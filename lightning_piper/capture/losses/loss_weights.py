@@ -11,7 +11,6 @@ the loss.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +25,15 @@ from lightning_piper.capture.joint.region_passes import PlaceholderNames
 from lightning_piper.capture.joint.traced_graph import TracedGraph
 from lightning_piper.capture.losses.batch_dependence import Ask
 from lightning_piper.capture.losses.changed_buffers import changed_buffers, is_local
+from lightning_piper.capture.losses.combination import (
+    LINEAR,
+    MAX,
+    MIN,
+    MIXED,
+    ROWS,
+    WHOLE,
+    Combination,
+)
 from lightning_piper.capture.losses.cross_sample import (
     Places,
     cross_sample_operations,
@@ -42,18 +50,10 @@ from lightning_piper.capture.losses.denominators import (
     simplified,
     stats_of,
 )
+from lightning_piper.capture.losses.factor_guards import add_like, guard_factors
 from lightning_piper.capture.losses.graph_results import GraphResults
 from lightning_piper.capture.losses.linearity import Linearity, linearity
-from lightning_piper.capture.losses.loss_terms import (
-    LINEAR,
-    MAX,
-    MIN,
-    MIXED,
-    ROWS,
-    WHOLE,
-    Combination,
-    LossTerms,
-)
+from lightning_piper.capture.losses.loss_terms import LossTerms
 from lightning_piper.capture.losses.tangents import LossSum, divide_tangent
 from lightning_piper.capture.losses.whole_values import computation, sources_of
 from lightning_piper.capture.torch_private import _torch
@@ -169,7 +169,7 @@ class _LossWeighting:
             if term != self.kinds.get(WHOLE_BATCH):
                 node.meta[OF_PARTS] = True
         self._find_without_weights(losses, curved)
-        self._guard()
+        guard_factors(self.graph, self._guarded(), self.found.uses)
         results.write()
         self._check_joined(refuse_parts(self.graph))
         return WeightedStep(
@@ -220,14 +220,16 @@ class _LossWeighting:
         """If `_met` is None, set it to the first operation of `curved` on which the loss depends, and whose
         value weights cannot combine.
 
-        Weights can combine the value if it follows from the batch alone, unless the weights of the loss are
-        assumed, or a term of the loss is a maximum or a minimum.
+        Weights can combine a ratio, and a value that follows from the batch alone. They cannot if the weights of
+        the loss are assumed, or if a term of the loss is a maximum or a minimum.
         """
         if self._met is None:
             surely = {
                 node: at
                 for node, at in curved.items()
-                if self.assumed or self._extremes or self.found.is_trained(node)
+                if self.assumed
+                or self._extremes
+                or (self.found.is_trained(node) and self.found.of(node).reduction != LINEAR)
             }
             self._met = first_cross_sample(losses, surely)
 
@@ -295,7 +297,9 @@ class _LossWeighting:
         of the logged value to `unknown` if neither weights nor its `reduce_fx` combine it exactly.
         """
         (name,), known = made.names, not isinstance(node, Node) or self._alike or self._is_known(node)
-        sources = None if known else sources_of(node, self.found, self._is_known)
+        # Computed from its sums, a function of sums over the batch needs no weights.
+        of_sums = known and isinstance(node, Node) and not self._alike and self.found.follows_from_batch(node)
+        sources = sources_of(node, self.found, self._is_source) if of_sums or not known else None
         meeting = first_cross_sample([node], self._meetings)
         if not known and sources is None:
             # The report about a loss with assumed weights already covers a value that is computed from this
@@ -326,6 +330,10 @@ class _LossWeighting:
                     made[-1] = self._add(aten.clone.default, (node,), reader)
                 made[-1].meta["val"] = node.meta["val"]
         return made
+
+    def _is_source(self, node: Node) -> bool:
+        """Return whether weights combine the node's values on all parts of any batch."""
+        return self._is_known(node) and not self.found.follows_from_batch(node)
 
     def _is_known(self, node: Node) -> bool:
         """Return whether weights suffice to combine the node's values on parts of the batch."""
@@ -532,9 +540,13 @@ class _LossWeighting:
     def _add(
         self, target: Any, args: tuple[Any, ...], like: Node, kwargs: Mapping[str, Any] | None = None
     ) -> Node:
-        made = self.graph.call_function(target, args, dict(kwargs or {}))
-        made.meta = dict(like.meta)
-        return made
+        return add_like(self.graph, target, args, like, kwargs)
+
+    def _guarded(self) -> list[Expression]:
+        """Return the denominators with a factor or a condition that the step must replace on a part."""
+        return [
+            self._denominators[term] for term in self.terms if term.denominator and term.denominator.guarded
+        ]
 
     def _divide(self, loss: Node, parts: Mapping[int, Node]) -> dict[Node, int]:
         """Give each term of the loss a tangent, by changing the backward pass of the graph in place. Return
@@ -545,41 +557,6 @@ class _LossWeighting:
         }
         sums = LossSum(self._base, self._summands, self._part, self.found, whole)
         return divide_tangent(self.graph, self.names.tangent, loss, list(parts), sums, self.results.nodes)
-
-    def _guard(self) -> None:
-        """Let the step divide by 1 instead of 0 on a part of the batch in which nothing counts.
-
-        One device divides by the count of the whole batch, which may be positive even if the part's count is
-        0. `Denominator.of` with `part=True` also replaces 0 by 1, so that the part's weight fits.
-        """
-        made: dict[Node, Node] = {}
-        for term in (
-            term for term in self.terms if term.denominator is not None and term.denominator.guarded
-        ):
-            for stat in stats_of(self._denominators[term]):
-                # The operation of this loss divides by the sum itself, so its result is replaced.
-                if stat.how == "labels":
-                    self._guard_loss(stat.node)
-                for (reader, value), one in self.found.uses.get(stat.key, {}).items():
-                    if value not in made:
-                        with self.graph.inserting_before(value.next):
-                            empty = self._add(aten.eq.Scalar, (value, 0), value)
-                            by = empty if one == 1.0 else self._add(aten.mul.Tensor, (empty, one), value)
-                            made[value] = self._add(aten.add.Tensor, (value, by), value)
-                    for user in [reader, *(x for x in value.users if _torch.is_backward(x))]:
-                        user.replace_input_with(value, made[value])
-
-    def _guard_loss(self, loss: Node) -> None:
-        """Let a loss over labels be 0 instead of 0 / 0 if no label counts. `loss` is the operation: its
-        results are the loss, and the weight of the labels that count."""
-        for value in [x for x in loss.users if x.args[1] == 0]:
-            with self.graph.inserting_before(value.next):
-                counts = self._add(operator.getitem, (loss, 1), value)
-                empty = self._add(aten.eq.Scalar, (counts, 0), value)
-                zero = self._add(aten.zeros_like.default, (value,), value)
-                guarded = self._add(aten.where.self, (empty, zero, value), value)
-            for user in [x for x in value.users if x not in (zero, guarded)]:
-                user.replace_input_with(value, guarded)
 
 
 def _is_read_again(loss: Node) -> bool:

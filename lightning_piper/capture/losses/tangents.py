@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from lightning_piper.capture.losses.loss_terms import MIXED, LossTerms
+from lightning_piper.capture.losses.combination import MIXED
+from lightning_piper.capture.losses.loss_terms import LossTerms
 from lightning_piper.capture.torch_private import _torch
 
 aten = torch.ops.aten

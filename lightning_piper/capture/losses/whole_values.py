@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from lightning_piper.capture.losses.loss_terms import OTHER, ROWS, LossTerms
+from lightning_piper.capture.losses.combination import OTHER, ROWS
+from lightning_piper.capture.losses.loss_terms import LossTerms
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.ir.boxed_code import compile_boxed
 from lightning_piper.ir.regions import Computed
