@@ -339,7 +339,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import cache
 path = Path(sys.argv[2])
-with cache.alone(path):
+with cache.exclusive(path):
     assert not path.exists()
     print("in", flush=True)
     sys.stdin.read(1)
@@ -353,15 +353,15 @@ def test_others_wait_for_who_makes_a_file(tmp_path, monkeypatch):
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdin is not None and other.stdout is not None
         assert other.stdout.read(2) == b"in"
-        with cache.alone(tmp_path / "own" / "another"):  # of which nobody waits for anybody
+        with cache.exclusive(tmp_path / "own" / "another"):  # of which nobody waits for anybody
             pass
         with monkeypatch.context() as patch:
             patch.setattr(cache, "PATIENCE", 0.05)
-            with cache.alone(path):  # in vain
+            with cache.exclusive(path):  # in vain
                 assert cache.read(path) is None
         other.stdin.write(b"x")
         other.stdin.flush()
-        with cache.alone(path):
+        with cache.exclusive(path):
             assert cache.read(path) == b"made"
 
 
@@ -407,7 +407,7 @@ def test_what_is_no_lock_is_not_waited_for(kind, tmp_path):
             (own / "lock").symlink_to(own / "nowhere")
         case "folder":
             (own / "lock").mkdir()
-    with cache.alone(own / "file"):
+    with cache.exclusive(own / "file"):
         cache.write(own / "file", b"made")
     assert cache.read(own / "file") == b"made"
     assert not (own / "nowhere").exists()
