@@ -212,7 +212,7 @@ def newest_complete(folder: Folder) -> Folder | None:
     """Return the folder of the newest complete save: the newest one inside of this folder, or the folder
     itself. None if there is none."""
     for found in [*map(folder.child, saves_in(folder)), folder]:
-        if found.size(MANIFEST) is not None and is_complete(found):
+        if is_complete(found):
             return found
     return None
 

@@ -186,6 +186,8 @@ def erase(folder: RemoteFolder) -> None:
     """Delete everything of this name: first the manifests, so that a partly deleted checkpoint is not a
     checkpoint."""
     fs = folder.fs
+    if entry_of(fs, folder.path) is None:
+        return
     for each in [folder, *map(folder.child, saves_in(folder))]:
         if each.size(MANIFEST) is not None:
             fs.rm_file(f"{each.path}/{MANIFEST}")

@@ -55,6 +55,7 @@ HOW = {
     "PP2 x DP2 ZeRO-3": How(lambda: stages_of_replicas(ZERO3, ZERO3), 4, 2),
     "PP2 x DP2 ZeRO-1 and 3": How(lambda: stages_of_replicas(ZERO1, ZERO3), 4, 2),
     "DP2 ZeRO-2": How(lambda: replicas(**ZERO2), 2, 2),
+    "DP2 ZeRO-3": How(lambda: replicas(**ZERO3), 2, 2),
     "DP2": How(lambda: replicas(), 2, 2),
     "PP2": How(lambda: piper.schedules.gpipe(stages=2, microbatches=4), 2),
     "one device": How(
