@@ -168,6 +168,7 @@ assert simulate(other.dag, other.plans, json.loads(Path("durations.json").read_t
 }
 SMALLER = {
     "docs/checkpoints.md 3": [("s3://", "memory://"), ('"piper"', "piper.PiperStrategy()")],
+    "docs/checkpoints.md 4": [("s3://", "memory://")],
     "docs/migrate.md 1": [("use_cache=False", "use_cache=False, n_layer=1, n_embd=8, n_head=2")],
     "docs/search.md 1": [("use_cache=False", "use_cache=False, n_layer=1, n_embd=8, n_head=2")],
     "docs/howto/resume.md 0": [("1000", "2")],

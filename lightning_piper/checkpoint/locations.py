@@ -60,6 +60,10 @@ class Location(ABC):
         """Return the absolute path or the address."""
 
     @abstractmethod
+    def root(self) -> Folder:
+        """Return the folder of this path or address, whether it is a checkpoint or not."""
+
+    @abstractmethod
     def found(self) -> tuple[str, bool]:
         """Return where the checkpoint is, which may be an earlier checkpoint after an interrupted save, and
         whether it is sharded.
@@ -67,6 +71,11 @@ class Location(ABC):
         Raises:
             CheckpointNotFoundError: There is no checkpoint.
         """
+
+    @abstractmethod
+    def saved_at(self) -> float | None:
+        """Return the time, in seconds, at which the checkpoint here was complete; None if there is no complete
+        checkpoint."""
 
     @abstractmethod
     def folder(self) -> Folder:
@@ -131,9 +140,18 @@ class LocalLocation(Location):
     def __str__(self) -> str:
         return str(self._path)
 
+    def root(self) -> Folder:
+        return LocalFolder(self._path)
+
     def found(self) -> tuple[str, bool]:
         place = located(self._path)
         return str(place), place.is_dir()
+
+    def saved_at(self) -> float | None:
+        folder = newest_complete(LocalFolder(self._path)) if self._path.is_dir() else None
+        if folder is not None:
+            return Path(folder.path_of(MANIFEST)).stat().st_mtime
+        return self._path.stat().st_mtime if self._path.is_file() else None
 
     def folder(self) -> Folder:
         place = located(self._path)
@@ -199,6 +217,9 @@ class RemoteLocation(Location):
     def __str__(self) -> str:
         return str(self._root)
 
+    def root(self) -> Folder:
+        return self._root
+
     def found(self) -> tuple[str, bool]:
         for root in (self._root, self._earlier):
             if newest_complete(root) is not None:
@@ -209,6 +230,15 @@ class RemoteLocation(Location):
         if entry is None:
             raise no_checkpoint(str(self))
         return str(self), entry["type"] != "file"
+
+    def saved_at(self) -> float | None:
+        folder = newest_complete(self._root)
+        if folder is not None:
+            assert isinstance(folder, RemoteFolder)
+            return float(self._fs.modified(f"{folder.path}/{MANIFEST}").timestamp())
+        if is_whole_file(self._fs, self._root.path):
+            return float(self._fs.modified(self._root.path).timestamp())
+        return None
 
     def folder(self) -> Folder:
         place, sharded = self.found()
@@ -332,3 +362,13 @@ def location_of(path: str | os.PathLike[str]) -> Location:
         return RemoteLocation(text)
     protocol, separator, rest = text.partition("://")
     return LocalLocation(Path(os.path.abspath(rest if separator and protocol in LOCAL else text)))
+
+
+def checkpoints_in(folder: str | os.PathLike[str], name: str) -> list[str]:
+    """Return the paths or addresses of everything in a folder whose name begins with `name` and ends with
+    `.ckpt`."""
+    location = location_of(folder)
+    found = location.root().names()
+    return [
+        f"{location}/{each}" for each in sorted(found) if each.startswith(name) and each.endswith(".ckpt")
+    ]
