@@ -30,6 +30,7 @@ from lightning_piper.errors import PiperError
 from lightning_piper.holdings.materialization import Known, is_on_meta, without_initial_values
 from lightning_piper.session.verification import ACCEPTED
 from lightning_piper.strategy.checkpoints import is_behind
+from lightning_piper.strategy.last_checkpoint import warn_of_unused_last
 
 # Argument of `PiperStrategy` that accepts only a few texts -> these texts.
 CHOICES = {
@@ -48,7 +49,8 @@ def check_fit(
     layer_sync: LayerSync | None,
     known: Known,
 ) -> None:
-    """Check that Piper supports everything that a fit uses.
+    """Check that Piper supports everything that a fit uses. Warn if the fit does not use the last checkpoint of
+    its remote folder.
 
     Args:
         module: The module to be trained.
@@ -65,6 +67,7 @@ def check_fit(
         problem = next(_problems_of_processes(trainer, module), None)
     if problem is not None:
         raise PiperError(f"PiperStrategy: {problem}")
+    warn_of_unused_last(trainer)
 
 
 def _problems(

@@ -65,7 +65,6 @@ from lightning_piper.strategy.checks import (
 from lightning_piper.strategy.compatibility import averaging
 from lightning_piper.strategy.evaluation import EvaluatingStrategy
 from lightning_piper.strategy.fit import Fit
-from lightning_piper.strategy.last_checkpoint import warn_of_unused_last
 from lightning_piper.strategy.phases import Eager, Ended, Fitting, Idle, Left, Starting, over
 from lightning_piper.strategy.process_management import Requeue
 
@@ -214,7 +213,6 @@ class PiperStrategy(EvaluatingStrategy):
         assert module is not None
         self.phase, self._times = Idle(Left(self.phase.left.seed)), None
         check_fit(trainer, module, self.world.size, self.layer_sync, restored.known(module))
-        warn_of_unused_last(trainer)
         self.phase = phase = Starting(self._set_up(trainer, restored.seed))
         if self._local:
             self.model_to_device()
