@@ -50,13 +50,28 @@ READS: dict[str, Callable[[Any], float]] = {
     "item": lambda t: t.found["a"].item() if t.found else 0.5,
     "detach": lambda t: (0.5 * t.found["b"].detach().cpu()).clone() if t.found else 0.5,
     "is None": lambda t: float(t.other is None),
+    "is itself": lambda t: float(t.counts is t.counts),
+    "is another": lambda t: float(t.counts is t.others),
+    "is no longer": lambda t: float(t.counts is t.once),
+    "the only optimizer": lambda t: float(t.optimizers[0] is t.lightning_module.optimizers(False)),
+    "an object of the module": lambda t: float(t.helper is t.lightning_module.helper),
+    "its number": lambda t: t.helper.number,
+    "the module": lambda t: float(t.lightning_module is t.strategy.lightning_module),
+    "the Trainer": lambda t: float(t.fit_loop.trainer is t.lightning_module.trainer is t),
 }
+
+
+class Helper:
+    """An object that the module has. The Trainer has it too, except for one batch."""
+
+    number = 0.0
 
 
 class Reading(L.LightningModule):
     def __init__(self, read: Callable[[Any], float]) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.helper = Helper()
         self.read, self.first, self.last = read, *(nn.Linear(4, 4, dtype=torch.float64) for _ in range(2))
 
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
@@ -64,6 +79,9 @@ class Reading(L.LightningModule):
         trainer.found = {} if n < 2 else {"a": torch.tensor(n + 0.0), "b": torch.tensor(2.0 * n)}
         trainer.rates, trainer.counts, trainer.others = {"a": n // 2 * 0.5}, [n // 3, n // 2], [0, 1]
         trainer.last, trainer.other = None if n < 2 else [n], [1] if n < 3 else None
+        trainer.helper = Helper() if n == 3 else self.helper
+        self.helper.number = 0.5 * n
+        trainer.once = trainer.counts if n < 2 else [0, 1]
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         with piper.annotate("PP", 0):
@@ -92,6 +110,15 @@ def far(one: list[Tensor], two: list[Tensor]) -> float:
 @pytest.mark.parametrize("name", READS)
 def test_a_read_of_the_trainer_is_seen_again(name: str) -> None:
     assert far(trained(READS[name], "auto"), trained(READS[name], local())) < 1e-12
+
+
+def test_with_a_proxy_for_each_read_an_object_is_not_itself() -> None:
+    def of(value: Any, *args: Any, **names: Any) -> TrainerProxy:
+        return TrainerProxy(*args, **names)
+
+    with mock.patch.object(TrainerProxy, "of", of):
+        found = trained(READS["is itself"], local())
+    assert far(trained(READS["is itself"], "auto"), found) > 1e-3
 
 
 def test_without_a_guard_the_step_keeps_the_first_result() -> None:

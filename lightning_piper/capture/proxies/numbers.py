@@ -115,6 +115,9 @@ class NumberInputs:
         plain: Whether the step gets plain values instead of `NumberProxy`s, with a guard on each value,
             because some code does not accept a `NumberProxy`.
         given: Whether the step has received a number other than `batch_idx`.
+        proxies: The objects outside of the module that the step reads in this trace, each with its proxy, by id.
+        name_of: Returns the user's expression for an object that the module reaches, and whose reads the trace
+            sees, such as "self.helper". None for other objects.
         active: Whether the step is being traced. Outside of a trace, a `NumberProxy` that the user's code has
             kept, as in a cache, acts as the value that it had during the trace.
     """
@@ -122,6 +125,8 @@ class NumberInputs:
     def __init__(self) -> None:
         self.numbers: dict[Any, tuple[Callable[[], Any], torch.dtype]] = {}
         self.answers: dict[Any, NumberAnswer] = {}
+        self.proxies: dict[int, tuple[Any, Any]] = {}
+        self.name_of: Callable[[Any], str | None] = lambda value: None
         self.plain = self.given = self.active = False
         self._tensors: Sequence[torch.Tensor] = ()
 
@@ -150,6 +155,7 @@ class NumberInputs:
             tensors: the graph's inputs for the numbers that are known so far.
         """
         before, self._tensors, self.active = self._tensors, tensors, True
+        self.proxies = {}
         try:
             with contextlib.ExitStack() as stack:
                 for name in _MATH:
@@ -157,6 +163,7 @@ class NumberInputs:
                 yield
         finally:
             self._tensors, self.active = before, False
+            self.proxies = {}
 
     def remember(self) -> Callable[[], None]:
         """Return a function that restores the current `numbers`, `answers`, `plain` and `given`. The caller

@@ -101,6 +101,19 @@ class StateRecorder:
         self._thread = threading.get_ident()
         self._active = False
 
+    def name_of(self, value: Any) -> str | None:
+        """Return the user's expression for a visited object of a user's class, whose reads `watching` sees. None
+        for all other values."""
+        found = self.objects.get(id(value))
+        if (
+            found is None
+            or isinstance(value, Mapping | list | tuple | set | frozenset)
+            or inspect.isroutine(value)
+            or is_library(type(value).__module__)
+        ):
+            return None
+        return found[1]
+
     def find(self, places: Iterable[StateLocation]) -> None:
         """Visit the objects that are reachable from the values of further places."""
         for place in places:
@@ -182,11 +195,11 @@ class StateRecorder:
             for cls in patched:
                 stack.enter_context(_reading(cls, self._seen))
             stack.enter_context(_reading_variables(self._seen_variable))
-            self._active = True
+            before, self._inputs.name_of, self._active = self._inputs.name_of, self.name_of, True
             try:
                 yield
             finally:
-                self._active = False
+                self._inputs.name_of, self._active = before, False
 
     def _seen(self, owner: Any, name: str) -> None:
         """Guard an attribute that is being read, if its owner is a visited object and the attribute is not in

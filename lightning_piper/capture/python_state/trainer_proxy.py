@@ -54,6 +54,30 @@ class TrainerProxy:
 
         vars(self).update(_inputs=inputs, _get=now, _where=where, _step=step, _check=check)
 
+    @classmethod
+    def of(
+        cls,
+        value: Any,
+        inputs: NumberInputs,
+        get: Callable[[], Any],
+        where: str,
+        step: str,
+        check: Callable[[str], None] = lambda what: None,
+    ) -> TrainerProxy:
+        """Return the proxy for the object `value`. An object has one proxy in a trace, so that `is` has the same
+        result as for the objects. A guard says that two expressions still mean the same object.
+
+        Args:
+            inputs, get, where, step, check: As in the constructor.
+        """
+        (_, proxy) = inputs.proxies.setdefault(id(value), (value, cls(inputs, get, where, step, check)))
+        known = vars(proxy)
+        if known["_where"] != where:
+            inputs.answers.setdefault(
+                ("same", known["_where"], where), NumberAnswer(where, lambda: get() is known["_get"](), True)
+            )
+        return proxy  # type: ignore[no-any-return]
+
     def _take(self, get: Callable[[], Any], where: str) -> Any:
         """Return the value of `get` in the form that the step receives.
 
@@ -61,7 +85,9 @@ class TrainerProxy:
         - A number, or a tensor of one element: a `NumberProxy`. If the inputs are plain, a guarded number.
         - A module: the module itself, without a guard.
         - A method or function: a function that calls it (`_calling`).
-        - Any other object: a `TrainerProxy`.
+        - An object that the module also reaches: the object itself, whose reads the trace sees. A guard says
+          that it stays this object.
+        - Any other object: its `TrainerProxy`.
 
         Raises:
             CaptureError: the value is a tensor of several elements, or `check` raises it.
@@ -88,11 +114,17 @@ class TrainerProxy:
             )
         if inspect.isroutine(value):
             return self._calling(value, get, where)
-        # The object may become None later, or an object of another class.
-        self._inputs.answers.setdefault(
-            ("type", where), NumberAnswer(where, lambda: type(get()), type(value))
-        )
-        return TrainerProxy(self._inputs, get, where, self._step, self._check)
+        # The object may become None later, or another object.
+        name_of = self._inputs.name_of
+
+        def kind() -> tuple[type, str | None]:
+            now = get()
+            return type(now), name_of(now)
+
+        self._inputs.answers.setdefault(("type", where), NumberAnswer(where, kind, kind()))
+        if name_of(value) is not None:
+            return value
+        return TrainerProxy.of(value, self._inputs, get, where, self._step, self._check)
 
     def _calling(self, value: Callable[..., Any], get: Callable[[], Any], where: str) -> Callable[..., Any]:
         """Return a function that calls the method `value`, and returns the result in the form of `_take`. The

@@ -60,10 +60,10 @@ def as_captured(module: nn.Module, step: TracedStep) -> Iterator[None]:
     attached, reads = getattr(cls, "trainer", None), step.reads
     if reads is not None and isinstance(attached, property) and attached.fget is not None:
         get = attached.fget
-        watched = partial(
-            TrainerProxy, reads.inputs, where="self.trainer", step=step.name, check=step.check_read
+        watched = partial(TrainerProxy.of, where="self.trainer", step=step.name, check=step.check_read)
+        members["trainer"] = property(
+            lambda self: watched(get(self), reads.inputs, lambda: get(self)), attached.fset
         )
-        members["trainer"] = property(lambda self: watched(get=lambda: get(self)), attached.fset)
     stand_in = type(cls.__name__, (cls,), members | {"__module__": cls.__module__})
     before = set(vars(stand_in))
     module.__class__ = stand_in
