@@ -193,7 +193,8 @@ class OverProcesses(_lightning.Strategy):
         self._failed = True
         leave_groups_at_exit()
         failed_first = self._watch is not None and self._watch.report(exception)
-        print_short_tracebacks(self.global_rank, one_line=not (self.global_rank == 0 or failed_first))
+        one_line = not (self.global_rank == 0 or failed_first)
+        print_short_tracebacks(self.global_rank, one_line, exception)
 
     def _take_sigterm(self, trainer: pl.Trainer) -> None:
         if self._termination is None:

@@ -19,6 +19,7 @@ from lightning_piper.processes.tracebacks import (
     HINT,
     LONGEST,
     VARIABLE,
+    is_of_users_code,
     line,
     print_short_tracebacks,
     short_traceback,
@@ -53,6 +54,12 @@ def failed_fit() -> PiperError:
     of Lightning.
     """
     strategy = piper.PiperStrategy([piper.Place(filter={"LAYER": 0}, devices=[0])], transport="local")
+    with pytest.raises(DirectiveError, match="matches nothing") as caught:
+        fit(Pair(), strategy)
+    return caught.value
+
+
+def fit(module: L.LightningModule, strategy: piper.PiperStrategy) -> None:
     trainer = L.Trainer(
         devices=1,
         accelerator="cpu",
@@ -63,9 +70,46 @@ def failed_fit() -> PiperError:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    with pytest.raises(DirectiveError, match="matches nothing") as caught:
-        trainer.fit(Pair(), DataLoader(TensorDataset(*samples())))
-    return caught.value
+    trainer.fit(module, DataLoader(TensorDataset(*samples())))
+
+
+class Raises(Pair):
+    """Its hook raises an error, itself or in torch."""
+
+    def __init__(self, error: Exception | None) -> None:
+        super().__init__()
+        self.error = error
+
+    def on_train_batch_end(self, *args: object) -> None:
+        if self.error is not None:
+            raise self.error
+        torch.nn.Linear(2, 3)(torch.ones(5))
+
+
+@pytest.mark.parametrize(("error", "frames"), [(ValueError("no such label"), 3), (None, 4)])
+def test_an_error_of_the_users_code_is_short(
+    error: Exception | None, frames: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        fit(Raises(error), piper.PiperStrategy(transport="local"))
+    found = caught.value
+    assert "".join(traceback.format_exception(found)).count('  File "') > 10
+    capsys.readouterr()
+    sys.excepthook(type(found), found, found.__traceback__)
+    shown = capsys.readouterr().err
+    lines = [each for each in shown.splitlines() if each.startswith('  File "')]
+    assert len(lines) == frames and HINT in shown and f"{type(found).__name__}: {found}\n" in shown
+    assert [__file__ in each for each in lines] == [True, True, True, False][:frames]
+    assert "on_train_batch_end" in lines[2]
+    where = f"rank 1: {__file__}:{lines[2].split('line ')[1].split(',')[0]}: {type(found).__name__}: "
+    assert line(found, 1, found.__traceback__).startswith(where)
+
+
+def test_an_error_inside_of_the_package_is_printed_whole() -> None:
+    """Such an error is a fault of the package, whose frames say where it is."""
+    with pytest.raises(AttributeError) as caught:
+        short_traceback(None, None)  # type: ignore[arg-type]
+    assert not is_of_users_code(caught.value, caught.value.__traceback__)
 
 
 def test_a_failed_fit_prints_the_users_lines_and_the_message(capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,7 +119,7 @@ def test_a_failed_fit_prints_the_users_lines_and_the_message(capsys: pytest.Capt
     capsys.readouterr()
     sys.excepthook(type(error), error, error.__traceback__)
     shown = capsys.readouterr().err
-    assert shown.count('  File "') == 1 and __file__ in shown and "trainer.fit(Pair(), " in shown
+    assert shown.count('  File "') == 2 and __file__ in shown and "trainer.fit(module, " in shown
     assert HINT in shown and f"lightning_piper.errors.DirectiveError: {error}\n" in shown
 
 
