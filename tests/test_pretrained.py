@@ -191,6 +191,8 @@ def test_conversions_are_refused_by_name(tmp_path):
 
 
 def test_damaged_files_and_folders_are_refused(tmp_path):
+    with pytest.raises(PiperError, match=r"s3://bucket/x is a remote address.*Copy.*\[PIPER-K008\]"):
+        piper.from_pretrained(object, "s3://bucket/x")
     with pytest.raises(PiperError, match=r"does not have a config\.json.*\[PIPER-K008\]"):
         read("llama", tmp_path)
     saved("llama", tmp_path, torch.float32, sharded=True)

@@ -19,7 +19,8 @@ from lightning_piper.checkpoint.files import MANIFEST, saves_in
 from lightning_piper.checkpoint.folders import Folder, SummedFile
 
 AT_ONCE = 8  # ranges that are requested together
-BUFFER = 1 << 22  # bytes of a request when a file is read from beginning to end
+BUFFER = 1 << 24  # bytes of a request when a file is read from beginning to end
+TABLE = 1 << 16  # bytes of a request for the table at the end of a file
 
 
 class RemoteFolder(Folder):
@@ -140,12 +141,13 @@ class _Object(io.RawIOBase):
         return len(found)
 
 
-def open_object(fs: AbstractFileSystem, path: str) -> BinaryIO:
-    """Open an object for reading. Raise a FileNotFoundError if it does not exist."""
+def open_object(fs: AbstractFileSystem, path: str, buffer: int = BUFFER) -> BinaryIO:
+    """Open an object for reading, with requests for `buffer` bytes. Raise a FileNotFoundError if it does not
+    exist."""
     found = entry_of(fs, path)
     if found is None or found["type"] != "file":
         raise FileNotFoundError(path)
-    return cast(BinaryIO, io.BufferedReader(_Object(fs, path, int(found["size"])), BUFFER))
+    return cast(BinaryIO, io.BufferedReader(_Object(fs, path, int(found["size"])), buffer))
 
 
 def is_whole_file(fs: AbstractFileSystem, path: str) -> bool:
@@ -157,7 +159,7 @@ def is_whole_file(fs: AbstractFileSystem, path: str) -> bool:
     found = entry_of(fs, path)
     if found is None or found["type"] != "file":
         return False
-    with open_object(fs, path) as file:
+    with open_object(fs, path, TABLE) as file:
         start = file.read(2)
         return zipfile.is_zipfile(file) if start == b"PK" else bool(start)
 

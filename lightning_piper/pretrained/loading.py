@@ -49,6 +49,11 @@ def from_pretrained(model_class: Any, path: str | os.PathLike[str], **options: A
             parameter of the base model, have it in another shape, or have a tensor that the base model does
             not have. Transformers would convert the weights. An option, or the model, is not supported.
     """
+    if "://" in os.fspath(path):
+        raise PiperError(
+            f"piper.from_pretrained: {os.fspath(path)} is a remote address, and weights are read from a disk. Copy the "
+            "folder to a disk that each process sees [PIPER-K008]"
+        )
     folder = Path(os.path.abspath(path))
     model = _built(model_class, folder, options)
     stored, problems = _renamed(model, stored_tensors(folder))

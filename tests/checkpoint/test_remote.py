@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections import Counter
 from pathlib import Path
 from unittest import mock
@@ -252,3 +253,24 @@ def test_a_file_address_is_a_local_path(tmp_path):
     assert LocalFolder(tmp_path / "a.ckpt").size("manifest.json")
     assert str(location_of(f"file://{tmp_path}/a.ckpt")) == str(Path(tmp_path / "a.ckpt"))
     assert read(f"file://{tmp_path}/a.ckpt") == ("sharded", 0)
+
+
+def test_a_store_that_keeps_a_part_says_so():
+    texts = []
+    for fault in faults(lambda: write("sharded", 1)):
+        if fault.kind == "cut off":
+            FaultyStore.empty()
+            FaultyStore.begin(fault)
+            try:
+                write("sharded", 1)
+            except PiperError as error:
+                texts.append(str(error))
+    for name in ("meta.pt", "__0_0.distcp", ".metadata"):
+        assert any(
+            re.search(rf"the store has \d+ bytes of .*/{name}, but a process wrote \d+\.", x) for x in texts
+        )
+    assert any("the store does not have the manifest of" in text for text in texts)
+    FaultyStore.empty()
+    FaultyStore.begin(Fault("cut off", 0))
+    with pytest.raises(PiperError, match=r"the store does not have all of .*last\.ckpt that was written"):
+        write("consolidated", 1)

@@ -142,6 +142,8 @@ CASES: Cases = [
     Case("the checkpoint of several optimizers", of_two_optimizers),
     Case("a sharded checkpoint to a web server", to_a_web_server),
     Case("a sharded checkpoint with `storage_options`", with_options),
+    Elsewhere("a remote store that keeps only a part of an upload", "but a process wrote", "PiperError",
+              "tests/checkpoint/test_remote.py::test_a_store_that_keeps_a_part_says_so"),
     Case("a save before the first batch of a fit that resumes from a sharded checkpoint", early),
     Elsewhere("a save of a module on the meta device before the first "
               "batch", "has no values to save before the first step",
