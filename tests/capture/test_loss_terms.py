@@ -95,6 +95,12 @@ def number(p: Tensor) -> Tensor:
     return torch.full((), float(len(p)), dtype=torch.float64)
 
 
+def chunks(p: Tensor, y: Tensor) -> Tensor:
+    """Return a vector with a sum for each two samples."""
+    sums = [F.cross_entropy(a, b, reduction="sum") for a, b in zip(p.split(2), y.split(2), strict=True)]
+    return torch.stack(sums)
+
+
 def three(m: Any, p: Tensor, y: Tensor, r: Any) -> Tensor:
     return torch.stack([ce(m, p, y, r), p.square().sum(), p.mean()])
 
@@ -247,6 +253,8 @@ LOSSES: dict[str, tuple[Loss, list[str]]] = {
         ["samples"]),
     "equal weights, a product": (lambda m, p, y, r: p.square().sum(1) @ torch.full_like(r[0], 1 / len(p)),
         ["samples"]),
+    "chunks, stacked": (lambda m, p, y, r: chunks(p, y).sum(), ["sum"]),
+    "chunks, stacked, over labels": (lambda m, p, y, r: chunks(p, y).sum() / (y != -100).sum(), ["ratio"]),
     "added in part": (lambda m, p, y, r: torch.add(ce(m, p, y, r), p.square().sum(), alpha=0.3),
         ["ratio", "sum"]),
     "with a number that changes": (lambda m, p, y, r: ce(m, p, y, r) / 6 * (m.current_epoch + 1.0),
@@ -258,7 +266,17 @@ LOSSES: dict[str, tuple[Loss, list[str]]] = {
 NOTHING_COUNTS = {
     name
     for name in LOSSES
-    if name.startswith(("a masked", "a loop", "a sum over cl", "times the rec", "declared", "logged"))
+    if name.startswith(
+        (
+            "a masked",
+            "a loop",
+            "a sum over cl",
+            "times the rec",
+            "declared",
+            "logged",
+            "chunks, stacked, over",
+        )
+    )
     or name in ("smoothed labels", "what is not padded")
 }
 
@@ -369,6 +387,7 @@ def test_a_number_that_another_size_contradicts_is_refused(name: str) -> None:
         "rows and a number": lambda m, p, y, r: p.sum() / (r[0] + 1 / len(p)).sum(),
         "places": lambda m, p, y, r: p.sum() / torch.arange(len(p)).sum(),
         "a shape": lambda m, p, y, r: p.sum() / torch.tensor(p.shape).prod(),
+        "a mean of chunks": lambda m, p, y, r: chunks(p, y).mean(),
     }.items(),
 )
 def test_other_ways_to_follow_the_number_are_not_taken_for_known(name: str, loss: Loss) -> None:

@@ -229,6 +229,11 @@ class LossTerms:
         """Return how a value with a sample dimension combines: as rows, with their common divisor. Return
         `OTHER` if the rows do not have a common divisor."""
         target: Any = node.target
+        if target in JOINED or target in SAME:
+            parts: Any = node.args[0] if target in JOINED else [node.args[0]]
+            if all(isinstance(x, Node) and self._is_list(x, target in JOINED) for x in parts):
+                found_linear = self._together(parts)
+                return found_linear if found_linear.reduction == LINEAR else Combination(OTHER)
         # `found`: the divisors of the rows of the operands. None stands for an unknown divisor.
         if target in SAME and target is not operator.getitem:
             found = [self._divided(node.args[0])]
@@ -252,6 +257,11 @@ class LossTerms:
         if len(found) > 1 or None in found:
             return Combination(OTHER)
         return Combination(ROWS, None if not found or found[0] == ONE else found[0])
+
+    def _is_list(self, value: Node, joined: bool) -> bool:
+        """Return whether each element of a value, or of a list of such values that are `joined`, is reduced over
+        samples, although a dimension depends on their number: it counts chunks of rows."""
+        return self.of(value).reduction == LINEAR and self.dependence.has_rows(value) is not joined
 
     def _divided(self, value: Any) -> Expression | None:
         """Return the expression that divides each row of a value. Return None if the rows do not have a
@@ -335,6 +345,8 @@ class LossTerms:
             # A sum of maxima does not combine: the maxima of two columns may come from different
             # microbatches.
             return Combination(OTHER)
+        if node.target in MEANS and inner.reduction == LINEAR and self.dependence.has_rows(source):
+            return Combination(OTHER)  # a mean over a number of chunks that depends on the number of samples
         if inner.reduction != ROWS or (node.meta["val"].ndim and self.dependence.has_rows(node)):
             return inner
         # The rows contain a factor that differs between parts of other sizes.
