@@ -57,6 +57,7 @@ class GlobalNorms:
         keeps: Callable[[], bool],
     ) -> None:
         self._optimizer, self._ownership, self._world, self._keeps = optimizer, ownership, world, keeps
+        self._clipped: Tensor | None = None
         self._patches = contextlib.ExitStack()
         self._torchs = self._patches.enter_context(clipping_replaced(self._total_norm, self._held_of))
         self.of(trained)
@@ -101,6 +102,16 @@ class GlobalNorms:
             tensor_map.holds_whole(n, rank) for n in ownership.params for rank in range(world.size)
         )
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every process holds every parameter whole."""
+        return self._whole
+
+    def clipped(self) -> Tensor | None:
+        """Return the norm of the last `clip`, and forget it; None if there was none."""
+        norm, self._clipped = self._clipped, None
+        return norm
+
     def remove(self) -> None:
         """Give torch its own functions back."""
         self._patches.close()
@@ -120,7 +131,7 @@ class GlobalNorms:
         own, here = self._own_norms(grads, 2.0), torch.zeros(len(self._keys), dtype=torch.float64)
         here[[self._keys[key] for key in grads]] = 1
         squares, counts = self._world.sum(torch.stack([own.square(), here.to(own.device)]))
-        total = self._total(squares.sqrt(), counts, 2.0)
+        self._clipped = total = self._total(squares.sqrt(), counts, 2.0)
         if params:
             torch.nn.utils.clip_grads_with_norm_(params, clip_val, total)
 

@@ -38,6 +38,7 @@ class ChunkBinder:
         seed: The seed of the current step.
         scale: The factor on the gradient of the current step's loss.
         loss_dtype: The dtype of the loss.
+        makes_loss: Whether the step has a loss.
         inplace: Node of a pack or sum -> indices, in its bucket or bundle, of the tensors that chunks write
             there directly. The instruction of the node skips these tensors.
     """
@@ -52,15 +53,10 @@ class ChunkBinder:
         device: torch.device,
         flat_of: Callable[[Bucket], torch.Tensor],
         compiler: Compiler | None = None,
+        watch: Compiler | None = None,
     ) -> None:
-        self._plan, self._step, self._slots, self._device, self._compiler = (
-            plan,
-            step,
-            slots,
-            device,
-            compiler,
-        )
-        self._flat_of = flat_of
+        self._plan, self._step, self._slots, self._device = plan, step, slots, device
+        self._compiler, self._watch, self._flat_of = compiler, watch, flat_of
         self._params, self._buffers = params, buffers
         self._whole = step.at(plan.size)
         self._destinations = destinations_of(plan, sums=compiler is not None)
@@ -72,7 +68,7 @@ class ChunkBinder:
         self._gradients: dict[float, int] = {}  # weight -> slot of the loss gradient
         self._batch: list[torch.Tensor] = []  # the tensors of the current step's batch
         self._scale: float | None = None
-        self.loss_dtype = self._whole.loss_dtype
+        self.loss_dtype, self.makes_loss = self._whole.loss_dtype, self._whole.makes_loss
         self.scale = 1.0
         self.seed = 0
 
@@ -101,6 +97,8 @@ class ChunkBinder:
         return step.at(run.samples, run.degrees).code_of(run.key)
 
     def _compiled(self, code: Code, run: Run) -> Function:
+        if self._watch is not None:
+            return self._watch(code)
         # Compiled code is for one number of rows. In a region whose experts are
         # divided over devices (`degrees`), the number of rows varies, so the code runs uncompiled.
         return code.run if self._compiler is None or run.degrees else self._compiler(code)

@@ -5,6 +5,7 @@ another.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -72,6 +73,8 @@ class Executor:
             over replicas. The executors of one device for different batch sizes share one buffer.
         compiler: Returns the function that runs instead of a chunk's code (default: None, the code runs
             uncompiled).
+        watch: Returns the function that runs instead of a chunk's code and gives the same bits, such as
+            `Watch.function` (default: None).
 
     Attributes:
         plan: The plan that was passed.
@@ -97,6 +100,7 @@ class Executor:
         shards: Mapping[Bucket, torch.Tensor] | None = None,
         gradient_buffer: GradientBuffer | None = None,
         compiler: Compiler | None = None,
+        watch: Compiler | None = None,
     ) -> None:
         device = with_index(device)
         self.plan = plan
@@ -105,7 +109,7 @@ class Executor:
         self._slots: Slots = [None] * plan.slots
         self._endpoint = transport.endpoint(plan, device)
         self._chunks = ChunkBinder(
-            plan, step, params, buffers, self._slots, device, self._endpoint.flat, compiler
+            plan, step, params, buffers, self._slots, device, self._endpoint.flat, compiler, watch
         )
         self._step_outputs = StepOutputs(buffers, self._chunks.given)
         self._binding = Binding(
@@ -342,10 +346,19 @@ class Executor:
         grads, metrics, results = self._step_outputs.empty()
         with torch.no_grad():
             self._streams.end([*grads.values(), metrics, *results.values()])
-            self._step_outputs.commit()
+            # Reading the loss on an accelerator would make the host wait.
+            reads = self._chunks.makes_loss and self._step_outputs.changes_buffers
+            lost = reads and self._device.type == "cpu" and not math.isfinite(metrics[0].item())
+            self._step_outputs.commit(keep=lost)
         self._chunks.end()
         self._running = False
         return StepResult(grads, metrics, results)
+
+    @torch.no_grad()
+    def restore_buffers(self) -> None:
+        """If the loss of the last step was NaN or infinite, put back the buffers' values from before that
+        step. Do nothing on an accelerator."""
+        self._step_outputs.restore()
 
     @property
     def waiting_for(self) -> str:

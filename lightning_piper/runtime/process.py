@@ -159,6 +159,29 @@ class ProcessTransport:
             messages, ranks, dist.get_rank(messages.group), dist.get_backend(messages.group) != HOST
         )
 
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a small tensor over all devices, between two steps. The sum may use the
+        memory of `x`. The first call makes a communicator. Collective.
+
+        Raises:
+            ExecutionError: The exchange failed.
+        """
+        key = tuple(sorted(self._ranks)), "between steps"
+        try:
+            self._connect_group(key)
+            members = self.members(key)
+            if isinstance(members.messages, SharedMessages):  # few processes on one machine
+                work, total = members.add_up(x)
+                work.wait()
+                return total
+            dist.all_reduce(x, group=members.group)
+        except RuntimeError as error:
+            raise ExecutionError(
+                f"device {self._own}: the exchange of all devices before an update failed: {error}"
+                " [PIPER-X001]"
+            ) from error
+        return x
+
     def channel(self, channel: Channel, end: int) -> tuple[Messages, int]:
         """Return the messages of a channel, and a rank in its communicator: the rank of the sender (`end` 0)
         or of the receiver (`end` 1).

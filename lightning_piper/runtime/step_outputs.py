@@ -38,6 +38,7 @@ class StepOutputs:
         self.results: dict[str, torch.Tensor] = {}
         self.metrics: torch.Tensor | None = None
         self._changed: dict[str, torch.Tensor] = {}  # name of a buffer -> its new value
+        self._before: dict[str, torch.Tensor] = {}  # name of a buffer -> its value that `restore` puts back
         # Addresses of the storages of all tensors that chunks read, and of the outputs so far. A later output
         # must not share these storages. None until the first output that needs the check.
         self._foreign: set[int] | None = None
@@ -140,17 +141,28 @@ class StepOutputs:
         self.grads, self.metrics, self.results = {}, None, {}
         return grads, metrics, results
 
-    def commit(self) -> None:
-        """Copy the new values into the module's buffers."""
+    @property
+    def changes_buffers(self) -> bool:
+        return bool(self._changed)
+
+    def commit(self, keep: bool = False) -> None:
+        """Copy the new values into the module's buffers. With `keep`, `restore` can put back the old values."""
         if not self._changed:
             return
         targets = {name: self._module_buffers[name] for name in self._changed}
+        self._before = {name: x.clone() for name, x in targets.items()} if keep else {}
         memory = {memory_of(x) for x in targets.values()}
         # A new value may share memory with another buffer, so copy such values before overwriting any buffer.
         values = {name: x.clone() if memory_of(x) in memory else x for name, x in self._changed.items()}
         for name, target in targets.items():
             target.copy_(values[name])
         self._changed = {}
+
+    def restore(self) -> None:
+        """Put back the values of buffers from before the last `commit`, if it kept them."""
+        for name, old in self._before.items():
+            self._module_buffers[name].copy_(old)
+        self._before = {}
 
 
 def memory_of(x: torch.Tensor) -> int:

@@ -11,7 +11,7 @@ import itertools
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any
@@ -34,7 +34,7 @@ from lightning_piper.ir.values import Kind, Slice
 from lightning_piper.ops.arguments import Arguments, join, shares, ways_of
 from lightning_piper.ops.communication.total import OverBatch
 from lightning_piper.processes.agreement import other_plans
-from lightning_piper.processes.world import World, described, of_rank
+from lightning_piper.processes.world import World, described, fill, of_rank
 from lightning_piper.runtime import (
     Executor,
     GradientBuffer,
@@ -45,6 +45,7 @@ from lightning_piper.runtime import (
     run_local,
 )
 from lightning_piper.runtime.simulated_steps import OnSimulated
+from lightning_piper.runtime.watching import See, Watch
 from lightning_piper.session.metric_objects import MetricObjects
 from lightning_piper.session.replay import Replay
 
@@ -261,19 +262,45 @@ class ProcessRuntime:
             PiperError: The program needs tensors, or shards of buckets, that a process does not hold.
         """
         self._check_shards(compiled)
-        if self._settings.local:
-            local = LocalTransport(compiled.plans)
-            with contextlib.nullcontext() if self._simulated is None else self._simulated.bound():
-                executors = [self._executor(compiled, device, local) for device in sorted(compiled.plans)]
-        else:
-            assert self._transport is not None
-            self.check_held(compiled)
-            self._transport.connect(compiled.plans)
-            executors = [self._executor(compiled, self._world.rank, self._transport)]
+        executors = self._executors(compiled)
         if self._compiler is not None and not self._told and (report := self._compiler.report) is not None:
             self._told = True
             warnings.warn(report, stacklevel=2)
         return Prepared(compiled, executors, Replay(compiled, self.metric_objects))
+
+    def _executors(self, compiled: Compiled, watch: Watch | None = None) -> list[Executor]:
+        """Return new executors of this process's devices, which `watch` watches. Collective like `prepare`."""
+        if self._settings.local:
+            local = LocalTransport(compiled.plans)
+            with contextlib.nullcontext() if self._simulated is None else self._simulated.bound():
+                return [self._executor(compiled, device, local, watch) for device in sorted(compiled.plans)]
+        assert self._transport is not None
+        self.check_held(compiled)
+        self._transport.connect(compiled.plans)
+        return [self._executor(compiled, self._world.rank, self._transport, watch)]
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a small tensor over all processes, between two steps. The sum may use the
+        memory of `x`. Collective."""
+        return x if self._transport is None else self._transport.sum(x)
+
+    def run_watched(
+        self, prepared: Prepared, see: See, leaves: Sequence[torch.Tensor], seed: int, scale: float
+    ) -> StepResult:
+        """Run a step again, operation by operation. Change nothing: buffers keep their values. Collective.
+
+        Args:
+            see: Called after each operation of this process's devices.
+            leaves, seed, scale: As in `run`.
+        """
+        last, before = self._last, {name: x.detach().clone() for name, x in self._buffers.items()}
+        watched = replace(prepared, executors=self._executors(prepared.compiled, Watch(see)))
+        try:
+            return self.run(watched, leaves, seed, scale)
+        finally:
+            self._last = last
+            for name, old in before.items():
+                fill(self._buffers[name], old)
 
     def sum_kept(self) -> dict[str, torch.Tensor]:
         """All-reduce the gradients that a plan has accumulated locally, because another plan continues the
@@ -357,17 +384,22 @@ class ProcessRuntime:
         self._transport = None
 
     def _executor(
-        self, compiled: Compiled, device: int, transport: LocalTransport | ProcessTransport
+        self,
+        compiled: Compiled,
+        device: int,
+        transport: LocalTransport | ProcessTransport,
+        watch: Watch | None,
     ) -> Executor:
         """Return an executor of one device's plan on the tensors that `bind` has received."""
         assert self._first is not None
         # Only a training step uses the gradient buffer. An evaluation during an accumulation must not touch
         # it.
-        trains = compiled.step.name == self._first.step.name
+        trains = watch is None and compiled.step.name == self._first.step.name
         shards = self._shards.get(device, {})
         buffer = self._gradient_buffers.setdefault(device, {}) if trains else {}
-        return Executor(
-            compiled.plans[device],
+        plan = compiled.plans[device]
+        found = Executor(
+            plan,
             compiled.step,
             self._params,
             self._buffers,
@@ -375,8 +407,11 @@ class ProcessRuntime:
             self._world.device,
             shards,
             buffer,
-            self._compiler,
+            self._compiler if watch is None else None,
+            None if watch is None else watch.function,
         )
+        found.observer = None if watch is None else watch.observe(plan)
+        return found
 
     def _check_shards(self, compiled: Compiled) -> None:
         """Check that a program has the same buckets as the first program, because all programs share the flat

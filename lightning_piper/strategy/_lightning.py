@@ -35,6 +35,8 @@ behavior it relies on.
   process that has received SIGTERM raises the exception alone.
 - `_can_stop_early` of the loop over epochs: whether the loop may end when `should_stop` is set.
   `_num_ready_batches_reached` of the loop over batches: whether it has drawn all batches of its epoch.
+- `Precision._after_closure(model, optimizer)`: called in each optimizer step, between the closure and the
+  update. It calls `on_before_optimizer_step` and clips the gradients.
 - `ThroughputMonitor._throughputs`: its measurements by stage. Each has the number of devices.
 """
 
@@ -61,6 +63,7 @@ from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch.callbacks import StochasticWeightAveraging, ThroughputMonitor, WeightAveraging
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
@@ -76,6 +79,7 @@ from lightning_piper.session.replay import added
 
 __all__ = [
     "Strategy",
+    "before_updates",
     "collect_rng_states",
     "connect",
     "copy_of",
@@ -180,6 +184,19 @@ class Strategy(ParallelStrategy):
             state["_launcher"] = copy.copy(self._launcher)
             state["_launcher"].procs = []
         return state
+
+
+def before_updates(plugin: Precision, check: Callable[[Optimizer], None]) -> Callable[[], object]:
+    """Call `check` with the optimizer before each update, after hooks and clipping. Return a function after
+    which this ends."""
+    own = plugin._after_closure
+
+    def after_closure(model: Any, optimizer: Any) -> None:
+        own(model, optimizer)
+        check(optimizer)
+
+    vars(plugin)["_after_closure"] = after_closure
+    return lambda: vars(plugin).pop("_after_closure", None)
 
 
 def forget_logs(trainer: pl.Trainer) -> None:

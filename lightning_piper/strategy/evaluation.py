@@ -42,6 +42,7 @@ from lightning_piper.strategy.checkpoints import Restored, of_files
 from lightning_piper.strategy.checks import check_averages, check_evaluation
 from lightning_piper.strategy.compatibility import Averages, count_once, resume, suspend
 from lightning_piper.strategy.data import draw_seed
+from lightning_piper.strategy.guard import NanGuard
 from lightning_piper.strategy.phases import Evaluating, Fitting, Idle, Starting
 from lightning_piper.strategy.precision import check_precision
 from lightning_piper.strategy.process_management import OverProcesses
@@ -97,6 +98,7 @@ class EvaluatingStrategy(OverProcesses):
         self._whole = contextlib.ExitStack()
         self._chosen = contextlib.ExitStack()  # has the callbacks that remove the tags of programs
         self._averages: Averages | None = None
+        self._guard: NanGuard | None = None  # checks the gradients of a fit; None without a check
 
     def configure_launcher(self) -> None:
         """Choose how the other processes start, after a check that the degrees fit the devices.
@@ -128,6 +130,7 @@ class EvaluatingStrategy(OverProcesses):
             **super().__getstate__(),
             "_restored": restored,
             "_averages": None,
+            "_guard": None,
             "_whole": contextlib.ExitStack(),
             "_chosen": contextlib.ExitStack(),
         }
@@ -139,6 +142,10 @@ class EvaluatingStrategy(OverProcesses):
         self._failed, self.phase, self._eager_steps, self._join = False, Idle(self.phase.left), set(), None
         self._alone = False
         put_together(self.lightning_module, self._restored.known(self.lightning_module))
+
+    def on_train_end(self) -> None:
+        if self._guard is not None:
+            self._guard.settle()
 
     def _setup_evaluation(self, trainer: pl.Trainer) -> None:
         """Set up `validate`, `test` or `predict` without a fit. Collective.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,6 +16,7 @@ from lightning_piper.common.units import Stopwatch
 from lightning_piper.compiler import Compiled
 from lightning_piper.directives.replicate import shards_of
 from lightning_piper.errors import PiperError
+from lightning_piper.holdings._torch_foreach import any_nonfinite
 from lightning_piper.holdings.added_groups import AddedGroups
 from lightning_piper.holdings.gradient_injection import GradientInjection
 from lightning_piper.holdings.gradients import HolderExchange, absent
@@ -33,6 +34,7 @@ from lightning_piper.session.eager.eager_replicas import why_not
 from lightning_piper.session.eager.partial_capture import InPart
 from lightning_piper.session.eager.standalone_module import Standalone
 from lightning_piper.session.evaluation import Evaluation
+from lightning_piper.session.first_operation import LastStep
 from lightning_piper.session.hook_code import hooks_may_use_gradients
 from lightning_piper.session.pending_step import PendingStep
 from lightning_piper.session.process_runtime import Prepared, ProcessRuntime, check_devices
@@ -487,10 +489,29 @@ class Fit:
         self, prepared: Prepared, number: int, scale: float, sums: bool = True, digest: int = 1
     ) -> StepResult:
         step = prepared.compiled.step
+        leaves = step.inputs(self._leaves)
+        self.ran = LastStep(self._runtime, prepared, leaves, self.seed + number, scale, self._in_part.running)
         with self._in_part.running(step):
-            return self._runtime.run(
-                prepared, step.inputs(self._leaves), self.seed + number, scale, sums, digest
-            )
+            return self._runtime.run(prepared, leaves, self.seed + number, scale, sums, digest)
+
+    def nonfinite(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return a tensor of one element that is not 0 if a gradient may be NaN or infinite, on any process.
+        The host does not wait for it. Collective.
+
+        Args:
+            gradients: This process's gradients that the optimizer is about to read.
+        """
+        norm = self._norms.clipped()
+        if norm is not None:  # Lightning has just clipped the gradients of all processes
+            return ~norm.isfinite()
+        flag = any_nonfinite(gradients, self.world.device)
+        return flag if self.world.size == 1 or self._norms.is_whole else self._runtime.sum(flag)
+
+    def first_nonfinite(self) -> str | None:
+        """Return a text about the first NaN or infinity in the last step. Collective. See
+        `LastStep.first_nonfinite`."""
+        tensors = {**self.ownership.owned_params, **self.ownership.owned_buffers}
+        return self.ran.first_nonfinite(tensors, self.world)
 
     def _weight_of_batch(self, compiled: Compiled, last: bool) -> tuple[float, float | None]:
         """Return the factor on this batch's gradients and the factor on all gradients of an accumulation. The

@@ -61,7 +61,7 @@ class OverProcesses(_lightning.Strategy):
         self._alone = False  # whether each process now evaluates only its own samples
         self._watch: FailureWatch | None = None
         self._termination: Termination | None = None
-        self._sigterm = contextlib.ExitStack()  # closing it restores Lightning's handler
+        self._at_end = contextlib.ExitStack()  # restores what a run has replaced, such as Lightning's handler
         self._keeps_memory = False  # whether this run has called `keep_freed_memory`
 
     def __getstate__(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class OverProcesses(_lightning.Strategy):
             "_watch": None,
             "_termination": None,
             "_join": None,
-            "_sigterm": contextlib.ExitStack(),
+            "_at_end": contextlib.ExitStack(),
         }
 
     @property
@@ -202,12 +202,12 @@ class OverProcesses(_lightning.Strategy):
         given_back = _lightning.take_sigterm(trainer, self._termination.handle, self._termination.due)
         if given_back is not None:
             self._termination.begin()
-            self._sigterm.callback(given_back)
+            self._at_end.callback(given_back)
 
     def _end_run(self) -> None:
-        """Restore Lightning's SIGTERM handler, stop the watches for failures and signals, and return freed
+        """Restore what the run has replaced, stop the watches for failures and signals, and return freed
         memory to the system."""
-        self._sigterm.close()
+        self._at_end.close()
         if self._termination is not None:
             self._termination.end()
             self._termination = None

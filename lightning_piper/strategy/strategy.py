@@ -65,6 +65,7 @@ from lightning_piper.strategy.checks import (
 from lightning_piper.strategy.compatibility import averaging
 from lightning_piper.strategy.evaluation import EvaluatingStrategy
 from lightning_piper.strategy.fit import Fit
+from lightning_piper.strategy.guard import NanGuard
 from lightning_piper.strategy.phases import Eager, Ended, Fitting, Idle, Left, Starting, over
 from lightning_piper.strategy.process_management import Requeue
 
@@ -114,6 +115,8 @@ class PiperStrategy(EvaluatingStrategy):
         whole: With "auto", each process keeps the whole module as long as replicas fit into memory. Hooks and
             callbacks can read, change and run it as under DDP. False allows the search any program, which may
             be faster.
+        stop_on_nan: Whether to stop before an update if a gradient is NaN or infinite, on any process. False
+            trains on, as under DDP.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As for
             Lightning's own strategies.
 
@@ -148,6 +151,7 @@ class PiperStrategy(EvaluatingStrategy):
         capture: Literal["auto", "always", "never"] = "auto",
         compile: bool | dict[str, Any] = False,
         whole: bool = True,
+        stop_on_nan: bool = True,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -187,10 +191,10 @@ class PiperStrategy(EvaluatingStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self._told += [("profile", recorded), ("checkpoint", checkpoint)]
-        self._told += [("accumulate", accumulate), ("whole", whole)]
+        self._told += [("profile", recorded), ("checkpoint", checkpoint), ("accumulate", accumulate)]
+        self._told += [("whole", whole), ("stop_on_nan", stop_on_nan)]
         self._profile, self._sharded, self._transport = profile, checkpoint == "sharded", transport
-        self._keeps_whole, self._accumulate = whole, accumulate
+        self._keeps_whole, self._accumulate, self._stops_on_nan = whole, accumulate, stop_on_nan
         self._accumulating = False  # whether the batch is not the last one of a gradient accumulation
         self._saves, self._requeue = Saves(), Requeue()
         self._times: StepTimes | None = None  # measures a searched program's first steps; None without one
@@ -218,6 +222,8 @@ class PiperStrategy(EvaluatingStrategy):
             self.model_to_device()
         self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        self._guard = NanGuard(module, self.precision_plugin, lambda: self.phase, self._stops_on_nan)
+        self._at_end.callback(self._guard.remove)
         problem = uncapturable(module, self.optimizers, self.world.size, self._capture)
         if problem is not None:
             check_may_be(phase.standalone, "training_step", problem, self._capture, self._accumulate)
@@ -326,7 +332,7 @@ class PiperStrategy(EvaluatingStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        """Run an optimizer step. Measure a searched program's first steps, to report a wrong prediction."""
+        """Measure a searched program's first optimizer steps, to report a wrong prediction."""
         with self._times or contextlib.nullcontext():
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
@@ -348,18 +354,9 @@ class PiperStrategy(EvaluatingStrategy):
         assert module is not None
         names = names_in(optimizer, module, start.names)  # hooks may have changed the optimizer's groups
         state = start.resumed(optimizer)
+        plugin, verify, before = self.precision_plugin, self._verify, start.standalone
         with long_steps_refused(partial(is_as_under_ddp, start.unsearched, self._capture, self._accumulate)):
-            fit = Fit(
-                module,
-                start.standalone,
-                batch,
-                self._verify,
-                optimizer,
-                names,
-                self.precision_plugin,
-                self._accumulate,
-                check,
-            )
+            fit = Fit(module, before, batch, verify, optimizer, names, plugin, self._accumulate, check)
         self.phase = Fitting(fit, start)
         if state is not None and not (start.resumes and fit.optimizer.is_whole):
             self._load_optimizer(fit, {**state, "param_groups": fit.optimizer.full_groups()})
@@ -382,6 +379,8 @@ class PiperStrategy(EvaluatingStrategy):
             return self._run_plan(self.phase, batch, *args, **kwargs)
         if not isinstance(self.phase, Eager):
             return super().training_step(batch, *args, **kwargs)
+        if self._guard is not None:
+            self._guard.note(partial(super().training_step, batch, *args, **kwargs), batch)
         with self.phase.batch_norms():
             if self.lightning_module.automatic_optimization:
                 return super().training_step(batch, *args, **kwargs)
@@ -577,6 +576,7 @@ class PiperStrategy(EvaluatingStrategy):
     ) -> None:
         """Save a checkpoint: rank 0 alone, or every process its own part if the checkpoint is sharded. Only a
         fit with a captured step has sharded checkpoints, from its first batch on."""
+        self.on_train_end()  # reads a flag that may forbid this save
         phase, io = self.phase, self.checkpoint_io
         # Outside of a run, no code would wait for the end of the write.
         behind = is_behind(io, filepath) and not isinstance(phase, Idle | Ended) and not self._requeue.saves

@@ -105,6 +105,8 @@ CASES: Cases = [
     Case("a NaN in a gradient, under `Trainer(detect_anomaly=True)`",
          lambda: fit(net("pass", ("torch.tanh(self.first(x))", "torch.sqrt(0 * self.first(x))")),
              detect_anomaly=True)),
+    Case("a gradient is NaN before an update",
+         lambda: fit(net("pass", ("torch.tanh(self.first(x))", "torch.sqrt(0 * self.first(x))")))),
     Case("a hook takes a parameter away (pruning)",
          lambda: switched("torch.nn.utils.prune.l1_unstructured(self.first, 'weight', 0.5) if "
                           "self.current_epoch else None")),

@@ -1,0 +1,212 @@
+"""Runs a step again, operation by operation, to find the first operation that made a NaN or an infinity, or
+that gives different bits in a second run."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils._pytree import tree_leaves
+
+from lightning_piper.capture.joint.region_assignment import own_line
+from lightning_piper.capture.torch_private import _torch
+from lightning_piper.common.user_lines import user_line
+from lightning_piper.ir.regions import Step
+from lightning_piper.ops.instruction import Instruction
+from lightning_piper.processes.world import World
+from lightning_piper.runtime import StepResult
+from lightning_piper.runtime.watching import See, tensors_in
+from lightning_piper.session.process_runtime import Prepared, ProcessRuntime
+
+Found = tuple[int, int, str]  # how certain the cause is (0: most), position in the step, text
+
+
+@dataclass(frozen=True)
+class LastStep:
+    """The captured step that ran last, which can run again.
+
+    Attributes:
+        runtime: The runtime on which it ran.
+        prepared: Its program.
+        leaves, seed, scale: The arguments with which it ran (`ProcessRuntime.run`).
+        running: Returns the context in which to run the step.
+    """
+
+    runtime: ProcessRuntime
+    prepared: Prepared
+    leaves: Sequence[torch.Tensor]
+    seed: int
+    scale: float
+    running: Callable[[Step], contextlib.AbstractContextManager[None]]
+
+    def again(self, see: See) -> StepResult:
+        """Run the step again, operation by operation. Collective."""
+        with self.running(self.prepared.compiled.step):
+            return self.runtime.run_watched(self.prepared, see, self.leaves, self.seed, self.scale)
+
+    def first_nonfinite(self, tensors: Mapping[str, torch.Tensor], world: World) -> str | None:
+        """Return a text about the first NaN or infinity of the step; None if the step makes neither. If its
+        loss was NaN or infinite, first give buffers their values from before the step. Collective.
+
+        A NaN in the batch, a parameter or a buffer comes first. Otherwise it is the first operation that
+        makes a NaN without reading one, or else that makes an infinity from finite values. Infinities that
+        the step writes as constants, such as in masks, do not count.
+
+        Args:
+            tensors: This process's parameters and buffers by name.
+        """
+        for executor in self.prepared.executors:
+            executor.restore_buffers()
+        given = [(f"tensor {i} of the batch", x) for i, x in enumerate(self.leaves)]
+        found = nan_in(given, tensors, world)
+        causes, order = NonFinite(), _order(self.prepared)
+
+        def see(at: Instruction, node: Node, inputs: Sequence[torch.Tensor], value: Any) -> None:
+            constants = (node.args, dict(node.kwargs))
+            causes.see(
+                str(node.target), inputs, value, constants, order[at.node], partial(_described, at, node)
+            )
+
+        self.again(see)
+        everyones = [each for own in world.gather([*found, *causes.found]) for each in own]
+        return min(everyones)[2] if everyones else None
+
+    def first_difference(self, world: World) -> str | None:
+        """Run the step twice, and return a text about the first operation that gives different bits; None if
+        all operations give the same bits. Collective."""
+        runs: list[list[int]] = []
+        places: list[tuple[Instruction, Node]] = []
+
+        def see(at: Instruction, node: Node, inputs: Sequence[torch.Tensor], value: Any) -> None:
+            places.append((at, node))
+            runs[-1].append(digest_of(tensors_in(value)))
+
+        for _ in range(2):
+            runs.append([])
+            self.again(see)
+        order = _order(self.prepared)
+        differing = next((i for i, (a, b) in enumerate(zip(*runs, strict=True)) if a != b), None)
+        own = None if differing is None else places[differing]
+        found = world.gather(None if own is None else (order[own[0].node], _described(*own)))
+        return min((each for each in found if each is not None), default=(0, None))[1]
+
+
+class NonFinite:
+    """Finds the first operation that makes a NaN, and the first that makes an infinity.
+
+    Attributes:
+        found: The causes so far.
+    """
+
+    def __init__(self) -> None:
+        self._infinite: str | None = None  # the operation that made the first infinity
+        self.found: list[Found] = []
+
+    def see(
+        self,
+        name: str,
+        inputs: Sequence[torch.Tensor],
+        value: Any,
+        constants: Any,
+        order: int,
+        described: Callable[[], str],
+    ) -> None:
+        """Look at an operation.
+
+        Args:
+            name: Its name.
+            inputs, value: The tensors that the operation read, and its result.
+            constants: Its arguments, which may have numbers.
+            order: Its position in the step.
+            described: Returns its text.
+        """
+        if (self.found and self.found[0][0] == 1) or "empty" in name:
+            return
+        made = tensors_in(value)
+        if any(map(has_nan, made)):
+            if not any(map(has_nan, inputs)):
+                why = ""
+                if any(map(has_infinity, inputs)):
+                    why = f" from the infinity of {self._infinite or 'its input'}"
+                self.found = [(1, order, f"{described()} makes a NaN{why}")]
+        elif (
+            self._infinite is None
+            and any(map(has_infinity, made))
+            and not any(map(has_infinity, inputs))
+            and all(math.isfinite(x) for x in tree_leaves(constants) if isinstance(x, float))
+        ):
+            self._infinite = described()
+            self.found = [(2, order, f"{self._infinite} makes an infinity")]
+
+
+class WatchedUncaptured(_torch.TorchDispatchMode):
+    """A mode that looks at every operation of an uncaptured step.
+
+    Attributes:
+        causes: The causes so far.
+        backward: Whether the backward pass runs, which has no lines of the user's code.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.causes, self.backward = NonFinite(), False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        value = func(*args, **(kwargs or {}))
+        name = str(func).removeprefix("aten::").removesuffix(".default")
+
+        def described() -> str:
+            return f"{name} in the backward pass" if self.backward else f"{name} ({user_line()})"
+
+        self.causes.see(name, tensors_in((args, kwargs)), value, (args, kwargs), 0, described)
+        return value
+
+
+def nan_in(
+    batch: Sequence[tuple[str, torch.Tensor]], tensors: Mapping[str, torch.Tensor], world: World
+) -> list[Found]:
+    """Return the tensors of a batch, and the parameters and buffers, that have a NaN before a step."""
+    on = f" on rank {world.rank}" if world.size > 1 else ""
+    found: list[Found] = []
+    for what, x in [*batch, *((f"{name!r}", x) for name, x in tensors.items())]:
+        if has_nan(x):
+            first = x.isnan().nonzero()[0].tolist()
+            found.append((0, len(found), f"{what} has a NaN at {first} before the step{on}"))
+    return found
+
+
+def has_nan(x: torch.Tensor) -> bool:
+    return _can_be_infinite(x) and bool(x.isnan().any())
+
+
+def has_infinity(x: torch.Tensor) -> bool:
+    return _can_be_infinite(x) and bool(x.isinf().any())
+
+
+def _can_be_infinite(x: torch.Tensor) -> bool:
+    return x.layout == torch.strided and (x.is_floating_point() or x.is_complex())
+
+
+def digest_of(tensors: Sequence[torch.Tensor]) -> int:
+    """Return a checksum of the bits of tensors."""
+    digest = 0
+    for x in tensors:
+        flat = x.detach().cpu().contiguous().reshape(-1)
+        digest = zlib.crc32(flat.view(torch.uint8).numpy().data, digest) if flat.numel() else digest
+    return digest
+
+
+def _described(at: Instruction, node: Node) -> str:
+    """Return an operation with its pass and the user's line, as messages show it."""
+    return f"{str(node.target).removesuffix('.default')} in {at.label} ({own_line(node)})"
+
+
+def _order(prepared: Prepared) -> dict[int, int]:
+    return {node.id: i for i, node in enumerate(prepared.compiled.plans.order)}
