@@ -590,7 +590,8 @@ class Fit:
                 rank_zero_info(told)
             self.ownership.end()
         self.programs.clear()
-        vars(self).pop("_last_prepared", None)  # it also holds executors
+        for name in ("_last_prepared", "ran"):  # they also hold executors, which keep pipes open
+            vars(self).pop(name, None)
         if self.evaluation is not None:
             self.evaluation.close(failed)
         self._runtime.close(failed)
