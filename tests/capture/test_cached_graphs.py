@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -217,17 +218,18 @@ class Reading(Net):
     """A module that reads state that no guard sees."""
 
     def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) * float(os.environ["PIPER_TEST_SCALE"])
+        return super().training_step(batch, batch_idx) * float(socket.getdefaulttimeout() or 0)
 
 
 @pytest.mark.parametrize("when", ["between", "before"])
-def test_a_graph_of_another_time_is_not_kept(when, traces, monkeypatch):
+def test_a_graph_of_another_time_is_not_kept(when, traces, monkeypatch, request):
     """What it reads changes between the tracing run and the trace; or before both."""
-    monkeypatch.setenv("PIPER_TEST_SCALE", "1.0" if when == "between" else "2.0")
+    request.addfinalizer(lambda: socket.setdefaulttimeout(None))
+    socket.setdefaulttimeout(1.0 if when == "between" else 2.0)
     own = _torch.functional_graph
 
     def later(*args: Any) -> torch.fx.Graph:
-        monkeypatch.setenv("PIPER_TEST_SCALE", "2.0")
+        socket.setdefaulttimeout(2.0)
         return own(*args)
 
     with monkeypatch.context() as patch:
@@ -235,7 +237,7 @@ def test_a_graph_of_another_time_is_not_kept(when, traces, monkeypatch):
         second = trace(Reading(), batch())
     again = trace(Reading(), batch())
     assert len(traces) == (2 if when == "between" else 1)
-    monkeypatch.setenv("PIPER_TEST_SCALE", "1.0")
+    socket.setdefaulttimeout(1.0)
     assert described(trace(Reading(), batch()).graph) != described(second.graph) == described(again.graph)
 
 
