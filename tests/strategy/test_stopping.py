@@ -9,6 +9,7 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 import lightning_piper as piper
@@ -32,6 +33,14 @@ STRATEGIES = {
     "compiled": lambda **options: local(compile=True, **options),
     "simulated": lambda **options: piper.PiperStrategy(PROGRAMS["stages"], transport="simulated", **options),
 }
+
+
+@pytest.fixture(autouse=True)
+def without_process_group():
+    """End the process group that a fit in this process leaves."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def stopped(strategy, module, **options):
