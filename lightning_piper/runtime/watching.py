@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch.fx import Interpreter, Node
-from torch.utils._pytree import tree_leaves
 
 from lightning_piper.capture.joint.sizes import fill_sizes
+from lightning_piper.capture.torch_private import _torch
 from lightning_piper.ir.boxed_code import RUNS_KEY
 from lightning_piper.ir.regions import Code
 from lightning_piper.ops.base import Bound
@@ -95,4 +95,4 @@ class _Watched(Interpreter):
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Return the tensors in a value of an operation, such as a tuple of results."""
-    return [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)]
+    return [x for x in _torch.tree_leaves(value) if isinstance(x, torch.Tensor)]

@@ -1,11 +1,9 @@
-"""Runs a step again, operation by operation, to find the first operation that made a NaN or an infinity, or
-that gives different bits in a second run."""
+"""Runs a step again, operation by operation, to find the first operation that made a NaN or an infinity."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +11,6 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.utils._pytree import tree_leaves
 
 from lightning_piper.capture.joint.region_assignment import own_line
 from lightning_piper.capture.torch_private import _torch
@@ -78,25 +75,6 @@ class LastStep:
         everyones = [each for own in world.gather([*found, *causes.found]) for each in own]
         return min(everyones)[2] if everyones else None
 
-    def first_difference(self, world: World) -> str | None:
-        """Run the step twice, and return a text about the first operation that gives different bits; None if
-        all operations give the same bits. Collective."""
-        runs: list[list[int]] = []
-        places: list[tuple[Instruction, Node]] = []
-
-        def see(at: Instruction, node: Node, inputs: Sequence[torch.Tensor], value: Any) -> None:
-            places.append((at, node))
-            runs[-1].append(digest_of(tensors_in(value)))
-
-        for _ in range(2):
-            runs.append([])
-            self.again(see)
-        order = _order(self.prepared)
-        differing = next((i for i, (a, b) in enumerate(zip(*runs, strict=True)) if a != b), None)
-        own = None if differing is None else places[differing]
-        found = world.gather(None if own is None else (order[own[0].node], _described(*own)))
-        return min((each for each in found if each is not None), default=(0, None))[1]
-
 
 class NonFinite:
     """Finds the first operation that makes a NaN, and the first that makes an infinity.
@@ -140,7 +118,7 @@ class NonFinite:
             self._infinite is None
             and any(map(has_infinity, made))
             and not any(map(has_infinity, inputs))
-            and all(math.isfinite(x) for x in tree_leaves(constants) if isinstance(x, float))
+            and all(math.isfinite(x) for x in _torch.tree_leaves(constants) if isinstance(x, float))
         ):
             self._infinite = described()
             self.found = [(2, order, f"{self._infinite} makes an infinity")]
@@ -192,15 +170,6 @@ def has_infinity(x: torch.Tensor) -> bool:
 
 def _can_be_infinite(x: torch.Tensor) -> bool:
     return x.layout == torch.strided and (x.is_floating_point() or x.is_complex())
-
-
-def digest_of(tensors: Sequence[torch.Tensor]) -> int:
-    """Return a checksum of the bits of tensors."""
-    digest = 0
-    for x in tensors:
-        flat = x.detach().cpu().contiguous().reshape(-1)
-        digest = zlib.crc32(flat.view(torch.uint8).numpy().data, digest) if flat.numel() else digest
-    return digest
 
 
 def _described(at: Instruction, node: Node) -> str:
