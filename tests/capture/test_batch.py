@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+import contextvars
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -240,7 +240,9 @@ class Unseen(list[Any]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.put = weakref.ref(self)
+        kept = contextvars.ContextVar[Any]("kept")
+        kept.set(self)
+        self.put = kept.get
 
     def taken(self) -> list[Any]:
         """Return the entries, and remove them."""

@@ -117,11 +117,12 @@ class TrainerProxy:
         # The object may become None later, or another object.
         name_of = self._inputs.name_of
 
-        def kind() -> tuple[type, str | None]:
-            now = get()
-            return type(now), name_of(now)
+        def kind_of(value: Any) -> tuple[type, str | None]:
+            return type(value), name_of(value)
 
-        self._inputs.answers.setdefault(("type", where), NumberAnswer(where, kind, kind()))
+        self._inputs.answers.setdefault(
+            ("type", where), NumberAnswer(where, lambda: kind_of(get()), kind_of(value))
+        )
         if name_of(value) is not None:
             return value
         return TrainerProxy.of(value, self._inputs, get, where, self._step, self._check)
