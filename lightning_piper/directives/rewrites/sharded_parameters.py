@@ -67,17 +67,22 @@ def _hold(dag: TrainingDAG, family: Sequence[int], names: Sequence[str]) -> list
     mesh = dag.mesh_of(names[0])
     policy = _policy(dag, family, names, members=mesh.size(DATA))
     chunks = [chunk for chunk in dag.of_type(Chunk) if chunk.region in family]
-    trained = {
-        name for chunk in chunks for value in chunk.outputs if value.kind == Kind.GRAD for name in value.names
-    }
+    # parameter -> the bundles of gradients that have its gradient
+    bundles: dict[str, set[tuple[str, ...]]] = {}
+    for bundle in {value.names for c in chunks for value in c.outputs if value.kind == Kind.GRAD}:
+        for name in bundle:
+            bundles.setdefault(name, set()).add(bundle)
     updates: list[Node] = []
     buckets: list[Bucket] = []
-    # A bucket has either trained or untrained parameters.
-    for some in ([n for n in names if n in trained], [n for n in names if n not in trained]):
+    # A `Pack` reads one bundle, so the trained parameters of a bucket have their gradients in the same bundles.
+    together: dict[frozenset[tuple[str, ...]], list[str]] = {}
+    for name in sorted(names, key=lambda name: name not in bundles):  # trained parameters first
+        together.setdefault(frozenset(bundles.get(name, ())), []).append(name)
+    for some in together.values():
         params = [dataclasses.replace(dag.step.params[name], spec=dag.spec_of(name)) for name in some]
         buckets += buckets_of(params, policy.bucket_bytes, mesh, along=dag.divided[names[0]])
     for bucket in buckets:
-        if bucket.names[0] in trained:
+        if bucket.names[0] in bundles:
             updates += _sum(
                 dag, family, chunks, bucket if policy.dtype is None else bucket.in_dtype(policy.dtype), policy
             )
