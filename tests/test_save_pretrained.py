@@ -198,7 +198,7 @@ def after_a_failure() -> Holder:
     "module, message",
     [
         (lambda: Holder(model=torch.nn.Linear(2, 2)), "Holder has no model of transformers"),
-        (with_adapter, "LlamaForCausalLM has adapters of PEFT"),
+        (with_adapter, "LlamaForCausalLM is the base model of adapters of PEFT"),
         (with_tied, "has tied tensors that its class does not declare"),
         (with_dtype, "'scale' of LlamaForCausalLM has the dtype torch.complex64"),
         (quantized, "the weights of LlamaForCausalLM are quantized"),

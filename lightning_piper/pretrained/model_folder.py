@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ UNFINISHED = ".piper-unfinished"  # the folder of files that are not complete; l
 CONFIGURATION = "config.json"
 SHARD = "model{}-{:05d}-of-{:05d}.safetensors"  # a file of weights: a tag, its number, the number of files
 SHARDS = "model-*-of-*.safetensors"  # pattern of the files of weights of any save
+ADAPTER_CONFIGURATION = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 class ModelFolder:
@@ -101,24 +103,50 @@ class ModelFolder:
             last: Name of the file that makes the new weights visible.
         """
         folder, path = self.unfinished(), self._path
-        names = sorted(each.name for each in folder.iterdir())
-        for name in names:
-            sync(folder / name)
-        sync(folder)
-        old = path / CONFIGURATION
-        if old.exists() and old.read_bytes() != (folder / CONFIGURATION).read_bytes():
-            for name in (INDEX, SINGLE):  # loading prefers SINGLE, so the weights of INDEX never appear
-                (path / name).unlink(missing_ok=True)
-            sync(path)
-        for name in sorted(names, key=lambda name: name == last):
-            os.replace(folder / name, path / name)
-        sync(path)
+        names = {each.name for each in folder.iterdir()}
+        # loading prefers SINGLE, so the weights of INDEX never appear
+        replace_files(folder, path, CONFIGURATION, (INDEX, SINGLE), last)
         (path / (SINGLE if last == INDEX else INDEX)).unlink(missing_ok=True)
         sync(path)
         for each in path.glob(SHARDS):
             if each.name not in names:
                 each.unlink()
         folder.rmdir()
+
+    def finish_adapters(self) -> None:
+        """Let the files of adapters in the folder of unfinished files replace earlier adapters: those of each
+        adapter in its own folder."""
+        folder = self.unfinished()
+        for configuration in sorted(folder.rglob(ADAPTER_CONFIGURATION)):
+            source = configuration.parent
+            target = self._path / source.relative_to(folder)
+            target.mkdir(exist_ok=True)
+            replace_files(source, target, ADAPTER_CONFIGURATION, (ADAPTER_WEIGHTS,), ADAPTER_WEIGHTS)
+        self.discard()
+
+
+def replace_files(folder: Path, path: Path, configuration: str, weights: Sequence[str], last: str) -> None:
+    """Move the files of `folder` into the folder `path`, where they replace files of the same names. If a
+    process is killed meanwhile, `path` never has weights that do not belong to its configuration.
+
+    Args:
+        configuration: The name of the file that says what the weights are.
+        weights: Names under which `path` may have earlier weights. They are removed first if the
+            configuration changes.
+        last: Name of the file that makes the new weights visible.
+    """
+    names = sorted(each.name for each in folder.iterdir() if each.is_file())
+    for name in names:
+        sync(folder / name)
+    sync(folder)
+    old = path / configuration
+    if old.exists() and old.read_bytes() != (folder / configuration).read_bytes():
+        for name in weights:
+            (path / name).unlink(missing_ok=True)
+        sync(path)
+    for name in sorted(names, key=lambda name: name == last):
+        os.replace(folder / name, path / name)
+    sync(path)
 
 
 def _write_configuration(model: Any, folder: Path) -> None:

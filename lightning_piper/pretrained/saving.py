@@ -1,4 +1,5 @@
-"""Writes a Hugging Face model from the processes that hold it, in the files that `transformers` reads.
+"""Writes a Hugging Face model, or its adapters, from the processes that hold it, in the files that `transformers`
+and `peft` read.
 
     trainer.fit(module)
     piper.save_pretrained(trainer, "tuned")
@@ -10,7 +11,9 @@ model.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,16 +41,19 @@ def save_pretrained(trainer: Any, path: str | os.PathLike[str], model: Any = Non
     it on all processes, in a hook such as `on_train_end` or `on_fit_end`, or after the fit. Each process
     writes tensors that it holds, and no process gets the whole model.
 
+    If the model has adapters of `peft`, only the adapters are written, as `peft` does. Rank 0 writes them, and
+    gets no other tensors.
+
     Args:
         trainer: The Trainer with `PiperStrategy`.
         path: The folder, which all processes share. Rank 0's path is used. Other files in the folder stay,
             such as a tokenizer's files. An earlier model in the folder can be loaded until all files of the
             new one are complete.
-        model: The model, if the LightningModule has several, such as `module.encoder`.
+        model: The model, if the LightningModule has several, such as `module.encoder`. It may be a `PeftModel`.
 
     Raises:
         PiperError: On every process, if any process cannot write; or the LightningModule does not have such a
-            model; or the model has no values yet, adapters or quantized weights.
+            model; or the model has no values yet, or quantized weights that are not the frozen base of adapters.
     """
     world, module = _run_of(trainer)
     found = _model_of(module, model)
@@ -58,7 +64,8 @@ def save_pretrained(trainer: Any, path: str | os.PathLike[str], model: Any = Non
             f"piper.save_pretrained: {folder} is a remote address. Give a folder that all processes share"
             " [PIPER-K011]"
         )
-    _save(found, Path(os.path.abspath(folder)), parts, world)
+    save = _save_adapters if _has_adapters(found) else _save
+    save(found, Path(os.path.abspath(folder)), parts, world)
 
 
 def _run_of(trainer: Any) -> tuple[World, nn.Module]:
@@ -86,14 +93,18 @@ def _run_of(trainer: Any) -> tuple[World, nn.Module]:
 
 
 def _model_of(module: nn.Module, model: Any) -> Any:
-    """Return the model to save.
+    """Return the model to save. It may be a `PeftModel`, which has a model of transformers inside.
 
     Raises:
         PiperError: The module does not have the model, or has several; or the model cannot be saved.
     """
     from transformers import PreTrainedModel
 
-    models = {path: part for path, part in module.named_modules() if isinstance(part, PreTrainedModel)}
+    models = {
+        path: part
+        for path, part in module.named_modules()
+        if isinstance(part, PreTrainedModel) or _is_peft_model(part)
+    }
     # models that are not a part of another model, such as the base model of a classifier
     outer = [path for path in models if not any(path.startswith(f"{other}.") for other in models)]
     if model is None and len(outer) == 1:
@@ -111,13 +122,12 @@ def _model_of(module: nn.Module, model: Any) -> Any:
             f"piper.save_pretrained: {type(model).__name__} is not a model of transformers inside of the "
             f"Trainer's {type(module).__name__}. Pass such a submodule [PIPER-K011]"
         )
-    path = next(path for path, part in models.items() if part is model)
-    around = [part for name, part in module.named_modules() if path.startswith(f"{name}.")]
-    if getattr(model, "_hf_peft_config_loaded", False) or any(map(_is_peft, [*around, *model.modules()])):
+    if _has_adapters(model):
+        return model
+    if any(map(_is_peft, model.modules())):
         raise PiperError(
-            f"piper.save_pretrained: {type(model).__name__} has adapters of PEFT, which is not supported. Save a "
-            "consolidated checkpoint (trainer.save_checkpoint), and save the adapters from it in one process"
-            " [PIPER-K011]"
+            f"piper.save_pretrained: {type(model).__name__} is the base model of adapters of PEFT. Pass the "
+            "PeftModel around it, which saves the adapters [PIPER-K011]"
         )
     if getattr(model, "hf_quantizer", None) is not None:
         raise PiperError(
@@ -129,6 +139,15 @@ def _model_of(module: nn.Module, model: Any) -> Any:
 
 def _is_peft(part: nn.Module) -> bool:
     return any(each.__module__.partition(".")[0] == "peft" for each in type(part).__mro__)
+
+
+def _is_peft_model(part: nn.Module) -> bool:
+    return _is_peft(part) and hasattr(part, "save_pretrained")
+
+
+def _has_adapters(model: nn.Module) -> bool:
+    """Return whether the model's own `save_pretrained` writes adapters of PEFT."""
+    return _is_peft_model(model) or getattr(model, "_hf_peft_config_loaded", False)
 
 
 def _parts_of(trainer: Any, module: nn.Module, model: nn.Module) -> Ownership | None:
@@ -303,3 +322,47 @@ def _write(
     with parts.whole_on(output.name, output.rank) as tensor:
         if tensor is not None:
             writers[0].add(tensor)
+
+
+def _save_adapters(model: Any, path: Path, parts: Ownership | None, world: World) -> None:
+    """Write the adapters of a model into a folder, on rank 0. Collective. If any process fails, all processes
+    raise its error, and the earlier adapters stay."""
+    folder = ModelFolder(path)
+
+    def write() -> None:
+        if world.is_rank_zero:
+            folder.discard()
+            unfinished = folder.unfinished()
+            if (card := path / "README.md").exists():  # peft changes the model card that is there
+                shutil.copy(card, unfinished)
+            model.save_pretrained(unfinished)
+            folder.finish_adapters()
+
+    whole: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if parts is not None:
+        canonical = _canonical_names(model, parts)
+        whole = parts.whole_on_rank_zero(
+            [canonical[name] for name in _adapter_tensors(model) if name in canonical]
+        )
+    try:
+        with whole:
+            together(world, f"saving {path}", write)
+    except BaseException:
+        if world.is_rank_zero:
+            folder.discard()
+        raise
+
+
+def _adapter_tensors(model: Any) -> list[str]:
+    """Return the names of the model's tensors that its adapters need: the trained tensors, and the tensors that
+    peft writes."""
+    from peft import get_peft_model_state_dict
+
+    tensors = dict(named_tensors(model))
+    found = {id(x) for x in tensors.values() if x.requires_grad}
+    for name, config in model.peft_config.items():
+        if config.is_prompt_learning:
+            found |= {id(x) for x in model.prompt_encoder[name].parameters()}
+        else:
+            found |= {id(x) for x in get_peft_model_state_dict(model, dict(tensors), name).values()}
+    return [name for name, tensor in tensors.items() if id(tensor) in found]

@@ -1,0 +1,138 @@
+"""Models with adapters of peft: they train as with plain Lightning, and their adapters are saved in peft's files."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import lightning_piper as piper
+from lightning_piper.errors import CaptureError, PiperError
+from lightning_piper.pretrained.model_folder import UNFINISHED
+from tests.distributed.processes import launch_trainings
+from tests.peft_models import ADAPTERS, Adapted, fitted, save
+from tests.pretrained import KINDS, by_transformers, saved
+
+pytest.importorskip("peft")
+
+PROGRAMS = {
+    "one device": {},
+    "replicas": {"dp": 2},
+    "zero1": {"dp": 2, "zero": 1},
+    "zero2": {"dp": 2, "zero": 2},
+    "zero3": {"dp": 2, "zero": 3},
+    "pipeline": {"pp": 2, "microbatches": 2},
+    "tensor parallel": {"tp": 2},
+    "pipeline and zero3": {"pp": 2, "dp": 2, "zero": 3, "microbatches": 2},
+}
+
+
+DIVIDING = {"pipeline", "tensor parallel", "pipeline and zero3"}
+FIRST = [("lora", "zero3"), ("lora", "pipeline"), ("dora", "tensor parallel"), ("prompt", "replicas")]
+CASES = [
+    pytest.param(kind, name, marks=() if (kind, name) in FIRST else pytest.mark.long)
+    for kind in ADAPTERS
+    for name in PROGRAMS
+    if kind != "prompt" or name not in DIVIDING
+]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return saved("llama", tmp_path_factory.mktemp("llama"), torch.float64, sharded=False)
+
+
+@functools.cache
+def by_plain_lightning(kind, source):
+    """Return name -> parameter after the training with plain Lightning."""
+    module = Adapted(kind, source)
+    fitted(module, "auto")
+    return {name: x.detach() for name, x in module.named_parameters()}
+
+
+def by_piper(kind, source, name):
+    module = Adapted(kind, source)
+    fitted(module, piper.PiperStrategy(**PROGRAMS[name], transport="local"))
+    return {name: x.detach() for name, x in module.named_parameters()}
+
+
+def distance(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    return max(float((x - ours[name]).abs().max()) for name, x in theirs.items())
+
+
+@pytest.mark.filterwarnings("ignore:.*capture training_step")
+@pytest.mark.parametrize("kind, name", CASES)
+def test_it_trains_as_plain_lightning(source, kind, name):
+    wanted, found = by_plain_lightning(kind, source), by_piper(kind, source, name)
+    untrained = Adapted(kind, source)
+    untrained.configure_model()
+    start = {name: x.detach() for name, x in untrained.named_parameters()}
+    # Llama's norms calculate in float32, so sums in another order round differently.
+    assert distance(wanted, found) < 1e-8 and distance(start, found) > 1e-5
+    frozen = [name for name, x in untrained.named_parameters() if not x.requires_grad]
+    assert all(torch.equal(start[name], found[name]) for name in frozen)
+
+
+def test_tokens_of_a_prompt_are_not_a_buffer(source):
+    with pytest.raises(CaptureError, match="neither in the batch nor a parameter or buffer"):
+        by_piper("prompt", source, "pipeline")
+
+
+@pytest.mark.parametrize(
+    "kind, name",
+    [
+        ("lora", "zero3"),
+        pytest.param("dora", "pipeline", marks=pytest.mark.long),
+        pytest.param("prompt", "zero3", marks=pytest.mark.long),
+        pytest.param("lora and head", "tensor parallel", marks=pytest.mark.long),
+    ],
+)
+def test_processes_save_adapters_that_peft_loads(tmp_path, source, kind, name):
+    from peft import PeftModel
+
+    read = piper.from_pretrained if name != "zero3" or kind == "lora" else by_transformers
+    launch_trainings(2, save, tmp_path / "run", kind, source, tmp_path, PROGRAMS[name], read)
+    state = torch.load(tmp_path / "plain.ckpt", weights_only=False)["state_dict"]
+    whole = Adapted(kind, source)
+    whole.configure_model()
+    start = {name: x.clone() for name, x in whole.state_dict().items()}
+    whole.load_state_dict(state)
+    whole.model.save_pretrained(tmp_path / "theirs")
+    names = {each.name for each in (tmp_path / "theirs").iterdir()}
+    assert {each.name for each in (tmp_path / "adapters").iterdir()} == names
+    ours, theirs = (
+        load_file(tmp_path / each / "adapter_model.safetensors") for each in ("adapters", "theirs")
+    )
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], x) for key, x in theirs.items())
+    assert distance(start, whole.state_dict()) > 1e-5
+    base = by_transformers(KINDS["llama"]()[0], source)
+    loaded = PeftModel.from_pretrained(base, tmp_path / "adapters").double()
+    tokens = torch.arange(12).view(2, 6)
+    assert torch.equal(loaded(input_ids=tokens).logits, whole.model(input_ids=tokens).logits)
+
+
+def test_an_interrupted_save_leaves_the_earlier_adapters(tmp_path, source, monkeypatch):
+    module = Adapted("lora", source)
+    trainer = fitted(module, piper.PiperStrategy(transport="local"))
+    piper.save_pretrained(trainer, tmp_path)
+    before = {each.name: each.read_bytes() for each in tmp_path.iterdir()}
+    with torch.no_grad():
+        for x in module.parameters():
+            x.mul_(2)
+    from peft import PeftModel
+
+    def fail(*args, **options):
+        (tmp_path / UNFINISHED / "adapter_config.json").write_text("{")
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PeftModel, "save_pretrained", fail)
+        with pytest.raises(PiperError, match="the disk is full"):
+            piper.save_pretrained(trainer, tmp_path)
+    assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == before
+    piper.save_pretrained(trainer, tmp_path)
+    changed = {each.name for each in tmp_path.iterdir() if each.read_bytes() != before[each.name]}
+    assert changed == {"adapter_model.safetensors"}
