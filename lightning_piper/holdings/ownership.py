@@ -453,10 +453,10 @@ class Ownership:
         return found
 
     @contextlib.contextmanager
-    def whole_on_rank_zero(self, names: Collection[str] | None = None) -> Iterator[None]:
-        """Give rank 0 whole tensors inside of this context: those with these canonical names (default: all
-        tensors of the module). Tensors that it does not hold come into host memory. Collective."""
-        with self._brought([] if self.whole else [RANK_ZERO], names):
+    def whole_on_rank_zero(self) -> Iterator[None]:
+        """Give rank 0 the whole module inside of this context. Tensors that it does not hold come into host
+        memory. Collective."""
+        with self._brought([] if self.whole else [RANK_ZERO]):
             yield
 
     @contextlib.contextmanager
@@ -487,12 +487,10 @@ class Ownership:
                 self.whole = False
 
     @contextlib.contextmanager
-    def _brought(
-        self, targets: Sequence[int], names: Collection[str] | None = None
-    ) -> Iterator[Collection[str]]:
-        """Give the processes `targets` the tensors `names` (default: all) inside of this context. Collective.
-        Yields the names of the tensors that this process has received: none if it is not a target."""
-        dropped = self._receive(targets, names)
+    def _brought(self, targets: Sequence[int]) -> Iterator[Collection[str]]:
+        """Give the processes `targets` every tensor inside of this context. Collective. Yields the names of
+        the tensors that this process has received: none if it is not a target."""
+        dropped = self._receive(targets)
         try:
             yield dropped.keys()
         finally:
@@ -544,20 +542,15 @@ class Ownership:
             "its region, or the hook [PIPER-S007]"
         )
 
-    def _receive(
-        self, targets: Sequence[int], names: Collection[str] | None = None
-    ) -> dict[str, torch.Tensor]:
-        """Send to each target the tensors `names` (default: all) that it does not hold whole. Collective. The tensors come
-        into host memory, because a device may have memory only for its own tensors and shards. All processes
-        give the names in the same order.
+    def _receive(self, targets: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Send to each target every tensor that it does not hold whole. Collective. The tensors come into
+        host memory, because a device may have memory only for its own tensors and shards.
 
         Returns:
             Name -> the tensor that the module in this process had before, for each tensor that it received.
         """
         brought = {
-            (name, target): self.bring(name, target)
-            for name in (self.tensor_map.specs if names is None else names)
-            for target in targets
+            (name, target): self.bring(name, target) for name in self.tensor_map.specs for target in targets
         }
         return {name: before for (name, _), before in brought.items() if before is not None}
 

@@ -338,14 +338,13 @@ def _save_adapters(model: Any, path: Path, parts: Ownership | None, world: World
             model.save_pretrained(unfinished)
             folder.finish_adapters()
 
-    whole: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if parts is not None:
-        canonical = _canonical_names(model, parts)
-        whole = parts.whole_on_rank_zero(
-            [canonical[name] for name in _adapter_tensors(model) if name in canonical]
-        )
     try:
-        with whole:
+        with contextlib.ExitStack() as whole:
+            if parts is not None:
+                canonical = _canonical_names(model, parts)
+                for name in _adapter_tensors(model):
+                    if name in canonical:
+                        whole.enter_context(parts.whole_on(canonical[name], RANK_ZERO))
             together(world, f"saving {path}", write)
     except BaseException:
         if world.is_rank_zero:
