@@ -114,8 +114,8 @@ class ModelFolder:
         folder.rmdir()
 
     def finish_adapters(self) -> None:
-        """Let the files of adapters in the folder of unfinished files replace earlier adapters: those of each
-        adapter in its own folder."""
+        """Let new adapters, in the folder of unfinished files, replace earlier adapters. Each adapter has a
+        folder of its own, except the default adapter."""
         folder = self.unfinished()
         for configuration in sorted(folder.rglob(ADAPTER_CONFIGURATION)):
             source = configuration.parent
