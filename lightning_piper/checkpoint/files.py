@@ -318,7 +318,7 @@ def _missing(path: str) -> PiperError:
 
 def _other_size(path: str, found: int, size: int) -> PiperError:
     return PiperError(
-        f"{path} has {found} bytes, {size} were saved: the checkpoint is damaged. Use another checkpoint"
+        f"{path} has {found} bytes instead of {size}: the checkpoint is damaged. Use another checkpoint"
         " [PIPER-K002]"
     )
 

@@ -21,7 +21,7 @@ BLOCK = 1 << 20  # bytes read at once for a checksum
 
 
 class SummedFile:
-    """A file that is being written, with checksums of what was written.
+    """A file that is being written, with checksums of its content so far.
 
     `torch.distributed.checkpoint` asks for the position before and after each tensor. So the positions that
     it asks for divide the file into tensors, and each of them gets its own checksum.

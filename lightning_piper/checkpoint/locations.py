@@ -1,4 +1,4 @@
-"""Where a checkpoint is: a path on a disk, or an address in a remote store. Both have one interface.
+"""The location of a checkpoint: a path on a disk, or an address in a remote store. Both have one interface.
 
 A save first writes everything, and one step at its end lets the new checkpoint take the place of an earlier
 one of the same name. On a disk, this step is a rename. In a store, it is the upload of the manifest of a sharded
@@ -116,11 +116,11 @@ class Location(ABC):
 
     @abstractmethod
     def discard_file(self, target: str | Path) -> None:
-        """Delete what a save that is over or has failed has left."""
+        """Delete the remaining files of a save that has ended or failed."""
 
     @abstractmethod
     def remove(self) -> None:
-        """Delete the checkpoint, and what interrupted saves of it have left."""
+        """Delete the checkpoint, and the files of interrupted saves of it."""
 
     @abstractmethod
     def identity(self) -> tuple[Any, ...]:
@@ -301,7 +301,7 @@ class RemoteLocation(Location):
     def publish_file(self, target: str | Path) -> None:
         if not is_whole_file(self._fs, self._root.path):
             raise PiperError(
-                f"the store does not have all of {self} that was written. Check the store, and save again "
+                f"the store did not keep the whole content of {self}. Check the store, and save again "
                 "[PIPER-K004]"
             )
         erase(self._earlier)
@@ -329,8 +329,8 @@ class RemoteLocation(Location):
         return entry is not None and entry["type"] == "file"
 
     def _copy_to_earlier(self) -> None:
-        """Copy the object to the name of the earlier checkpoint. If the object is not complete, an interrupted
-        save has already done so."""
+        """Copy the object to the name of the earlier checkpoint. Do nothing if the object is not complete,
+        because an interrupted save has already made the copy."""
         if is_whole_file(self._fs, self._root.path):
             erase(self._earlier)
             copy_object(self._fs, self._root.path, self._earlier.path)

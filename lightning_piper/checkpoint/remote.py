@@ -105,7 +105,7 @@ def _abandon(file: Any) -> None:
 
 
 def entry_of(fs: AbstractFileSystem, path: str) -> dict[str, Any] | None:
-    """Return what the store says about an object or a folder now; None if it does not exist."""
+    """Return the store's current entry for an object or a folder; None if it does not exist."""
     fs.invalidate_cache()
     try:
         return cast(dict[str, Any], fs.info(path))
@@ -174,7 +174,10 @@ def copy_object(fs: AbstractFileSystem, source: str, target: str) -> None:
     found = [entry_of(fs, path) for path in (source, target)]
     sizes = [None if entry is None else entry["size"] for entry in found]
     if sizes[0] is None or sizes[0] != sizes[1]:
-        raise OSError(f"the store copied {source}, of {sizes[0]} bytes, as {target}, of {sizes[1]} bytes")
+        raise OSError(
+            f"the store copied {source} incompletely: it has {sizes[0]} bytes, and its copy {target} has {sizes[1]}. "
+            "Check the store, and save again"
+        )
 
 
 def copy_save(source: RemoteFolder, target: RemoteFolder) -> None:

@@ -298,7 +298,7 @@ def open_checkpoint(
     path: str | os.PathLike[str], world: World, weights_only: bool = True
 ) -> VerifiedCheckpoint:
     """Verify a checkpoint's files, and read all but its tensors. The processes divide the files. In a remote
-    store, only the sizes of files with tensors are verified, because `fill` verifies what it reads.
+    store, only the sizes of files with tensors are verified, because `fill` verifies each chunk that it reads.
     Collective.
 
     Raises:

@@ -9,7 +9,7 @@ devices with one rank form a *column*; the groups are rows::
                       column 1 is 1, 5
 
 The plans of a column are therefore compiled without the other columns. If rows meet in every column in the
-same way, columns are *alike*: renaming devices turns one column into another.
+same way, columns are interchangeable (`alike`): renaming devices turns one column into another.
 """
 
 from __future__ import annotations

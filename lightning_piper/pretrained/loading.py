@@ -51,7 +51,7 @@ def from_pretrained(model_class: Any, path: str | os.PathLike[str], **options: A
     """
     if "://" in os.fspath(path):
         raise PiperError(
-            f"piper.from_pretrained: {os.fspath(path)} is a remote address, and weights are read from a disk. Copy the "
+            f"piper.from_pretrained: {os.fspath(path)} is a remote address, but Piper reads weights from a disk only. Copy the "
             "folder to a disk that each process sees [PIPER-K008]"
         )
     folder = Path(os.path.abspath(path))

@@ -130,7 +130,7 @@ def replace_files(folder: Path, path: Path, configuration: str, weights: Sequenc
     process is killed meanwhile, `path` never has weights that do not belong to its configuration.
 
     Args:
-        configuration: The name of the file that says what the weights are.
+        configuration: The name of the file that describes the weights.
         weights: Names under which `path` may have earlier weights. They are removed first if the
             configuration changes.
         last: Name of the file that makes the new weights visible.

@@ -177,8 +177,8 @@ class ProcessTransport:
             dist.all_reduce(x, group=members.group)
         except RuntimeError as error:
             raise ExecutionError(
-                f"device {self._own}: the exchange of all devices before an update failed: {error}"
-                " [PIPER-X001]"
+                f"device {self._own}: the exchange of all devices before an update failed: {error}. Look for the "
+                "first error in the logs of the other processes [PIPER-X001]"
             ) from error
         return x
 

@@ -47,8 +47,8 @@ def best_of(
         levels: ZeRO levels to consider.
         margin: Memory to keep free, as a share of the estimated memory.
         all_devices: Consider only programs that use every device.
-        ranks: Largest number of ranks of one pipeline; with 1, each device has the whole model. None: as many
-            as there are devices.
+        ranks: Largest number of ranks of one pipeline. With 1 and `levels=(0,)`, each device has the whole
+            model, except weights that a tensor-parallel group or experts divide. None: the number of devices.
         gap: How much worse than the best program the result may be: 0.01 for one percent.
         budget: Largest amount of work. Each estimated candidate costs one. Each branch costs one or more: the
             cost grows with its stages and microbatches. When the budget is spent, the search ends, and the

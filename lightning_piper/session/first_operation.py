@@ -52,9 +52,9 @@ class LastStep:
         """Return a text about the first NaN or infinity of the step; None if the step makes neither. If its
         loss was NaN or infinite, first give buffers their values from before the step. Collective.
 
-        A NaN in the batch, a parameter or a buffer comes first. Otherwise it is the first operation that
-        makes a NaN without reading one, or else that makes an infinity from finite values. Infinities that
-        the step writes as constants, such as in masks, do not count.
+        A NaN in the batch, a parameter or a buffer comes first. Then comes the first operation that makes a
+        NaN and reads none. Last comes the first operation that makes an infinity from finite values.
+        Infinities that the step writes as constants, such as in masks, do not count.
 
         Args:
             tensors: This process's parameters and buffers by name.

@@ -102,14 +102,14 @@ class NanGuard:
         if not pending.flag.item():
             return
         after = (
-            "The optimizer has skipped this update"
+            "The optimizer has skipped this update, so the parameters are good"
             if pending.skipped
-            else "The parameters include this update. Resume from the last checkpoint. An optimizer with "
-            "fused=True skips such an update on the device"
+            else "The parameters include this update, so resume from the last checkpoint. To skip such an "
+            "update on the device, use an optimizer with fused=True"
         )
         raise ExecutionError(
             f"PiperStrategy: a gradient of step {pending.step} was NaN or infinite. {after}. "
-            "PiperStrategy(stop_on_nan=False) trains on [PIPER-X006]"
+            "To train despite such gradients, pass PiperStrategy(stop_on_nan=False) [PIPER-X006]"
         )
 
     def note(self, again: Callable[[], Any], batch: Any) -> None:
@@ -169,16 +169,16 @@ class NanGuard:
         cause = (
             f"The first cause: {first}"
             if first is not None
-            else "A second run of the last batch makes no NaN: the cause is an earlier batch of an "
-            "accumulation, code after the backward pass, or a random number"
+            else "No second run of the last batch shows the cause. Look at earlier batches of an accumulation, "
+            "at code after the backward pass, at random numbers, and at manual optimization"
         )
         raise of_rank(
             rank,
             ExecutionError(
                 f"PiperStrategy: the gradient of {found[0]!r}{more} is NaN or infinite in step "
                 f"{self._module.global_step}. {cause}. "
-                "The parameters are those of before this update, and a checkpoint of them is good. "
-                "PiperStrategy(stop_on_nan=False) trains on [PIPER-X006]"
+                "The parameters do not include this update, so a checkpoint of them is good. "
+                "To train despite such gradients, pass PiperStrategy(stop_on_nan=False) [PIPER-X006]"
             ),
         )
 

@@ -205,8 +205,8 @@ class OverProcesses(_lightning.Strategy):
             self._at_end.callback(given_back)
 
     def _end_run(self) -> None:
-        """Restore what the run has replaced, stop the watches for failures and signals, and return freed
-        memory to the system."""
+        """Restore the objects that the run has replaced, such as Lightning's handler. Stop the watches for
+        failures and signals, and return freed memory to the system."""
         self._at_end.close()
         if self._termination is not None:
             self._termination.end()

@@ -273,5 +273,5 @@ def test_a_store_that_keeps_a_part_says_so():
     assert any("the store does not have the manifest of" in text for text in texts)
     FaultyStore.empty()
     FaultyStore.begin(Fault("cut off", 0))
-    with pytest.raises(PiperError, match=r"the store does not have all of .*last\.ckpt that was written"):
+    with pytest.raises(PiperError, match=r"the store did not keep the whole content of .*last\.ckpt"):
         write("consolidated", 1)

@@ -234,7 +234,7 @@ def unlink(path):
         for file in ("__0_0.distcp", "meta.pt")
         for damage, text in [
             (flip, "CRC-32"),
-            (truncate, "bytes, .* were saved"),
+            (truncate, "bytes instead of"),
             (foreign, "CRC-32"),
             (unlink, "is missing"),
         ]

@@ -1,4 +1,4 @@
-"""How the whole batch's value of a node follows from its values on parts of the batch."""
+"""The rule by which a node's value on the whole batch is computed from its values on parts of the batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_piper.capture.losses.denominators import Expression
 
 
 class Reduction(StrEnum):
-    """How Piper computes the whole batch's value of a node from the node's values on parts of the batch.
+    """How Piper computes a node's value on the whole batch from its values on parts of the batch.
 
     Attributes:
         WHOLE: the value does not depend on the batch.

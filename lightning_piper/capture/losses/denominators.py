@@ -265,8 +265,8 @@ def stats_of(expression: Expression) -> list[BatchSum]:
 
 
 def guards_of(expression: Expression) -> list[Factor | Conditional]:
-    """Return the factors of a denominator that may be 0 or not finite, and the conditions. On a part of the
-    batch, the step must replace these factors, and use these conditions as if they held."""
+    """Return the factors of a denominator that may be 0 or not finite, and its conditions. On a part of the
+    batch, the step must use 1 for such a factor, and treat each condition as true."""
     if isinstance(expression, Factor):
         return [] if _is_positive(expression.value) else [expression]
     if isinstance(expression, Conditional):
@@ -308,8 +308,8 @@ def _evaluate(
     Args:
         columns: key of a sum -> its index in `values`.
         values: the sums, followed by the number of samples.
-        part: Whether the sums are sums over a part of the batch. There, the step replaces the factors and
-            conditions in `guards_of`.
+        part: Whether the sums are sums over a part of the batch. There, a factor that is 0 or
+            not finite counts as 1, and each condition counts as true (`guards_of`).
     """
     match expression:
         case ConstantExpression():

@@ -332,7 +332,8 @@ class _LossWeighting:
         return made
 
     def _is_source(self, node: Node) -> bool:
-        """Return whether weights combine the node's values on all parts of any batch."""
+        """Return whether weights suffice to combine the node's values, also if some of the values are 0. They
+        do not if the value is a function of sums over the batch."""
         return self._is_known(node) and not self.found.follows_from_batch(node)
 
     def _is_known(self, node: Node) -> bool:

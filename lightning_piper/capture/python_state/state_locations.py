@@ -67,8 +67,9 @@ class WeakAttributes:
     def of(cls, value: Any) -> WeakAttributes | dict[str, Any] | None:
         """Return the `WeakAttributes` of an object.
 
-        Some objects do not support weak references, or define `__dict__` themselves. And the dict of a module
-        counts its changes. For these objects, return the `__dict__`, or None for an object with slots only.
+        Return the `__dict__` of an object that does not support weak references or defines `__dict__` itself
+        (None if it has slots only). Also return the `__dict__` of a module, because this dict counts its
+        changes.
         """
         entries: dict[str, Any] | None = getattr(value, "__dict__", None)
         if isinstance(value, torch.nn.Module):

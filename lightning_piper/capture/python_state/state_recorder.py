@@ -102,8 +102,8 @@ class StateRecorder:
         self._active = False
 
     def name_of(self, value: Any) -> str | None:
-        """Return the user's expression for a visited object of a user's class, whose reads `watching` sees. None
-        for all other values."""
+        """Return the user's expression for a visited object, such as "self.head". Return None for other values,
+        and for objects whose class is a container, a routine or from a library."""
         found = self.objects.get(id(value))
         if (
             found is None
