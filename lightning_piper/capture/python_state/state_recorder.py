@@ -103,7 +103,7 @@ class StateRecorder:
 
     def name_of(self, value: Any) -> str | None:
         """Return the user's expression for a visited object, such as "self.head". Return None for other values,
-        and for objects whose class is a container, a routine or from a library."""
+        and for containers, routines and objects of libraries' classes."""
         found = self.objects.get(id(value))
         if (
             found is None
