@@ -76,6 +76,46 @@ def test_it_trains_as_plain_lightning(source, kind, name):
     assert all(torch.equal(start[name], found[name]) for name in frozen)
 
 
+def initial(kind, source, **options):
+    """Return name -> value of the adapters after a training that changes nothing."""
+    module = Adapted(kind, source, piper.from_pretrained)
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.0)
+    fitted(module, piper.PiperStrategy(**options, transport="local"))
+    return {name: x.detach() for name, x in module.named_parameters() if x.requires_grad}
+
+
+@pytest.mark.parametrize("options", [{"dp": 2, "zero": 3}, {"pp": 2, "microbatches": 2}], ids=str)
+def test_new_adapters_on_the_meta_device_begin_as_those_of_peft(source, options):
+    plain = Adapted("lora", source)
+    plain.configure_model()
+    found, wanted = initial("lora", source, **options), dict(plain.named_parameters())
+    for name, x in found.items():
+        if "lora_B" in name:
+            assert not x.any() and not wanted[name].any()
+        else:  # a uniform distribution with the bound of PEFT
+            largest = float(wanted[name].abs().max())
+            assert 0.8 * largest < float(x.abs().max()) < 1.25 * largest
+
+
+@pytest.mark.parametrize("kind", ["dora", "ia3", "prompt"])
+def test_adapters_whose_initial_values_are_lost_are_refused(source, kind):
+    with pytest.raises(PiperError, match=r"a PEFT adapter on the meta device.*\[PIPER-S009\]"):
+        initial(kind, source)
+
+
+def test_adapters_that_are_loaded_onto_the_meta_device_are_refused(tmp_path, source):
+    from peft import PeftModel
+
+    plain = Adapted("lora", source)
+    plain.configure_model()
+    plain.model.save_pretrained(tmp_path)
+    module = Adapted("lora", source)
+    base = piper.from_pretrained(KINDS["llama"]()[0], source)
+    module.model = PeftModel.from_pretrained(base, tmp_path, is_trainable=True)
+    with pytest.raises(PiperError, match=r"a PEFT adapter on the meta device.*\[PIPER-S009\]"):
+        fitted(module, piper.PiperStrategy(transport="local"))
+
+
 def test_tokens_of_a_prompt_are_not_a_buffer(source):
     with pytest.raises(CaptureError, match="neither in the batch nor a parameter or buffer"):
         by_piper("prompt", source, "pipeline")
@@ -93,7 +133,7 @@ def test_tokens_of_a_prompt_are_not_a_buffer(source):
 def test_processes_save_adapters_that_peft_loads(tmp_path, source, kind, name):
     from peft import PeftModel
 
-    read = piper.from_pretrained if name != "zero3" or kind == "lora" else by_transformers
+    read = piper.from_pretrained if kind in ("lora", "lora and head") else by_transformers
     launch_trainings(2, save, tmp_path / "run", kind, source, tmp_path, PROGRAMS[name], read)
     state = torch.load(tmp_path / "plain.ckpt", weights_only=False)["state_dict"]
     whole = Adapted(kind, source)

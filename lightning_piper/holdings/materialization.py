@@ -284,9 +284,18 @@ def without_initial_values(module: nn.Module, known: Known) -> str | None:
     no initial value."""
     if hasattr(module, HOOK):
         return None
-    pretrained = _initializers(module)
+    pretrained, adapters = _initializers(module), _adapter_initializers(module)
     for name, places in places_of(module).items():
         part, attribute = places[0]
+        tensor = tensor_at(places)
+        # Values that were written into an adapter on the meta device, such as those of a file, are lost.
+        lost = id(part) in adapters and (adapters[id(part)] is None or tensor._version > 0)
+        if tensor.is_meta and name not in known and lost:
+            return (
+                f"{name!r} is a tensor of a PEFT adapter on the meta device, where PEFT's initial value of it is "
+                "lost. Build the base model with from_pretrained of transformers, or use new LoRA adapters with "
+                "init_lora_weights=True, False or 'gaussian' [PIPER-S009]"
+            )
         if (
             tensor_at(places).is_meta
             and name not in known
@@ -322,7 +331,48 @@ def _initializers(module: nn.Module) -> dict[int, Callable[[], None]]:
         pretrained: Pretrained | None = model.__dict__.get(PRETRAINED)
         if pretrained is not None:
             visit(model, pretrained.initialize, getattr(model, pretrained.initialize))
+    return found | {part: fill for part, fill in _adapter_initializers(module).items() if fill is not None}
+
+
+def _adapter_initializers(module: nn.Module) -> dict[int, Callable[[], None] | None]:
+    """Return id of a submodule of a PEFT adapter -> a function that gives the submodule's own tensors the
+    initial values of PEFT. None instead of a function if these values depend on other tensors, or if this
+    package does not know how PEFT makes them.
+
+    PEFT makes the values when it wraps a model, and then moves the adapters to the device of the model. On the
+    meta device, they are lost. The models inside of adapters, and copies of their submodules, have no entry.
+    """
+    found: dict[int, Callable[[], None] | None] = {}
+
+    def visit(part: nn.Module, layer: Any, settings: Mapping[str, Any]) -> None:
+        """Add the submodules of `part`, which is inside of the adapter `layer`, or of no adapter (None)."""
+        settings = getattr(part, "peft_config", settings)
+        if PRETRAINED in vars(part) or type(part).__name__ == "ModulesToSaveWrapper":
+            layer = None
+        elif type(part).__module__.partition(".")[0] == "peft":
+            layer = part
+        if layer is not None and own_tensors(part):
+            found[id(part)] = _adapter_initializer(part, layer, settings)
+        for name, child in part.named_children():
+            visit(child, None if name == "base_layer" else layer, settings)
+
+    visit(module, None, {})
     return found
+
+
+def _adapter_initializer(
+    part: nn.Module, layer: Any, settings: Mapping[str, Any]
+) -> Callable[[], None] | None:
+    """Return the function in `_adapter_initializers` for a submodule of the adapter `layer`."""
+    for name, config in settings.items():
+        matrices = [getattr(layer, kind, {}) for kind in ("lora_A", "lora_B")]
+        if any(name in each and each[name] is part for each in matrices):
+            how = config.init_lora_weights
+            if how is False:
+                return part.reset_parameters  # type: ignore[return-value]
+            if how is True or how == "gaussian":
+                return partial(layer.reset_lora_parameters, name, how)
+    return None
 
 
 def materialize(module: nn.Module, seed: int, known: Known) -> None:

@@ -12,6 +12,7 @@ import random
 import signal
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from lightning_piper.checkpoint import tensor_ranges as ranges_module
+from lightning_piper.checkpoint.folders import LocalFolder
+from lightning_piper.checkpoint.locations import LocalLocation
 from lightning_piper.checkpoint.sharded_checkpoint import load, save
 from lightning_piper.checkpoint.tensor_ranges import SaveRanges, TensorRange
 from lightning_piper.errors import PiperError
@@ -167,11 +170,11 @@ def errors(rank, folder):
         dist.barrier()
         if rank == 0:
             (path / file).write_bytes(before)
-    private = Path(tempfile.mkdtemp(dir=folder)) / "not shared" / "last.ckpt"
-    world_path = world.gather(private)[rank]  # each process writes into a directory of its own
-    broadcast, world.broadcast = world.broadcast, lambda value: str(world_path)
-    found["not shared"] = attempt(lambda: save(world_path, held(rank, 3, 0, 1), {}, world))
-    world.broadcast = broadcast
+    private = Path(tempfile.mkdtemp(dir=folder))  # each process writes into a directory of its own
+    with mock.patch.object(LocalLocation, "opened", lambda self, address: LocalFolder(private)):
+        found["not shared"] = attempt(
+            lambda: save(Path(folder) / "not shared" / "last.ckpt", held(rank, 3, 0, 1), {}, world)
+        )
     return found
 
 
