@@ -288,7 +288,7 @@ def without_initial_values(module: nn.Module, known: Known) -> str | None:
     for name, places in places_of(module).items():
         part, attribute = places[0]
         tensor = tensor_at(places)
-        # Values that were written into an adapter on the meta device, such as those of a file, are lost.
+        # A write into an adapter on the meta device has no effect, such as the load of a file.
         lost = id(part) in adapters and (adapters[id(part)] is None or tensor._version > 0)
         if tensor.is_meta and name not in known and lost:
             return (
