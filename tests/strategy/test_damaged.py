@@ -119,7 +119,7 @@ def test_damage_is_named_on_every_process(plain):
     ):
         check_records(plain, ALONE)
     plain.write_bytes(plain.read_bytes()[:-30])
-    with pytest.raises(PiperError, match=r"in its table of records .*is damaged\. Use another checkpoint"):
+    with pytest.raises(PiperError, match=r"in its table of records .*is damaged, or was changed after it was saved\. Use another checkpoint"):
         check_records(plain, ALONE)
 
 
@@ -131,7 +131,7 @@ def test_what_was_changed_and_saved_again_loads(plain):
     check_records(plain, ALONE)
     # In place, past torch.save: as the message says, it can be saved again.
     flip(plain, content["a"][100:110].numpy().tobytes())
-    with pytest.raises(PiperError, match=r"If you changed it on purpose, write it with torch\.save"):
+    with pytest.raises(PiperError, match=r"If you changed the file on purpose, write it with torch\.save"):
         check_records(plain, ALONE)
     torch.save(torch.load(plain, weights_only=True), plain)
     check_records(plain, ALONE)
