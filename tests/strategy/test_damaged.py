@@ -119,7 +119,10 @@ def test_damage_is_named_on_every_process(plain):
     ):
         check_records(plain, ALONE)
     plain.write_bytes(plain.read_bytes()[:-30])
-    with pytest.raises(PiperError, match=r"in its table of records .*is damaged, or was changed after it was saved\. Use another checkpoint"):
+    with pytest.raises(
+        PiperError,
+        match=r"in its table of records .*is damaged, or was changed after it was saved\. Use another checkpoint",
+    ):
         check_records(plain, ALONE)
 
 
