@@ -7,6 +7,7 @@ import decimal
 import functools
 import io
 import logging
+import multiprocessing
 import os
 import queue
 import threading
@@ -292,6 +293,11 @@ def test_attributes_are_compared_where_versions_of_dicts_do_not_follow_them(
 
 
 WRITES: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "a number that processes share": (
+        lambda self: setattr(self.shared, "value", self.shared.value + 1),
+        {"shared": multiprocessing.Value("d", 1.0)},
+        "self.shared",
+    ),
     "an array": (
         lambda self: self.numbers.__setitem__(0, self.numbers[0] + 1),
         {"numbers": array("d", [1.0])},

@@ -6,6 +6,7 @@ import collections
 import functools
 import io
 import itertools
+import multiprocessing
 import os
 import queue
 import random
@@ -56,6 +57,7 @@ class Holder(nn.Module):
         self.variable, self.local = VARIABLE, threading.local()
         self.local.x = 1
         self.text, self.event, self.simple = io.StringIO("ab"), threading.Event(), queue.SimpleQueue[int]()
+        self.shared, self.flag = multiprocessing.Array("d", [1.0]), multiprocessing.Event()
         self.text.read(1)
         self.simple.put(1)
         self.cached: Any = functools.cache(lambda: [1])
@@ -80,6 +82,7 @@ def seen(holder: Holder) -> list[Any]:
         [holder.array.tolist(), bytes(holder.bytes), holder.waiting.qsize(), VARIABLE.get(), holder.local.x],
         [os.environ.get("PIPER_TEST"), list(holder.cached())],
         [holder.text.getvalue(), holder.text.tell(), holder.event.is_set(), holder.simple.qsize()],
+        [holder.shared[:], holder.flag.is_set()],
         sorted(vars(holder)),
         sorted(vars(holder.inner)),
     ]
@@ -104,6 +107,8 @@ def change(holder: Holder) -> None:
     VARIABLE.set(2)
     holder.local.x = 2
     holder.text.write("cd"), holder.event.set(), holder.simple.put(2)
+    holder.shared[0] = 2.0
+    holder.flag.set()
     os.environ["PIPER_TEST"] = "1"
     holder.cached().append(2)
     holder.numbers.random(), holder.draws.random(), torch.rand(1, generator=holder.generator)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import multiprocessing
 from types import SimpleNamespace
 from typing import Any
 
@@ -366,3 +367,44 @@ class DictWithAttributes(Net):
 
     def change(self, step: int) -> None:
         self.config["beta"] += 0.25
+
+
+class SharedNumber(Net):
+    """A number that processes share, such as workers of the loader and the step."""
+
+    captures = 6
+
+    def build(self) -> None:
+        self.beta = multiprocessing.Value("d", 1.0)
+
+    def factor(self, batch_idx: int) -> Any:
+        return self.beta.value
+
+    def change(self, step: int) -> None:
+        self.beta.value += 0.25
+
+
+class SharedNumbers(Net):
+    captures = 6
+
+    def build(self) -> None:
+        self.betas = multiprocessing.Array("d", [1.0, 2.0])
+
+    def factor(self, batch_idx: int) -> Any:
+        return self.betas[0] * self.betas[1]
+
+    def change(self, step: int) -> None:
+        self.betas[1] += 0.25
+
+
+class SharedFlag(Net):
+    captures = 2
+
+    def build(self) -> None:
+        self.warm = multiprocessing.Event()
+
+    def factor(self, batch_idx: int) -> Any:
+        return 0.5 if self.warm.is_set() else 1.0
+
+    def change(self, step: int) -> None:
+        (self.warm.set if step % 2 else self.warm.clear)()

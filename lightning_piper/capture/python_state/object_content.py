@@ -19,6 +19,8 @@ import types
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
+from multiprocessing.sharedctypes import SynchronizedBase
+from multiprocessing.synchronize import Event as SharedEvent
 from typing import Any
 
 MEMOISED = type(functools.cache(len))  # type of functions that cache their results
@@ -59,6 +61,8 @@ _READERS: dict[type | tuple[type, ...], Callable[[Any], Any]] = {
     ),
     logging.Logger: lambda logger: (logger.getEffectiveLevel(), logger.disabled),
     weakref.finalize: lambda finalizer: finalizer.alive,
+    SynchronizedBase: lambda shared: zlib.crc32(shared.get_obj()),
+    SharedEvent: lambda event: event.is_set(),
 }
 _UNSET = object()
 _LARGE = 2**24  # in bytes; larger buffers are not saved
@@ -116,8 +120,14 @@ def restoring(value: Any) -> Callable[[], None] | None:
     - a context variable with a value
     - a file in memory that is not closed (`StringIO`, `BytesIO`)
     - a `queue.SimpleQueue`, if later code only adds to it
-    - a buffer, such as a `bytearray`, that is writable, contiguous and at most `_LARGE` bytes large
+    - a buffer, such as a `bytearray`, that is writable, contiguous and at most `_LARGE` bytes large, also if
+      processes share it (`multiprocessing.Value`, `multiprocessing.Array`)
+    - an event that processes share (`multiprocessing.Event`)
     """
+    if isinstance(value, SynchronizedBase):
+        return restoring(value.get_obj())
+    if isinstance(value, SharedEvent):
+        return value.set if value.is_set() else value.clear
     if isinstance(value, contextvars.ContextVar):
         try:
             before = value.get()  # the default, if no value was set
