@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from lightning_piper.common.operation_families import RESHAPES
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.values import Placement, Sharded
 from lightning_piper.placements.placement_changes import CHANGE, part_shape
@@ -17,9 +18,7 @@ from lightning_piper.placements.ring import PARTS
 aten = torch.ops.aten
 # Operation -> the position of the argument that is the shape of the operation's output.
 SHAPED = {
-    aten.view.default: 1,
-    aten._unsafe_view.default: 1,
-    aten.reshape.default: 1,
+    **dict.fromkeys(RESHAPES, 1),
     aten.expand.default: 1,
     aten.slice_backward.default: 1,
     aten.select_backward.default: 1,
@@ -31,7 +30,6 @@ SPLIT = {
     aten.split.Tensor,
     aten.split_with_sizes.default,
 }
-VIEWS = {aten.view.default, aten._unsafe_view.default}
 
 
 def localize(graph: Graph, held: Mapping[Node, Any], degree: int) -> None:
@@ -82,7 +80,7 @@ def _localize(node: Node, held: Mapping[Node, Any], degree: int) -> None:
     if any(p is not None and not _same(p) for p in _tuple(placement)) or _reads_parts(node, held):
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
         # A view of a shard with gaps in memory fails. `reshape` copies such a shard.
-        made = (aten.reshape.default if target in VIEWS else target)(*args, **kwargs)
+        made = (aten.reshape.default if target in RESHAPES else target)(*args, **kwargs)
         for whole, part, share in zip(_tuple(value), _tuple(made), _tuple(placement), strict=True):
             if isinstance(whole, torch.Tensor) and tuple(part.shape) != part_shape(
                 tuple(whole.shape), share, degree

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, Interpreter, Node
 
+from lightning_piper.common.operation_families import RESHAPES
 from lightning_piper.errors import CaptureError, VerificationError
 from lightning_piper.ir.values import Partial, Placement, Sharded
 from lightning_piper.placements.attention import ATTENTION
-from lightning_piper.placements.local_graph import SHAPED, SPLIT, VIEWS, localize
+from lightning_piper.placements.local_graph import SHAPED, SPLIT, localize
 from lightning_piper.placements.ring import ATTEND, ATTEND_BACKWARD, NUMBERS, PARTS
 from lightning_piper.placements.rule import Rule, made_by, shape_of, tensors_of
 from lightning_piper.placements.views import regrouped
@@ -108,7 +109,7 @@ def _alone(node: Node, rule: Rule, degree: int) -> tuple[Graph, list[Node], Rule
     becomes a `reshape`.
     """
     sizes = _sizes(node, rule, degree)
-    if sizes and node.target not in VIEWS and not _has_fixed_runs(node, rule):
+    if sizes and node.target not in RESHAPES and not _has_fixed_runs(node, rule):
         pieces = _pieces(node)
         rule = Rule(
             tuple(_with_few_blocks(p, pieces) or p for p in rule.inputs),
@@ -138,7 +139,7 @@ def _alone(node: Node, rule: Rule, degree: int) -> tuple[Graph, list[Node], Rule
     }
     kwargs = {k: v for k, v in kwargs.items() if k != "device"}
     args = tuple(torch.float64 if isinstance(v, torch.dtype) and v.is_floating_point else v for v in args)
-    target: Any = aten.reshape.default if node.target in VIEWS else node.target
+    target: Any = aten.reshape.default if node.target in RESHAPES else node.target
     if (index := SHAPED.get(target)) is not None and sizes:
         args = (
             *args[:index],
@@ -201,7 +202,7 @@ def _sizes(node: Node, rule: Rule, degree: int) -> dict[tuple[Node, int], int]:
     known = [x for x in tensors if isinstance(x.meta.get("val"), torch.Tensor)]
     if sum(x.meta["val"].numel() for x in known) <= SMALL * len(known):
         return {}
-    if node.target in VIEWS or node.target is aten.reshape.default:
+    if node.target in RESHAPES:
         return _sizes_of_view(node, rule)
     distinct = sorted({int(size) for x in known for size in x.meta["val"].shape if size > 1})
     blocks = [p.blocks for p in (*rule.inputs, *rule.outputs) if isinstance(p, Sharded)]

@@ -15,6 +15,17 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from lightning_piper.common.operation_families import (
+    COPIES,
+    DIVIDED,
+    MULTIPLIED,
+    NLL,
+    PERMUTATIONS,
+    RESHAPES,
+    SOFTMAXES,
+    SQUEEZES,
+    SUMS,
+)
 from lightning_piper.ir.values import Placement, Sharded
 from lightning_piper.placements.attention import ATTENTION, attention_rules
 from lightning_piper.placements.local_graph import SPLIT
@@ -94,15 +105,9 @@ def _divides(rule: Rule, node: Node, inputs: Sequence[Node], outputs: Sequence[A
 
 _ADDITIVE = {aten.add.Tensor, aten.sub.Tensor}
 # Operations that are linear in the first input. `mul.Tensor` is also linear in the second input.
-_SCALED = {aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar}
+_SCALED = MULTIPLIED | DIVIDED
 # Linear operations with one input.
-_LINEAR = {
-    aten.neg.default,
-    aten.clone.default,
-    aten.detach.default,
-    aten.alias.default,
-    aten._to_copy.default,
-}
+_LINEAR = {aten.neg.default, *COPIES}
 
 
 def _pointwise(node: Node) -> Iterator[Rule]:
@@ -308,9 +313,6 @@ def _stack(node: Node) -> Iterator[Rule]:
 # Sums and norms
 
 
-_SUMS = {aten.sum.default, aten.sum.dim_IntList}
-
-
 def _sum(node: Node) -> Iterator[Rule]:
     """Yield the rules of a sum, a mean or a maximum. A shard along a dimension that is not reduced remains a
     shard. A sum makes a partial sum of a shard along a reduced dimension. Partial sums stay partial sums,
@@ -323,7 +325,7 @@ def _sum(node: Node) -> Iterator[Rule]:
     for d in range(rank):
         if d not in gone:
             yield Rule((Sharded(d),), (Sharded(d if kept else d - sum(g < d for g in gone)),))
-        elif node.target in _SUMS and x.meta["val"].is_floating_point():
+        elif node.target in SUMS and x.meta["val"].is_floating_point():
             yield Rule((Sharded(d),), (P,))
     if node.target is not aten.amax.default and x.meta["val"].is_floating_point():
         yield Rule((P,), (P,))
@@ -469,23 +471,20 @@ _FAMILIES: dict[Any, Callable[[Node], Iterator[Rule]]] = {
     aten.cat.default: _cat,
     aten.stack.default: _stack,
     aten.gelu_backward.default: _pointwise,
-} | dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default), _view)
+} | dict.fromkeys(RESHAPES, _view)
 _FAMILIES |= dict.fromkeys(ATTENTION, attention_rules)
-_FAMILIES |= dict.fromkeys((*_SUMS, aten.mean.dim, aten.amax.default), _sum)
+_FAMILIES |= dict.fromkeys((*SUMS, aten.mean.dim, aten.amax.default), _sum)
 _FAMILIES |= LOOKUPS | RING
-_FAMILIES |= dict.fromkeys((aten.nll_loss_forward.default, aten.nll_loss2d_forward.default), _nll)
+_FAMILIES |= dict.fromkeys(NLL, _nll)
 _FAMILIES |= dict.fromkeys((aten.nll_loss_backward.default, aten.nll_loss2d_backward.default), _nll_backward)
-_FAMILIES |= dict.fromkeys((aten.t.default, aten.transpose.int, aten.permute.default), _moves(_permuted))
+_FAMILIES |= dict.fromkeys(PERMUTATIONS, _moves(_permuted))
 _FAMILIES |= dict.fromkeys((aten.select.int, aten.unbind.int), _moves(_without))
 _FAMILIES |= dict.fromkeys(SPLIT, _split)
 _FAMILIES |= dict.fromkeys((aten.cumsum.default, aten.flip.default), _moves(_but(1)))
 _FAMILIES[aten.slice.Tensor] = _slice
-_FAMILIES |= dict.fromkeys((aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims), _moves(_squeezed))
+_FAMILIES |= dict.fromkeys(SQUEEZES, _moves(_squeezed))
 _FAMILIES |= {aten.slice_backward.default: _moves(_but(2)), aten.select_backward.default: _moves(_inserted)}
-_FAMILIES |= dict.fromkeys(
-    (aten._softmax.default, aten._safe_softmax.default, aten._log_softmax.default),
-    _moves(_but(1), sums=False),
-)
+_FAMILIES |= dict.fromkeys(SOFTMAXES, _moves(_but(1), sums=False))
 _FAMILIES |= dict.fromkeys((aten.new_zeros.default, aten.new_ones.default, aten.new_full.default), _filled)
 _FAMILIES |= dict.fromkeys(
     (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default), _filled_like
@@ -494,10 +493,7 @@ _FAMILIES[aten.argmax.default] = _argmax
 _FAMILIES |= {
     aten.unsqueeze.default: _moves(_unsqueezed),
     aten.expand.default: _moves(_expanded),
-    aten.clone.default: _identity,
-    aten.detach.default: _identity,
-    aten.alias.default: _identity,
-    aten._to_copy.default: _identity,
+    **dict.fromkeys(COPIES, _identity),
 }
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from lightning_piper.common.operation_families import PERMUTATIONS
 from lightning_piper.ir.boxed_code import compile_boxed
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.regions import Code
@@ -40,7 +41,7 @@ _ADDED: dict[Any, Callable[..., torch.Tensor]] = {
     aten.bmm.default: aten.baddbmm_.default,
 }
 # Operations that return a view of their first argument.
-_SAME_MEMORY = {aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default}
+_SAME_MEMORY = {*PERMUTATIONS, aten.view.default}
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides, storage offset
 

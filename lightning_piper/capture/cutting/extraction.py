@@ -9,6 +9,7 @@ from lightning_piper.capture.cutting.row_counts import arrives, direction_of, le
 from lightning_piper.capture.joint.region_assignment import BORDERS
 from lightning_piper.capture.joint.region_passes import PlaceholderNames, RegionPass
 from lightning_piper.capture.torch_private import _torch
+from lightning_piper.common.operation_families import RESHAPES
 from lightning_piper.ir.boxed_code import compile_boxed
 from lightning_piper.ir.regions import Code, Interface
 from lightning_piper.ir.values import Kind, TensorSpec
@@ -107,7 +108,7 @@ def _emit(graph: torch.fx.Graph, env: dict[Node, Node], node: Node) -> Node:
             env[node] = _arrived(graph, env, node)
         else:
             env[node] = graph.node_copy(node, env.__getitem__)
-            if node.target in (aten.view.default, aten._unsafe_view.default):
+            if node.target in RESHAPES:
                 # Some kernels return other strides than their fake versions (batch norm's backward in
                 # float64), so a view that was valid in the trace may fail. A reshape copies in this case, as
                 # eager autograd does.

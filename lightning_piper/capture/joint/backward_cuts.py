@@ -11,10 +11,11 @@ from torch.fx import Node
 
 from lightning_piper.annotate import META_KEY
 from lightning_piper.capture.torch_private import _torch
+from lightning_piper.common.operation_families import RESHAPES
 from lightning_piper.placements.placement_changes import CHANGE
 
 aten = torch.ops.aten
-VIEWED = {aten.view.default, aten._unsafe_view.default, aten.alias.default}
+VIEWED = {*RESHAPES, aten.alias.default}
 
 
 def backward_cuts(

@@ -19,9 +19,10 @@ import torch
 from torch.fx import Node
 
 from lightning_piper.annotate import META_KEY
-from lightning_piper.capture.joint.operations import ADDED, JOINED
-from lightning_piper.capture.joint.sample_dimension import REORDERINGS, known_rows, shape_of
+from lightning_piper.capture.joint.operations import JOINED
+from lightning_piper.capture.joint.sample_dimension import known_rows, shape_of
 from lightning_piper.capture.torch_private import _torch
+from lightning_piper.common.operation_families import ADDED, PERMUTATIONS
 from lightning_piper.sample_gathering import GATHER
 from lightning_piper.totals import TOTAL
 
@@ -107,7 +108,7 @@ def rows_of_samples(forward: list[Node]) -> set[Node]:
     if size is None:
         return set()
     varies = sampled(forward) | {node for node in forward if _torch.is_random(node)}
-    shaped = {node for node in varies if shape_of(node)[:1] == (size,) and node.target not in REORDERINGS}
+    shaped = {node for node in varies if shape_of(node)[:1] == (size,) and node.target not in PERMUTATIONS}
     return known_rows(graph, size) | shaped
 
 

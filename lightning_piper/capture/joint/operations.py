@@ -13,6 +13,18 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from lightning_piper.common.operation_families import (
+    ADDED,
+    COPIES,
+    DIVIDED,
+    MEANS,
+    MULTIPLIED,
+    PERMUTATIONS,
+    RESHAPES,
+    SQUEEZES,
+    SUMS,
+)
+
 aten = torch.ops.aten
 
 # Losses with a reduction: operation -> index of its argument `reduction` (0 none, 1 mean, 2 sum).
@@ -22,20 +34,11 @@ LOSSES = {
     aten.binary_cross_entropy.default: 3, aten.binary_cross_entropy_with_logits.default: 4,
     aten.multilabel_margin_loss_forward.default: 2, aten.multi_margin_loss.default: 5,
 }  # fmt: skip
-# Negative log likelihoods. Results: the loss, and the total weight of the labels that count.
-NLL = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
 # Operations that return a reduced value unchanged, reshaped, cast or negated, or some of its elements.
 SAME = {
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.clone.default,
-    aten.detach.default,
-    aten.alias.default, aten._to_copy.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
-    aten.unsqueeze.default,
-    aten.neg.default, aten.expand.default, aten.select.int, aten.slice.Tensor, aten.permute.default,
-    aten.t.default,
-    aten.transpose.int, operator.getitem,
+    *RESHAPES, *SQUEEZES, *PERMUTATIONS, *COPIES, aten.unsqueeze.default, aten.neg.default, aten.expand.default,
+    aten.select.int, aten.slice.Tensor, operator.getitem,
 }  # fmt: skip
-SUMS = {aten.sum.default, aten.sum.dim_IntList}
-MEANS = {aten.mean.default, aten.mean.dim}
 # Operations that return a maximum or minimum of values -> which of the two.
 _EXTREMES: dict[Any, str] = {
     aten.max.default: "max", aten.amax.default: "max", aten.any.default: "max", aten.any.dim: "max",
@@ -51,18 +54,6 @@ CONTRACTED = {aten.dot.default, aten.mv.default, aten.mm.default, aten.bmm.defau
 CHOSEN = {aten.where.self: (1, 2), aten.masked_fill.Scalar: (0, 2), aten.masked_fill.Tensor: (0, 2)}
 ZEROS = {aten.zeros_like.default, aten.new_zeros.default, aten.zeros.default}
 JOINED = {aten.stack.default, aten.cat.default}
-# Additions and subtractions of two operands.
-ADDED = {
-    aten.add.Tensor,
-    aten.add.Scalar,
-    aten.sub.Tensor,
-    aten.sub.Scalar,
-    aten.rsub.Scalar,
-    aten.rsub.Tensor,
-}
-MULTIPLIED = {aten.mul.Tensor, aten.mul.Scalar}
-DIVIDED = {aten.div.Tensor, aten.div.Scalar}
-
 # Operations that add rows at given indices: operation -> index of the argument with the rows.
 SCATTERED = {aten.scatter_add.default: 3, aten.index_add.default: 3, aten.index_put.default: 2}
 # Operations whose inputs `loss_terms` follows, to find out how the result combines over parts of the batch.

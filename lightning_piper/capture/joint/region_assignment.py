@@ -43,6 +43,7 @@ from lightning_piper.capture.joint.joined_part import (
 from lightning_piper.capture.joint.sample_dimension import shape_of
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.capture.user_code.source import LINE_KEY
+from lightning_piper.common.operation_families import PERMUTATIONS, RESHAPES, SQUEEZES
 from lightning_piper.common.user_lines import shown_line
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import Region
@@ -56,9 +57,7 @@ BORDERS = (TOTAL, CHANGE)  # the training DAG does the work of these nodes betwe
 ENDS = (*BORDERS, GATHER)  # a pass ends at these nodes, and their readers are in other passes
 # Cheap operations. Applied to a parameter only, each region that uses the result computes it.
 VIEWS = {
-    aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default, aten._unsafe_view.default,
-    aten.expand.default,
-    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.select.int,
+    *PERMUTATIONS, *RESHAPES, *SQUEEZES, aten.expand.default, aten.unsqueeze.default, aten.select.int,
     aten.slice.Tensor,
     aten.alias.default, aten.detach.default, aten.split.Tensor, aten.split_with_sizes.default,
     aten.unbind.int,

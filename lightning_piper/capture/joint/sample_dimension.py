@@ -15,21 +15,21 @@ import torch
 from torch.fx import Node
 
 from lightning_piper.capture.torch_private import _torch
+from lightning_piper.common.operation_families import COPIES, PERMUTATIONS, RESHAPES, SOFTMAXES
 
 aten = torch.ops.aten
 # Operations that keep the first dimension of one operand -> the index of that operand among the arguments.
-_KEEP = {
+_KEEP: dict[Any, int] = {
     aten.addmm.default: 1, aten.mm.default: 0, aten.bmm.default: 0, aten.convolution.default: 0,
     aten.embedding.default: 1,
     aten.native_layer_norm.default: 0, aten.native_group_norm.default: 0, aten.native_batch_norm.default: 0,
-    aten._native_batch_norm_legit_functional.default: 0, aten._log_softmax.default: 0,
-    aten._softmax.default: 0, aten._safe_softmax.default: 0,
+    aten._native_batch_norm_legit_functional.default: 0, **dict.fromkeys(SOFTMAXES, 0),
     aten.gather.default: 2, aten.max_pool2d_with_indices.default: 0, aten.avg_pool2d.default: 0,
     aten._adaptive_avg_pool2d.default: 0, aten._scaled_dot_product_flash_attention_for_cpu.default: 0,
     aten._scaled_dot_product_efficient_attention.default: 0,
     aten._scaled_dot_product_flash_attention.default: 0,
-    aten.nll_loss_forward.default: 0, aten.clone.default: 0, aten._to_copy.default: 0, aten.detach.default: 0,
-    aten.alias.default: 0, aten.squeeze.dim: 0, aten.unsqueeze.default: 0, aten.select.int: 0,
+    aten.nll_loss_forward.default: 0, **dict.fromkeys(COPIES, 0), aten.squeeze.dim: 0,
+    aten.unsqueeze.default: 0, aten.select.int: 0,
     aten.slice.Tensor: 0,
     aten.index_select.default: 0, aten.argmax.default: 0, aten.amax.default: 0, aten.sum.dim_IntList: 0,
     aten.mean.dim: 0,
@@ -37,16 +37,13 @@ _KEEP = {
 }  # fmt: skip
 # Operations of `_KEEP` whose second argument gives the dimensions along which they work.
 _ALONG = {
-    aten._log_softmax.default, aten._softmax.default, aten._safe_softmax.default, aten.gather.default,
+    *SOFTMAXES, aten.gather.default,
     aten.squeeze.dim,
     aten.unsqueeze.default,
     aten.select.int, aten.slice.Tensor, aten.index_select.default, aten.argmax.default, aten.amax.default,
     aten.sum.dim_IntList, aten.mean.dim, aten.logsumexp.default,
 }  # fmt: skip
 _ARANGE = {aten.arange.default, aten.arange.start, aten.arange.start_step}
-# Operations that reorder dimensions.
-REORDERINGS = {aten.t.default, aten.transpose.int, aten.permute.default}
-_SHAPED = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 
 
 def known_rows(graph: torch.fx.Graph, size: int) -> set[Node]:
@@ -92,7 +89,7 @@ def _follows(node: Node, found: set[Node], size: int) -> bool:
         # samples.
         return isinstance(node.meta.get("val"), tuple | list) and _operand(node) in found
     source = _operand(node)
-    if target in _SHAPED:
+    if target in RESHAPES:
         same = math.prod(shape) == math.prod(shape_of(source) or (0,))
         return (
             source in found
@@ -104,7 +101,7 @@ def _follows(node: Node, found: set[Node], size: int) -> bool:
         return source in found and shape[0] == size and _counts(node.args[1][0], size)  # type: ignore[index]
     if target is aten.cat.default:
         return (node.args[1] if len(node.args) > 1 else 0) not in (0, -len(shape))
-    if target in REORDERINGS:
+    if target in PERMUTATIONS:
         return source in found and _keeps_first(node)
     if target is aten.expand.default:
         return source in found and len(shape_of(source)) == len(shape) and shape_of(source)[0] == shape[0]
@@ -134,7 +131,7 @@ def _counts(node: Any, size: int) -> bool:
     casts of it count too."""
     if not isinstance(node, Node) or shape_of(node) != (size,):
         return False
-    if node.target in (aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default):
+    if node.target in COPIES:
         return _counts(node.args[0], size)
     return node.target in _ARANGE and node.args in ((size,), (0, size))
 

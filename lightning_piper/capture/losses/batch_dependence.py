@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from lightning_piper.capture.joint.operations import CONSTANTS, DIVIDED, MULTIPLIED, is_coarser
+from lightning_piper.capture.joint.operations import CONSTANTS, is_coarser
 from lightning_piper.capture.joint.sample_dimension import known_rows
 from lightning_piper.capture.losses.denominators import (
     ONE,
@@ -26,6 +26,7 @@ from lightning_piper.capture.losses.denominators import (
     times,
 )
 from lightning_piper.capture.torch_private import _torch
+from lightning_piper.common.operation_families import COPIES, DIVIDED, MULTIPLIED, RESHAPES, SQUEEZES
 from lightning_piper.sample_gathering import GATHER
 from lightning_piper.totals import TOTAL
 
@@ -33,9 +34,7 @@ aten = torch.ops.aten
 Ask = Callable[[bool], tuple[torch.fx.Graph, int] | None]  # see the argument `ask` of `BatchDependence`
 FEW = 8  # the most elements of a constant whose numbers are compared
 # Operations that only reshape, copy or convert their input, so that the result has the same elements.
-_HANDED_ON = {aten.view.default, aten.reshape.default, aten.clone.default, aten._to_copy.default,
-    aten.detach.default,
-              aten.alias.default, aten.squeeze.default, aten.lift_fresh_copy.default}  # fmt: skip
+_HANDED_ON = RESHAPES | COPIES | SQUEEZES | {aten.lift_fresh_copy.default}
 
 
 class BatchDependence:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from lightning_piper.capture.joint.operations import CONSTANTS, JOINED, NLL, SAME
+from lightning_piper.capture.joint.operations import CONSTANTS, JOINED, SAME
 from lightning_piper.capture.joint.sample_dimension import is_kept, known_rows, shape_of
 from lightning_piper.capture.losses.sample_trial import (
     Constants,
@@ -29,6 +29,7 @@ from lightning_piper.capture.losses.sample_trial import (
     try_samples,
 )
 from lightning_piper.capture.torch_private import _torch
+from lightning_piper.common.operation_families import ADDED, COPIES, DIVIDED, MULTIPLIED, NLL
 from lightning_piper.ir.regions import PassKey, StepCode
 from lightning_piper.ir.values import Placement, Sharded
 from lightning_piper.placements.rule import P, R, Rule, made_by, tensors_of
@@ -43,11 +44,8 @@ aten = torch.ops.aten
 Held = tuple[Placement | None, ...]
 # Operations that add their inputs, or copy or choose elements of the inputs.
 _SUMS = {
-    aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar, aten.rsub.Tensor,
-    aten.neg.default,
-    aten._to_copy.default, aten.clone.default, aten.detach.default, aten.where.self, aten.masked_fill.Scalar,
+    *ADDED, *COPIES, aten.neg.default, aten.where.self, aten.masked_fill.Scalar,
 }  # fmt: skip
-_PRODUCTS, _QUOTIENTS = {aten.mul.Tensor, aten.mul.Scalar}, {aten.div.Tensor, aten.div.Scalar}
 # Operations that are linear in all their inputs.
 _LINEAR = SAME | {
     aten.sum.default,
@@ -252,9 +250,9 @@ class _SampleDependence:
         first, second = (*node.args, None, None)[:2]
         if node.target in _SUMS:
             return True
-        if node.target in _PRODUCTS:
+        if node.target in MULTIPLIED:
             return not (first in numbers and second in numbers)
-        if node.target in _QUOTIENTS:
+        if node.target in DIVIDED:
             return second not in self.beside
         return node.target in _LINEAR
 
@@ -274,10 +272,7 @@ def differs_by_position(node: Node, wanted: Placement, constants: Constants) -> 
         if (known := constant(node, constants)) is not None:
             rows = known.movedim(dim, 0) if known.ndim > dim else known[None]
             return not bool((rows == rows[:1]).all())
-        if not (
-            is_pointwise(node)
-            or node.target in (aten._to_copy.default, aten.clone.default, aten.detach.default)
-        ):
+        if not (is_pointwise(node) or node.target in COPIES):
             return False
         sources = [x for x in node.all_input_nodes if shape_of(x) == shape_of(node)]
         if len(sources) != 1 or is_random(node):

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from lightning_piper.capture.joint.operations import CONSTANTS, DIVIDED, MULTIPLIED
+from lightning_piper.capture.joint.operations import CONSTANTS
 from lightning_piper.capture.joint.sizes import NotSymbolic
+from lightning_piper.common.operation_families import DIVIDED, MULTIPLIED
 from lightning_piper.ir.boxed_code import compile_boxed
 from lightning_piper.ir.terms import Denominator
 

@@ -21,21 +21,15 @@ from lightning_piper.averages import COUNT
 from lightning_piper.capture.joint.computation_keys import ComputationKeys
 from lightning_piper.capture.joint.joined_part import after_gathers
 from lightning_piper.capture.joint.operations import (
-    ADDED,
     CHAINED,
     CHOSEN,
     CONSTANTS,
     CONTRACTED,
-    DIVIDED,
     JOINED,
     LOSSES,
-    MEANS,
-    MULTIPLIED,
-    NLL,
     OTHER_END,
     SAME,
     SCATTERED,
-    SUMS,
     extreme_of,
     is_coarser,
     is_zero,
@@ -67,6 +61,17 @@ from lightning_piper.capture.losses.denominators import (
 )
 from lightning_piper.capture.losses.sample_trial import Constants
 from lightning_piper.capture.torch_private import _torch
+from lightning_piper.common.operation_families import (
+    ADDED,
+    COPIES,
+    DIVIDED,
+    MEANS,
+    MULTIPLIED,
+    NLL,
+    RESHAPES,
+    SQUEEZES,
+    SUMS,
+)
 from lightning_piper.ir.values import Sharded
 from lightning_piper.totals import TOTAL
 
@@ -522,14 +527,7 @@ class LossTerms:
         if node not in self._from_batch and (number := self.dependence.literal(node)) is not None:
             return number
         target: Any = node.target
-        if target in (
-            aten.view.default,
-            aten.clone.default,
-            aten._to_copy.default,
-            aten.detach.default,
-            aten.alias.default,
-            aten.squeeze.default,
-        ):
+        if target in RESHAPES | COPIES | SQUEEZES:
             inner = self.expression(node.args[0])  # type: ignore[arg-type]
             if inner is None or not is_coarser(node):
                 return inner

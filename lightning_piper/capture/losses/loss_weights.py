@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 
 from lightning_piper.capture.joint.joined_part import OF_PARTS, after_gathers
-from lightning_piper.capture.joint.operations import ADDED, CONTRACTED, DIVIDED, JOINED, MULTIPLIED
+from lightning_piper.capture.joint.operations import CONTRACTED, JOINED
 from lightning_piper.capture.joint.region_assignment import own_line, refuse_parts
 from lightning_piper.capture.joint.region_passes import PlaceholderNames
 from lightning_piper.capture.joint.traced_graph import TracedGraph
@@ -57,6 +57,7 @@ from lightning_piper.capture.losses.loss_terms import LossTerms
 from lightning_piper.capture.losses.tangents import LossSum, divide_tangent
 from lightning_piper.capture.losses.whole_values import computation, sources_of
 from lightning_piper.capture.torch_private import _torch
+from lightning_piper.common.operation_families import ADDED, DIVIDED, MULTIPLIED
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import Logged, Output
 from lightning_piper.ir.terms import Term, Weighing

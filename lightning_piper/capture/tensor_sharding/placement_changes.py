@@ -12,8 +12,8 @@ from torch.fx import Graph, Node
 from lightning_piper.annotate import META_KEY
 from lightning_piper.capture.joint.region_assignment import tags_of
 from lightning_piper.capture.torch_private import _torch
+from lightning_piper.common.operation_families import RESHAPES
 from lightning_piper.ir.values import Partial, Placement, Replicated, Sharded, is_shift
-from lightning_piper.placements.local_graph import VIEWS
 from lightning_piper.placements.placement_changes import CHANGE, FOLLOWS, PlacementMap
 from lightning_piper.placements.rule import shape_of
 from lightning_piper.placements.views import regrouping
@@ -108,7 +108,9 @@ class PlacementWriter:
         Return None if `x` is not a view, or if the change cannot come before the view. For example, `x` is a
         partial sum, or the number of blocks would depend on the number of samples.
         """
-        if x.target not in VIEWS or FOLLOWS in x.meta:  # `FOLLOWS` marks a view that `_changed_in_runs` made
+        if (
+            x.target not in RESHAPES or FOLLOWS in x.meta
+        ):  # `FOLLOWS` marks a view that `_changed_in_runs` made
             return None
         (source,) = x.all_input_nodes
         have, parts = self.held[x], [p for p in (self.held[x], wanted) if isinstance(p, Sharded)]

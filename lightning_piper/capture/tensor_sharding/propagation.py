@@ -24,6 +24,7 @@ from lightning_piper.capture.tensor_sharding.constraints import constraint_looku
 from lightning_piper.capture.tensor_sharding.decompositions import Decomposer
 from lightning_piper.capture.tensor_sharding.placement_changes import PlacementWriter, make_like
 from lightning_piper.capture.torch_private import _torch
+from lightning_piper.common.operation_families import PERMUTATIONS, RESHAPES
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.division import Division
 from lightning_piper.ir.values import Partial, Placement, Replicated, Sharded
@@ -36,8 +37,6 @@ from lightning_piper.placements.rules import rules_for
 
 aten = torch.ops.aten
 R, P = Replicated(), Partial()
-_VIEWED = {aten.view.default, aten._unsafe_view.default}
-TURNED = {aten.t.default, aten.transpose.int, aten.permute.default}
 CAST = aten._to_copy.default  # the operation with which autocast casts parameters
 PRODUCTS = {aten.mm.default, aten.addmm.default}
 
@@ -220,7 +219,7 @@ class Propagation:
             return
         inputs = tensors_of(node)
         if inputs[0] in self.free and (
-            node.target is CAST or (node.target in TURNED and inputs[0] in self.sought)
+            node.target is CAST or (node.target in PERMUTATIONS and inputs[0] in self.sought)
         ):
             # The reader of the transposed or converted weight decides how the weight is sharded.
             self.views[node] = inputs[0]
@@ -230,9 +229,9 @@ class Propagation:
                 self.sought[node] = self.sought[inputs[0]]
             return
         # A change before a view serves all products that read the view.
-        if node.target in _VIEWED and self._is_for_columns(node):
+        if node.target in RESHAPES and self._is_for_columns(node):
             node.replace_input_with(inputs[0], self.changes.changed(inputs[0], R, node))
-        elif node.target in _VIEWED and (part := self._is_for_rows(node)) is not None:
+        elif node.target in RESHAPES and (part := self._is_for_rows(node)) is not None:
             node.replace_input_with(inputs[0], self.changes.changed(inputs[0], part, node))
         inputs = tensors_of(node)
         for (
@@ -333,7 +332,7 @@ class Propagation:
 
     def _is_whole(self, y: Node) -> bool:
         """Return whether the factor `y` of a product is a replicated parameter, or a view of one."""
-        while y.target in TURNED or y.target is CAST:
+        while y.target in PERMUTATIONS or y.target is CAST:
             y = y.all_input_nodes[0]
         return y in self.names and y not in self.sought and self.held[y] == R
 
@@ -348,8 +347,8 @@ class Propagation:
         transposed or cast parameter. Also return True if `y` is in `sought`, whose placement is not chosen
         yet."""
         turned = False
-        while y.target in TURNED or y.target is CAST:
-            y, turned = y.all_input_nodes[0], turned != (y.target in TURNED)
+        while y.target in PERMUTATIONS or y.target is CAST:
+            y, turned = y.all_input_nodes[0], turned != (y.target in PERMUTATIONS)
         return y in self.sought or (y in self.names and self._along(y) == (0 if turned else 1))
 
     def _settle(self, x: Node, wanted: Placement) -> None:
@@ -399,7 +398,9 @@ class Propagation:
         users = list(node.users)
         viewed = (
             users[0]
-            if len(users) == 1 and users[0].target in _VIEWED and shape_of(users[0])[-1] == shape_of(node)[-1]
+            if len(users) == 1
+            and users[0].target in RESHAPES
+            and shape_of(users[0])[-1] == shape_of(node)[-1]
             else None
         )
         last = node if viewed is None else viewed

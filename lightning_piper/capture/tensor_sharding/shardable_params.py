@@ -9,10 +9,11 @@ from torch.fx import Graph, Node
 
 from lightning_piper.capture.joint.region_passes import PlaceholderNames
 from lightning_piper.capture.tensor_sharding.propagation import Propagation, propagate
+from lightning_piper.common.operation_families import RESHAPES
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.division import Division
 from lightning_piper.ir.values import Replicated, Sharded
-from lightning_piper.placements.local_graph import SPLIT, VIEWS
+from lightning_piper.placements.local_graph import SPLIT
 from lightning_piper.placements.placement_changes import CHANGE
 from lightning_piper.placements.rule import made_by, shape_of
 from lightning_piper.placements.views import regrouped
@@ -96,7 +97,7 @@ def _beside(propagation: Propagation, x: Node, reader: Node) -> int:
     if reader.target in SPLIT:
         sizes = [made.shape[placement.dim] for made in made_by(reader) if made is not None]
         return len(sizes) if len(sizes) > 1 and len(set(sizes)) == 1 else 0
-    if reader.target in VIEWS:
+    if reader.target in RESHAPES:
         for mine, theirs in regrouped(shape_of(x), shape_of(reader)):
             if mine == (placement.dim,) and len(theirs) > 1:
                 return shape_of(reader)[theirs[0]]
