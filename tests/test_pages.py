@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -22,6 +23,7 @@ import torch
 
 import lightning_piper as piper
 from lightning_piper.directives import base
+from lightning_piper.ops import base as operations
 from tests.pages import LocalStrategy, Pair, local_trainer, samples
 from tests.tutorial import alike
 
@@ -104,7 +106,8 @@ config = Qwen3MoeConfig(vocab_size=32, hidden_size=16, num_hidden_layers=4, num_
     "docs/howto/machines.md 1": "batch = samples(64)",
     "docs/howto/operation.md 0": "from lightning_piper.ir import Node; from lightning_piper.ir.nodes import "
     "IssuePriority",
-    "docs/howto/operation.md 1": """
+    "docs/howto/operation.md 1": "from typing import ClassVar; from lightning_piper import ops",
+    "docs/howto/operation.md 2": """
 from hypothesis import strategies as st
 from examples.compressed_reduce import Compress
 from lightning_piper.testing import directive_suite
@@ -141,6 +144,18 @@ for ref in [(node.id, i) for node in dag.of_type(piper.ir.Chunk) for i in range(
     readers = dag.readers(ref)
     insert_after(dag, ref)
     assert [type(reader) for reader in dag.readers(ref)] == [Clone] and dag.readers((max(dag.nodes), 0)) == readers
+""",
+    "docs/howto/operation.md 1": """
+class Cloned(piper.Directive):
+    op, contract = "cloned", "bitwise"
+    def apply(self, dag):
+        for ref in [(chunk.id, i) for chunk in list(dag.of_type(piper.ir.Chunk)) for i in range(len(chunk.outputs))]:
+            readers, node = dag.readers(ref), dag.nodes[ref[0]]
+            new = dag.add(Clone(inputs=(ref,), outputs=(dag.value(ref),), devices=node.devices))
+            for reader in readers:
+                dag.substitute(reader, ref, (new.id, 0))
+assert str(piper.verify(module, batch, [*program, Cloned()])).endswith("verified")
+L.Trainer(devices=2, max_steps=2, strategy=piper.PiperStrategy([*program, Cloned()])).fit(module, loader)
 """,
     "docs/howto/schedule.md 1": """
 from lightning_piper.schedules.searched_schedules import SEARCHED
@@ -220,7 +235,10 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
     monkeypatch.setitem(sys.modules, "net", SimpleNamespace(Net=Pair, data=samples))
     made: dict[str, Any] = {"__name__": "tests.pages", "pytest": pytest}
     exec(COMMON, made)
-    yield made
+    with contextlib.ExitStack() as registered:  # a page's operation is known only in its test
+        for registry in (operations.OPERATIONS, operations.BINDERS, operations.INSTRUCTIONS):
+            registered.enter_context(mock.patch.dict(registry))
+        yield made
     torch.use_deterministic_algorithms(False)
 
 
