@@ -51,6 +51,21 @@ def test_it_names_the_files(name: str) -> None:
     assert table(TEXT)[name] == overridden(piper.PiperStrategy)[name]
 
 
+def test_contributing_names_the_files() -> None:
+    text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = text.partition("### The strategy\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+\.py)` \| (.*) \|$", section, re.MULTILINE)
+    there = overridden(piper.PiperStrategy)
+    assert {file for file, _ in rows} == set().union(*there.values())
+    wrong = [
+        (file, name)
+        for file, names in rows
+        for name in re.findall(r"`(\w+)`", names)
+        if file not in there.get(name, ())
+    ]
+    assert not wrong
+
+
 def test_a_method_that_is_not_in_it_is_seen() -> None:
     unlisted = min(name for name in LIGHTNINGS - table(TEXT).keys() if not name.startswith("_"))
     another = type(

@@ -1,0 +1,219 @@
+"""Values that guards do not watch: docs/limits.md lists them. A repeated trace finds each change."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import mmap
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+from xml.etree import ElementTree
+
+import networkx as nx
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_piper.errors import CaptureError
+from tests.capture.test_guards import Module, captured
+
+FACTOR = 2.0
+
+
+class Settings:
+    beta = 2.0
+
+
+class Unwatched(NamedTuple):
+    """A value that a step reads, and a change of it. `row` is the beginning of the row of docs/limits.md."""
+
+    row: str
+    read: Callable[[Any], float]
+    state: dict[str, Any]
+    change: Callable[[Any], object]
+
+
+def in_a_thread(read: Callable[[], float]) -> float:
+    found: list[float] = []
+    thread = threading.Thread(target=lambda: found.append(read()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def graph() -> nx.Graph[int]:
+    found: nx.Graph[int] = nx.Graph()
+    found.add_node(0, weight=2.0)
+    return found
+
+
+def of_objects() -> Any:
+    found = np.empty(1, dtype=object)
+    found[0] = [1.0]
+    return found
+
+
+OUTSIDE, IN_C = "data outside of Python", "the content of an object whose class is written in C"
+OF_LIBRARIES = "attributes of objects whose class is in Python's library"
+OF_MODULES, RUN_TIME = "attributes of modules of Python's library", "names made at run time"
+CASES = {
+    "a file": Unwatched(
+        OUTSIDE,
+        lambda self: float(Path("factor").read_text()),
+        {},
+        lambda module: Path("factor").write_text("3"),
+    ),
+    "a folder": Unwatched(
+        OUTSIDE, lambda self: len(os.listdir(".")), {}, lambda module: Path("new").write_text("")
+    ),
+    "an element": Unwatched(
+        IN_C,
+        lambda self: float(self.element.get("k", "")),
+        {"element": ElementTree.Element("a", k="2")},
+        lambda module: module.element.set("k", "3"),
+    ),
+    "an iterator": Unwatched(
+        IN_C,
+        lambda self: float(repr(self.count)[6:-1]),
+        {"count": itertools.count(2)},
+        lambda module: next(module.count),
+    ),
+    "a lock": Unwatched(
+        IN_C,
+        lambda self: 2.0 if "count=0" in repr(self.lock) else 3.0,
+        {"lock": threading.RLock()},
+        lambda module: module.lock.acquire(),
+    ),
+    "a mapped file": Unwatched(
+        IN_C,
+        lambda self: float(self.mapped[0]),
+        {"mapped": mmap.mmap(-1, 8)},
+        lambda module: module.mapped.__setitem__(0, 3),
+    ),
+    "a generator": Unwatched(
+        IN_C,
+        lambda self: float(self.generator.initial_seed()),
+        {"generator": torch.Generator()},
+        lambda module: module.generator.manual_seed(7),
+    ),
+    "a handler": Unwatched(
+        OF_LIBRARIES,
+        lambda self: float(self.handler.level),
+        {"handler": logging.StreamHandler()},
+        lambda module: module.handler.setLevel(30),
+    ),
+    "a graph": Unwatched(
+        OF_LIBRARIES,
+        lambda self: self.graph.nodes[0]["weight"],
+        {"graph": graph()},
+        lambda module: module.graph.nodes[0].update(weight=3.0),
+    ),
+    "a setting of a library": Unwatched(
+        OF_MODULES,
+        lambda self: 2.0 if logging.raiseExceptions else 3.0,
+        {},
+        lambda module: setattr(logging, "raiseExceptions", not logging.raiseExceptions),
+    ),
+    "arguments of the program": Unwatched(
+        OF_MODULES, lambda self: float(len(sys.argv)), {}, lambda module: sys.argv.append("")
+    ),
+    "an attribute": Unwatched(
+        RUN_TIME,
+        lambda self: vars(self)["be" + self.end],
+        {"beta": 2.0, "end": "ta"},
+        lambda module: setattr(module, "beta", 3.0),
+    ),
+    "a global": Unwatched(
+        RUN_TIME,
+        lambda self: globals()["FAC" + self.end],
+        {"end": "TOR"},
+        lambda module: globals().update(FACTOR=3.0),
+    ),
+    "an attribute of a class": Unwatched(
+        RUN_TIME,
+        lambda self: getattr(Settings, "be" + self.end),
+        {"end": "ta"},
+        lambda module: setattr(Settings, "beta", 3.0),
+    ),
+    "an object in an array": Unwatched(
+        "objects inside of numpy arrays",
+        lambda self: float(len(self.table[0])),
+        {"table": of_objects()},
+        lambda module: module.table[0].append(1.0),
+    ),
+    "a thread": Unwatched(
+        "reads in other threads",
+        lambda self: in_a_thread(lambda: self.settings.beta),
+        {"settings": Settings()},
+        lambda module: setattr(module.settings, "beta", 3.0),
+    ),
+}
+WATCHED = {
+    "an attribute by a name that is made at run time": Unwatched(
+        RUN_TIME,
+        lambda self: getattr(self, "be" + self.end),
+        {"beta": 2.0, "end": "ta"},
+        lambda module: setattr(module, "beta", 3.0),
+    ),
+    "the number of entries": Unwatched(
+        IN_C,
+        lambda self: float(1 + self.waiting.qsize()),
+        {"waiting": queue.SimpleQueue()},
+        lambda module: module.waiting.put(1),
+    ),
+}
+
+
+def step_of(case: Unwatched) -> tuple[Any, Any]:
+    """Return a module whose step multiplies by what the case reads, and its captured step."""
+    read = case.read  # the step names `read` and not `case`, whose code of the change names attributes
+
+    def body(self: Any, x: Tensor) -> Tensor:
+        return x * read(self)
+
+    module = Module(body, **case.state)
+    return module, captured(module)
+
+
+@pytest.fixture(autouse=True)
+def unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("factor").write_text("2")
+    monkeypatch.setattr(logging, "raiseExceptions", True)
+    monkeypatch.setattr(sys, "argv", ["test"])
+    monkeypatch.setattr(Settings, "beta", 2.0)
+    monkeypatch.setitem(globals(), "FACTOR", 2.0)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_only_a_second_trace_sees_the_change(case: Unwatched) -> None:
+    module, step = step_of(case)
+    step.retrace()
+    case.change(module)
+    assert step.reads.hold()
+    with pytest.raises(CaptureError, match="now differs from the captured step"):
+        step.retrace()
+
+
+@pytest.mark.parametrize("case", WATCHED.values(), ids=WATCHED)
+def test_the_exceptions_are_watched(case: Unwatched) -> None:
+    module, step = step_of(case)
+    assert step.reads.hold()
+    case.change(module)
+    assert not step.reads.hold()
+
+
+def test_the_page_has_a_row_for_each_case_and_no_other() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "limits.md").read_text(encoding="utf-8")
+    section = page.split("### Values that guards do not watch")[1].split("\n\nKeep ")[0]
+    rows = [line.removeprefix("| ") for line in section.splitlines() if line.startswith("| ")][1:]
+    assert rows and all(any(row.startswith(case.row) for case in CASES.values()) for row in rows)
+    assert {case.row for case in CASES.values()} == {
+        case.row for case in CASES.values() if any(row.startswith(case.row) for row in rows)
+    }
