@@ -8,8 +8,8 @@ The files are in the trainer's log directory. The PIPER tab of TensorBoard shows
 trainer's loggers.
 """
 
-from lightning_piper.profile.profiler import PiperProfiler, recording_of
+from lightning_piper.profile.profiler import PiperProfiler, recording_of, requested_by
 from lightning_piper.profile.recording import Recording
 from lightning_piper.profile.schedule import Schedule, schedule_of
 
-__all__ = ["PiperProfiler", "Recording", "Schedule", "recording_of", "schedule_of"]
+__all__ = ["PiperProfiler", "Recording", "Schedule", "recording_of", "requested_by", "schedule_of"]

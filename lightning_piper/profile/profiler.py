@@ -56,6 +56,28 @@ class PiperProfiler(Profiler):
         return f"{steps}. The last step, in seconds:\n{self.recording.last}"
 
 
+def _profiler_of(trainer: pl.Trainer) -> PiperProfiler | None:
+    """Return the Trainer's profiler if it is a `PiperProfiler`, otherwise None."""
+    profiler = getattr(trainer, "profiler", None)
+    return profiler if isinstance(profiler, PiperProfiler) else None
+
+
+def requested_by(profile: Schedule | bool | None, trainer: pl.Trainer) -> str | None:
+    """Return the code by which a user requests a recording: "PiperStrategy(profile=...)" or "PiperProfiler".
+    Return None if the user does not request one.
+
+    Args:
+        profile: The argument of the strategy.
+        trainer: The trainer.
+
+    Raises:
+        PiperError: `profile` is not a schedule.
+    """
+    if schedule_of(profile) is not None:
+        return "PiperStrategy(profile=...)"
+    return None if _profiler_of(trainer) is None else "PiperProfiler"
+
+
 def recording_of(
     profile: Schedule | bool | None, trainer: pl.Trainer, world: Processes, verification: str | None
 ) -> Recording | None:
@@ -73,8 +95,7 @@ def recording_of(
     Raises:
         PiperError: `profile` is not a schedule.
     """
-    given, profiler = schedule_of(profile), getattr(trainer, "profiler", None)
-    own = profiler if isinstance(profiler, PiperProfiler) else None
+    given, own = schedule_of(profile), _profiler_of(trainer)
     schedule = own.schedule if given is None and own is not None else given
     if schedule is None:
         return None

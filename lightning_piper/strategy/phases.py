@@ -36,7 +36,7 @@ from lightning_piper.holdings.optimizer import (
 )
 from lightning_piper.processes.batch_join import BatchJoin
 from lightning_piper.processes.world import World
-from lightning_piper.profile import Schedule, recording_of
+from lightning_piper.profile import Schedule, recording_of, requested_by
 from lightning_piper.search.program_writer import Written
 from lightning_piper.session.eager.eager_optimizer import EagerOptimizer, divided
 from lightning_piper.session.eager.eager_replicas import EagerReplicas
@@ -323,14 +323,14 @@ class Eager:
     def record(self, profile: Schedule | bool | None, trainer: pl.Trainer) -> None:
         """Record the steps that the strategy's argument or the Trainer's profiler selects. Collective.
 
-        On one device, an uncaptured step does not have a plan to record. Warn if the argument selects steps.
+        On one device, an uncaptured step does not have a plan to record. Warn if there is such a request.
         """
         if self.over is not None:
             self.over.recording = recording_of(profile, trainer, self.before.world, None)
-        elif profile:
+        elif (requested := requested_by(profile, trainer)) is not None:
             self.before.world.warn(
-                "PiperStrategy(profile=...) records plans, but an uncaptured step on one device has no "
-                "plan. Use a profiler of Lightning, or leave profile out [PIPER-W003]"
+                f"{requested} records plans, but an uncaptured step on one device has no plan. So nothing is "
+                f"recorded. Use a profiler of Lightning instead of {requested} [PIPER-W003]"
             )
 
     def arrive(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -287,3 +288,42 @@ def test_clocks_are_brought_to_one(tmp_path: Path) -> None:
         assert (
             abs(offsets[1] + SHIFT) < SHIFT / 10
         )  # half of a round trip, which takes its time on a machine that is busy
+
+
+@pytest.mark.parametrize(
+    "given, says",
+    [
+        (
+            ("profile", True),
+            r"PiperStrategy\(profile=...\) records plans, but an uncaptured step on one device",
+        ),
+        (("profiler", piper.PiperProfiler()), "PiperProfiler records plans, but an uncaptured step on one"),
+        (("profiler", "simple"), None),
+    ],
+    ids=["profile", "PiperProfiler", "another profiler"],
+)
+def test_an_uncaptured_step_on_one_device_is_not_recorded(
+    given: tuple[str, Any], says: str | None, tmp_path: Path
+) -> None:
+    name, value = given
+    argument = {name: value}
+    of_strategy = argument if name == "profile" else {}
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        default_root_dir=tmp_path,
+        strategy=piper.PiperStrategy(capture="never", transport="local", **of_strategy),
+        **({} if of_strategy else argument),
+    )
+    module = Chain(2)
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), 0.1)  # type: ignore[method-assign]
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        trainer.fit(module, DataLoader(torch.randn(4, 4), batch_size=4))
+    about = [str(each.message) for each in found if "PIPER-W003" in str(each.message)]
+    assert len(about) == (says is not None)
+    assert says is None or re.match(says, about[0])

@@ -18,10 +18,11 @@ export function make(tag, attributes = {}, ...children) {
 
 export const percent = (share) => `${(100 * share).toFixed(1)}%`;
 
-/** Return a cell with the text of `value`, or "value → other" if `other` is given. The colour shows that less
- * is better. */
+/** Return a cell with the text of `value`, "value → other" if `other` is given, or "→ other" if `value` is
+ * undefined. The colour shows that less is better. */
 function cell(value, other, text) {
   if (other === undefined) return make("td", {}, text(value));
+  if (value === undefined) return make("td", {}, `→ ${text(other)}`);
   const difference = other - value, tone = Math.abs(difference) < 1e-3 * Math.abs(value) ? "" : difference > 0 ? "worse" : "better";
   return make("td", {}, `${text(value)} `, make("span", {class: tone}, `→ ${text(other)}`));
 }
@@ -34,15 +35,15 @@ export function table(heads, rows, ...above) {
 }
 
 /** Return a table of the times, their shares, the peak memory and the microbatches in flight of each device.
- * `other` is a step to compare with, or undefined. */
+ * `other` is a step to compare with, or undefined. A device of only one of the two steps has a row, too. */
 export function deviceTable(step, other) {
-  const rows = Object.entries(step.devices).map(([device, figures]) => {
-    const compared = other?.devices[device];
-    const times = ["busy", "exposed", "bubble"].map((key) => cell(figures[key], compared?.[key], seconds));
-    const shares = [cell(figures.bubble / step.step_time, compared && compared.bubble / other.step_time, percent),
-      cell(figures.exposed / step.step_time, compared && compared.exposed / other.step_time, percent)];
-    return [make("td", {}, `device ${device}`), ...times, ...shares, cell(figures.peak_bytes, compared?.peak_bytes, bytes),
-      cell(figures.peak_in_flight, compared?.peak_in_flight, String)];
+  const devices = Object.keys({...step.devices, ...other?.devices});
+  const rows = devices.map((device) => {
+    const mine = step.devices[device], theirs = other?.devices[device];
+    const times = ["busy", "exposed", "bubble"].map((key) => cell(mine?.[key], theirs?.[key], seconds));
+    const share = (key) => cell(mine && mine[key] / step.step_time, theirs && theirs[key] / other.step_time, percent);
+    return [make("td", {}, `device ${device}`), ...times, share("bubble"), share("exposed"),
+      cell(mine?.peak_bytes, theirs?.peak_bytes, bytes), cell(mine?.peak_in_flight, theirs?.peak_in_flight, String)];
   });
   const result = table(["", "busy", "exposed", "bubble", "bubble", "exposed", "peak of the step", "in flight"], rows);
   result.id = "devices";
@@ -56,7 +57,7 @@ export function directiveTable(one, other) {
   const keys = ["busy", "exposed", "bubble"];
   const rows = [...new Set([...first.keys(), ...second.keys()])].map((says) => {
     const mine = first.get(says), theirs = second.get(says), name = (mine || theirs).name;
-    const cells = keys.map((key) => mine ? cell(mine[key], theirs?.[key], seconds) : make("td", {}, `→ ${seconds(theirs[key])}`));
+    const cells = keys.map((key) => cell(mine?.[key], theirs?.[key], seconds));
     return [make("td", {title: name}, name), ...cells];
   });
   const result = table(["directive", ...keys], rows);
