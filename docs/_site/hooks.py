@@ -25,7 +25,10 @@ def on_files(files: Files, config: Any) -> Files:
     pages = {f"{page}.md": _beside(name) for name, page in BESIDE.items()} | {
         "examples/benchmarks.md": _benchmarks()
     }
-    pages |= {f"examples/{path.stem}.md": _code(path) for path in sorted((ROOT / "examples").glob("*.py"))}
+    pages |= {
+        f"examples/{path.relative_to(ROOT / 'examples').with_suffix('')}.md": _code(path)
+        for path in sorted((ROOT / "examples").rglob("*.py"))
+    }
     for path in sorted((ROOT / "examples").glob("*.ipynb")):
         pages |= _notebook(path)
     for name, text in pages.items():
@@ -39,7 +42,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     markdown = re.sub(
         rf"\]\(\.\./({'|'.join(BESIDE)})\.md\)", lambda found: f"]({BESIDE[found[1]]}.md)", markdown
     )
-    return re.sub(r"\]\(((?:\.\./)*)\.\./examples/(\w+)\.(?:py|ipynb)\)", r"](\1examples/\2.md)", markdown)
+    return re.sub(r"\]\(((?:\.\./)*)\.\./examples/([\w/]+)\.(?:py|ipynb)\)", r"](\1examples/\2.md)", markdown)
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
