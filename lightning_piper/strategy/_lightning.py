@@ -235,15 +235,15 @@ def log_anew(trainer: pl.Trainer) -> None:
         results.clear()
 
 
-def log_apart(trainer: pl.Trainer, step: str, captures: Sequence[Compiled], processes: int) -> None:
-    """Prepare logged values for a step that was captured and now runs uncaptured, so that each process logs
+def log_apart(trainer: pl.Trainer, step: str, captures: Sequence[Compiled], replicas: int) -> None:
+    """Prepare logged values for a step that was captured and now runs uncaptured, so that each replica logs
     only its own batches.
 
-    Each process has logged the values of the whole batch before. Now each process keeps a share of these
+    Each replica has logged the values of the whole batch before. Now each replica keeps a share of these
     values, so that their total weight stays the same. The function divides the accumulated value and weight
-    of a mean, and a sum over samples, by the number of processes. Other sums are the same on every process.
+    of a mean, and a sum over samples, by the number of replicas. Other sums are the same on every replica.
 
-    From now on, Lightning reduces a value over processes if the step logs it with `sync_dist=True`.
+    From now on, Lightning reduces a value over replicas if the step logs it with `sync_dist=True`.
 
     For the training step, the values of the validation loop are cleared, because Lightning rejects a change
     of `sync_dist` for a logged value.
@@ -251,7 +251,7 @@ def log_apart(trainer: pl.Trainer, step: str, captures: Sequence[Compiled], proc
     Args:
         step: Name of the running step.
         captures: The captures of this step.
-        processes: The number of processes.
+        replicas: The number of replicas that draw batches of their own.
     """
     logs = [log for compiled in captures for log in compiled.dag.code.logs]
     synced = {log.name for log in logs if log.kwargs.get("sync_dist")}
@@ -263,11 +263,11 @@ def log_apart(trainer: pl.Trainer, step: str, captures: Sequence[Compiled], proc
     for metric in results.values() if results is not None else ():
         if metric.meta.fx != step or not metric.is_tensor:
             continue
-        metric.meta.sync.should = processes > 1 and metric.meta.name in synced
+        metric.meta.sync.should = replicas > 1 and metric.meta.name in synced
         if metric.meta.is_mean_reduction or (metric.meta.is_sum_reduction and metric.meta.name in sums):
-            metric.value = metric.value / processes
+            metric.value = metric.value / replicas
         if metric.meta.is_mean_reduction:
-            metric.cumulated_batch_size = metric.cumulated_batch_size / processes
+            metric.cumulated_batch_size = metric.cumulated_batch_size / replicas
 
 
 def handler_of(number: int) -> Callable[[int, FrameType | None], Any] | None:

@@ -304,7 +304,8 @@ class EvaluatingStrategy(OverProcesses):
                 if not batch_idx and not dataloader_idx:
                     _lightning.log_anew(trainer)
                 else:
-                    _lightning.log_apart(trainer, name, self.phase.evaluation.captures(name), self.world.size)
+                    captures = self.phase.evaluation.captures(name)
+                    _lightning.log_apart(trainer, name, captures, self._drawing.count)
         self._bring_together()
         self._alone = True
         arguments = [batch, batch_idx] if dataloader_idx is None else [batch, batch_idx, dataloader_idx]
