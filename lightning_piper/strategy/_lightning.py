@@ -37,6 +37,15 @@ behavior it relies on.
   `_num_ready_batches_reached` of the loop over batches: whether it has drawn all batches of its epoch.
 - `Precision._after_closure(model, optimizer)`: called in each optimizer step, between the closure and the
   update. It calls `on_before_optimizer_step` and clips the gradients.
+- `_combined_loader` of the loop over epochs: the loaders of a fit, with its `_mode` and the iterators of the
+  running epoch (`_iterator`). `_num_yielded` of a `DataLoader`'s iterator (torch): the batches that it has
+  given.
+- `_data_fetcher` of the loop over epochs: draws the batches. If their number is not known, it draws each batch
+  before the step of the previous batch, and keeps it in `batches`. It calls `next` of its `iterator`.
+- `combined_loader` in the state of the loop over epochs: states of loaders, of rank 0 alone.
+- `DistributedSamplerWrapper.dataset._sampler`: the user's sampler, whose samples Lightning divides.
+  `_sampler_list`: all samples of its current iteration.
+- `_set_sampler_epoch`: calls `set_epoch` of a loader's samplers.
 - `ThroughputMonitor._throughputs`: its measurements by stage. Each has the number of devices.
 """
 
@@ -44,7 +53,7 @@ from __future__ import annotations
 
 import copy
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from subprocess import Popen
 from types import FrameType
@@ -53,7 +62,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch
 from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.fabric.utilities.distributed import _init_dist_connection as connect
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as divide_cores
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as move_optimizers
@@ -72,7 +83,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_piper.common.lightning_packages import is_a, package_of
+from lightning_piper.common.lightning_packages import is_a, is_exactly, package_of
 from lightning_piper.compiler import Compiled
 from lightning_piper.processes.progress import Progress, progress
 from lightning_piper.session.replay import added
@@ -91,6 +102,7 @@ __all__ = [
     "move_optimizers",
     "progress_of",
     "set_rng_states",
+    "set_sampler_epoch",
     "take_sigterm",
     "throughputs_of",
     "update_of",
@@ -360,3 +372,63 @@ def update_of(
         return update
     swa: Any = callback
     return lambda average, current: swa.update_parameters(average, current, torch.tensor(2), swa._avg_fn)
+
+
+def train_loaders(trainer: pl.Trainer) -> tuple[list[Any], str]:
+    """Return the loaders of a fit, and how they are combined, such as "max_size_cycle"."""
+    combined = trainer.fit_loop._combined_loader
+    return ([], "") if combined is None else (list(combined.flattened), combined._mode)
+
+
+def batches_given(trainer: pl.Trainer) -> list[int | None]:
+    """Return how many batches the current iterator of each training loader has given: None for a loader that
+    does not count them. The list is empty when no epoch runs."""
+    combined = trainer.fit_loop._combined_loader
+    running = None if combined is None else combined._iterator
+    return [] if running is None else [getattr(each, "_num_yielded", None) for each in running.iterators]
+
+
+def batches_ahead(trainer: pl.Trainer) -> int:
+    """Return how many batches the fit has drawn for later steps."""
+    return len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
+
+
+def before_fetches(trainer: pl.Trainer, call: Callable[[], object]) -> None:
+    """Call a function before the fit draws a batch, from now on."""
+    fetcher: Any = trainer.fit_loop._data_fetcher
+
+    def set_iterator(self: Any, iterator: Iterator[Any] | None) -> None:
+        vars(self)["iterator"] = None if iterator is None else _calling(call, iterator)
+
+    kind, current = type(fetcher), fetcher.iterator
+    own = property(lambda self: vars(self)["iterator"], set_iterator)
+    fetcher.__class__ = type(kind.__name__, (kind,), {"iterator": own})
+    fetcher.iterator = current
+
+
+def _calling(call: Callable[[], object], iterator: Iterator[Any]) -> Iterator[Any]:
+    while True:
+        call()
+        try:
+            item = next(iterator)
+        except StopIteration:
+            return
+        yield item
+
+
+def without_loader_states(content: Mapping[str, Any]) -> None:
+    """Remove the states of loaders from a checkpoint, so that the Trainer does not load them."""
+    content.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop("combined_loader", None)
+
+
+def wrapped_sampler(sampler: object) -> Any | None:
+    """Return the user's sampler if Lightning divides its samples over processes; otherwise None."""
+    if not is_exactly(sampler, DistributedSamplerWrapper):
+        return None
+    return sampler.dataset._sampler  # type: ignore[attr-defined]
+
+
+def wrapped_samples(sampler: Any) -> list[Any]:
+    """Return all samples that the user's sampler has given in its current iteration."""
+    found: list[Any] = sampler.dataset._sampler_list
+    return found

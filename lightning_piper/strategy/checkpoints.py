@@ -31,9 +31,10 @@ from lightning_piper.holdings.placeholders import check_values
 from lightning_piper.processes.background import BackgroundThread
 from lightning_piper.processes.failure import GRACE
 from lightning_piper.processes.world import World, together
+from lightning_piper.strategy._lightning import without_loader_states
 
-# Key of the entry `{"seed": s}` that a fit adds to its checkpoints: the seed of the steps' random numbers. A
-# plain Trainer does not need the entry.
+# Key of the entry that a fit adds to its checkpoints: `seed`, the seed of the steps' random numbers, and `loaders`,
+# the positions of its training loaders. A plain Trainer does not need the entry.
 KEY = "lightning_piper"
 
 
@@ -60,6 +61,21 @@ class Restored:
         """
         known = Known(self.values, frozenset() if self.sharded is None else self.sharded.waiting)
         return known if parts_of(module) is not None else known.with_stored(module)
+
+    def take_entry(self, content: dict[str, Any]) -> Mapping[str, Any] | None:
+        """Remove Piper's entry from the content of a checkpoint. Note its seed, and return its positions of
+        loaders.
+
+        With positions, the content loses the states of loaders that the Trainer would load. Seed and positions
+        are None if the entry does not have them, such as in a plain Trainer's checkpoint.
+        """
+        entry = content.pop(KEY, {})
+        seed, positions = entry.get("seed"), entry.get("loaders")
+        self.seed = None if seed is None else int(seed)
+        if positions is not None:
+            without_loader_states(content)
+        found: Mapping[str, Any] | None = positions
+        return found
 
     def read(self, parts: Ownership) -> None:
         """If the checkpoint is sharded, read this process's part of it. `parts` is the distributed module.
@@ -301,10 +317,11 @@ def is_behind(io: CheckpointIO, path: str | Path) -> bool:
     return is_exactly(io, AsyncCheckpointIO) and of_files(io, path) is not None
 
 
-def seed_of(content: Mapping[str, Any]) -> int | None:
-    """Return the seed in a checkpoint; None if the checkpoint has none, such as a plain Trainer's."""
-    seed = content.get(KEY, {}).get("seed")
-    return int(seed) if seed is not None else None
+def own_entry(seed: int | None, positions: dict[str, Any] | None) -> dict[str, Any]:
+    """Return Piper's entry of a checkpoint as `{KEY: ...}`; empty without a seed and without positions."""
+    entry = {"seed": seed, "loaders": positions}
+    found = {name: value for name, value in entry.items() if value is not None}
+    return {KEY: found} if found else {}
 
 
 def consolidate(path: str | os.PathLike[str], out: str | os.PathLike[str], weights_only: bool = True) -> None:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_piper import accelerators
 from lightning_piper.errors import PiperError
 from lightning_piper.processes.world import World
-from lightning_piper.strategy._lightning import collect_rng_states, set_rng_states
+from lightning_piper.strategy._lightning import collect_rng_states, set_rng_states, wrapped_sampler
 
 
 def share_random_state(world: World) -> None:
@@ -64,7 +64,7 @@ def agree_on_loader(loader: object, world: World, limit: float = 1.0, apart: boo
     if world.size == 1:
         return loader
     share_random_state(world)
-    sizes = world.gather(_length(loader, limit))
+    sizes = world.gather(drawn_length(loader, limit))
     of_replicas = set(zip(world.replicas, sizes, strict=True))
     if len(of_replicas) > world.count or (len(set(sizes)) > 1 and not apart):
         why = (
@@ -117,12 +117,14 @@ def _check_sampler(sampler: DistributedSampler[Any], world: World) -> None:
 
 
 def generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
-    """Return the torch generators that the user gave to a data loader and its samplers."""
-    owners = (loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    """Return the torch generators of a data loader and of its samplers, also of a sampler whose samples Lightning
+    divides."""
+    owners = [loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
+    owners += [wrapped_sampler(owner) for owner in owners]
     return [g for g in (getattr(x, "generator", None) for x in owners) if isinstance(g, torch.Generator)]
 
 
-def _length(loader: Any, limit: float) -> int | None:
+def drawn_length(loader: Any, limit: float) -> int | None:
     """Return how many batches the run draws from the loader; None if the loader's length is not known."""
     try:
         length = len(loader)

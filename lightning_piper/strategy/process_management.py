@@ -33,6 +33,7 @@ from lightning_piper.processes.world import World, end_groups_at_exit, leave_gro
 from lightning_piper.strategy import _lightning
 from lightning_piper.strategy.checks import checked_backend
 from lightning_piper.strategy.data import agree_on_loader
+from lightning_piper.strategy.loaders import Loaders
 from lightning_piper.strategy.phases import Idle, Phase, copied
 
 T = TypeVar("T")
@@ -61,6 +62,7 @@ class OverProcesses(_lightning.Strategy):
         self._alone = False  # whether each process now evaluates only its own samples
         self._watch: FailureWatch | None = None
         self._termination: Termination | None = None
+        self._loaders = Loaders()
         self._at_end = contextlib.ExitStack()  # restores what a run has replaced, such as Lightning's handler
         self._keeps_memory = False  # whether this run has called `keep_freed_memory`
 
@@ -72,6 +74,7 @@ class OverProcesses(_lightning.Strategy):
             "_watch": None,
             "_termination": None,
             "_join": None,
+            "_loaders": Loaders(),
             "_at_end": contextlib.ExitStack(),
         }
 
@@ -214,6 +217,7 @@ class OverProcesses(_lightning.Strategy):
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
+        self._loaders.load(None)
         if self._keeps_memory:
             give_freed_memory_back()
             self._keeps_memory = False
@@ -223,7 +227,10 @@ class OverProcesses(_lightning.Strategy):
         trainer, stage = self.lightning_module.trainer, self.lightning_module.trainer.state.stage
         self._take_sigterm(trainer)  # Lightning requests loaders as soon as it has set its signal handlers
         limit = 1.0 if stage is None else getattr(trainer, f"limit_{stage.dataloader_prefix}_batches")
-        return agree_on_loader(dataloader, self._drawing, limit, apart=stage != RunningStage.TRAINING)
+        agree_on_loader(dataloader, self._drawing, limit, apart=stage != RunningStage.TRAINING)
+        if stage == RunningStage.TRAINING:
+            self._loaders.attach(dataloader, trainer, self._drawing, self._at_end)
+        return dataloader
 
     # Collectives. Reductions are over replicas, because the processes of one replica have the same values.
 

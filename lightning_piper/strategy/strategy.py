@@ -44,14 +44,13 @@ from lightning_piper.session.step_times import StepTimes
 from lightning_piper.session.verification import Verify
 from lightning_piper.strategy import _lightning
 from lightning_piper.strategy.checkpoints import (
-    KEY,
     Restored,
     Saves,
     check_target,
     found_at,
     is_behind,
+    own_entry,
     read_plain,
-    seed_of,
 )
 from lightning_piper.strategy.checks import (
     check_choices,
@@ -242,6 +241,7 @@ class PiperStrategy(EvaluatingStrategy):
     def on_train_start(self) -> None:
         assert self.lightning_module is not None
         self._requeue = Requeue.of(self.lightning_module.trainer, self.world)
+        self._loaders.begin(self.lightning_module.trainer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Accept the next batch. The first batch of a fit also begins the training, because a capture needs
@@ -567,21 +567,20 @@ class PiperStrategy(EvaluatingStrategy):
             )
         else:
             content = restored.sharded.content
-        restored.seed = seed_of(content)
         # Without this entry, hooks get the same content as from another strategy.
-        return {key: value for key, value in content.items() if key != KEY}
+        self._loaders.load(restored.take_entry(content))
+        return content
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         """Save a checkpoint: rank 0 alone, or every process its own part if the checkpoint is sharded. Only a
         fit with a captured step has sharded checkpoints, from its first batch on."""
-        self.on_train_end()  # reads a flag that may forbid this save
+        self.on_train_end()  # reads a flag that may forbid this save, and the positions of loaders
         phase, io = self.phase, self.checkpoint_io
         # Outside of a run, no code would wait for the end of the write.
         behind = is_behind(io, filepath) and not isinstance(phase, Idle | Ended) and not self._requeue.saves
-        if phase.left.seed is not None:
-            checkpoint[KEY] = {"seed": phase.left.seed}
+        checkpoint |= own_entry(phase.left.seed, self._loaders.content(self._drawing))
         if self._sharded and isinstance(phase, Fitting | Ended):
             assert self.lightning_module is not None
             check_target(filepath, storage_options, io)

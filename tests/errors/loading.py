@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_piper.strategy import consolidate
 from tests.errors.case import Case, Cases, Elsewhere, batch, fit, net, written
@@ -112,6 +113,14 @@ def of_two_optimizers() -> None:
     fit(ckpt_path="a.ckpt", max_steps=2)
 
 
+def of_another_data_set() -> None:
+    for samples in (24, 16):
+        loader = DataLoader(TensorDataset(torch.randn(samples, 8), torch.randn(samples, 1)), batch_size=8)
+        made, _ = trainer(local(), max_steps=1 if samples == 24 else 2)
+        made.fit(net("pass"), loader, ckpt_path=None if samples == 24 else "a.ckpt")
+        made.save_checkpoint("a.ckpt")
+
+
 ON_META = "tests/strategy/test_on_meta.py::test_refusals_over_processes"
 MOMENTUM = ("lr=0.1)", "lr=0.1, momentum=0.9)")
 GROUPS = (
@@ -140,6 +149,10 @@ CASES: Cases = [
     resumed("the checkpoint of a module with different sizes", WIDER),
     resumed("the checkpoint of an optimizer with different groups", GROUPS, checkpoint="consolidated"),
     Case("the checkpoint of several optimizers", of_two_optimizers),
+    Case("the middle of an epoch, and a data set with another length", of_another_data_set),
+    Elsewhere("the middle of an epoch, and the states of another number of "
+              "replicas", "has the states of 2 replicas' loaders", "PiperError",
+              "tests/strategy/test_loader_states.py::test_another_number_of_replicas_needs_a_method"),
     Case("a sharded checkpoint to a web server", to_a_web_server),
     Case("a sharded checkpoint with `storage_options`", with_options),
     Elsewhere("a remote store that keeps only a part of an upload", "but a process wrote", "PiperError",
