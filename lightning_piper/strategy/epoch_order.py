@@ -47,7 +47,7 @@ class EpochOrder:
         return order
 
     def content(self) -> dict[str, Any]:
-        """Return the fields that are set, for a checkpoint."""
+        """Return the fields that are set, as a checkpoint has them."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 

@@ -157,7 +157,7 @@ def _order_of(sampler: Any) -> EpochOrder | None:
 
 
 def _order_of_one(sampler: Any) -> EpochOrder | None:
-    """Like `_order_of`, for a sampler that does not divide its samples."""
+    """Return what `_order_of` returns if the sampler does not divide its samples."""
     if type(sampler) is SequentialSampler:
         return EpochOrder(len(sampler))
     random = type(sampler) is RandomSampler or _is_torchdata(sampler, "RandomSampler")

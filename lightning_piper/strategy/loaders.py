@@ -47,7 +47,7 @@ class Loaders:
         self._warned = False
 
     def load(self, content: Mapping[str, Any] | None) -> None:
-        """Continue with the loaders' entry of a checkpoint; None if the fit begins anew."""
+        """Continue with the loaders' entry of a checkpoint; None if the fit does not resume."""
         self._content, self._left = content, []
 
     def attach(self, loader: object, trainer: pl.Trainer, world: World, at_end: ExitStack) -> None:
