@@ -4,7 +4,9 @@ next step sees the change.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Sized
 from typing import Any
 from unittest import mock
 
@@ -14,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import lightning_piper as piper
-from lightning_piper.capture.python_state.trainer_proxy import TrainerProxy
+from lightning_piper.capture.proxies.deferred_numbers import NAMES
+from lightning_piper.capture.python_state.trainer_proxy import ObjectReads, TrainerProxy, _class_for
 from lightning_piper.errors import CaptureError
 from tests.strategy.fitting import Batches, local, trainer
 
@@ -57,8 +60,46 @@ READS: dict[str, Callable[[Any], float]] = {
     "an object of the module": lambda t: float(t.helper is t.lightning_module.helper),
     "its number": lambda t: t.helper.number,
     "the module": lambda t: float(t.lightning_module is t.strategy.lightning_module),
+    "type": lambda t: float(type(t.rates) is dict and type(t) is L.Trainer),
+    "name of type": lambda t: float(type(t.optimizers[0]).__name__ == "SGD"),
+    "type in a dict": lambda t: {torch.optim.SGD: 0.5}.get(type(t.optimizers[0]), 0.0),
+    "type of a number": lambda t: float(type(t.global_step) is int and type(t.rates["a"]) is float),
+    "type of another kind": lambda t: float(type(t.other) is list),
+    "type of the module": lambda t: float(
+        type(t.lightning_module) is Reading is t.lightning_module.__class__
+    ),
+    "a new type": lambda t: float(type("Made", (), {"x": 0.5})().x + isinstance(dict, type)),
+    "callable": lambda t: float(callable(t.own)) + 0.5 * callable(t.optimizers[0]),
+    "protocols": lambda t: float(isinstance(t.optimizers[0], Iterable)) + 0.5 * isinstance(t.rates, Sized),
+    "vars": lambda t: vars(t.own)["_step"],
+    "__dict__": lambda t: t.own.__dict__["_step"],
+    "a private name": lambda t: t.own._step + t.own._where,
+    "dir": lambda t: float("extra" in dir(t.own)),
+    "is_dataclass": lambda t: float(dataclasses.is_dataclass(t.config)),
+    "asdict": lambda t: dataclasses.asdict(t.config)["rate"],
+    "a copied number": lambda t: copy.deepcopy({"n": t.own._step})["n"],
     "the Trainer": lambda t: float(t.fit_loop.trainer is t.lightning_module.trainer is t),
 }
+
+
+@dataclasses.dataclass
+class Config:
+    rate: float
+
+
+class Own:
+    """An object that only the Trainer has. It can be called, and has attributes with the names of a proxy's."""
+
+    def __init__(self, step: float) -> None:
+        self._step, self._where = step, 0.5
+        if step > 1:
+            self.extra = 1.0
+
+    def __call__(self) -> float:
+        return self._step
+
+    def __matmul__(self, other: float) -> float:
+        return self._step * other
 
 
 class Helper:
@@ -81,6 +122,7 @@ class Reading(L.LightningModule):
         trainer.last, trainer.other = None if n < 2 else [n], [1] if n < 3 else None
         trainer.helper = Helper() if n == 3 else self.helper
         self.helper.number = 0.5 * n
+        trainer.own, trainer.config = Own(0.5 * n), Config(0.25 * n)
         trainer.once = trainer.counts if n < 2 else [0, 1]
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -113,10 +155,10 @@ def test_a_read_of_the_trainer_is_seen_again(name: str) -> None:
 
 
 def test_with_a_proxy_for_each_read_an_object_is_not_itself() -> None:
-    def of(value: Any, *args: Any, **names: Any) -> TrainerProxy:
-        return TrainerProxy(*args, **names)
+    def proxy(reads: ObjectReads, value: Any) -> TrainerProxy:
+        return _class_for(type(value))(reads)
 
-    with mock.patch.object(TrainerProxy, "of", of):
+    with mock.patch.object(ObjectReads, "proxy", proxy):
         found = trained(READS["is itself"], local())
     assert far(trained(READS["is itself"], "auto"), found) > 1e-3
 
@@ -124,7 +166,29 @@ def test_with_a_proxy_for_each_read_an_object_is_not_itself() -> None:
 def test_without_a_guard_the_step_keeps_the_first_result() -> None:
     read = READS["found == {}"]
     with (
-        mock.patch.object(TrainerProxy, "_ask", lambda self, question, of: of(self._get())),
+        mock.patch.object(ObjectReads, "ask", lambda self, question, of: of(self.get())),
         pytest.raises(CaptureError, match="now differs from the captured step"),
     ):
+        trained(read, local())
+
+
+@pytest.mark.parametrize("name", ["type", "type in a dict", "type of the module"])
+def test_without_the_replacement_of_type_the_class_of_a_proxy_differs(name: str) -> None:
+    with mock.patch.dict(NAMES):
+        del NAMES["type"]
+        assert far(trained(READS[name], "auto"), trained(READS[name], local())) > 1e-3
+
+
+REFUSED: dict[str, tuple[Callable[[Any], float], str]] = {
+    "call": (lambda t: t.own(), r"calls self.trainer.own\(\)"),
+    "operator": (lambda t: t.own @ 0.5, "uses __matmul__ of self.trainer.own"),
+    "copy": (lambda t: copy.copy(t.own)._step, "uses a copy of self.trainer.own"),
+    "del": (lambda t: delattr(t.own, "_step") or 0.0, "deletes self.trainer.own._step"),  # type: ignore[func-returns-value]
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_operation_that_a_captured_step_cannot_repeat_is_an_error(name: str) -> None:
+    read, message = REFUSED[name]
+    with pytest.raises(CaptureError, match=message):
         trained(read, local())

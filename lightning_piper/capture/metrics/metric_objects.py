@@ -19,6 +19,7 @@ from torch.fx import Node
 
 from lightning_piper.capture.metrics.sample_dicts import stack_dicts
 from lightning_piper.capture.proxies.batch import flatten
+from lightning_piper.capture.proxies.class_of import STANDS_FOR
 from lightning_piper.capture.proxies.metric_values import MetricValueProxy
 from lightning_piper.common.user_lines import user_line
 from lightning_piper.errors import CaptureError
@@ -211,7 +212,7 @@ def _noting(kind: type[nn.Module], call: Callable[[nn.Module, str, Any, Any], An
     members |= {name: property(partial(partial, method, name)) for name in METHODS}
     if hasattr(kind, "compute_groups"):
         members |= {name: _linking(getattr(kind, name), call) for name in _LINKING}
-    return type(kind.__name__, (kind,), members | {"__module__": kind.__module__})
+    return type(kind.__name__, (kind,), members | {"__module__": kind.__module__, STANDS_FOR: kind})
 
 
 def _linking(own: Callable[..., Any], call: Callable[[nn.Module, str, Any, Any], Any]) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from lightning_piper.capture.proxies.class_of import Proxy
 from lightning_piper.capture.proxies.opaque_content import content_of, is_stand_in
 from lightning_piper.capture.user_code.replaced_attribute import replaced_attribute
 from lightning_piper.common.user_lines import user_line
@@ -45,7 +46,7 @@ def to_array(tensor: torch.Tensor) -> Any:
     return tensor.detach().cpu().numpy()
 
 
-class ArrayProxy:
+class ArrayProxy(Proxy):
     """A placeholder for an array while the step is traced.
 
     The step can read its shape and dtype, and convert it to a tensor. Reading or changing its elements, and

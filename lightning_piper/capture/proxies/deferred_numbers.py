@@ -15,11 +15,13 @@ import contextlib
 import functools
 import math
 import operator
+import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
 
+from lightning_piper.capture.proxies.class_of import Proxy, class_of
 from lightning_piper.capture.proxies.data_dependent_shapes import SELECTING, DataDependentTensor
 from lightning_piper.capture.proxies.numbers import NumberProxy, holds_number
 from lightning_piper.capture.torch_private import _torch
@@ -90,7 +92,7 @@ def _listed(tensor: torch.Tensor) -> Any:
     return deferred(tensor) if tensor.ndim == 0 else [_listed(x) for x in tensor.unbind()]
 
 
-class DeferredNumber:
+class DeferredNumber(Proxy):
     """A placeholder for a Python number whose value is in a tensor.
 
     Attributes:
@@ -418,6 +420,17 @@ class _TensorAwareType(type):
         return hash(cls.own)
 
 
+class _ClassAwareType(_TensorAwareType):
+    """A metaclass of the replacement for `type` in the user's code, which sees through proxies."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Return the class of a value (`class_of`), or a new class."""
+        return class_of(args[0]) if len(args) == 1 and not kwargs else cls.own(*args, **kwargs)
+
+    def __getitem__(cls, parameters: Any) -> Any:
+        return types.GenericAlias(cls.own, parameters)
+
+
 def _extreme(own: Callable[..., Any], better: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     """Return a `max` or `min` that accepts deferred numbers in a call without keyword arguments. Among equal
     values, it chooses the first one, as Python does."""
@@ -448,13 +461,14 @@ NAMES: dict[str, Any] = {
     "int": _stand_in(builtins.int),
     "max": _extreme(builtins.max, operator.gt),
     "min": _extreme(builtins.min, operator.lt),
+    "type": _ClassAwareType("type", (type,), {"own": type}),
 }
 
 
 @contextlib.contextmanager
 def accepting_deferred(namespaces: Iterable[Namespace]) -> Iterator[None]:
     """Within this context, `float`, `int`, `max`, `min`, `torch.full` and common functions of `math` accept
-    deferred numbers.
+    deferred numbers, and `type` returns the class of a proxy's object.
 
     Functions that take sizes, such as `torch.zeros`, raise a `CaptureError` for a deferred size.
 

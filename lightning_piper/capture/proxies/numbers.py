@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from lightning_piper.capture.proxies.class_of import Proxy
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.capture.user_code.replaced_attribute import replaced_attribute
 from lightning_piper.ir.values import TensorSpec
@@ -186,7 +187,7 @@ class NumberInputs:
         return torch.tensor(number.value, dtype=dtype)
 
 
-class NumberProxy:
+class NumberProxy(Proxy):
     """A Python number during a trace.
 
     Attributes:
@@ -251,6 +252,15 @@ class NumberProxy:
 
     # `isinstance` sees the type of the value.
     __class__ = property(lambda self: type(self.value))
+
+    def __copy__(self) -> NumberProxy:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> NumberProxy:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return type(self.value), (self.ask(),)
 
     def __bool__(self) -> bool:
         return bool(_told(_apply(bool, "bool", self)))

@@ -24,6 +24,7 @@ from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
+from lightning_piper.capture.proxies.class_of import Proxy
 from lightning_piper.capture.proxies.sample_lists import SampleList
 from lightning_piper.errors import CaptureError
 
@@ -174,7 +175,7 @@ def _problem(item: Carried, samples: int) -> str | None:
     return None
 
 
-class ContentProxy:
+class ContentProxy(Proxy):
     """A placeholder for a content of the batch that is not an input of the graph.
 
     `_class_for` adds the special methods of the content's class.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import itertools
 import sys
 import types
 from collections.abc import Iterable, Iterator
@@ -69,7 +70,8 @@ def named_locations(
     code.
 
     Places are globals, cells of closures, default arguments, and attributes of classes and Python modules. A
-    namespace is (a globals dict, the names that the code calls from it).
+    namespace is (a globals dict, the names that the code calls from it, except names that the code compares by
+    `is`, such as `float` in `type(x) is float`).
 
     Args:
         module, step: the module, and the name of its step.
@@ -85,7 +87,8 @@ def named_locations(
         if type(value) not in PROXIES and (inspect.isroutine(value) or name == step):
             found.follow(value)
     found.run()
-    return list(found.places.values()), list(found.namespaces.values())
+    namespaces = [(names, called - found.compared[key]) for key, (names, called) in found.namespaces.items()]
+    return list(found.places.values()), namespaces
 
 
 class _NameScan:
@@ -99,11 +102,13 @@ class _NameScan:
     Attributes:
         places: key -> place.
         namespaces: id of a globals dict -> the dict, and the names that the code calls from it.
+        compared: id of a globals dict -> the names that the code compares by `is`.
     """
 
     def __init__(self, module: nn.Module, others: Iterable[type]) -> None:
         self.places: dict[Any, StateLocation] = {}
         self.namespaces: dict[int, Namespace] = {}
+        self.compared: dict[int, set[str]] = {}
         self._seen: set[int] = set()
         self._waiting: list[types.FunctionType] = []
         classes = (c for kind in (*map(type, module.modules()), *others) for c in kind.__mro__)
@@ -159,6 +164,7 @@ class _NameScan:
         self.namespaces.setdefault(id(function.__globals__), (function.__globals__, set()))[1].update(
             _called(function.__code__)
         )
+        self.compared.setdefault(id(function.__globals__), set()).update(_compared(function.__code__))
         name = function.__qualname__
         if function.__defaults__ is not None or function.__kwdefaults__ is not None:
             for attribute in ("__defaults__", "__kwdefaults__"):
@@ -240,6 +246,16 @@ def _called(code: types.CodeType) -> frozenset[str]:
     nested = (_called(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
     loads = (i for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL" and (i.arg or 0) & 1)
     return frozenset(i.argval for i in loads).union(*nested)
+
+
+@functools.lru_cache(maxsize=4096)
+def _compared(code: types.CodeType) -> frozenset[str]:
+    """Return the names of globals and builtins that are the second operand of `is` in the code, or in code
+    inside of it."""
+    nested = (_compared(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    pairs = itertools.pairwise(i for i in dis.get_instructions(code) if i.opname != "CACHE")
+    found = (a.argval for a, b in pairs if a.opname == "LOAD_GLOBAL" and b.opname == "IS_OP")
+    return frozenset(found).union(*nested)
 
 
 def _is_empty(cell: types.CellType) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from lightning_piper.capture.proxies.batch import BatchSpec
+from lightning_piper.capture.proxies.class_of import Proxy
 from lightning_piper.capture.proxies.deferred_numbers import is_deferred
 from lightning_piper.capture.proxies.numbers import NumberProxy
 from lightning_piper.capture.python_state.state_locations import ALL, Guard, StateLocation
@@ -53,7 +54,7 @@ def may_append(guard: Guard) -> bool:
     )
 
 
-class AppendProxy:
+class AppendProxy(Proxy):
     """A placeholder for a list or a dict that only supports adding entries.
 
     Items that are lists or dicts are again such placeholders. `isinstance` sees the class of the list or dict.

@@ -9,11 +9,12 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import PurePath
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from lightning_piper.capture.proxies.class_of import Proxy
 from lightning_piper.capture.proxies.numbers import NumberAnswer, NumberInputs, NumberProxy
 from lightning_piper.capture.python_state.state_locations import MISSING, form_of, is_sequence
 from lightning_piper.capture.torch_private import _torch
@@ -26,11 +27,10 @@ _VIEWS: Any = (type({}.values()), type({}.items()))
 _PLAIN = (type(None), bool, str, bytes, torch.dtype, torch.device, enum.Enum, PurePath, type, slice, range)
 
 
-class TrainerProxy:
-    """A proxy for an object outside of the module, such as the Trainer, that records reads during a trace.
+class ObjectReads:
+    """The reads of an object outside of the module, such as the Trainer, that a trace records.
 
-    `self.trainer` returns such a proxy to the step's code. Each attribute or item is again a value that is
-    guarded, or a proxy. Writes raise a `CaptureError`.
+    Each attribute or item is again a value that is guarded, or a proxy. Writes raise a `CaptureError`.
 
     Args:
         inputs: Receives the numbers and guards.
@@ -52,33 +52,21 @@ class TrainerProxy:
             with _torch.with_data():  # the Trainer computes metrics when they are read
                 return get()
 
-        vars(self).update(_inputs=inputs, _get=now, _where=where, _step=step, _check=check)
+        self.inputs, self.get, self.where, self._step, self._check = inputs, now, where, step, check
 
-    @classmethod
-    def of(
-        cls,
-        value: Any,
-        inputs: NumberInputs,
-        get: Callable[[], Any],
-        where: str,
-        step: str,
-        check: Callable[[str], None] = lambda what: None,
-    ) -> TrainerProxy:
+    def proxy(self, value: Any) -> TrainerProxy:
         """Return the proxy for the object `value`. An object has one proxy in a trace, so that `is` has the same
-        result as for the objects. A guard says that two expressions still mean the same object.
-
-        Args:
-            inputs, get, where, step, check: As in the constructor.
-        """
-        (_, proxy) = inputs.proxies.setdefault(id(value), (value, cls(inputs, get, where, step, check)))
-        known = vars(proxy)
-        if known["_where"] != where:
-            inputs.answers.setdefault(
-                ("same", known["_where"], where), NumberAnswer(where, lambda: get() is known["_get"](), True)
+        result as for the objects. A guard says that two expressions still mean the same object."""
+        (_, proxy) = self.inputs.proxies.setdefault(id(value), (value, _class_for(type(value))(self)))
+        known = reads_of(proxy)
+        if known.where != self.where:
+            self.inputs.answers.setdefault(
+                ("same", known.where, self.where),
+                NumberAnswer(self.where, lambda: self.get() is known.get(), True),
             )
         return proxy  # type: ignore[no-any-return]
 
-    def _take(self, get: Callable[[], Any], where: str) -> Any:
+    def take(self, get: Callable[[], Any], where: str) -> Any:
         """Return the value of `get` in the form that the step receives.
 
         - A value of `_PLAIN`, such as a text: the value itself, with a guard.
@@ -96,186 +84,136 @@ class TrainerProxy:
         with _torch.with_data():
             value = get()
         if isinstance(value, _PLAIN):
-            self._inputs.answers.setdefault(("read", where), NumberAnswer(where, get, value))
+            self.inputs.answers.setdefault(("read", where), NumberAnswer(where, get, value))
             return value
         if isinstance(value, int | float):
-            return self._inputs.source(where, where, get)
+            return self.inputs.source(where, where, get)
         if isinstance(value, nn.Module):
             return value
         if isinstance(value, torch.Tensor):
-            if value.numel() == 1:
-                number = self._inputs.source(where, where, lambda: _item(get))
-                if type(number) is NumberProxy:
-                    number.of_tensor = True
-                return number
-            raise CaptureError(
-                f"{user_line()}: {self._step} reads the tensor {where}, which is not part of the module. "
-                "Keep a copy of it in a buffer (register_buffer), and write the buffer in a hook [PIPER-C004]"
-            )
+            return self._of_tensor(value, get, where)
         if inspect.isroutine(value):
             return self._calling(value, get, where)
         # The object may become None later, or another object.
-        name_of = self._inputs.name_of
+        name_of = self.inputs.name_of
 
         def kind_of(value: Any) -> tuple[type, str | None]:
             return type(value), name_of(value)
 
-        self._inputs.answers.setdefault(
+        self.inputs.answers.setdefault(
             ("type", where), NumberAnswer(where, lambda: kind_of(get()), kind_of(value))
         )
         if name_of(value) is not None:
             return value
-        return TrainerProxy.of(value, self._inputs, get, where, self._step, self._check)
+        return ObjectReads(self.inputs, get, where, self._step, self._check).proxy(value)
+
+    def _of_tensor(self, value: torch.Tensor, get: Callable[[], Any], where: str) -> Any:
+        """Return the form in which the step receives a tensor (see `take`)."""
+        if value.numel() == 1:
+            number = self.inputs.source(where, where, lambda: _item(get))
+            if type(number) is NumberProxy:
+                number.of_tensor = True
+            return number
+        raise CaptureError(
+            f"{user_line()}: {self._step} reads the tensor {where}, which is not part of the module. "
+            "Keep a copy of it in a buffer (register_buffer), and write the buffer in a hook [PIPER-C004]"
+        )
 
     def _calling(self, value: Callable[..., Any], get: Callable[[], Any], where: str) -> Callable[..., Any]:
-        """Return a function that calls the method `value`, and returns the result in the form of `_take`. The
+        """Return a function that calls the method `value`, and returns the result in the form of `take`. The
         function raises a `CaptureError` unless the method's name is in `READING`."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if where.rpartition(".")[2] not in READING:
-                raise CaptureError(
-                    f"{user_line()}: {self._step} calls {where}(). A captured step would do this only once, "
-                    "while Piper captures it. Do it in a hook, such as on_train_batch_end [PIPER-C003]"
-                )
+                self.refuse(f"calls {where}()")
             given = ", ".join([*map(repr, args), *(f"{k}={v!r}" for k, v in kwargs.items())])
-            return self._take(lambda: get()(*args, **kwargs), f"{where}({given})")
+            return self.take(lambda: get()(*args, **kwargs), f"{where}({given})")
 
         return call
 
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute in the form of `_take`.
+    def attribute(self, name: str) -> Any:
+        """Return an attribute in the form of `take`.
 
         Raises:
-            AttributeError: the object does not have the attribute, and a guard on its absence was added. Or
-                the name has two underscores at both ends.
+            AttributeError: the object does not have the attribute, and a guard on its absence was added.
         """
-        if name.startswith("__") and name.endswith("__"):
-            raise AttributeError(name)
         try:
             with _torch.with_data():
-                getattr(self._get(), name)
+                getattr(self.get(), name)
         except AttributeError:  # the user's code expects this error, and a hook may set the attribute later
-            self._ask(f"hasattr {name!r} of", lambda value: hasattr(value, name))
+            self.ask(f"hasattr {name!r} of", lambda value: hasattr(value, name))
             raise
-        return self._take(lambda: getattr(self._get(), name, MISSING), f"{self._where}.{name}")
+        return self.take(lambda: getattr(self.get(), name, MISSING), f"{self.where}.{name}")
 
-    def __getitem__(self, key: Any) -> Any:
-        """Return an item in the form of `_take`.
+    def item(self, key: Any) -> Any:
+        """Return an item in the form of `take`.
 
         Raises:
             LookupError: the object does not have the item. A guard on its absence was added.
         """
-        self._check(f"{self._where}[{key!r}]")
+        self._check(f"{self.where}[{key!r}]")
         try:
-            self._get()[key]
+            self.get()[key]
         except LookupError:  # the user's code may expect this error, and the item may exist later
-            self._ask(f"absence of [{key!r}] in", lambda value: _lacks(value, key))
+            self.ask(f"absence of [{key!r}] in", lambda value: _lacks(value, key))
             raise
-        return self._take(lambda: self._get()[key], f"{self._where}[{key!r}]")
+        return self.take(lambda: self.get()[key], f"{self.where}[{key!r}]")
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._refuse(f"{self._where}.{name}")
+    def holds(self, key: Any) -> bool:
+        """Return whether `key in` the object, and guard this result."""
+        self._check(f"{self.where}[{key!r}]")
+        return bool(self.ask(f"{key!r} in", lambda value: key in value))
 
-    def _refuse(self, what: str) -> None:
+    def refuse(self, action: str) -> NoReturn:
+        """Raise the error for an action that a captured step cannot repeat, such as "sets self.trainer.x"."""
         raise CaptureError(
-            f"{user_line()}: {self._step} sets {what}. A captured step would do this only once, while Piper "
+            f"{user_line()}: {self._step} {action}. A captured step would do this only once, while Piper "
             "captures it. Do it in a hook, such as on_train_batch_end [PIPER-C003]"
         )
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._refuse(f"{self._where}[{key!r}]")
+    def refuse_operation(self, name: str) -> NoReturn:
+        """Raise the error for a special method of the object's class that a proxy does not have, or for a
+        copy."""
+        raise CaptureError(
+            f"{user_line()}: {self._step} uses {name} of {self.where}, which Piper cannot repeat in a captured "
+            "step. Use the object in a hook, such as on_train_batch_start, and keep the result as an attribute "
+            "or a buffer [PIPER-C004]"
+        )
 
-    def __len__(self) -> int:
-        self._ask_all("len", len)
-        return len(self._get())
-
-    def __bool__(self) -> bool:
-        self._ask_all("bool", bool)
-        return bool(self._get())
-
-    def __contains__(self, key: Any) -> bool:
-        self._check(f"{self._where}[{key!r}]")
-        return bool(self._ask(f"{key!r} in", lambda value: key in value))
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._items(iter)
-
-    def __reversed__(self) -> Iterator[Any]:
-        return self._items(lambda items: reversed(list(items)))
-
-    def _items(self, order: Callable[[Iterable[Any]], Iterator[Any]]) -> Iterator[Any]:
+    def items(self, order: Callable[[Iterable[Any]], Iterator[Any]]) -> Iterator[Any]:
         """Iterate over the keys of a mapping, and guard them. For a list, `values()` or `items()`, iterate
-        over the items in the form of `_take`. For any other object, iterate over its items unchanged, and
+        over the items in the form of `take`. For any other object, iterate over its items unchanged, and
         guard them.
 
         Args:
             order: returns an iterator over the objects of its argument, in the order of this iteration.
         """
-        self._check(f"{self._where}.keys()")
-        value = self._get()
+        self._check(f"{self.where}.keys()")
+        value = self.get()
         if isinstance(value, Mapping):
-            self._ask("keys of", lambda value: form_of(tuple(value)))
+            self.ask("keys of", lambda value: form_of(tuple(value)))
             yield from order(value)
         elif is_sequence(value):
-            yield from (self[i] for i in order(range(len(self))))
+            yield from (self.item(i) for i in order(range(self.ask_all("len", len))))
         elif isinstance(value, _VIEWS):
-            for i in order(range(len(self))):
-                yield self._take(partial(self._nth, i), f"{self._where}[{i}]")
+            for i in order(range(self.ask_all("len", len))):
+                yield self.take(partial(self._nth, i), f"{self.where}[{i}]")
         else:
-            self._ask("content of", lambda value: form_of(tuple(value)))
+            self.ask("content of", lambda value: form_of(tuple(value)))
             yield from order(value)
 
     def _nth(self, index: int) -> Any:
         """Return an item of `values()` or `items()`."""
-        return tuple(self._get())[index]
+        return tuple(self.get())[index]
 
-    def __eq__(self, other: object) -> bool:
-        return bool(self._compare(operator.eq, other))
-
-    def __lt__(self, other: Any) -> Any:
-        return self._compare(operator.lt, other)
-
-    def __le__(self, other: Any) -> Any:
-        return self._compare(operator.le, other)
-
-    def __gt__(self, other: Any) -> Any:
-        return self._compare(operator.gt, other)
-
-    def __ge__(self, other: Any) -> Any:
-        return self._compare(operator.ge, other)
-
-    def _compare(self, comparison: Callable[[Any, Any], Any], other: Any) -> bool:
+    def compare(self, comparison: Callable[[Any, Any], Any], other: Any) -> bool:
         """Return the result of a comparison with another object, and guard this result."""
         get, known = _operand(other)
         question = f"{comparison.__name__} {known}"
-        return bool(self._ask_all(question, lambda value: bool(comparison(value, get()))))
+        return bool(self.ask_all(question, lambda value: bool(comparison(value, get()))))
 
-    def __hash__(self) -> int:
-        return int(self._ask_all("hash of", hash))
-
-    def __str__(self) -> str:
-        return str(self._ask_all("text of", str))
-
-    def __repr__(self) -> str:
-        return str(self._ask_all("repr of", repr))
-
-    def __format__(self, spec: str) -> str:
-        return str(self._ask_all(f"text as {spec!r} of", lambda value: format(value, spec)))
-
-    def __add__(self, other: Any) -> Any:
-        return self._joined(operator.add, other)
-
-    def __radd__(self, other: Any) -> Any:
-        return self._joined(operator.add, other, swapped=True)
-
-    def __or__(self, other: Any) -> Any:
-        return self._joined(operator.or_, other)
-
-    def __ror__(self, other: Any) -> Any:
-        return self._joined(operator.or_, other, swapped=True)
-
-    def _joined(self, operation: Callable[[Any, Any], Any], other: Any, swapped: bool = False) -> Any:
-        """Return the result of an operation with another object, such as a list, in the form of `_take`.
+    def joined(self, operation: Callable[[Any, Any], Any], other: Any, swapped: bool = False) -> Any:
+        """Return the result of an operation with another object, such as a list, in the form of `take`.
 
         Args:
             swapped: whether the other object is the first operand.
@@ -283,36 +221,164 @@ class TrainerProxy:
         get, known = _operand(other)
 
         def joined() -> Any:
-            return operation(get(), self._get()) if swapped else operation(self._get(), get())
+            return operation(get(), self.get()) if swapped else operation(self.get(), get())
 
-        texts = [self._where, known]
-        return self._take(joined, f"{operation.__name__}({', '.join(texts[::-1] if swapped else texts)})")
+        texts = [self.where, known]
+        return self.take(joined, f"{operation.__name__}({', '.join(texts[::-1] if swapped else texts)})")
 
-    # `isinstance` sees the object's own class.
-    __class__ = property(lambda self: type(self._get()))
+    def ask_all(self, question: str, of: Callable[[Any], Any]) -> Any:
+        """Like `ask`, but the result depends on all items of the object."""
+        self._check(f"{self.where}.keys()")
+        return self.ask(question, of)
 
-    def _ask_all(self, question: str, of: Callable[[Any], Any]) -> Any:
-        """Like `_ask`, but the result depends on all items of the object."""
-        self._check(f"{self._where}.keys()")
-        return self._ask(question, of)
-
-    def _ask(self, question: str, of: Callable[[Any], Any]) -> Any:
+    def ask(self, question: str, of: Callable[[Any], Any]) -> Any:
         """Return the result of `of` for the current object, and guard this result.
 
         Args:
             question: a text that identifies the guard, together with the object.
         """
-        value = of(self._get())
-        self._inputs.answers.setdefault(
-            ("read", question, self._where), NumberAnswer(self._where, lambda: of(self._get()), value)
+        value = of(self.get())
+        self.inputs.answers.setdefault(
+            ("read", question, self.where), NumberAnswer(self.where, lambda: of(self.get()), value)
         )
         return value
 
 
+class TrainerProxy(Proxy):
+    """A proxy for an object outside of the module. `self.trainer` returns such a proxy to the step's code.
+
+    All attributes are those of the object. `_class_for` adds the special methods of the object's class.
+
+    Args:
+        reads: the reads of the object.
+    """
+
+    __slots__ = ("__weakref__", "_reads")
+
+    def __init__(self, reads: ObjectReads) -> None:
+        object.__setattr__(self, "_reads", reads)
+
+    def __getattribute__(self, name: str) -> Any:
+        """Return an attribute of the object in the form of `ObjectReads.take`.
+
+        Raises:
+            AttributeError: the object does not have the attribute.
+        """
+        reads = reads_of(self)
+        if name == "__class__":  # `isinstance` sees the object's own class
+            return reads.ask("class of", type)
+        if name.startswith("__") and name.endswith("__") and name != "__dict__":
+            return object.__getattribute__(self, name)  # as `_class_for` copies it
+        return reads.attribute(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        reads_of(self).refuse(f"sets {reads_of(self).where}.{name}")
+
+    def __delattr__(self, name: str) -> None:
+        reads_of(self).refuse(f"deletes {reads_of(self).where}.{name}")
+
+    def __bool__(self) -> bool:
+        return bool(reads_of(self).ask_all("bool", bool))
+
+    def __eq__(self, other: object) -> bool:
+        return reads_of(self).compare(operator.eq, other)
+
+    def __lt__(self, other: Any) -> bool:
+        return reads_of(self).compare(operator.lt, other)
+
+    def __le__(self, other: Any) -> bool:
+        return reads_of(self).compare(operator.le, other)
+
+    def __gt__(self, other: Any) -> bool:
+        return reads_of(self).compare(operator.gt, other)
+
+    def __ge__(self, other: Any) -> bool:
+        return reads_of(self).compare(operator.ge, other)
+
+    def __hash__(self) -> int:
+        return int(reads_of(self).ask_all("hash of", hash))
+
+    def __str__(self) -> str:
+        return str(reads_of(self).ask_all("text of", str))
+
+    def __repr__(self) -> str:
+        return str(reads_of(self).ask_all("repr of", repr))
+
+    def __format__(self, spec: str) -> str:
+        return str(reads_of(self).ask_all(f"text as {spec!r} of", lambda value: format(value, spec)))
+
+    def __dir__(self) -> list[str]:
+        return list(reads_of(self).ask("names of", dir))
+
+    def __copy__(self) -> NoReturn:
+        reads_of(self).refuse_operation("a copy")
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        reads_of(self).refuse_operation("a copy")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        reads_of(self).refuse_operation("a pickle")
+
+
+def reads_of(proxy: TrainerProxy) -> ObjectReads:
+    """Return the reads of the object that a proxy stands for."""
+    return object.__getattribute__(proxy, "_reads")  # type: ignore[no-any-return]
+
+
+# Special methods that a proxy has if the object's class has a method of this name.
+_METHODS: dict[str, Callable[..., Any]] = {
+    "__len__": lambda self: reads_of(self).ask_all("len", len),
+    "__contains__": lambda self, key: reads_of(self).holds(key),
+    "__getitem__": lambda self, key: reads_of(self).item(key),
+    "__setitem__": lambda self, key, value: reads_of(self).refuse(f"sets {reads_of(self).where}[{key!r}]"),
+    "__delitem__": lambda self, key: reads_of(self).refuse(f"deletes {reads_of(self).where}[{key!r}]"),
+    "__iter__": lambda self: reads_of(self).items(iter),
+    "__reversed__": lambda self: reads_of(self).items(lambda items: reversed(list(items))),
+    "__add__": lambda self, other: reads_of(self).joined(operator.add, other),
+    "__or__": lambda self, other: reads_of(self).joined(operator.or_, other),
+    "__ror__": lambda self, other: reads_of(self).joined(operator.or_, other, swapped=True),
+    "__call__": lambda self, *args, **kwargs: reads_of(self).refuse(f"calls {reads_of(self).where}()"),
+}
+# Special names that a proxy does not take from the object's class.
+_OWN = frozenset({
+    *vars(TrainerProxy), *vars(object), "__new__", "__init__", "__getattr__", "__dict__", "__weakref__", "__slots__",
+    "__del__", "__getstate__", "__setstate__", "__prepare__", "__array__", "__array_ufunc__", "__array_function__",
+    "__array_priority__", "__array_interface__", "__array_struct__", "__torch_function__",
+}) - {"__doc__", "__module__"}  # fmt: skip
+_CLASSES: dict[type, type[TrainerProxy]] = {}  # class of an object -> class of its proxies
+
+
+def _class_for(kind: type) -> type[TrainerProxy]:
+    """Return a `TrainerProxy` class with the special names of `kind`, so that `isinstance`, `callable` and
+    `hasattr` have the results that they have for the object."""
+    if kind in _CLASSES:
+        return _CLASSES[kind]
+    members: dict[str, Any] = {"__slots__": ()}
+    for base in reversed(kind.__mro__[:-1]):
+        for name, value in vars(base).items():
+            if name.startswith("__") and name.endswith("__") and name not in _OWN:
+                members[name] = _member(name, value)
+    if "__add__" in members:  # a list adds another list only if it is one
+        members["__radd__"] = lambda self, other: reads_of(self).joined(operator.add, other, swapped=True)
+    if kind.__hash__ is None:
+        members["__hash__"] = None
+    return _CLASSES.setdefault(kind, type(kind.__name__, (TrainerProxy,), members))
+
+
+def _member(name: str, value: Any) -> Any:
+    """Return a special name of a proxy's class. A method is the proxy's own, or raises an error. Other values,
+    such as the fields of a dataclass, are those of the object's class."""
+    if name in _METHODS:
+        return _METHODS[name]
+    if not callable(value) or isinstance(value, type):
+        return value
+    return lambda self, *args, **kwargs: reads_of(self).refuse_operation(name)
+
+
 def _operand(other: Any) -> tuple[Callable[[], Any], str]:
     """Return a function that returns the other operand of an operation, and a text that identifies it."""
-    if type(other) is TrainerProxy:
-        return other._get, other._where
+    if isinstance(other, TrainerProxy):
+        return reads_of(other).get, reads_of(other).where
     return lambda: other, repr(form_of(other))
 
 

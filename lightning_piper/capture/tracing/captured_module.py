@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,11 +13,14 @@ from torch import nn
 
 from lightning_piper.capture.metrics.metric_objects import intercepting_calls
 from lightning_piper.capture.proxies.batch_changes import own_attributes
+from lightning_piper.capture.proxies.class_of import STANDS_FOR
 from lightning_piper.capture.python_state.state_protection import changes
-from lightning_piper.capture.python_state.trainer_proxy import TrainerProxy
+from lightning_piper.capture.python_state.trainer_proxy import ObjectReads
 
 if TYPE_CHECKING:
     from lightning_piper.capture.tracing.step_trace import TracedStep
+
+_OWN_CLASS = vars(object)["__class__"].__set__  # sets the class of an object whose class defines `__class__`
 
 
 @contextlib.contextmanager
@@ -60,11 +62,18 @@ def as_captured(module: nn.Module, step: TracedStep) -> Iterator[None]:
     attached, reads = getattr(cls, "trainer", None), step.reads
     if reads is not None and isinstance(attached, property) and attached.fget is not None:
         get = attached.fget
-        watched = partial(TrainerProxy.of, where="self.trainer", step=step.name, check=step.check_read)
-        members["trainer"] = property(
-            lambda self: watched(get(self), reads.inputs, lambda: get(self)), attached.fset
-        )
-    stand_in = type(cls.__name__, (cls,), members | {"__module__": cls.__module__})
+
+        def watched(self: nn.Module) -> Any:
+            trainer = ObjectReads(reads.inputs, lambda: get(self), "self.trainer", step.name, step.check_read)
+            return trainer.proxy(get(self))
+
+        members["trainer"] = property(watched, attached.fset)
+    members |= {
+        "__module__": cls.__module__,
+        "__class__": property(lambda self: cls, _OWN_CLASS),
+        STANDS_FOR: cls,
+    }
+    stand_in = type(cls.__name__, (cls,), members)
     before = set(vars(stand_in))
     module.__class__ = stand_in
     try:
