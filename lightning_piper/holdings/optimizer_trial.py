@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_piper.common.module_copies import finalized
 from lightning_piper.holdings.optimizer_slices import only, own_step
 
 # In `reduced`: the size to which a large side becomes smaller, the size of other dimensions, and the number
@@ -290,6 +291,7 @@ def _copied(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Optimi
     # The copy does not have the instance's `step`, a scheduler's wrapper that would step the original, and
     # the user's hooks (`_optimizer_..._hooks`).
     own = {k: v for k, v in vars(optimizer).items() if k != "step" and not k.startswith("_optimizer_")}
+    known |= {id(x): x for x in finalized(own, known)}  # the end of a copy would run the user's code
     Optimizer.__setstate__(made, copy.deepcopy(own, known))
     made.param_groups[:] = [dict(group) for group in groups]
     return made

@@ -23,6 +23,7 @@ from lightning_piper.checkpoint.snapshot import HostRoom, snapshot
 from lightning_piper.checkpoint.state import Loading, referenced, resolved
 from lightning_piper.checkpoint.tensor_ranges import TensorRange
 from lightning_piper.common.lightning_packages import is_exactly
+from lightning_piper.common.module_copies import finalized
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.distributed_marks import parts_of
 from lightning_piper.holdings.materialization import Known
@@ -150,7 +151,8 @@ class Saves:
         storage_options: Any | None,
         behind: bool,
     ) -> None:
-        """Save a checkpoint that is one file. With `behind`, a thread writes it in the background.
+        """Save a checkpoint that is one file. With `behind`, a thread writes it in the background, unless a copy of
+        the checkpoint would run `__del__` of the user's objects.
 
         Args:
             io: The checkpoint plugin.
@@ -162,7 +164,7 @@ class Saves:
             Exception: This checkpoint, or the previous one, cannot be saved.
         """
         self.wait()
-        if not behind:
+        if not behind or next(finalized(content), None) is not None:
             save_in_one_go(io, content, path, storage_options)
             return
         check_values(content)
@@ -189,7 +191,7 @@ class Saves:
         """
         self.wait()
         self._planned = saving = Saving(path, ranges, content, world, self._planned)
-        if not behind:
+        if not behind or next(finalized(content), None) is not None:
             saving.write(world)
             return
         saving.copy(self._room)

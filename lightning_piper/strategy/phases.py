@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_piper.batch_norms import plain_batch_norms
 from lightning_piper.checkpoint.state import referenced
+from lightning_piper.common.module_copies import end_copies
 from lightning_piper.directives import replicas_of
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.materialization import is_on_meta
@@ -175,6 +176,7 @@ class Starting:
                 batch.
         """
         before, written = self.standalone, choice.written
+        end_copies(before.module)
         found, self.kept = replicas_of(written.directives), choice.file
         for handle in written.annotate(before.module):
             tags.callback(handle.remove)
@@ -192,6 +194,7 @@ class Starting:
         """
         found = self.standalone.world.on_rank_zero(written)
         assert found is not None
+        end_copies(self.standalone.module)
         for handle in found.annotate(self.standalone.module):
             tags.callback(handle.remove)
         settings = dataclasses.replace(self.standalone.settings, program=found.directives)

@@ -6,7 +6,6 @@ device.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from lightning_piper.capture import flatten
 from lightning_piper.capture.eager.eager_reference import Outcome
 from lightning_piper.capture.eager.eager_step import EagerStep, is_of_none
 from lightning_piper.capture.user_code.step_arguments import arguments
+from lightning_piper.common.module_copies import copy_module
 from lightning_piper.directives import Directive, replicas_of
 from lightning_piper.directives.replicate import without_sharding
 from lightning_piper.errors import CaptureError, DirectiveError
@@ -45,9 +45,9 @@ def verify_executed(
         seed: The seed of random numbers.
 
     Raises:
-        CaptureError: `why`, if this check cannot run the step: it is too late (`why.late`), the module optimizes
-            manually, or the replicas cannot divide the batch equally. Or if the program does more than replicate
-            the step.
+        CaptureError: `why`, if this check cannot run the step. It cannot if it is too late (`why.late`), if the
+            module optimizes manually or cannot be copied (`copy_module`), or if the replicas cannot divide the
+            batch equally. Or if the program does more than replicate the step.
     """
     found = replicas_of(program)
     replicas = max(found.values(), default=0) + 1
@@ -57,6 +57,7 @@ def verify_executed(
         or not getattr(module, "automatic_optimization", True)
         or runs.spec.undivided
         or runs.spec.size % replicas
+        or any(hasattr(type(part), "__del__") for part in module.modules())
     ):
         raise why
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
@@ -134,7 +135,7 @@ class _UserRuns:
         """Return the gradients of one of several equal parts of the batch. With `nudge`, move each parameter
         by one ulp first.
         """
-        module = copy.deepcopy(self._module)
+        module = copy_module(self._module)
         if nudge:
             generator = torch.Generator().manual_seed(nudge)
             with torch.no_grad():

@@ -354,6 +354,7 @@ class _Flattener:
         """Return the skeleton's entry for an item that is neither a tensor nor an array. The callers handle
         lists with one element for each sample."""
         if is_object(item) and (id(item) in self._opened or next(tensors_of(item), None) is not None):
+            _check_copies(item, path)
             return self._open(item, path)
         if isinstance(item, weakref.ref) and (index := self._opened.get(id(item()))) is not None:
             return RepeatedObject(index, weak=True)
@@ -366,6 +367,7 @@ class _Flattener:
             if not self._given:
                 raise _UnsupportedObject(type(item).__name__, path)
             return self._carry(OpaqueObject, path, item)
+        _check_copies(item, path)
         values = [self.skeleton(value, path + end) for end, value in entries(item)]
         try:
             return _with(item, values)
@@ -382,6 +384,11 @@ class _Flattener:
         for name, value in (attributes_of(item) or {}).items():
             found.attributes[name] = self.skeleton(value, f"{path}.{name}")
         return found
+
+
+def _check_copies(item: Any, path: str) -> None:
+    if hasattr(type(item), "__del__"):
+        raise _UnsupportedObject(f"{type(item).__name__}, whose __del__ would also run for copies,", path)
 
 
 def _check_key(key: Any, path: str) -> None:

@@ -92,6 +92,8 @@ def attributes_of(item: Any) -> dict[str, Any] | None:
                     found[mangled] = object.__getattribute__(item, mangled)
     if not found:
         return None
+    if hasattr(kind, "__del__"):  # the end of a new object would run the user's code
+        return found
     try:
         object.__new__(kind)
     except TypeError:  # the type is written in C

@@ -8,7 +8,6 @@ trace. The trace of these layers also describes the equal layers that the copy l
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from lightning_piper.annotate import repeated_blocks
+from lightning_piper.common.module_copies import FinalizedModule, copy_module
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.values import TensorSpec
 
@@ -105,7 +105,7 @@ def copy_of(module: nn.Module) -> nn.Module:
     """Return a copy that shares its parameters and buffers, and its Trainer or Fabric, with the module.
 
     Raises:
-        CaptureError: The module cannot be copied.
+        CaptureError: The module cannot be copied, or it or a submodule defines `__del__`.
     """
     kept: list[Any] = [*module.parameters(), *module.buffers()]
     owners = {
@@ -115,10 +115,15 @@ def copy_of(module: nn.Module) -> nn.Module:
         if vars(part).get(attribute) is not None
     }
     try:
-        copied = copy.deepcopy(module, {id(x): x for x in (*kept, *owners.values())})
+        copied = copy_module(module, (*kept, *owners.values()))
         for (name, attribute), owner in owners.items():  # a copied LightningModule is without its trainer
             vars(copied.get_submodule(name))[attribute] = owner
         return copied
+    except FinalizedModule as error:
+        raise CaptureError(
+            f"{error}, and a search works on a copy. Move __del__ to an object that the module holds, or "
+            "annotate the stages of the module [PIPER-C024]"
+        ) from error
     except Exception as error:
         found = f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error})"
         raise CaptureError(
