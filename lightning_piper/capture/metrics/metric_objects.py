@@ -19,8 +19,8 @@ from torch.fx import Node
 
 from lightning_piper.capture.metrics.sample_dicts import stack_dicts
 from lightning_piper.capture.proxies.batch import flatten
-from lightning_piper.capture.proxies.class_of import STANDS_FOR
 from lightning_piper.capture.proxies.metric_values import MetricValueProxy
+from lightning_piper.capture.proxies.proxy_classes import STANDS_FOR
 from lightning_piper.common.user_lines import user_line
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.metric_calls import Later, MetricCall, MetricCalls, MetricLog, MetricResult

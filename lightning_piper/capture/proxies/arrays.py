@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from lightning_piper.capture.proxies.class_of import Proxy
 from lightning_piper.capture.proxies.opaque_content import content_of, is_stand_in
+from lightning_piper.capture.proxies.proxy_classes import Proxy
 from lightning_piper.capture.user_code.replaced_attribute import replaced_attribute
 from lightning_piper.common.user_lines import user_line
 from lightning_piper.errors import CaptureError

@@ -21,9 +21,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from lightning_piper.capture.proxies.class_of import Proxy, class_of
 from lightning_piper.capture.proxies.data_dependent_shapes import SELECTING, DataDependentTensor
 from lightning_piper.capture.proxies.numbers import NumberProxy, holds_number
+from lightning_piper.capture.proxies.proxy_classes import Proxy, class_of
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.capture.user_code.replaced_attribute import replaced_attribute
 from lightning_piper.common.user_lines import user_line

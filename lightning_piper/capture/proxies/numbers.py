@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from lightning_piper.capture.proxies.class_of import Proxy
+from lightning_piper.capture.proxies.proxy_classes import Proxy
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.capture.user_code.replaced_attribute import replaced_attribute
 from lightning_piper.ir.values import TensorSpec

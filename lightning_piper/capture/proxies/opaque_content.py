@@ -24,7 +24,7 @@ from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
-from lightning_piper.capture.proxies.class_of import Proxy
+from lightning_piper.capture.proxies.proxy_classes import Proxy
 from lightning_piper.capture.proxies.sample_lists import SampleList
 from lightning_piper.errors import CaptureError
 

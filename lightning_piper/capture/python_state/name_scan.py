@@ -100,9 +100,9 @@ class _NameScan:
         others: further classes whose attributes are places if the code names them.
 
     Attributes:
-        places: key -> place.
-        namespaces: id of a globals dict -> the dict, and the names that the code calls from it.
-        compared: id of a globals dict -> the names that the code compares by `is`.
+        places: Key -> place.
+        namespaces: Id of a globals dict -> the dict, and the names that the code calls from it.
+        compared: The same key -> the names that the code compares by `is`.
     """
 
     def __init__(self, module: nn.Module, others: Iterable[type]) -> None:

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from lightning_piper.capture.proxies.batch import BatchSpec
-from lightning_piper.capture.proxies.class_of import Proxy
 from lightning_piper.capture.proxies.deferred_numbers import is_deferred
 from lightning_piper.capture.proxies.numbers import NumberProxy
+from lightning_piper.capture.proxies.proxy_classes import Proxy
 from lightning_piper.capture.python_state.state_locations import ALL, Guard, StateLocation
 from lightning_piper.capture.python_state.state_protection import Attribute, attributes
 from lightning_piper.capture.torch_private import _torch

@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from lightning_piper.capture.proxies.class_of import Proxy
 from lightning_piper.capture.proxies.numbers import NumberAnswer, NumberInputs, NumberProxy
+from lightning_piper.capture.proxies.proxy_classes import Proxy
 from lightning_piper.capture.python_state.state_locations import MISSING, form_of, is_sequence
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.common.user_lines import user_line
@@ -247,7 +247,7 @@ class ObjectReads:
 class TrainerProxy(Proxy):
     """A proxy for an object outside of the module. `self.trainer` returns such a proxy to the step's code.
 
-    All attributes are those of the object. `_class_for` adds the special methods of the object's class.
+    It has the attributes of the object. `_class_for` adds the special methods of the object's class.
 
     Args:
         reads: the reads of the object.
@@ -367,7 +367,7 @@ def _class_for(kind: type) -> type[TrainerProxy]:
 
 def _member(name: str, value: Any) -> Any:
     """Return a special name of a proxy's class. A method is the proxy's own, or raises an error. Other values,
-    such as the fields of a dataclass, are those of the object's class."""
+    such as the fields of a dataclass, stay as the object's class has them."""
     if name in _METHODS:
         return _METHODS[name]
     if not callable(value) or isinstance(value, type):

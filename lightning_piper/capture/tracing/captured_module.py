@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_piper.capture.metrics.metric_objects import intercepting_calls
 from lightning_piper.capture.proxies.batch_changes import own_attributes
-from lightning_piper.capture.proxies.class_of import STANDS_FOR
+from lightning_piper.capture.proxies.proxy_classes import STANDS_FOR
 from lightning_piper.capture.python_state.state_protection import changes
 from lightning_piper.capture.python_state.trainer_proxy import ObjectReads
 
