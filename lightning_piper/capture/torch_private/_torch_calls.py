@@ -62,8 +62,14 @@ def number_backward(loss: torch.Tensor) -> None:
 
 
 def merges_gradients() -> bool:
-    """Return whether the current backward operation adds gradients of one value."""
-    return fx_traceback.GRADIENT_ACC_SPECIAL_STACK in fx_traceback.current_meta.get("stack_trace", "")
+    """Return whether the current backward operation adds gradients of one value.
+
+    torch 2.11 leaves the mark of an addition in `stack_trace` when the next operation begins, but the addition
+    itself runs outside of any `in_grad_fn`.
+    """
+    about = fx_traceback.current_meta
+    marked = fx_traceback.GRADIENT_ACC_SPECIAL_STACK in about.get("stack_trace", "")
+    return marked and not about.get("in_grad_fn", 0)
 
 
 @cache
