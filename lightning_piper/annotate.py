@@ -102,13 +102,13 @@ def annotate(tag: str, index: int | None = None) -> AbstractContextManager[None]
     """
     if not is_name(tag) or tag in RESERVED:
         raise CaptureError(
-            f"annotate: tag {shown(tag)} is not usable; give a non-empty string other than "
+            f"annotate: tag {shown(tag)} is not usable. Give a non-empty string other than "
             f"{', '.join(RESERVED)} [PIPER-C013]"
         )
     number = integer(index)
     if index is not None and (number is None or not 0 <= number < INDEX):
         raise CaptureError(
-            f"annotate({tag!r}): index {shown(index)} is not usable; give an integer >= 0, or leave it out"
+            f"annotate({tag!r}): index {shown(index)} is not usable. Give an integer >= 0, or leave it out"
             " [PIPER-C013]"
         )
     if _counters is None:
@@ -174,12 +174,12 @@ def annotate_modules(model: nn.Module, tag: str, groups: Sequence[Sequence[str]]
     annotate(tag)  # validates the tag
     if not isinstance(model, nn.Module):
         raise CaptureError(
-            f"annotate_modules({tag!r}): the model is a {type(model).__name__}; give a torch.nn.Module"
+            f"annotate_modules({tag!r}): the model is a {type(model).__name__}. Give a torch.nn.Module"
             " [PIPER-C013]"
         )
     if not isinstance(groups, Sequence) or isinstance(groups, str):
         raise CaptureError(
-            f"annotate_modules({tag!r}): groups is {shown(groups)}; give a list of lists of patterns"
+            f"annotate_modules({tag!r}): groups is {shown(groups)}. Give a list of lists of patterns"
             " [PIPER-C013]"
         )
     names = dict(model.named_modules())
@@ -189,7 +189,7 @@ def annotate_modules(model: nn.Module, tag: str, groups: Sequence[Sequence[str]]
         if not listed or not all(isinstance(pattern, str) for pattern in patterns):
             what = f"the string {shown(patterns)}" if isinstance(patterns, str) else shown(patterns)
             raise CaptureError(
-                f"annotate_modules({tag!r}): groups[{index}] is {what}; give a list of patterns [PIPER-C013]"
+                f"annotate_modules({tag!r}): groups[{index}] is {what}. Give a list of patterns [PIPER-C013]"
             )
         for pattern in patterns:
             found = [name for name in names if name and fnmatch.fnmatchcase(name, pattern)]

@@ -46,7 +46,7 @@ def mean(values: torch.Tensor, count: torch.Tensor | float) -> torch.Tensor:
         return values.sum() / count
     if count.numel() != 1:
         raise CaptureError(
-            f"piper.mean: count has shape {tuple(count.shape)}; give a single number, such as mask.sum()"
+            f"piper.mean: count has shape {tuple(count.shape)}. Give a single number, such as mask.sum()"
             " [PIPER-C013]"
         )
     number: torch.Tensor = torch.ops.lightning_piper.count(count.detach().reshape(()))

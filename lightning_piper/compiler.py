@@ -161,7 +161,7 @@ class Compiled:
         """
         if not isinstance(node, int) or node not in self.dag.nodes:
             raise NodeNotFoundError(
-                f"the training DAG has no node {shown(node)}; print(compiled.dag) lists them [PIPER-A002]"
+                f"the training DAG has no node {shown(node)}. Run print(compiled.dag) to list them [PIPER-A002]"
             )
         found: Node = self.dag.nodes[node]
         lines = [line_of(self.dag, found)]
@@ -398,7 +398,7 @@ def verify(module: nn.Module, batch: Any, directives: Any, *, seed: int = 0) -> 
     program = parse(directives)
     if not isinstance(module, nn.Module):
         raise CaptureError(
-            f"verify: the module is a {type(module).__name__}; give a LightningModule [PIPER-A001]"
+            f"verify: the module is a {type(module).__name__}. Give a LightningModule [PIPER-A001]"
         )
     if integer(seed) is None:
         raise CaptureError(f"verify(seed={shown(seed)}): give an integer [PIPER-A001]")

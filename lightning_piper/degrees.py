@@ -363,4 +363,6 @@ def _is_untagged(directive: Directive) -> bool:
 
 
 def _refuse(name: str, value: Any, accepted: str) -> None:
-    raise DirectiveError(f"degrees: {name}={shown(value)}; {accepted} [PIPER-D023]")
+    raise DirectiveError(
+        f"degrees: {name} is {shown(value)}. {accepted[0].upper()}{accepted[1:]} [PIPER-D023]"
+    )

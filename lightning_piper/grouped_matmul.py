@@ -35,12 +35,12 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) 
     """
     if not all(isinstance(tensor, torch.Tensor) for tensor in (x, weight, counts)):
         kinds = ", ".join(type(tensor).__name__ for tensor in (x, weight, counts))
-        raise CaptureError(f"grouped_linear: x, weight and counts are {kinds}; give tensors [PIPER-C014]")
+        raise CaptureError(f"grouped_linear: x, weight and counts are {kinds}. Give tensors [PIPER-C014]")
     fits = x.ndim == 2 and weight.ndim == 3 and counts.ndim == 1
     if not fits or x.shape[1] != weight.shape[2] or weight.shape[0] != counts.shape[0]:
         raise CaptureError(
             f"grouped_linear: x {list(x.shape)}, weight {list(weight.shape)} and counts "
-            f"{list(counts.shape)} do not fit; give "
+            f"{list(counts.shape)} do not fit. Give "
             "x [T, in], weight [E, out, in] and counts [E] [PIPER-C014]"
         )
     if torch.is_autocast_enabled(x.device.type):
@@ -49,7 +49,7 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) 
         x, weight = (v if v.dtype is torch.float64 else v.to(dtype) for v in (x, weight))
     if x.dtype != weight.dtype:
         raise CaptureError(
-            f"grouped_linear: x is {x.dtype}, weight is {weight.dtype}; give both the same dtype [PIPER-C014]"
+            f"grouped_linear: x is {x.dtype}, weight is {weight.dtype}. Give both the same dtype [PIPER-C014]"
         )
     made: torch.Tensor = _grouped_mm(x, weight.transpose(1, 2), counts)
     return made

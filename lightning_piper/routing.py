@@ -91,7 +91,7 @@ def dispatch(tokens: torch.Tensor, counts: torch.Tensor | None = None) -> Any:
     """
     if not isinstance(tokens, torch.Tensor) or not isinstance(counts, torch.Tensor | None):
         raise CaptureError(
-            f"dispatch: tokens and counts are {type(tokens).__name__}, {type(counts).__name__}; give tensors"
+            f"dispatch: tokens and counts are {type(tokens).__name__}, {type(counts).__name__}. Give tensors"
             " [PIPER-C014]"
         )
     least = 2 if counts is None else 1
@@ -101,12 +101,12 @@ def dispatch(tokens: torch.Tensor, counts: torch.Tensor | None = None) -> Any:
             if counts is None
             else "[T, ...], one row for each token"
         )
-        raise CaptureError(f"dispatch: tokens of shape {list(tokens.shape)}; give {form} [PIPER-C014]")
+        raise CaptureError(f"dispatch: tokens of shape {list(tokens.shape)}. Give {form} [PIPER-C014]")
     if counts is not None and (
         counts.ndim != 1 or counts.is_floating_point() or counts.is_complex() or counts.dtype is torch.bool
     ):
         raise CaptureError(
-            f"dispatch: counts are {counts.dtype}{list(counts.shape)}; give one integer for each expert, [E]"
+            f"dispatch: counts are {counts.dtype}{list(counts.shape)}. Give one integer for each expert, [E]"
             " [PIPER-C014]"
         )
     if _sites is None:
@@ -142,7 +142,7 @@ def combine(outputs: torch.Tensor) -> torch.Tensor:
         CaptureError: `outputs` is not a tensor, or a captured step has no `dispatch` before this call.
     """
     if not isinstance(outputs, torch.Tensor):
-        raise CaptureError(f"combine: the outputs are a {type(outputs).__name__}; give a tensor [PIPER-C014]")
+        raise CaptureError(f"combine: the outputs are a {type(outputs).__name__}. Give a tensor [PIPER-C014]")
     if _sites is None:
         return outputs
     if not _sites.calls:

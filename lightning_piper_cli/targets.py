@@ -33,7 +33,7 @@ def module_of(target: str) -> nn.Module:
     module = made(target)
     if not isinstance(module, nn.Module):
         raise UsageError(
-            f"{target} returns a {type(module).__name__}; name a LightningModule class or a function that "
+            f"{target} returns a {type(module).__name__}. Name a LightningModule class or a function that "
             "makes one"
         )
     return module
@@ -66,7 +66,7 @@ def made(target: str) -> Any:
         inspect.signature(found).bind()
     except TypeError as error:
         raise UsageError(
-            f"{target} cannot be called without arguments: {error}; name a function without required "
+            f"{target} cannot be called without arguments: {error}. Name a function without required "
             "arguments"
         ) from None
     return found()
@@ -79,7 +79,7 @@ def check_program(target: str) -> None:
         return
     if ":" not in target:
         raise UsageError(
-            f"{target!r} is not a program; give the path of a JSON file (*.json), or a function that makes "
+            f"{target!r} is not a program. Give the path of a JSON file (*.json), or a function that makes "
             f"one, {TARGET}"
         )
     check_target(target)
@@ -97,7 +97,7 @@ def check_target(target: str) -> None:
             raise UsageError(f"there is no file {place!r}")
         return
     if not all(part.isidentifier() for part in place.split(".")):
-        raise UsageError(f"{place!r} is not the name of a Python module; give {TARGET}")
+        raise UsageError(f"{place!r} is not the name of a Python module. Give {TARGET}")
     package = place.partition(".")[0]
     if package not in sys.modules and not _is_found(package):
         raise _no_module(package)
@@ -108,7 +108,7 @@ def _divided(target: str) -> tuple[str, str]:
     "train.py:batch". Raise UsageError if one of them is missing."""
     place, _, name = target.rpartition(":")
     if not place or not name:
-        raise UsageError(f"{target!r} does not name anything to import; give {TARGET}")
+        raise UsageError(f"{target!r} does not name anything to import. Give {TARGET}")
     return place, name
 
 

@@ -73,7 +73,7 @@ def test_an_order_is_refused_or_runs(
     try:
         apply_program(dag, program)
     except DirectiveError as error:
-        cycle = re.search(r"this order closes a cycle: (.*); remove or reverse", str(error))
+        cycle = re.search(r"this order closes a cycle: (.*). Remove or reverse", str(error))
         assert cycle, error
         steps = re.split(r" -> \((?:data|order, directive \d+)\) ", cycle[1])
         assert len(steps) > 2 and steps[0] == steps[-1], "the cycle is printed from its begin to its begin"

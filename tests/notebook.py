@@ -40,7 +40,7 @@ def main() -> int:
         nbformat.write(found, PAGE)
     if PAGE.stat().st_size > LARGEST:
         print(
-            f"{PAGE.name} has {PAGE.stat().st_size} bytes; keep its outputs small: at most {LARGEST}",
+            f"{PAGE.name} has {PAGE.stat().st_size} bytes. Keep its outputs small: at most {LARGEST}",
             file=sys.stderr,
         )
         return 1

@@ -137,7 +137,7 @@ def test_a_tag_is_a_string_that_is_not_reserved(tag: Any) -> None:
 
 @pytest.mark.parametrize("index", [-1, 1.0, True, "0"])
 def test_an_index_is_a_number_from_zero(index: Any) -> None:
-    with pytest.raises(CaptureError, match=r"annotate\('PP'\): index .* is not usable; give an integer >= 0"):
+    with pytest.raises(CaptureError, match=r"annotate\('PP'\): index .* is not usable. Give an integer >= 0"):
         annotate("PP", index)
 
 
@@ -228,7 +228,7 @@ def test_a_capture_that_fails_inside_of_a_module_leaves_no_context_open(
             [["layers.*"], ["head", "*.1"]],
             r"module 'layers.1' is matched by groups 0 and 1; a module belongs to one group",
         ),
-        (["layers.0", "head"], r"groups\[0\] is the string 'layers.0'; give a list of patterns"),
+        (["layers.0", "head"], r"groups\[0\] is the string 'layers.0'. Give a list of patterns"),
     ],
 )
 def test_wrong_groups_are_refused_and_leave_no_hook(groups: Any, says: str) -> None:

@@ -23,17 +23,17 @@ from lightning_piper.directives import parse
         (lambda: piper.Split(microbatches=2), r"Split\(microbatches=...\): .*Did you mean 'num_microbatches'\?"),
         (lambda: piper.PiperStrategy(zero_stage=3), r"PiperStrategy\(zero_stage=...\): .*Did you mean 'zero'\?"),
         (lambda: piper.parallel(microbatch=2), r"parallel\(microbatch=...\): .*Did you mean 'microbatches'\?"),
-        (lambda: parse([{"op": "place", "device": 0}]), r"field 'device': unknown; .*Did you mean 'devices'\?"),
+        (lambda: parse([{"op": "place", "device": 0}]), r"field 'device' is unknown. .*Did you mean 'devices'\?"),
     ],
 )  # fmt: skip
 def test_the_nearest_name_is_proposed(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(piper.PiperError, match=message) as caught:
         call()
-    assert "unknown; accepted are " in str(caught.value)
+    assert "unknown. Give one of " in str(caught.value)
 
 
 def test_a_name_unlike_all_others_gets_the_list_only() -> None:
-    assert unknown("qqq", ["filter", "devices"]) == "unknown; accepted are filter, devices"
+    assert unknown("qqq", ["filter", "devices"]) == "unknown. Give one of filter, devices"
     assert problem_of(lambda **anything: None, ["qqq"]) is None
 
 

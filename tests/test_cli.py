@@ -318,7 +318,7 @@ def test_files_that_are_not_there_fail(project: Path, capsys: pytest.CaptureFixt
     )
     assert (
         failure(capsys, "simulate", "--latency", "-1")
-        == "latency is -1.0; give 0, or a number from 1e-15 to 1e15 [PIPER-T001]\n"
+        == "latency is -1.0. Give 0, or a number from 1e-15 to 1e15 [PIPER-T001]\n"
     )
 
 
@@ -326,11 +326,11 @@ USAGE = {
     "no command": ([], "the following arguments are required: command"),
     "no target": (
         arguments("check", module="stages"),
-        "'stages' does not name anything to import; give package.module:name or",
+        "'stages' does not name anything to import. Give package.module:name or",
     ),
     "no program": (
         arguments("check", directives="programs"),
-        "'programs' is not a program; give the path of a JSON file (*.json), or",
+        "'programs' is not a program. Give the path of a JSON file (*.json), or",
     ),
     "no module": (
         arguments("check", module="nowhere:module"),
@@ -340,7 +340,7 @@ USAGE = {
     "no name": (arguments("check", module="stages:nothing"), "stages has no 'nothing'"),
     "no LightningModule": (
         arguments("check", module="stages:batch"),
-        "stages:batch returns a Tensor; name a LightningModule class or",
+        "stages:batch returns a Tensor. Name a LightningModule class or",
     ),
     "arguments": (
         arguments("check", module="stages:Needy"),
@@ -354,11 +354,11 @@ USAGE = {
     ),
     "no node": (
         ["explain", "abc", *arguments("")[1:]],
-        "argument NODE: 'abc' is not a node; give its number as plans print it",
+        "argument NODE: 'abc' is not a node. Give its number as plans print it",
     ),
     "a file for a folder": (
         arguments("check", "--dump", "stages.py"),
-        "'stages.py' is a file; give a folder",
+        "'stages.py' is a file. Give a folder",
     ),
     "no folder": (
         arguments("viz", "-o", "nowhere/step.svg"),

@@ -156,16 +156,16 @@ USAGE = {
     ),
 }
 REFUSED = {
-    "no device": (["--devices", "0"], "search: devices=0; give an integer from 1"),
+    "no device": (["--devices", "0"], "search: devices=0. Give an integer from 1"),
     "a size that is none": (
         ["--devices", "2", "--memory", "much"],
-        "search: memory='much'; give bytes above 0, or text such as '24GiB'",
+        "search: memory='much'. Give bytes above 0, or text such as '24GiB'",
     ),
     "too little": (
         ["--devices", "2", "--memory", "1KiB"],
         "search: no program fits in 1 KiB. Give at least",
     ),
-    "hardware": (["--devices", "2", "--hardware", "abacus"], "there is no hardware 'abacus'; give one of"),
+    "hardware": (["--devices", "2", "--hardware", "abacus"], "there is no hardware 'abacus'. Give one of"),
     "a file": (["--devices", "2", "--hardware", "none.json"], "hardware file 'none.json' does not exist"),
 }
 
@@ -215,7 +215,7 @@ def test_every_command_tags_the_module(name: str, project: Path, capsys: pytest.
 def test_annotations_that_are_none(annotate: Any) -> None:
     for read in (piper.directives.parse, annotations_of):
         with pytest.raises(
-            piper.DirectiveError, match=r"the program: the key 'annotate' is .*; give an object of lists"
+            piper.DirectiveError, match=r"the program: the key 'annotate' is .*. Give an object of lists"
         ):
             read({**two_stages(), "annotate": annotate})
     assert (

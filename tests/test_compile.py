@@ -238,7 +238,7 @@ def test_a_message_is_explained_by_the_edge_that_it_serves() -> None:
 
 
 def test_a_node_that_is_not_there() -> None:
-    with pytest.raises(KeyError, match=r"has no node 999; print\(compiled.dag\) lists them"):
+    with pytest.raises(KeyError, match=r"has no node 999. Print\(compiled.dag\) lists them"):
         of("mlp", []).explain(999)
 
 
@@ -248,7 +248,7 @@ def test_a_node_that_is_not_there() -> None:
 @pytest.mark.parametrize(
     ("program", "says"),
     [
-        ([{"op": "plac"}], r"directive 0 \(op 'plac'\): field 'op': unknown"),
+        ([{"op": "plac"}], r"directive 0 \(op 'plac'\): field 'op' is unknown"),
         ([*place(0), split(9)], r"directive 1 \(split\): .* at most 4"),
         (place(0), "leaves 1 without a device: PP=1"),
         (place(0, 3), "without gaps"),

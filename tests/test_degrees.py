@@ -52,7 +52,7 @@ def batch(samples: int = 16) -> list[torch.Tensor]:
     (["zero3"], {"zero": 1}, "'zero3', zero=1.*: 'zero3' means zero=3. Leave one of them out"),
     (["ddp"], {"zero": 3, "dp": 2}, "'ddp', zero=3.*: 'ddp' means zero=0. Leave one of them out"),
     ([], {"dp": 3, "ep": 2}, "dp=3, ep=2: ep is not a divisor of dp. Give a dp that is a multiple of 2"),
-    ([], {"pp": 4, "schedule": "dualpipev", "microbatches": 3}, "3 microbatches for 8 stages; give at least 8"),
+    ([], {"pp": 4, "schedule": "dualpipev", "microbatches": 3}, "3 microbatches for 8 stages. Give at least 8"),
 ])  # fmt: skip
 def test_a_strategy_reports_what_does_not_compose(args: Any, fields: Any, message: str) -> None:
     with pytest.raises(piper.DirectiveError, match=message):
@@ -298,9 +298,9 @@ class Apart(Net):
         ((1, 0), {}, r"PP=0 \(.*\) runs after PP=1 \(.*\), so the stages are not numbered in the order in which"),
         ((0, None, 1), {}, r"no stage runs the code at .*:\d+ \(x = block\(x\)\), with blocks.1.0.weight, .*, "
                            r"between PP=0 and PP=1. Annotate this code .*: with piper.annotate\('PP', 0\)"),
-        ((0, None, 1), {"dp": 2}, r"no stage runs the code at .*, between PP=0 and PP=1; annotate this code"),
+        ((0, None, 1), {"dp": 2}, r"no stage runs the code at .*, between PP=0 and PP=1. Annotate this code"),
         ((0, 1), {"dp": 2, "microbatches": 16}, "16 samples cannot be split into 16 microbatches for each of 2 "
-                                                "replicas; give at most 8, or a batch of at least 32 samples"),
+                                                "replicas. Give at most 8, or a batch of at least 32 samples"),
         ((0, 1, 2), {}, "2 stages, but Apart annotates PP=0, PP=1, PP=2. Annotate PP=0 to PP=1"),
     ],
 )  # fmt: skip

@@ -63,8 +63,8 @@ def test_what_is_no_file_or_too_large(read: Callable[[Any], object], tmp_path: P
     os.mkfifo(tmp_path / "pipe")
     with (tmp_path / "large").open("wb") as file:
         file.truncate(2**30)
-    soon(lambda: read(tmp_path / "pipe"), "it is a pipe or a device; give a file")
-    soon(lambda: read("/dev/zero"), "it is a pipe or a device; give a file")
+    soon(lambda: read(tmp_path / "pipe"), "it is a pipe or a device. Give a file")
+    soon(lambda: read("/dev/zero"), "it is a pipe or a device. Give a file")
     soon(lambda: read(tmp_path), "it is a directory")
     soon(lambda: read(tmp_path / "large"), f"it has {2**30} bytes; at most {limits.FILE} are read")
     soon(lambda: read("\0"), "cannot be read")
@@ -73,27 +73,27 @@ def test_what_is_no_file_or_too_large(read: Callable[[Any], object], tmp_path: P
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: schedules.gpipe(2, 10**9), "microbatches=1000000000; give fewer"),
+        (lambda: schedules.gpipe(2, 10**9), "microbatches=1000000000. Give fewer"),
         (
             lambda: schedules.v_min(1000, 1000),
-            "1000 stages with 1000 microbatches; give fewer: a step has at most 200000 passes",
+            "1000 stages with 1000 microbatches. Give fewer: a step has at most 200000 passes",
         ),
         (
             lambda: schedules.zbv(1000, 1000),
-            "1000 stages with 1000 microbatches; give fewer: a step has at most 200000 passes",
+            "1000 stages with 1000 microbatches. Give fewer: a step has at most 200000 passes",
         ),
         (lambda: schedules.from_csv("999999999F999999999,0F0\n"), "stage 0, microbatch 0 has 0F0"),
         (lambda: schedules.from_csv("9" * 5000 + "F0,\n"), "is not an action"),
         (lambda: schedules.from_csv("0F0," + "x" * 200_000), "cannot be read as CSV"),
         (
             lambda: schedules.one_f_one_b(2, 4, devices=2),
-            r"devices=2; give one device >= 0, or one group of "
+            r"devices=2. Give one device >= 0, or one group of "
             r"devices, for each rank",
         ),
-        (lambda: schedules.one_f_one_b(2, 4, devices="01"), "devices='01'; give one device"),
+        (lambda: schedules.one_f_one_b(2, 4, devices="01"), "devices='01'. Give one device"),
         (lambda: schedules.one_f_one_b(2, 4, devices=[[0], [[1]]]), "give one device"),
         (lambda: schedules.one_f_one_b(2, 4, tag="MB"), "tag and dim_name are both 'MB'"),
-        (lambda: schedules.one_f_one_b(None, 4), "stages=None; give an integer >= 1"),
+        (lambda: schedules.one_f_one_b(None, 4), "stages=None. Give an integer >= 1"),
         (lambda: parse([piper.Place(filter={}, devices=[0])] * 10_001), "at most 10000 directives"),
         (
             lambda: parse([piper.Split(filter={}, dim_name="MB", num_microbatches=10**9)]),
@@ -108,7 +108,7 @@ def test_what_is_no_file_or_too_large(read: Callable[[Any], object], tmp_path: P
         ),
         (
             lambda: parse([piper.Replicate(filter={}, devices=[0, 1], bucket_size=float("inf"))]),
-            "inf; give a number of MB",
+            "inf. Give a number of MB",
         ),
         (lambda: Link(10**400), "latency is a?"),
     ],

@@ -181,7 +181,7 @@ class Simulated:
             more = f" (and {len(self.faults) - 1} more faults)" if len(self.faults) > 1 else ""
             raise ExecutionError(
                 f"on the simulated accelerator, {self.faults[0]}{more}. If you added an operation, check what "
-                "it waits for; otherwise report this [PIPER-X001]"
+                "it waits for. Otherwise, report this [PIPER-X001]"
             )
 
     def read(self, what: str, accesses: list[Access]) -> None:
@@ -225,7 +225,7 @@ class Simulated:
         """Return the error for queues that wait for each other."""
         return ExecutionError(
             f"the simulated accelerator cannot continue: {'; '.join(self.scheduler.standing())}. If you "
-            "added an operation, check what it waits for; otherwise report this [PIPER-X001]"
+            "added an operation, check what it waits for. Otherwise, report this [PIPER-X001]"
         )
 
     def of_work(self, x: torch.Tensor, touched: list[StorageBlock]) -> torch.Tensor:

@@ -19,9 +19,9 @@ SIMILAR = 0.5
 
 def unknown(name: object, accepted: Iterable[str]) -> str:
     """Return what an error says about an unknown name: the accepted names, and the nearest of them if it is
-    similar. An example is "unknown; accepted are filter, devices. Did you mean 'devices'?"."""
+    similar. An example is "unknown. Give one of filter, devices. Did you mean 'devices'?"."""
     names = list(dict.fromkeys(accepted))
-    return f"unknown; accepted are {', '.join(names)}{did_you_mean(str(name), names)}"
+    return f"unknown. Give one of {', '.join(names)}{did_you_mean(str(name), names)}"
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
@@ -42,7 +42,11 @@ def problem_of(function: Callable[..., Any], given: Iterable[str]) -> str | None
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
         return None
     name = next((name for name in given if name not in parameters), None)
-    return None if name is None else f"{function.__name__}({name}=...): {unknown(name, parameters)}"
+    return (
+        None
+        if name is None
+        else f"{function.__name__}({name}=...): the argument is {unknown(name, parameters)}"
+    )
 
 
 def checks_names(function: Callable[P, R]) -> Callable[P, R]:

@@ -32,7 +32,7 @@ def read_text(path: str | PathLike[str], limit: int = FILE) -> str:
     found = Path(path).stat()
     if not stat.S_ISREG(found.st_mode):
         raise ValueError(
-            "it is a directory" if stat.S_ISDIR(found.st_mode) else "it is a pipe or a device; give a file"
+            "it is a directory" if stat.S_ISDIR(found.st_mode) else "it is a pipe or a device. Give a file"
         )
     if found.st_size > limit:
         raise ValueError(f"it has {found.st_size} bytes; at most {limit} are read")

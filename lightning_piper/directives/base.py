@@ -132,8 +132,15 @@ class Directive:
     def refuse(self, field: str, found: str, accepted: str) -> NoReturn:
         """Raise the error of this directive. The caller that applies the program adds the directive's
         index.
+
+        Args:
+            field: The name of the field.
+            found: What is wrong, as a sentence without its period.
+            accepted: What to do, as a sentence that begins with a verb. The message shows its first letter as
+                a capital.
         """
-        raise DirectiveError(f"({self.op}): field {field!r}: {found}; {accepted}")
+        fix = accepted[:1].upper() + accepted[1:]
+        raise DirectiveError(f"({self.op}): field {field!r}: {found}. {fix}")
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form. It leaves out each field that has its default value, unless the default comes
@@ -152,7 +159,7 @@ class Directive:
         """Raise an error unless the value of a field is a filter. With `copies`, PASS may name copies to and
         from the host."""
         if problem := problem_with(condition, copies):
-            self.refuse(field, problem, 'for instance {"PP": 0, "PASS": "F"} [PIPER-D003]')
+            self.refuse(field, problem, 'give for instance {"PP": 0, "PASS": "F"} [PIPER-D003]')
 
     def check_device_list(self, field: str, devices: Any) -> None:
         """Raise an error unless the value of a field is a non-empty list of distinct devices from 0 to
@@ -163,7 +170,7 @@ class Directive:
         if not good or len(set(devices)) != len(devices):
             self.refuse(
                 field,
-                f"{shown(devices)} is not a list of devices",
+                f"{shown(devices)} is not a list of distinct devices",
                 "give distinct device indices >= 0, such as [0] [PIPER-D003]",
             )
         if max(devices) >= DEVICES:
@@ -217,14 +224,14 @@ class Directive:
                 if missing
                 else ""
             )
-            self.refuse(field, nothing, f"the step has {_tags_in(dag)}{source} [PIPER-D004]")
+            self.refuse(field, nothing, f"choose from the step's tags: {_tags_in(dag)}{source} [PIPER-D004]")
         named = names_split_backward(condition)
         for chunk in there:
             if named and chunk.kind == "B":
                 self.refuse(
                     field,
                     f"{nothing}: {chunk.label} is not split",
-                    "name B; only an order that names BI or BW splits it [PIPER-D008]",
+                    "name B, because only an order that names BI or BW splits it [PIPER-D008]",
                 )
             if chunk.kind in SPLIT_BACKWARD and not named and matches(condition, {**chunk.tags, "PASS": "B"}):
                 by = f"{nothing}: directive {chunk.origin} has split B into BI and BW, such as {chunk.label}"
@@ -335,7 +342,7 @@ def register(cls: D) -> D:
     taken = _registry.get(cls.op)
     if taken is not None and taken.__qualname__ != cls.__qualname__:
         raise DirectiveError(
-            f"op {cls.op!r} is taken by {taken.__module__}.{taken.__qualname__}; choose another name"
+            f"op {cls.op!r} is taken by {taken.__module__}.{taken.__qualname__}. Choose another name"
             " [PIPER-D019]"
         )
     _registry[cls.op] = cls
@@ -347,12 +354,12 @@ def check_class(cls: type[Directive]) -> None:
     op = getattr(cls, "op", None)
     if not isinstance(op, str) or not op:
         found = f"has the op {shown(op)}" if op else "has no op"
-        raise DirectiveError(f"{cls.__name__} {found}; give it a class attribute op = 'name' [PIPER-D019]")
+        raise DirectiveError(f"{cls.__name__} {found}. Give it a class attribute op = 'name' [PIPER-D019]")
     contract = getattr(cls, "contract", None)
     if contract not in get_args(Contract):
         found = f"has the contract {shown(contract)}" if contract else "has no contract"
         raise DirectiveError(
-            f"{cls.__name__} {found}; give it contract = 'bitwise', 'reassociated' or 'bounded' [PIPER-D019]"
+            f"{cls.__name__} {found}. Give it contract = 'bitwise', 'reassociated' or 'bounded' [PIPER-D019]"
         )
 
 

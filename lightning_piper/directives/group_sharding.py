@@ -48,7 +48,7 @@ class Sharding(Directive):
         if not is_name(self.axis) or self.axis == DATA:
             self.refuse(
                 "axis",
-                shown(self.axis),
+                f"{shown(self.axis)} is not the name of an axis that shards tensors",
                 f"give the name of an axis other than {DATA!r}, such as 'tp' [PIPER-D003]",
             )
         if self.devices is None:
@@ -58,7 +58,7 @@ class Sharding(Directive):
         if len(sizes) > 1 or sizes[0] < 2:
             self.refuse(
                 "devices",
-                f"groups of {sizes} devices",
+                f"the groups have {sizes} devices",
                 "give groups of one size, of at least two devices [PIPER-D005]",
             )
         counts = Counter(device for group in self.groups() for device in group)

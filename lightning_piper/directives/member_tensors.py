@@ -109,18 +109,20 @@ def check_tensors(directive: TensorSharding) -> None:
         ):
             directive.refuse(
                 field,
-                shown(given),
+                f"{shown(given)} does not map names to dimensions",
                 'give names, or patterns, with dimensions counted from 0: {"*.q_proj.weight": 0}'
                 " [PIPER-D003]",
             )
     if directive.attention not in (None, "keys", "heads", "ring"):
         directive.refuse(
-            "attention", shown(directive.attention), "give 'keys', 'heads' or 'ring' [PIPER-D003]"
+            "attention",
+            f"{shown(directive.attention)} is unknown",
+            "give 'keys', 'heads' or 'ring' [PIPER-D003]",
         )
     if directive.attention is not None and directive.values is None:
         directive.refuse(
             "attention",
-            f"{directive.attention!r} without sharded values",
+            f"{directive.attention!r} needs sharded values",
             "shard sequences: values={'*': 1} [PIPER-D017]",
         )
 
@@ -253,7 +255,7 @@ def _params(directive: TensorSharding, step: Step, degree: int) -> dict[str, Sha
             directive.refuse(
                 "params",
                 f"{shown(pattern)} matches no parameter",
-                f"give a name or pattern of parameters; the module has {some}, ... [PIPER-D004]",
+                f"give a name or pattern of parameters, such as {some} [PIPER-D004]",
             )
         found |= dict.fromkeys(names, _part(said))
     for name, part in found.items():
@@ -296,7 +298,7 @@ def take_parts(
             directive.refuse(
                 "values",
                 f"{shown(pattern)} matches no region",
-                f"give a label or pattern of regions; the step has {', '.join(labels[:3])} [PIPER-D004]",
+                f"give a label or pattern of regions, such as {', '.join(labels[:3])} [PIPER-D004]",
             )
     _check_divided(directive, dag)
     if dag.member_axes:
@@ -368,7 +370,7 @@ def _check_selected(directive: TensorSharding, dag: TrainingDAG) -> None:
         for region in sorted(readers[name] - selected):
             found = f"{dag.regions[region].label} also reads {name}, but the filter does not select it"
             directive.refuse(
-                "filter", found, f"select all regions that read {name}; {{}} selects everything [PIPER-D017]"
+                "filter", found, f"select all regions that read {name}. {{}} selects all regions [PIPER-D017]"
             )
 
 

@@ -65,7 +65,7 @@ class Offload(Directive):
         ):
             self.refuse(
                 "saved",
-                f"saved={shown(self.saved)}, states={shown(self.states)}",
+                f"saved={shown(self.saved)} with states={shown(self.states)} moves nothing",
                 "give True or False for both, and True for at least one [PIPER-D015]",
             )
         self.check_stream("store_stream", "store")
@@ -75,7 +75,7 @@ class Offload(Directive):
         elif (number := integer(self.ahead)) is None or not 0 <= number <= AHEAD:
             self.refuse(
                 "ahead",
-                shown(self.ahead),
+                f"{shown(self.ahead)} is neither a number of chunks nor a filter",
                 f"give a number of chunks from 0 to {AHEAD}, or a filter that selects one [PIPER-D003]",
             )
 

@@ -80,7 +80,11 @@ class Order(Directive):
 
     def check_fields(self) -> None:
         if not isinstance(self.filters, list | tuple) or len(self.filters) < 2:
-            self.refuse("filters", shown(self.filters), "give a list of at least two groups [PIPER-D003]")
+            self.refuse(
+                "filters",
+                f"{shown(self.filters)} is not an order",
+                "give a list of at least two groups [PIPER-D003]",
+            )
         for i, group in enumerate(self.filters):
             members: Any = [group] if isinstance(group, Mapping) else group
             if not isinstance(members, list | tuple) or not members:
@@ -260,9 +264,9 @@ class Order(Directive):
         if not cause:
             advice = "remove or reverse one of the orders in this cycle"
         elif dag.program.degrees is not None:
-            found, advice = cause, f"{advice[0].lower()}{advice[1:]}"  # The user did not write the orders.
+            found = cause  # The user did not write the orders.
         else:
-            advice = f"{cause}. {advice}"
+            found = f"{found}. {cause}"
         self.refuse("filters", found, f"{advice} [PIPER-D008]")
 
 

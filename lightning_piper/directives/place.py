@@ -57,11 +57,15 @@ class Place(Directive):
         self.check_filter("filter", self.filter)
         if not self._good_axes():
             self.refuse(
-                "axes", shown(self.axes), 'give a list of different names, such as ["dp", "ep"] [PIPER-D003]'
+                "axes",
+                f"{shown(self.axes)} is not a list of names",
+                'give a list of different names, such as ["dp", "ep"] [PIPER-D003]',
             )
         if self.axes:
             if len(shape := _shape(self.devices)) != len(self.axes):
-                found = f"{len(self.axes)} names for the {len(shape)} dimensions of {shown(self.devices)}"
+                found = (
+                    f"{len(self.axes)} names do not fit the {len(shape)} dimensions of {shown(self.devices)}"
+                )
                 self.refuse(
                     "axes",
                     found,

@@ -48,14 +48,14 @@ def parse(source: Any) -> list[Directive]:
         source = _directives_of(source, where)
     if not isinstance(source, Iterable) or isinstance(source, Directive | Tensor):
         raise DirectiveError(
-            f"a program is a list of directives or the path of a JSON file; found {type(source).__name__}"
+            f"the program is a {type(source).__name__}. Give a list of directives, or the path of a JSON file"
             " [PIPER-D001]"
         )
     program = []
     for index, entry in enumerate(source):
         if index == DIRECTIVES:
             raise DirectiveError(
-                f"a program has at most {DIRECTIVES} directives; use filters that select several chunks"
+                f"a program has at most {DIRECTIVES} directives. Use filters that select several chunks"
                 " [PIPER-D001]"
             )
         try:
@@ -141,21 +141,21 @@ def _directives_of(program: dict[Any, Any], where: str) -> Sequence[Any]:
     """
     if "version" not in program:
         wanted = f'a list of directives, or {{"version": {VERSION}, "directives": [...]}}'
-        raise DirectiveError(f"{where} is an object without the key 'version'; give {wanted} [PIPER-D001]")
+        raise DirectiveError(f"{where} is an object without the key 'version'. Give {wanted} [PIPER-D001]")
     if integer(program["version"]) != VERSION:
         raise DirectiveError(
-            f"{where}: version {shown(program['version'])} is unknown; accepted is {VERSION} [PIPER-D001]"
+            f"{where}: version {shown(program['version'])} is unknown. Give {VERSION} [PIPER-D001]"
         )
     for key in program:
         if key not in KEYS:
             raise DirectiveError(
-                f"{where}: the key {shown(key)} is unknown; accepted are {', '.join(KEYS)} [PIPER-D001]"
+                f"{where}: the key {shown(key)} is unknown. Give one of {', '.join(KEYS)} [PIPER-D001]"
             )
     found = program.get("directives")
     if not _is_list(found):
         state = shown(found) if "directives" in program else "missing"
         raise DirectiveError(
-            f"{where}: the key 'directives' is {state}; give a list of directives [PIPER-D001]"
+            f"{where}: the key 'directives' is {state}. Give a list of directives [PIPER-D001]"
         )
     return found
 
@@ -166,7 +166,7 @@ def _annotations_of(program: dict[Any, Any], where: str) -> Annotations:
         is_name(tag) and _are_groups(groups) for tag, groups in found.items()
     ):
         wanted = 'an object of lists of lists of names of modules, such as {"PP": [["first"], ["layers.*"]]}'
-        raise DirectiveError(f"{where}: the key 'annotate' is {shown(found)}; give {wanted} [PIPER-D001]")
+        raise DirectiveError(f"{where}: the key 'annotate' is {shown(found)}. Give {wanted} [PIPER-D001]")
     return {tag: [list(group) for group in groups] for tag, groups in found.items() if groups}
 
 
@@ -203,21 +203,21 @@ def _from_json(entry: Any) -> Directive:
     """
     if not isinstance(entry, Mapping) or "op" not in entry:
         raise DirectiveError(
-            f'is {shown(entry)}; give a directive or an object such as {{"op": "place", ...}} [PIPER-D001]'
+            f'is {shown(entry)}. Give a directive or an object such as {{"op": "place", ...}} [PIPER-D001]'
         )
     entry = _in_current_form(entry)
     op = entry["op"]
     cls = find(op) if isinstance(op, str) else None
     if cls is None:
         raise DirectiveError(
-            f"(op {shown(op)}): field 'op': unknown; accepted are {', '.join(sorted(known()))} [PIPER-D002]"
+            f"(op {shown(op)}): field 'op' is unknown. Give one of {', '.join(sorted(known()))} [PIPER-D002]"
         )
     fields = {field.name: field for field in dataclasses.fields(cls)}
     given = {k: v for k, v in entry.items() if k != "op"}
     for name in given:
         if name not in fields and name not in (arguments := inspect.signature(cls).parameters):
             raise DirectiveError(
-                f"({op}): field {shown(name)}: {unknown(name, [*fields, *arguments])} [PIPER-D002]"
+                f"({op}): field {shown(name)} is {unknown(name, [*fields, *arguments])} [PIPER-D002]"
             )
     for name, field in fields.items():
         if (
@@ -225,9 +225,7 @@ def _from_json(entry: Any) -> Directive:
             and field.default is dataclasses.MISSING
             and field.default_factory is dataclasses.MISSING
         ):
-            raise DirectiveError(
-                f"({op}): field {name!r}: missing; {op} needs {', '.join(fields)} [PIPER-D002]"
-            )
+            raise DirectiveError(f"({op}): field {name!r} is missing. Give {', '.join(fields)} [PIPER-D002]")
     directive = cls(**given)
     set_line(directive, None)
     return directive
@@ -270,7 +268,7 @@ def replicas_of(program: Program) -> dict[int, int]:
                         index,
                         directive,
                         f"({directive.op}): field 'devices': device {device} is replica {replica} here and "
-                        f"{found[device]} in an earlier directive; give it the same position in all of its "
+                        f"{found[device]} in an earlier directive. Give the device the same position in all of its "
                         "groups [PIPER-D005]",
                     )
     return found

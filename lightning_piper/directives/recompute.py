@@ -60,7 +60,7 @@ class Recompute(Directive):
         advice = "give patterns for names of operations, or a fraction between 0 and 1"
         if isinstance(self.keep, int | float) and not isinstance(self.keep, bool):
             if not (math.isfinite(self.keep) and 0 <= self.keep <= 1):
-                self.refuse("keep", shown(self.keep), f"{advice} [PIPER-D003]")
+                self.refuse("keep", f"{shown(self.keep)} is not usable", f"{advice} [PIPER-D003]")
         elif (
             not isinstance(self.keep, list | tuple)
             or not self.keep
@@ -68,7 +68,7 @@ class Recompute(Directive):
         ):
             self.refuse(
                 "keep",
-                shown(self.keep),
+                f"{shown(self.keep)} is not usable",
                 f"{advice}. Without keep, only the inputs of a region are kept [PIPER-D003]",
             )
 

@@ -104,12 +104,16 @@ class Replicate(Directive):
             return
         level = integer(zero)
         if level is None or not 0 <= level <= 3:
-            self.refuse("zero", shown(zero), "give a level of ZeRO from 0 to 3 [PIPER-D003]")
+            self.refuse(
+                "zero",
+                f"{shown(zero)} is not a level of ZeRO",
+                "give a level of ZeRO from 0 to 3 [PIPER-D003]",
+            )
         own = max((i for i, field in enumerate(LEVELS, 1) if getattr(self, field) is True), default=0)
         if own not in (0, level):
             self.refuse(
                 "zero",
-                f"{level}, but {LEVELS[own - 1]} is set, which is level {own}",
+                f"the level is {level}, but {LEVELS[own - 1]} is set, which is level {own}",
                 "give only one of the two [PIPER-D003]",
             )
         if level:
@@ -133,7 +137,7 @@ class Replicate(Directive):
         if len(sizes) > 1 or min(sizes) < 2:
             self.refuse(
                 "devices",
-                f"groups of {sorted(sizes)} devices",
+                f"the groups have {sorted(sizes)} devices",
                 "give groups of one size, of at least two devices [PIPER-D005]",
             )
         replica: dict[int, int] = {}
@@ -142,8 +146,8 @@ class Replicate(Directive):
                 if replica.setdefault(device, index) != index:
                     self.refuse(
                         "devices",
-                        f"device {device} is replica {replica[device]} and {index}",
-                        "give it the same position in all groups [PIPER-D005]",
+                        f"device {device} is replica {replica[device]} in one group and replica {index} in another",
+                        "give the device the same position in all groups [PIPER-D005]",
                     )
 
     def _check_options(self) -> None:
@@ -151,28 +155,44 @@ class Replicate(Directive):
         for field in ("reduce_stream", "gather_stream"):
             self.check_stream(field, "reduce")
         if not isinstance(self.bucket_size, int | float) or not is_number(self.bucket_size, positive=True):
-            self.refuse("bucket_size", shown(self.bucket_size), "give a number of MB above 0 [PIPER-D003]")
+            self.refuse(
+                "bucket_size",
+                f"{shown(self.bucket_size)} is not a size",
+                "give a number of MB above 0 [PIPER-D003]",
+            )
         for field in LEVELS:
             if not isinstance(getattr(self, field), bool):
-                self.refuse(field, shown(getattr(self, field)), "give true or false [PIPER-D003]")
+                self.refuse(
+                    field,
+                    f"{shown(getattr(self, field))} is not a Boolean",
+                    "give true or false [PIPER-D003]",
+                )
         if self.shard_by not in SHARDS:
-            self.refuse("shard_by", shown(self.shard_by), f"give one of {', '.join(SHARDS)} [PIPER-D003]")
+            self.refuse(
+                "shard_by",
+                f"{shown(self.shard_by)} is unknown",
+                f"give one of {', '.join(SHARDS)} [PIPER-D003]",
+            )
         if self.shard_by == "parameter" and not (
             self.shard_optimizer or self.shard_grads or self.shard_params
         ):
             self.refuse(
                 "shard_by",
-                "nothing is sharded",
+                "the directive shards nothing",
                 "set shard_optimizer, shard_grads or shard_params, or remove shard_by [PIPER-D003]",
             )
         if self.average not in AVERAGES:
-            self.refuse("average", shown(self.average), f"give one of {', '.join(AVERAGES)} [PIPER-D003]")
+            self.refuse(
+                "average",
+                f"{shown(self.average)} is unknown",
+                f"give one of {', '.join(AVERAGES)} [PIPER-D003]",
+            )
         if self.reduce_dtype is not None and not (
             isinstance(self.reduce_dtype, str) and self.reduce_dtype in REDUCE_DTYPES
         ):
             self.refuse(
                 "reduce_dtype",
-                shown(self.reduce_dtype),
+                f"{shown(self.reduce_dtype)} is unknown",
                 f"give one of {', '.join(REDUCE_DTYPES)} [PIPER-D003]",
             )
 
@@ -219,7 +239,7 @@ class Replicate(Directive):
         if not groups:
             self.refuse(
                 "devices",
-                "not given, and the program has no place",
+                "devices are not given, and the program does not have a place",
                 "add a place before the replicate, or give devices [PIPER-D005]",
             )
         for chunk in chunks:
@@ -263,7 +283,9 @@ class Replicate(Directive):
         mean = self.average == "replicas"
         if dag.replicas > 1 and dag.mean_of_replicas != mean:
             self.refuse(
-                "average", shown(self.average), "give all replicate directives the same average [PIPER-D017]"
+                "average",
+                f"{shown(self.average)} contradicts an earlier replicate",
+                "give all replicate directives the same average [PIPER-D017]",
             )
         dag.mean_of_replicas = mean
         # An earlier `shard_weights` or `shard_sequences` has already divided the batch over the replicas of its mesh.

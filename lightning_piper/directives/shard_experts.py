@@ -104,7 +104,7 @@ class ShardExperts(Sharding):
         if not regions:
             self.refuse(
                 "filter",
-                f"selects {', '.join(sorted({dag.regions[r].label for r in selected})[:3])}, which "
+                f"the filter selects {', '.join(sorted({dag.regions[r].label for r in selected})[:3])}, which "
                 "dispatches no tokens to experts",
                 "mark where tokens enter and leave the experts, with piper.dispatch and piper.combine"
                 " [PIPER-D016]",

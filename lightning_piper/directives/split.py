@@ -73,13 +73,23 @@ class Split(Directive):
                 "give a new tag such as 'MB' [PIPER-D003]",
             )
         if type(self.num_microbatches) is not int or self.num_microbatches < 1:
-            self.refuse("num_microbatches", shown(self.num_microbatches), "give an integer >= 1 [PIPER-D003]")
+            self.refuse(
+                "num_microbatches",
+                f"{shown(self.num_microbatches)} is not a number of microbatches",
+                "give an integer >= 1 [PIPER-D003]",
+            )
         if self.num_microbatches > PASSES // 2:
             self.refuse(
-                "num_microbatches", shown(self.num_microbatches), f"give at most {PASSES // 2} [PIPER-D003]"
+                "num_microbatches",
+                f"{shown(self.num_microbatches)} is too large",
+                f"give at most {PASSES // 2} [PIPER-D003]",
             )
         if not isinstance(self.accept_nonlinear, bool):
-            self.refuse("accept_nonlinear", shown(self.accept_nonlinear), "give true or false [PIPER-D003]")
+            self.refuse(
+                "accept_nonlinear",
+                f"{shown(self.accept_nonlinear)} is not a Boolean",
+                "give true or false [PIPER-D003]",
+            )
 
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
         """Keep the batch whole and tag it as the first microbatch, so that it runs on the devices of the
@@ -104,15 +114,18 @@ class Split(Directive):
         if dag.code.undivided is not None and self.num_microbatches > 1:
             self.refuse(
                 "num_microbatches",
-                f"{self.num_microbatches}, but the batch's tensors have no common first dimension: "
+                f"the batch cannot be split into {self.num_microbatches} microbatches, because its "
+                f"tensors have no common first dimension: "
                 f"{dag.code.undivided.found}",
                 "remove the split, or give every tensor the samples in its first dimension [PIPER-D012]",
             )
         made = sum(min(self.num_microbatches, len(chunk.slice)) for chunk in chunks)
         if made > PASSES:
-            found = f"{self.num_microbatches} microbatches of {len(chunks)} passes"
+            found = f"{self.num_microbatches} microbatches of {len(chunks)} passes are too many"
             self.refuse(
-                "num_microbatches", found, f"give fewer: a step has at most {PASSES} passes [PIPER-D012]"
+                "num_microbatches",
+                found,
+                f"give fewer, because a step has at most {PASSES} passes [PIPER-D012]",
             )
         self._repeat(
             dag, chunks, {part: self._microbatches(dag, part) for part in {chunk.slice for chunk in chunks}}
@@ -129,7 +142,7 @@ class Split(Directive):
         if chunks and not found:
             self.refuse(
                 "filter",
-                f"selects only {chunks[0].label}, which is computed from gathered samples",
+                f"the filter selects only {chunks[0].label}, which is computed from gathered samples",
                 "select the regions before gather_samples [PIPER-D013]",
             )
         cut = {dag.regions[chunk.region].label for chunk in found}
@@ -208,7 +221,7 @@ class Split(Directive):
                 if isinstance(other, Chunk) and other.region == chunk.region and other.id not in selected:
                     self.refuse(
                         "filter",
-                        f"selects {chunk.label} but not {other.label}",
+                        f"the filter selects {chunk.label} but not {other.label}",
                         "select both, because the passes of a region are split together [PIPER-D013]",
                     )
             if (

@@ -264,7 +264,7 @@ class TrainingDAG:
                 if isinstance(node, Node)
                 else f"{shown(node)} is not a node"
             )
-            raise ValueError(f"{found}; add a new node")
+            raise ValueError(f"{found}. Add a new node")
         self._check_reads(node, {name: getattr(node, name) for name in READS if hasattr(node, name)})
         _set(node, id=self._next, origin=self.origin if node.origin is None else node.origin)
         self._next += 1
@@ -344,12 +344,12 @@ class TrainingDAG:
         for name in ("id", *READS):
             if name in fields:
                 raise ValueError(
-                    f"%{node.id} {node.label}: change cannot set {name}; use rewire to change what a node "
+                    f"%{node.id} {node.label}: change cannot set {name}. Use rewire to change what a node "
                     "reads"
                 )
         devices = fields.get("devices", ())
         if not isinstance(devices, tuple) or not all(type(device) is int for device in devices):
-            raise ValueError(f"%{node.id} {node.label}: devices {shown(devices)}; give a tuple of integers")
+            raise ValueError(f"%{node.id} {node.label}: devices {shown(devices)}. Give a tuple of integers")
         if isinstance(node, Chunk) and not fields.keys().isdisjoint(("region", "kind")):
             asked = {name: fields[name] for name in ("region", "kind", "outputs") if name in fields}
             changed = dataclasses.replace(node, **asked)  # type: ignore[arg-type]
@@ -402,7 +402,7 @@ class TrainingDAG:
 
     def _check_here(self, node: Node) -> None:
         if not isinstance(node, Node):
-            raise ValueError(f"{shown(node)} is not a node; give one of dag.nodes.values()")
+            raise ValueError(f"{shown(node)} is not a node. Give one of dag.nodes.values()")
         if self.nodes.get(node.id) is not node:
             raise ValueError(f"%{node.id} {node.label} is not in this DAG")
 
@@ -413,7 +413,7 @@ class TrainingDAG:
                     continue
                 if not isinstance(ref, tuple) or [type(x) for x in ref] != [int, int]:
                     found = f"%{node.id} {node.label}: {name} would have {shown(ref)}"
-                    raise ValueError(f"{found}; give a tuple of pairs, (a node's id, which of its outputs)")
+                    raise ValueError(f"{found}. Give a tuple of pairs, (a node's id, which of its outputs)")
 
     def _check_pass(self, chunk: Chunk, key: PassKey, made: int) -> None:
         """Raise an error unless the step has pass `key`, with `made` outputs. Messages name `chunk`."""
@@ -429,7 +429,7 @@ class TrainingDAG:
                 f"%{chunk.id} {chunk.label} has {made} outputs, and pass {kind} of region {region} "
                 f"{len(outputs)}"
             )
-            raise ValueError(f"{found}; change its outputs with it")
+            raise ValueError(f"{found}. Change its outputs with it")
 
     def _connect(self, node: Node) -> None:
         for source, _ in node.reads:

@@ -89,7 +89,7 @@ def parts_of(exchange: Exchange, state: Any, members: int) -> Sequence[Any]:
     if found != members:
         kind = f"{type(exchange).__module__}.{type(exchange).__qualname__}"
         raise ExecutionError(
-            f"parts() of {kind} gives {found} parts for {members} members; give one for each, in their order"
+            f"parts() of {kind} gives {found} parts for {members} members. Give one for each, in their order"
             " [PIPER-D019]"
         )
     return parts
@@ -307,20 +307,20 @@ def register_operation(operation: Operation) -> Operation:
     known = OPERATIONS.get(operation.node)
     if known is not None and known is not operation:
         raise PiperError(
-            f"operation: node {operation.node.__qualname__} is registered already; register each kind of "
+            f"operation: node {operation.node.__qualname__} is registered already. Register each kind of "
             "node once [PIPER-D019]"
         )
     for kind in operation.bind:
         op = getattr(kind, "op", None)
         if not isinstance(op, str) or not op:
             raise PiperError(
-                f"operation: instruction {kind.__qualname__} has no op; give it a class attribute op = 'name'"
+                f"operation: instruction {kind.__qualname__} has no op. Give it a class attribute op = 'name'"
                 " [PIPER-D019]"
             )
         taken = INSTRUCTIONS.get(op)
         if taken is not None and taken is not kind:
             raise PiperError(
-                f"operation: op {op!r} is taken by {taken.__module__}.{taken.__qualname__}; choose another "
+                f"operation: op {op!r} is taken by {taken.__module__}.{taken.__qualname__}. Choose another "
                 "name [PIPER-D019]"
             )
     OPERATIONS[operation.node] = operation
@@ -371,7 +371,7 @@ def problems_with(facts: Facts, node: Node) -> list[str]:
     for problem in problems:
         if problem is found or not isinstance(problem, str):
             raise VerificationError(
-                f"the static rule of {_kind(node)} gives {shown(problem)}; let it yield sentences, or give []"
+                f"the static rule of {_kind(node)} gives {shown(problem)}. Let it yield sentences, or give []"
                 " [PIPER-D019]"
             )
     return problems
@@ -396,7 +396,7 @@ def made_by(run: Reference, node: Node, outputs: Sequence[int]) -> list[list[Hel
                     continue
             raise VerificationError(
                 f"the reference semantics of {_kind(node)} give no list of tensors for group rank {group_rank}, output "
-                f"{i}; let them return one for each of {len(run.group_ranks)} group ranks and each of "
+                f"{i}. Let them return one for each of {len(run.group_ranks)} group ranks and each of "
                 f"{len(node.outputs)} outputs [PIPER-D019]"
             )
     return made
@@ -427,7 +427,7 @@ def bucket_of(node: Node) -> Bucket:
     if bucket is None:
         raise VerificationError(
             f"%{node.id} {node.label} makes {node.outputs[0].label}, which lies in no bucket. If you wrote "
-            "a directive or an operation, give this output a bucket; otherwise report this [PIPER-V002]"
+            "a directive or an operation, give this output a bucket. Otherwise, report this [PIPER-V002]"
         )
     return bucket
 

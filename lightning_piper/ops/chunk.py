@@ -328,8 +328,8 @@ def lower(plan: Planning, node: Chunk) -> None:
             share = share_of(dag, term, node.slice)
             if share is None:
                 found_no = (
-                    "but no node makes the weight. If you wrote a directive, complete the DAG in `apply`; "
-                    "otherwise report this"
+                    "but no node makes the weight. If you wrote a directive, complete the DAG in `apply`. "
+                    "Otherwise, report this"
                 )
                 raise VerificationError(
                     f"%{node.id} {node.label} weighs {dag.code.terms[term].label}, {found_no} [PIPER-V002]"

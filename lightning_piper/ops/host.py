@@ -65,7 +65,7 @@ def check_store(facts: Facts, node: Store) -> Iterable[str]:
     for user in facts.dag.users(node):
         if not isinstance(user, Fetch):
             yield (
-                f"{facts.at(user)} reads a value that {facts.at(node)} has moved to the host; let it read a "
+                f"{facts.at(user)} reads a value that {facts.at(node)} has moved to the host. Let it read a "
                 "fetch of it"
             )
 

@@ -346,7 +346,7 @@ def lower_metrics(plan: Planning, node: Metrics) -> None:
     if sum(weight is None for weight in weights) != len(reads) - len(node.inputs):
         raise VerificationError(
             f"%{node.id} {node.label} weighs a ratio, but no node makes the weight. If you wrote a "
-            "directive, complete the DAG in `apply`; otherwise report this [PIPER-V002]"
+            "directive, complete the DAG in `apply`. Otherwise, report this [PIPER-V002]"
         )
     slot = plan.new_slot((node.id, 0), "sum", node.stream)
     plan.emit(
@@ -371,7 +371,7 @@ def lower_report(plan: Planning, node: StepReport) -> None:
     if node.inputs and not own:
         raise VerificationError(
             f"%{node.id} {node.label} has nothing to report on device {plan.device}. If you wrote a "
-            "directive, give the node an input on each of its devices; otherwise report this [PIPER-V002]"
+            "directive, give the node an input on each of its devices. Otherwise, report this [PIPER-V002]"
         )
     plan.emit(
         ReportInstruction(

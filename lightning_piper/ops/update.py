@@ -222,7 +222,7 @@ def interpret_update(run: Reference, node: Update) -> Made:
             if name in into and not torch.equal(into[name], tensor):
                 raise VerificationError(
                     f"devices {node.devices} have different values for the {value.kind} of {name}. If you "
-                    "wrote a directive, make it sum this value over the devices; otherwise report this "
+                    "wrote a directive, make it sum this value over the devices. Otherwise, report this "
                     "[PIPER-V001]"
                 )
             into[name] = tensor

@@ -77,7 +77,7 @@ def run_passes(dag: TrainingDAG, passes: Iterable[Pass], after: After | None = N
             if contract is not None and contract not in get_args(Contract):
                 accepted = " or ".join(map(repr, get_args(Contract)))
                 raise DirectiveError(
-                    f"({each.name}): apply returned {shown(contract)}; return {accepted}, or nothing"
+                    f"({each.name}): apply returned {shown(contract)}. Return {accepted}, or nothing"
                     " [PIPER-D019]"
                 )
         done = Done(each, contract or each.contract, (time.monotonic_ns() - start) / 1e9)

@@ -53,7 +53,7 @@ def complete(dag: TrainingDAG) -> None:
     devices = dag.devices()
     if devices != tuple(range(len(devices))):
         raise DirectiveError(
-            f"the program places regions on devices {list(devices)}; use devices 0 to {len(devices) - 1}, "
+            f"the program places regions on devices {list(devices)}. Use devices 0 to {len(devices) - 1}, "
             "without gaps [PIPER-D009]"
         )
     weigh(dag)

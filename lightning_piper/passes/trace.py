@@ -88,11 +88,11 @@ def _clear(folder: Path) -> None:
         for path in found:
             if not _is_own(path):
                 other = f"{shown(str(folder))} contains {path.name}, which is not a dump of passes"
-                raise PiperError(f"{other}; give a new or empty folder [PIPER-R003]")
+                raise PiperError(f"{other}. Give a new or empty folder [PIPER-R003]")
         for path in found:
             path.unlink()
     except FileExistsError:
-        raise PiperError(f"{shown(str(folder))} is a file; give a folder [PIPER-R003]") from None
+        raise PiperError(f"{shown(str(folder))} is a file. Give a folder [PIPER-R003]") from None
     except (OSError, ValueError) as error:
         raise _unwritable(folder, error) from None
 

@@ -56,7 +56,7 @@ def prove(node: Node, rule: Rule, degree: int) -> None:
         placements = ", ".join(map(str, rule.inputs))
         raise VerificationError(
             f"the rule of {node.target} for {placements} is wrong: {found}. If you added the rule, correct "
-            "its output placement; otherwise report this [PIPER-D019]"
+            "its output placement. Otherwise, report this [PIPER-D019]"
         )
     _proved.add(key)
 

@@ -130,7 +130,7 @@ class DevicePlan:
             else:
                 raise VerificationError(
                     f"%{reader.id} {reader.label} reads %{ref[0]} {maker.label}, which has no output. "
-                    "If you wrote a directive or an operation, read a node that has one; otherwise report this"
+                    "If you wrote a directive or an operation, read a node that has one. Otherwise, report this"
                     " [PIPER-V002]"
                 )
         return Read(self._slot[ref])

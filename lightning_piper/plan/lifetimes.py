@@ -22,7 +22,7 @@ def mark_last_reads(device: int, instructions: Sequence[Instruction]) -> list[In
             if slot is not None and slot not in read:
                 raise VerificationError(
                     f"device {device}: no instruction reads the result of {instruction.where}. If you added "
-                    "an operation, check its lowering; otherwise report this [PIPER-V003]"
+                    "an operation, check its lowering. Otherwise, report this [PIPER-V003]"
                 )
         reads: list[Read] = []
         for source in reversed(instruction.reads):

@@ -31,7 +31,7 @@ def lower(dag: TrainingDAG, order: Sequence[Node], columns: Columns, column: Col
         if not node.devices:
             raise VerificationError(
                 f"%{node.id} {node.label} has no device. If you wrote a directive, give its nodes devices in "
-                "`apply`; otherwise report this [PIPER-V002]"
+                "`apply`. Otherwise, report this [PIPER-V002]"
             )
         if id(node.devices) not in here:
             here[id(node.devices)] = [plans[device] for device in node.devices if device in plans]

@@ -288,7 +288,7 @@ class World:
         op = dist.ReduceOp.SUM if how in _MEANS else _SUMS.get(how, how)
         if op not in _SUMS.values():
             raise PiperError(
-                f"values cannot be reduced over replicas by {how!r}; accepted are 'mean', 'sum', 'max' and "
+                f"values cannot be reduced over replicas by {how!r}. Give one of 'mean', 'sum', 'max' and "
                 "'min' [PIPER-C007]"
             )
         total = value.detach().clone().to(self.device)

@@ -202,7 +202,7 @@ class ChunkBinder:
         if name not in tensors:
             raise ExecutionError(
                 f"device {self._plan.device}: {run.where} reads {kind} {name!r}, which this device does not "
-                "have. If you wrote a directive or an operation, check its devices; otherwise report this "
+                "have. If you wrote a directive or an operation, check its devices. Otherwise, report this "
                 "[PIPER-X001]"
             )
         return tensors[name].detach()

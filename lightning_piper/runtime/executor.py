@@ -183,7 +183,7 @@ class Executor:
         if bind is None:
             raise ExecutionError(
                 f"device {self.plan.device}: unknown instruction {instruction.where}. If you added an "
-                "operation, register its binding; otherwise report this [PIPER-X001]"
+                "operation, register its binding. Otherwise, report this [PIPER-X001]"
             )
         try:
             bound = bind(instruction, self._binding)
@@ -386,7 +386,7 @@ def _checked(plan: Plan, shards: Mapping[Bucket, torch.Tensor]) -> Mapping[Bucke
             given = "nothing" if found is None else f"{found.dtype}{list(found.shape)}"
             raise ExecutionError(
                 f"device {plan.device}: the bucket of {names} needs a flat tensor {bucket.dtype}[{wanted}], "
-                f"but got {given}. If you added an operation, check its `bind`; otherwise report this "
+                f"but got {given}. If you added an operation, check its `bind`. Otherwise, report this "
                 "[PIPER-X001]"
             )
     return shards

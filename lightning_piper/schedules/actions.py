@@ -56,7 +56,7 @@ def program_of(
     places = _devices_of_ranks(name, range(len(rows)) if devices is None else devices)
     if len(places) != len(rows):
         raise DirectiveError(
-            f"{name}: {len(places)} devices for {len(rows)} ranks; give one device, or one group, for each "
+            f"{name}: {len(places)} devices for {len(rows)} ranks. Give one device, or one group, for each "
             "rank [PIPER-D020]"
         )
     where: dict[int, dict[int, set[int]]] = {}  # stage -> rank -> microbatches
@@ -101,7 +101,7 @@ def _devices_of_ranks(name: str, devices: object) -> list[list[int]]:
             accepted = (
                 "one device >= 0, or one group of devices, for each rank, such as [0, 1] or [[0, 2], [1, 3]]"
             )
-            raise DirectiveError(f"{name}: devices={shown(devices)}; give {accepted} [PIPER-D020]")
+            raise DirectiveError(f"{name}: devices={shown(devices)}. Give {accepted} [PIPER-D020]")
         found.append(numbers)
     return found
 
@@ -115,14 +115,16 @@ def check_names(name: str, tag: object, dim_name: object) -> None:
     for what, value in (("tag", tag), ("dim_name", dim_name)):
         if not is_name(value) or value == "PASS":
             accepted = (
-                "'PASS' is reserved for passes; give another" if value == "PASS" else "give a non-empty"
+                ", but 'PASS' is reserved for passes. Give another"
+                if value == "PASS"
+                else ". Give a non-empty"
             )
             raise DirectiveError(
-                f"{name}: {what}={shown(value)}; {accepted} name, such as 'PP' or 'MB' [PIPER-D020]"
+                f"{name}: {what}={shown(value)}{accepted} name, such as 'PP' or 'MB' [PIPER-D020]"
             )
     if tag == dim_name:
         raise DirectiveError(
-            f"{name}: tag and dim_name are both {tag!r}; stages and microbatches need different tags"
+            f"{name}: tag and dim_name are both {tag!r}. Give stages and microbatches different tags"
             " [PIPER-D020]"
         )
 
@@ -146,15 +148,15 @@ def counts(name: str, **given: int) -> Iterator[int]:
     for what, value in given.items():
         number = integer(value)
         if number is None or number < 1:
-            raise DirectiveError(f"{name}: {what}={shown(value)}; give an integer >= 1 [PIPER-D020]")
+            raise DirectiveError(f"{name}: {what}={shown(value)}. Give an integer >= 1 [PIPER-D020]")
         if number > PASSES:
             raise DirectiveError(
-                f"{name}: {what}={shown(value)}; give fewer: a step has at most {PASSES} passes [PIPER-D020]"
+                f"{name}: {what}={shown(value)}. Give fewer: a step has at most {PASSES} passes [PIPER-D020]"
             )
         found.append(number)
     if 2 * found[0] * found[1] > PASSES:
         raise DirectiveError(
-            f"{name}: {found[0]} stages with {found[1]} microbatches; give fewer: a step has at most "
+            f"{name}: {found[0]} stages with {found[1]} microbatches. Give fewer: a step has at most "
             f"{PASSES} passes, two for each stage and microbatch [PIPER-D020]"
         )
     return iter(found)
@@ -168,7 +170,7 @@ def ranks_of(name: str, stages: int, stages_per_device: int) -> int:
     """
     if stages % stages_per_device:
         raise DirectiveError(
-            f"{name}: {stages} stages, {stages_per_device} on each rank; give a multiple of "
+            f"{name}: {stages} stages, {stages_per_device} on each rank. Give a multiple of "
             f"{stages_per_device} stages [PIPER-D020]"
         )
     return stages // stages_per_device

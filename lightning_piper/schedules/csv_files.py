@@ -72,7 +72,7 @@ def _content(source: str | PathLike[str]) -> str:
         return source
     if not isinstance(source, str | PathLike):
         raise DirectiveError(
-            f"from_csv: found {type(source).__name__}; give the path of a file, or its content [PIPER-D021]"
+            f"from_csv: found {type(source).__name__}. Give the path of a file, or its content [PIPER-D021]"
         )
     try:
         return read_text(source)
@@ -110,7 +110,7 @@ def _read(text: str) -> list[Row]:
             ]
             if not all(parts):
                 raise DirectiveError(
-                    f"from_csv: row {number}, cell {column}: {shown(cell)} is not an action; give a stage, "
+                    f"from_csv: row {number}, cell {column}: {shown(cell)} is not an action. Give a stage, "
                     "F, B, I or W, and a microbatch, such as '0F3', or '(0F3;1B0)OVERLAP_F_B' [PIPER-D021]"
                 )
             row.append(tuple(Action(int(part[1]), _KINDS[part[2]], int(part[3])) for part in parts if part))
@@ -134,19 +134,19 @@ def _check(rows: Sequence[Row]) -> int:
     for rank, row in enumerate(rows):
         if not row:
             raise DirectiveError(
-                f"from_csv: row {rank} has no pass; give each rank some work, or remove the row [PIPER-D021]"
+                f"from_csv: row {rank} has no pass. Give each rank some work, or remove the row [PIPER-D021]"
             )
         for action in (action for group in row for action in group):
             found.setdefault((action.stage, action.microbatch), []).append((action.kind, rank))
     stages, microbatches = (1 + max((key[i] for key in found), default=-1) for i in (0, 1))
     if not found:
         raise DirectiveError(
-            "from_csv: the file has no pass; give a row of actions such as '0F0,0B0' for each rank"
+            "from_csv: the file has no pass. Give a row of actions such as '0F0,0B0' for each rank"
             " [PIPER-D021]"
         )
     if len(found) > PASSES // 2:
         raise DirectiveError(
-            f"from_csv: {len(found)} stages and microbatches; give fewer: a step has at most {PASSES} "
+            f"from_csv: {len(found)} stages and microbatches. Give fewer: a step has at most {PASSES} "
             "passes [PIPER-D021]"
         )
     # Raise an error at the first stage and microbatch with missing or duplicate passes.
@@ -158,7 +158,7 @@ def _check(rows: Sequence[Row]) -> int:
             ]
             has = ", ".join(there[:8]) or "nothing"
             raise DirectiveError(
-                f"from_csv: stage {key[0]}, microbatch {key[1]} has {has}; give F and B, or F, I and W, "
+                f"from_csv: stage {key[0]}, microbatch {key[1]} has {has}. Give F and B, or F, I and W, "
                 "once each, in one row [PIPER-D021]"
             )
     return microbatches
@@ -203,7 +203,7 @@ def to_csv(
         if ranks or rank in rows:
             raise DirectiveError(
                 f"to_csv: directive {index} (order): field 'filters': orders "
-                f"{'several ranks' if ranks else 'a rank that an earlier order has ordered'}; give one order "
+                f"{'several ranks' if ranks else 'a rank that an earlier order has ordered'}. Give one order "
                 "for each rank [PIPER-D021]"
             )
         rows[rank] = cells
@@ -230,7 +230,7 @@ def _action(index: int, condition: object, tag: str, dim_name: str) -> Action:
     stage, kind, microbatch = (given.get(name) for name in (tag, "PASS", dim_name))
     if len(given) != 3 or type(stage) is not int or type(microbatch) is not int or kind not in _LETTERS:
         raise DirectiveError(
-            f"to_csv: directive {index} (order): field 'filters': {shown(condition)} is not one cell; give "
+            f"to_csv: directive {index} (order): field 'filters': {shown(condition)} is not one cell. Give "
             f"one stage, one microbatch and one pass, such as {{{tag!r}: 0, {dim_name!r}: 0, 'PASS': 'F'}}"
             " [PIPER-D021]"
         )
@@ -250,7 +250,7 @@ def _devices_of(
         if matches(place.filter, tags):
             return place.group
     raise DirectiveError(
-        f"to_csv: directive {index} (order): field 'filters': {_cell(action)} is on no device; put a "
+        f"to_csv: directive {index} (order): field 'filters': {_cell(action)} is on no device. Put a "
         "place for its stage before the order [PIPER-D021]"
     )
 

@@ -45,7 +45,7 @@ def dualpipev(
     ranks = ranks_of("dualpipev", stages, 2)
     if microbatches < stages:
         raise DirectiveError(
-            f"dualpipev: {microbatches} microbatches for {stages} stages; give at least {stages} [PIPER-D020]"
+            f"dualpipev: {microbatches} microbatches for {stages} stages. Give at least {stages} [PIPER-D020]"
         )
     return program_of(dualpipev_rows(ranks, microbatches), microbatches, devices, tag, dim_name, "dualpipev")
 
@@ -85,7 +85,7 @@ def dualpipe(
     pairs = ranks_of("dualpipe", stages, 2)
     if microbatches % 2 or microbatches < 2 * stages:
         raise DirectiveError(
-            f"dualpipe: {microbatches} microbatches for {stages} stages; give an even number of at least "
+            f"dualpipe: {microbatches} microbatches for {stages} stages. Give an even number of at least "
             f"{2 * stages}, half of them for each direction [PIPER-D020]"
         )
     half = microbatches // 2

@@ -75,7 +75,7 @@ def counts_of(costs: Sequence[StageCosts], microbatches: int) -> int:
         or not all(isinstance(cost, StageCosts) for cost in costs)
     ):
         raise DirectiveError(
-            f"fitted: costs={shown(costs)}; give a StageCosts for each stage, such as [StageCosts(1, 1, 1)] "
+            f"fitted: costs={shown(costs)}. Give a StageCosts for each stage, such as [StageCosts(1, 1, 1)] "
             "* 4 [PIPER-D022]"
         )
     _, microbatches = counts("fitted", stages=len(costs), microbatches=microbatches)
@@ -148,7 +148,7 @@ def _ranks(stages: int, ranks: object) -> list[int]:
     numbers = [rank for rank in found if rank is not None]
     if len(numbers) != stages or len(found) != stages or sorted(set(numbers)) != [*range(len(set(numbers)))]:
         raise DirectiveError(
-            f"fitted: ranks={shown(ranks)} for {stages} stages; give the rank of each stage, counted from 0 "
+            f"fitted: ranks={shown(ranks)} for {stages} stages. Give the rank of each stage, counted from 0 "
             "without gaps, such as [0, 1, 1, 0] [PIPER-D022]"
         )
     return numbers
@@ -170,7 +170,7 @@ def _memory(ranks: int, memory: object) -> list[int | None]:
     ]
     if len(found) != ranks or odd:
         raise DirectiveError(
-            f"fitted: memory={shown(memory)} for {ranks} ranks; give bytes, an integer >= 0, or one for "
+            f"fitted: memory={shown(memory)} for {ranks} ranks. Give bytes, an integer >= 0, or one for "
             "each rank [PIPER-D022]"
         )
     return found
@@ -191,7 +191,7 @@ def _check_room(chain: Chain, limits: Sequence[int | None]) -> None:
     if short:
         more = f", and {len(short) - 8} more ranks" if len(short) > 8 else ""
         raise DirectiveError(
-            f"fitted: {'; '.join(short[:8])}{more}; give more memory, smaller microbatches, or shorter stages"
+            f"fitted: {'; '.join(short[:8])}{more}. Give more memory, smaller microbatches, or shorter stages"
             " [PIPER-D022]"
         )
 

@@ -51,8 +51,8 @@ def interleaved_one_f_one_b(
     rounds = max(1, microbatches // ranks)
     if microbatches % rounds:
         raise DirectiveError(
-            f"{name}: {microbatches} microbatches on {ranks} ranks run in {rounds} rounds of equal size; "
-            f"give a multiple of {rounds}, such as {microbatches - microbatches % rounds} [PIPER-D020]"
+            f"{name}: {microbatches} microbatches on {ranks} ranks run in {rounds} rounds of equal size. "
+            f"Give a multiple of {rounds}, such as {microbatches - microbatches % rounds} [PIPER-D020]"
         )
     return program_of(
         interleaved_rows(ranks, microbatches, stages_per_device), microbatches, devices, tag, dim_name, name

@@ -58,14 +58,14 @@ class StageCosts:
             value = getattr(self, name)
             if not is_number(value) and not (name == "backward" and value is None):
                 raise DirectiveError(
-                    f"StageCosts({name}={shown(value)}); give a time, a number >= 0, from 1e-15 to 1e15"
+                    f"StageCosts({name}={shown(value)}). Give a time, a number >= 0, from 1e-15 to 1e15"
                     " [PIPER-D022]"
                 )
         for name in ("saved", "saved_for_weights", "static"):
             value = integer(getattr(self, name))
             if value is None or value < 0:
                 raise DirectiveError(
-                    f"StageCosts({name}={shown(getattr(self, name))}); give bytes, an integer >= 0"
+                    f"StageCosts({name}={shown(getattr(self, name))}). Give bytes, an integer >= 0"
                     " [PIPER-D022]"
                 )
 
@@ -197,13 +197,13 @@ def _ranks(rows: Sequence[Row], stages: int) -> list[int]:
         for group in row:
             if len(group) != 1:
                 raise DirectiveError(
-                    f"timed: rank {rank} overlaps {shown(group)}; give rows with one action in each entry"
+                    f"timed: rank {rank} overlaps {shown(group)}. Give rows with one action in each entry"
                     " [PIPER-D022]"
                 )
             stage = group[0].stage
             if not 0 <= stage < stages or found.setdefault(stage, rank) != rank:
                 raise DirectiveError(
-                    f"timed: stage {stage} on rank {rank}; give costs for each stage, and put each stage on "
+                    f"timed: stage {stage} on rank {rank}. Give costs for each stage, and put each stage on "
                     "one rank [PIPER-D022]"
                 )
     return [found.get(stage, -1) for stage in range(stages)]
@@ -259,7 +259,7 @@ class _RankClocks:
                 for rank, a in stuck[:8]
             )
             raise DirectiveError(
-                f"timed: the ranks wait for each other: {waits}; put each pass after the passes whose "
+                f"timed: the ranks wait for each other: {waits}. Put each pass after the passes whose "
                 "results it reads [PIPER-D022]"
             )
 

@@ -161,8 +161,8 @@ def check_asked(
             f"search: objective={shown(objective)}. Give one of {', '.join(OBJECTIVES)} [PIPER-P001]"
         )
     if not is_number(gap):
-        raise SearchError(f"search: gap={shown(gap)}; give a share such as 0.01 [PIPER-P001]")
+        raise SearchError(f"search: gap={shown(gap)}. Give a share such as 0.01 [PIPER-P001]")
     if (integer(budget) or 0) < 1:
-        raise SearchError(f"search: budget={shown(budget)}; give an integer >= 1 [PIPER-P001]")
+        raise SearchError(f"search: budget={shown(budget)}. Give an integer >= 1 [PIPER-P001]")
     if ranks is not None and (integer(ranks) or 0) < 1:
-        raise SearchError(f"search: ranks={shown(ranks)}; give an integer >= 1, or None [PIPER-P001]")
+        raise SearchError(f"search: ranks={shown(ranks)}. Give an integer >= 1, or None [PIPER-P001]")

@@ -203,7 +203,7 @@ def _check_arguments(
         SearchError: An argument is not valid.
     """
     if check not in ("static", "run", "off"):
-        raise SearchError(f"search: check={shown(check)}; give 'static', 'run' or 'off' [PIPER-P001]")
+        raise SearchError(f"search: check={shown(check)}. Give 'static', 'run' or 'off' [PIPER-P001]")
     if unknown := options.keys() - OPTIONS:
         raise SearchError(
             f"search: there is no argument {min(unknown)!r}; options are {', '.join(OPTIONS)} [PIPER-P001]"
@@ -213,7 +213,7 @@ def _check_arguments(
         bytes_of(memory)
     if not isinstance(hardware, Hardware | str | None):
         raise SearchError(
-            f"search: hardware={shown(hardware)}; give a Hardware, a name, or the path of a JSON file"
+            f"search: hardware={shown(hardware)}. Give a Hardware, a name, or the path of a JSON file"
             " [PIPER-P001]"
         )
 

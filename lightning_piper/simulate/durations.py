@@ -100,20 +100,20 @@ class WorkDurations:
             duration = checked(f"durations: {shown(key)}", value)
             if not isinstance(key, str):
                 raise SimulationError(
-                    f"durations: {shown(key)} is not a string; give keys such as 'F', 'F[PP=0]' or '%12'"
+                    f"durations: {shown(key)} is not a string. Give keys such as 'F', 'F[PP=0]' or '%12'"
                     " [PIPER-T001]"
                 )
             if match := _NODE.fullmatch(key):
                 node = int(match["node"])
                 if node not in dag.nodes:
                     raise SimulationError(
-                        f"durations: {key!r} names no node of this training DAG; print(compiled.dag) lists "
+                        f"durations: {key!r} names no node of this training DAG. Run print(compiled.dag) to list "
                         "them [PIPER-T001]"
                     )
                 found = dag.nodes[node]
                 if isinstance(found, Recv):
                     raise SimulationError(
-                        f"durations: {key!r} is a recv; name its send, '%{found.inputs[0][0]}' [PIPER-T001]"
+                        f"durations: {key!r} is a recv. Name its send, '%{found.inputs[0][0]}' [PIPER-T001]"
                     )
                 self._nodes[node] = duration
             elif match := _CHUNK.fullmatch(key):
@@ -124,8 +124,8 @@ class WorkDurations:
                 continue
             else:
                 raise SimulationError(
-                    f"durations: {key!r} cannot be understood; accepted are a pass such as 'F', with tags "
-                    "such as 'F[PP=0,MB=3]', a node such as '%12', and an operation such as 'add'"
+                    f"durations: {key!r} cannot be understood. Give a pass such as 'F', with tags "
+                    "such as 'F[PP=0,MB=3]', a node such as '%12', or an operation such as 'add'"
                     " [PIPER-T001]"
                 )
         return rules
@@ -175,7 +175,7 @@ class _Rules:
         same = self._by.setdefault(kind, {}).setdefault(names, {})
         if values in same:
             raise SimulationError(
-                f"durations: {same[values][0]!r} and {key!r} are the same entry; give it once [PIPER-T001]"
+                f"durations: {same[values][0]!r} and {key!r} are the same entry. Give it once [PIPER-T001]"
             )
         same[values] = (key, duration)
         if tags:
@@ -201,8 +201,8 @@ class _Rules:
         # split backward passes.
         if self._unused:
             raise SimulationError(
-                f"durations: {min(self._unused)!r} matches nothing; print(compiled.dag) shows the chunks' "
-                "tags [PIPER-T001]"
+                f"durations: {min(self._unused)!r} matches nothing. Run print(compiled.dag) to see the "
+                "chunks' tags [PIPER-T001]"
             )
 
 
@@ -218,13 +218,13 @@ def _most_specific(chunk: Chunk, found: list[_Entry]) -> Number:
     """
     if not found:
         raise SimulationError(
-            f"durations: {_name(chunk)} has no duration; give one for {chunk.kind!r} or {chunk.label!r}"
+            f"durations: {_name(chunk)} has no duration. Give one for {chunk.kind!r} or {chunk.label!r}"
             " [PIPER-T001]"
         )
     if len(found) > 1 and found[-1][0] == found[-2][0]:
         one, other = found[-2][1], found[-1][1]
         raise SimulationError(
-            f"durations: {one!r} and {other!r} are equally specific for {_name(chunk)}; give one with more "
+            f"durations: {one!r} and {other!r} are equally specific for {_name(chunk)}. Give one with more "
             "tags [PIPER-T001]"
         )
     return found[-1][2]
@@ -241,7 +241,7 @@ def _tags(key: str, text: str | None) -> _Tags:
         tag, _, value = part.strip().rpartition("=")
         if not tag or not value.isdecimal():
             raise SimulationError(
-                f"durations: {key!r}: {part!r} is not a tag with an index; give for example 'F[PP=0,MB=3]'"
+                f"durations: {key!r}: {part!r} is not a tag with an index. Give for example 'F[PP=0,MB=3]'"
                 " [PIPER-T001]"
             )
         found[tag] = int(value)
@@ -265,7 +265,7 @@ def checked(what: str, value: object, positive: bool = False) -> Number:
     """
     if not isinstance(value, int | float | Fraction) or not is_number(value, positive):
         raise SimulationError(
-            f"{what} is {shown(value)}; give {'' if positive else '0, or '}a number from 1e-15 to 1e15 "
+            f"{what} is {shown(value)}. Give {'' if positive else '0, or '}a number from 1e-15 to 1e15 "
             "[PIPER-T001]"
         )
     return value

@@ -104,7 +104,7 @@ class Hardware:
         if not own and (not isinstance(name, str | PathLike) or not str(name).endswith(".json")):
             names = ", ".join(known())
             raise SimulationError(
-                f"there is no hardware {shown(name)}; give one of {names}, or the path of a JSON file"
+                f"there is no hardware {shown(name)}. Give one of {names}, or the path of a JSON file"
                 " [PIPER-T002]"
             )
         try:
@@ -145,7 +145,7 @@ class Hardware:
         name = str(dtype).removeprefix("torch.")
         if name not in self.flops:
             raise SimulationError(
-                f"{self.name}: flops has no {name!r}, only {', '.join(self.flops)}; add {name!r} to flops"
+                f"{self.name}: flops has no {name!r}, only {', '.join(self.flops)}. Add {name!r} to flops"
                 " [PIPER-T002]"
             )
         return self.flops[name]
@@ -240,21 +240,21 @@ def _hardware(where: str, content: Any) -> Hardware:
     """
     _check_keys(where, content, _KEYS, ("efficiency",))
     if not isinstance(content["name"], str):
-        raise SimulationError(f"{where}: name is {shown(content['name'])}; give a string [PIPER-T002]")
+        raise SimulationError(f"{where}: name is {shown(content['name'])}. Give a string [PIPER-T002]")
     if not isinstance(content["flops"], dict) or not content["flops"]:
         raise SimulationError(
-            f'{where}: flops is {shown(content["flops"])}; give an object such as {{"float32": 6.7e13}} '
+            f'{where}: flops is {shown(content["flops"])}. Give an object such as {{"float32": 6.7e13}} '
             "[PIPER-T002]"
         )
     if not isinstance(content["links"], list) or not content["links"]:
         raise SimulationError(
-            f"{where}: links is {shown(content['links'])}; give a list of at least one link [PIPER-T002]"
+            f"{where}: links is {shown(content['links'])}. Give a list of at least one link [PIPER-T002]"
         )
     flops = {dtype: _number(where, f"flops of {shown(dtype)}", x) for dtype, x in content["flops"].items()}
     for dtype in flops:
         if dtype != "tfloat32" and not isinstance(getattr(torch, dtype, None), torch.dtype):
             raise SimulationError(
-                f"{where}: flops has {shown(dtype)}, which is not a data type; give names such as 'bfloat16'"
+                f"{where}: flops has {shown(dtype)}, which is not a data type. Give names such as 'bfloat16'"
                 " [PIPER-T002]"
             )
     read = [_shared_link(f"{where}: links[{i}]", link) for i, link in enumerate(content["links"])]
@@ -262,12 +262,12 @@ def _hardware(where: str, content: Any) -> Hardware:
     counts = [n for n, _ in links]
     if counts != sorted(set(counts)):
         raise SimulationError(
-            f"{where}: links join {counts} devices; give the links from the nearest to the farthest, each "
+            f"{where}: links join {counts} devices. Give the links from the nearest to the farthest, each "
             "joining more devices [PIPER-T002]"
         )
     efficiency = _number(where, "efficiency", content.get("efficiency", 1.0))
     if efficiency > 1:
-        raise SimulationError(f"{where}: efficiency is {efficiency}; give a share, at most 1 [PIPER-T002]")
+        raise SimulationError(f"{where}: efficiency is {efficiency}. Give a share, at most 1 [PIPER-T002]")
     whole = {key: int(_number(where, key, content[key])) for key in ("memory", "host_memory")}
     host = _link(f"{where}: host", content["host"], ())[1]
     bandwidth = _number(where, "bandwidth", content["bandwidth"])
@@ -303,7 +303,7 @@ def _shared_link(where: str, content: Any) -> tuple[int, Link, SharedBandwidth |
     devices = integer(content["shared"]["devices"])
     if devices is None or not 1 <= devices <= n:
         raise SimulationError(
-            f"{within}: devices is {shown(content['shared']['devices'])}; give an integer from 1 to {n} "
+            f"{within}: devices is {shown(content['shared']['devices'])}. Give an integer from 1 to {n} "
             "[PIPER-T002]"
         )
     bandwidth = _number(within, "bandwidth", content["shared"]["bandwidth"])
@@ -333,7 +333,7 @@ def _link(
     devices = integer(content["devices"]) if more else 1
     if devices is None or devices < 1:
         raise SimulationError(
-            f"{where}: devices is {shown(content['devices'])}; give an integer >= 1 [PIPER-T002]"
+            f"{where}: devices is {shown(content['devices'])}. Give an integer >= 1 [PIPER-T002]"
         )
     latency = checked(f"{where}: latency", content["latency"])
     return devices, Link(latency, _number(where, "bandwidth", content["bandwidth"]))
@@ -347,15 +347,15 @@ def _check_keys(where: str, content: Any, keys: Collection[str], optional: Colle
     """
     if not isinstance(content, dict):
         raise SimulationError(
-            f"{where} is a {type(content).__name__}; give an object with {', '.join(keys)} [PIPER-T002]"
+            f"{where} is a {type(content).__name__}. Give an object with {', '.join(keys)} [PIPER-T002]"
         )
     if missing := [key for key in keys if key not in content]:
         raise SimulationError(
-            f"{where} lacks {missing[0]!r}; give an object with {', '.join(keys)} [PIPER-T002]"
+            f"{where} lacks {missing[0]!r}. Give an object with {', '.join(keys)} [PIPER-T002]"
         )
     if unknown := [key for key in content if key not in keys and key not in optional]:
         raise SimulationError(
-            f"{where} has {shown(unknown[0])}; accepted are {', '.join((*keys, *optional))} [PIPER-T002]"
+            f"{where} has {shown(unknown[0])}. Give one of {', '.join((*keys, *optional))} [PIPER-T002]"
         )
 
 
@@ -367,7 +367,7 @@ def _number(where: str, what: str, value: Any) -> float:
     """
     # Do not use `checked`, because the numbers of large clusters exceed its limit of 1e15.
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LARGEST:
-        raise SimulationError(f"{where}: {what} is {shown(value)}; give a number > 0 [PIPER-T002]")
+        raise SimulationError(f"{where}: {what} is {shown(value)}. Give a number > 0 [PIPER-T002]")
     return value
 
 

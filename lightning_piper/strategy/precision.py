@@ -30,7 +30,7 @@ def check_precision(plugin: Precision) -> None:
     )
     if not good:
         raise PiperError(
-            f"precision {plugin.precision!r} is not supported; accepted are {ACCEPTED} [PIPER-S001]"
+            f"precision {plugin.precision!r} is not supported. Give one of {ACCEPTED} [PIPER-S001]"
         )
 
 

@@ -97,7 +97,7 @@ class Spec:
             raise PiperError(f"Spec(exact={shown(self.exact)}): give True or False [PIPER-A001]")
         if len(self.blocks) != len(self.stages) or not self.blocks:
             raise PiperError(
-                f"Spec: {len(self.blocks)} blocks with {len(self.stages)} stages; give one stage for each block, "
+                f"Spec: {len(self.blocks)} blocks with {len(self.stages)} stages. Give one stage for each block, "
                 "and at least one block [PIPER-A001]"
             )
         for block in self.blocks:
@@ -105,7 +105,7 @@ class Spec:
                 known = EXACT_BLOCKS if self.exact else tuple(BLOCKS)
                 raise PiperError(
                     f"Spec(blocks=...): block {shown(block)} is not "
-                    f"known{' in exact models' if self.exact else ''}; accepted are {', '.join(known)} "
+                    f"known{' in exact models' if self.exact else ''}. Give one of {', '.join(known)} "
                     "[PIPER-A001]"
                 )
 

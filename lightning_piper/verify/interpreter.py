@@ -36,8 +36,8 @@ def interpret(
     """
     if not nx.is_directed_acyclic_graph(dag.graph):
         raise VerificationError(
-            "the training DAG has a cycle. If you wrote a directive, check the edges that it adds; "
-            "otherwise report this [PIPER-D008]"
+            "the training DAG has a cycle. If you wrote a directive, check the edges that it adds. "
+            "Otherwise, report this [PIPER-D008]"
         )
     run = Reference(dag, tensors, leaves, seed)
     readers: dict[Ref, int] = {}

@@ -23,7 +23,7 @@ def dot_graph(dag: TrainingDAG, device: int) -> str:
     """
     if not isinstance(dag, TrainingDAG):
         raise PiperError(
-            f"dot_graph: the DAG is a {type(dag).__name__}; give compiled.dag of lightning_piper.compile's "
+            f"dot_graph: the DAG is a {type(dag).__name__}. Give compiled.dag of lightning_piper.compile's "
             "result [PIPER-A001]"
         )
     if not isinstance(device, int) or device not in dag.devices():

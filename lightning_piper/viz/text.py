@@ -31,7 +31,7 @@ def text_chart(simulation: Simulation, width: int = 120) -> str:
     """
     if not isinstance(simulation, Simulation):
         raise PiperError(
-            f"text_chart: {shown(simulation)} is not a Simulation; give the result of simulate [PIPER-A001]"
+            f"text_chart: {shown(simulation)} is not a Simulation. Give the result of simulate [PIPER-A001]"
         )
     if not isinstance(width, int) or not 0 < width <= WIDTH:
         raise PiperError(

@@ -227,7 +227,7 @@ def test_a_tensor_that_is_no_buffer_is_used() -> None:
 @pytest.mark.parametrize(
     ("result", "says"),
     [
-        (lambda loss, h: h, r"a loss of shape \(4, 6\); return a scalar"),
+        (lambda loss, h: h, r"a loss of shape \(4, 6\). Return a scalar"),
         (lambda loss, h: loss.detach(), "a loss that depends on no parameter with requires_grad=True"),
         (
             lambda loss, h: {"loss": loss, "h": h},
@@ -235,7 +235,7 @@ def test_a_tensor_that_is_no_buffer_is_used() -> None:
         ),
         (lambda loss, h: {"value": loss}, r"a dict with keys \['value'\]"),
         (lambda loss, h: {"loss": None}, "training_step returned None to skip the batch"),
-        (lambda loss, h: 1.5, "training_step returns float; return the loss"),
+        (lambda loss, h: 1.5, "training_step returns float. Return the loss"),
     ],
 )
 def test_the_result_is_no_loss(result: Callable[..., Any], says: str) -> None:
@@ -282,9 +282,9 @@ def log_a_median(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) 
             "a MeanMetric cannot be logged inside a captured step. Log a tensor, a number, or a metric "
             "object",
         ),
-        (log_a_matrix, "the value has shape (4, 6); log a single number"),
-        (log_twice, "is called twice in one step; give each call its own name"),
-        (log_a_median, "cannot be merged over microbatches; accepted are 'mean', 'sum', 'max' and 'min'"),
+        (log_a_matrix, "the value has shape (4, 6). Log a single number"),
+        (log_twice, "is called twice in one step. Give each call its own name"),
+        (log_a_median, "cannot be merged over microbatches. Give one of 'mean', 'sum', 'max' and 'min'"),
     ],
 )
 def test_a_log_call_is_refused(end: Callable[..., Any], says: str) -> None:
@@ -398,7 +398,7 @@ def test_a_sparse_gradient() -> None:
 
 
 def test_a_module_without_a_step() -> None:
-    with pytest.raises(CaptureError, match="Linear has no training_step; give a LightningModule"):
+    with pytest.raises(CaptureError, match="Linear has no training_step. Give a LightningModule"):
         capture(nn.Linear(2, 2), regression(4))
 
 

@@ -623,7 +623,7 @@ def test_one_term_leaves_the_graph_as_it_is() -> None:
 
 def test_a_count_is_one_number() -> None:
     with pytest.raises(
-        CaptureError, match=r"piper.mean: count has shape \(3,\); give a single number, such as mask.sum\(\)"
+        CaptureError, match=r"piper.mean: count has shape \(3,\). Give a single number, such as mask.sum\(\)"
     ):
         piper.mean(torch.ones(3), torch.ones(3))
     assert float(piper.mean(torch.ones(3), torch.tensor(2))) == 1.5 == float(piper.mean(torch.ones(3), 2))

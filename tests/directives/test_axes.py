@@ -128,12 +128,12 @@ def test_one_dimension_has_one_axis(monkeypatch):
     """Whose part would come first? Said of directives; and where it follows from what operations do."""
     with pytest.raises(
         DirectiveError,
-        match=r"directive 2 .*an earlier directive shards dimension 1 of values along 'tp'; shard each",
+        match=r"directive 2 .*an earlier directive shards dimension 1 of values along 'tp'. Shard each",
     ):
         compiled_for([grid(cp=2, tp=2), columns(values={"*": 1}), sequences()])
     both = [grid(cp=2, tp=2), columns(), ShardWeights(filter={}, axis="cp", params={"blocks.0.up.weight": 0})]
     with pytest.raises(
-        DirectiveError, match=r"shards blocks\.0\.up\.weight along 'tp'; shard each parameter along one axis"
+        DirectiveError, match=r"shards blocks\.0\.up\.weight along 'tp'. Shard each parameter along one axis"
     ):
         compiled_for(both)
     monkeypatch.setattr(member_tensors, "_check_together", lambda *about: None)
@@ -148,12 +148,12 @@ def test_one_dimension_has_one_axis(monkeypatch):
     [
         (
             [grid(cp=2, tp=2), columns(devices=[[0, 1], [2, 3]]), sequences()],
-            "several directives shard tensors; remove devices",
+            "several directives shard tensors. Remove devices",
         ),
         ([grid(tp=2), columns(), sequences()], r"no place of the program has an axis 'cp'"),
         (
             [grid(cp=2, tp=2), columns(), sequences(axis="tp")],
-            "several directives shard tensors along 'tp'; combine them into one",
+            "several directives shard tensors along 'tp'. Combine them into one",
         ),
         (
             [
@@ -162,7 +162,7 @@ def test_one_dimension_has_one_axis(monkeypatch):
                 columns(),
                 sequences(),
             ],
-            r"a place has only the axes \['tp', 'data'\]; add 'cp' to it",
+            r"a place has only the axes \['tp', 'data'\]. Add 'cp' to it",
         ),
     ],
 )
@@ -221,7 +221,7 @@ def test_experts_are_owned_along_their_axis_and_tokens_travel_along_it():
     [
         (
             [grid(ep=2, tp=2), EXPERTS, Fixed(), columns(params=HEADS), everywhere(4)],
-            "directive 1 .*a later directive shards weights or sequences; move this",
+            "directive 1 .*a later directive shards weights or sequences. Move this",
         ),
         (
             [
@@ -230,7 +230,7 @@ def test_experts_are_owned_along_their_axis_and_tokens_travel_along_it():
                 ShardExperts(filter={"EP": "*"}, devices=[[0, 2], [1, 3]]),
                 everywhere(4),
             ],
-            "another directive shards weights or sequences; remove devices, and name the axes of both",
+            "another directive shards weights or sequences. Remove devices, and name the axes of both",
         ),
     ],
 )
@@ -250,13 +250,13 @@ def test_a_dimension_that_no_value_has_is_refused():
 def test_members_are_no_replicas():
     with pytest.raises(
         DirectiveError,
-        match="work on the same samples, because they shard tensors along tp, cp; remove the replicate",
+        match="work on the same samples, because they shard tensors along tp, cp. Remove the replicate",
     ):
         compiled_for([grid(cp=2, tp=2), columns(), sequences(), everywhere(4)])
 
 
 def test_one_device_is_no_axis():
-    with pytest.raises(DirectiveError, match="only one device along 'cp'; give the axis two or more"):
+    with pytest.raises(DirectiveError, match="only one device along 'cp'. Give the axis two or more"):
         compiled_for([grid(cp=1, tp=2), columns(), sequences()])
 
 

@@ -184,7 +184,7 @@ def test_transfers_carry_the_gradients_of_inputs() -> None:
         (
             [split(2), order(f(1, 0), b(1, 0)), order(f(1, 1), bi(1, 0))],
             "directive 2 (order): field 'filters[1]': {PP: 1, MB: 0, PASS: BI} splits B[PP=1,MB=0], but "
-            "directive 1 orders it unsplit; name BI and BW in all orders, or B in all of them",
+            "directive 1 orders it unsplit. Name BI and BW in all orders, or B in all of them",
         ),
         (
             [
@@ -204,7 +204,7 @@ def test_transfers_carry_the_gradients_of_inputs() -> None:
         (
             [split(2), order(f(1, 0), bi(1, 0)), order(f(1, 0), b(1, 0))],
             "directive 2 (order): field 'filters[1]': {PP: 1, MB: 0, PASS: B} matches nothing: directive 1 "
-            "has split B into BI and BW, such as BI[PP=1,MB=0]; name BI and BW instead",
+            "has split B into BI and BW, such as BI[PP=1,MB=0]. Name BI and BW instead",
         ),
         (
             [split(2), order(f(1, 0), bi(1, 0)), order(f(1, 0), {"PP": 1, "MB": 0, "PASS": ["B"]})],
@@ -223,13 +223,13 @@ def test_transfers_carry_the_gradients_of_inputs() -> None:
         ),
         (
             [{"op": "place", "filter": {"PP": 1, "PASS": "BI"}, "devices": [0]}],
-            "directive 0 (place): field 'filter': {PP: 1, PASS: BI} matches nothing: B[PP=1] is not split; "
-            "name B; only an order that names BI or BW splits it",
+            "directive 0 (place): field 'filter': {PP: 1, PASS: BI} matches nothing: B[PP=1] is not split. "
+            "Name B; only an order that names BI or BW splits it",
         ),
         (
             [split(2), order(bw(1, 0), bi(1, 0))],
             "directive 1 (order): field 'filters': this order closes a cycle: BI[PP=1,MB=0]@? -> (data) "
-            "BW[PP=1,MB=0]@? -> (order, directive 1) BI[PP=1,MB=0]@?; remove or reverse",
+            "BW[PP=1,MB=0]@? -> (order, directive 1) BI[PP=1,MB=0]@?. Remove or reverse",
         ),
         (
             [

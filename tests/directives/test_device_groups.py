@@ -343,16 +343,16 @@ def test_zbv_of_a_tied_model() -> None:
         ),
         (
             [split(2), place(0, PP=0, MB=0, PASS="F"), place(1, PP=0, PASS="B")],
-            "B[PP=0,MB=0] would be on device 1, but F[PP=0,MB=0] is on 0; place all passes of a microbatch "
+            "B[PP=0,MB=0] would be on device 1, but F[PP=0,MB=0] is on 0. Place all passes of a microbatch "
             "on the same device",
         ),
         (
             [split(2), place(0, MB=0), place([0, 1], MB=1)],
-            "[0, 1] is a group of 2, but F[PP=0,MB=0] is on a group of 1; place all regions",
+            "[0, 1] is a group of 2, but F[PP=0,MB=0] is on a group of 1. Place all regions",
         ),
         (
             [split(2), place(0, MB=0), place(1, PP=0)],
-            "F[PP=0,MB=0] is already on device 0 (directive 1); place each chunk once",
+            "F[PP=0,MB=0] is already on device 0 (directive 1). Place each chunk once",
         ),
         (
             [
@@ -362,16 +362,16 @@ def test_zbv_of_a_tied_model() -> None:
                 {"op": "replicate", "filter": {"MB": 0}, "devices": [0, 1]},
             ],
             "directive 3 (replicate): field 'devices': F[PP=0,MB=1], another chunk of a selected region, is "
-            "on [2, 3]; name all device groups of a region in one replicate",
+            "on [2, 3]. Name all device groups of a region in one replicate",
         ),
         (
             [split(2), place([0, 1], MB=0), {"op": "replicate", "filter": {"MB": 0}, "devices": [0, 1]}],
-            "F[PP=0,MB=1], another chunk of a selected region, is on no device yet; name all device groups "
+            "F[PP=0,MB=1], another chunk of a selected region, is on no device yet. Name all device groups "
             "of a region in one replicate",
         ),
         (
             [*CROSSING, order(f(0, 0), b(0, 0)), Fixed(), split(2, "UB")],
-            "is already ordered by directive 5; move this directive before that order",
+            "is already ordered by directive 5. Move this directive before that order",
         ),
     ],
 )

@@ -213,7 +213,7 @@ def test_what_is_wrong_is_found(name, monkeypatch):
         ([ONE, off(), off()], "the selected chunks save nothing for a backward pass"),
         (
             [ONE, SPLIT, Order(filters=[{"PASS": "FETCH"}, LAYER_1])],
-            "PASS: FETCH} matches nothing; name copies that an offload before",
+            "PASS: FETCH} matches nothing. Name copies that an offload before",
         ),
         (
             [ONE, SPLIT, off(), Order(filters=[LAYER_1, {**LAYER_1, "PASS": "FETCH"}])],
@@ -231,16 +231,16 @@ def test_what_is_wrong_is_found(name, monkeypatch):
         ([ONE, off(), off(PASS="FETCH")], "PASS 'FETCH' is unknown"),
         (
             [ONE, off(), Fixed(), SPLIT],
-            "directive 1 offloads the values that .* saves; move this directive before the offload",
+            "directive 1 offloads the values that .* saves. Move this directive before the offload",
         ),
         (
             [ONE, off(), Fixed(), again()],
-            "directive 1 offloads the values that .* saves; move this directive before the offload",
+            "directive 1 offloads the values that .* saves. Move this directive before the offload",
         ),
         ([TWO, off(), Place(filter={}, devices=[0])], "already on device"),
         (
             [*PROGRAMS["columns"][:1], off(), Fixed(), *PROGRAMS["columns"][1:-1]],
-            "directive 1 offloads saved values; move this directive before the offload",
+            "directive 1 offloads saved values. Move this directive before the offload",
         ),
     ],
 )

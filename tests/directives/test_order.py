@@ -121,7 +121,7 @@ def test_a_pass_that_a_frozen_stage_does_not_have_is_no_mistake() -> None:
         (
             [order(b(0), f(0))],
             "directive 0 (order): field 'filters': this order closes a cycle: F[PP=0]@? -> (data) F[PP=1]@? "
-            "-> (data) B[PP=1]@? -> (data) B[PP=0]@? -> (order, directive 0) F[PP=0]@?; remove or reverse "
+            "-> (data) B[PP=1]@? -> (data) B[PP=0]@? -> (order, directive 0) F[PP=0]@?. Remove or reverse "
             "one of the orders in this cycle",
         ),
         (
@@ -148,7 +148,7 @@ def test_a_pass_that_a_frozen_stage_does_not_have_is_no_mistake() -> None:
         (
             [*place(0, 1), split(2), order(f(0, 0), f(1, 1))],
             "directive 3 (order): field 'filters': F[PP=0,MB=0] on device 0 would run before F[PP=1,MB=1] "
-            "on device 1, but no data flows from one to the other; name chunks of one device, or chunks "
+            "on device 1, but no data flows from one to the other. Name chunks of one device, or chunks "
             "of which one reads the other's result",
         ),
         (
@@ -158,7 +158,7 @@ def test_a_pass_that_a_frozen_stage_does_not_have_is_no_mistake() -> None:
         ),
         (
             [split(2), order(f(0, 0), f(0))],
-            "directive 1 (order): field 'filters[1]': F[PP=0,MB=0] is already in group 0; name each chunk "
+            "directive 1 (order): field 'filters[1]': F[PP=0,MB=0] is already in group 0. Name each chunk "
             "in one group",
         ),
         (

@@ -128,7 +128,7 @@ def test_the_stream_of_a_chunk() -> None:
         ),
         (
             [*place(0), {"op": "place", "filter": {}, "devices": [1]}],
-            "directive 1 (place): field 'filter': F[PP=0] is already on device 0 (directive 0); place each "
+            "directive 1 (place): field 'filter': F[PP=0] is already on device 0 (directive 0). Place each "
             "chunk once",
         ),
         (
@@ -136,7 +136,7 @@ def test_the_stream_of_a_chunk() -> None:
                 {"op": "place", "filter": f(0), "devices": [0]},
                 {"op": "place", "filter": b(0), "devices": [1]},
             ],
-            "directive 1 (place): field 'devices': B[PP=0] would be on device 1, but F[PP=0] is on 0; place "
+            "directive 1 (place): field 'devices': B[PP=0] would be on device 1, but F[PP=0] is on 0. Place "
             "all passes of a microbatch on the same device, because the backward pass reads saved values",
         ),
     ],
@@ -149,14 +149,14 @@ def test_refused(program: list[Any], says: str) -> None:
 def test_a_place_comes_before_an_order() -> None:
     with pytest.raises(
         DirectiveError,
-        match=r"F\[PP=0\] is already ordered by directive 0; move this directive before that order",
+        match=r"F\[PP=0\] is already ordered by directive 0. Move this directive before that order",
     ):
         build("mlp", order(f(0), b(0)), Fixed(), *place(0))
 
 
 def test_a_place_comes_before_a_recompute() -> None:
     says = (
-        r"directive 0 makes second forward passes that wait for B\[PP=1\]; move this directive before the "
+        r"directive 0 makes second forward passes that wait for B\[PP=1\]. Move this directive before the "
         r"recompute"
     )
     with pytest.raises(DirectiveError, match=says):
@@ -217,5 +217,5 @@ def test_code_that_reads_a_parameter_belongs_to_the_stage_that_has_it() -> None:
 
 def test_devices_are_numbered_without_gaps() -> None:
     dag = build("mlp", *place(0, 2))
-    with pytest.raises(DirectiveError, match=r"on devices \[0, 2\]; use devices 0 to 1, without gaps"):
+    with pytest.raises(DirectiveError, match=r"on devices \[0, 2\]. Use devices 0 to 1, without gaps"):
         complete(dag)

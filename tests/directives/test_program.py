@@ -121,7 +121,7 @@ def test_a_program_from_a_file(tmp_path: Path, kind: type) -> None:
             r"directives file '.*program.json' contains a value of type int instead of directives\. Write a list of directives",
         ),
         ("[]]", "cannot be read as JSON"),
-        ('[{"op": "place", "filter": {}}]', r"directive 0 \(place\): field 'devices': missing"),
+        ('[{"op": "place", "filter": {}}]', r"directive 0 \(place\): field 'devices' is missing"),
     ],
 )
 def test_a_file_that_holds_no_program(tmp_path: Path, content: str | None, says: str) -> None:
@@ -154,31 +154,31 @@ def test_a_file_may_say_its_version(tmp_path: Path) -> None:
     [
         (
             JSON[0],
-            r"is an object without the key 'version'; give a list of directives, or {\"version\": 1, "
+            r"is an object without the key 'version'. Give a list of directives, or {\"version\": 1, "
             r"\"directives\": ",
         ),
         ({"directives": JSON}, "is an object without the key 'version'"),
-        ({"version": 2, "stages": []}, r": version 2 is unknown; accepted is 1 \[PIPER-D001\]$"),
-        ({"version": "1", "directives": JSON}, r": version '1' is unknown; accepted is 1 \[PIPER-D001\]$"),
+        ({"version": 2, "stages": []}, r": version 2 is unknown. Give 1 \[PIPER-D001\]$"),
+        ({"version": "1", "directives": JSON}, r": version '1' is unknown. Give 1 \[PIPER-D001\]$"),
         ({"version": True, "directives": JSON}, r": version True is unknown"),
         ({"version": 1.0, "directives": JSON}, r": version 1.0 is unknown"),
         (
             {"version": 1, "directives": JSON, "name": "gpipe"},
-            r": the key 'name' is unknown; accepted are version, annotate, directives, about \[PIPER-D001\]$",
+            r": the key 'name' is unknown. Give one of version, annotate, directives, about \[PIPER-D001\]$",
         ),
-        ({"version": 1}, r": the key 'directives' is missing; give a list of directives \[PIPER-D001\]$"),
+        ({"version": 1}, r": the key 'directives' is missing. Give a list of directives \[PIPER-D001\]$"),
         (
             {"version": 1, "directives": JSON[0]},
-            r": the key 'directives' is {'op': 'place', .*}; give a list of directives \[PIPER-D001\]$",
+            r": the key 'directives' is {'op': 'place', .*}. Give a list of directives \[PIPER-D001\]$",
         ),
-        ({"version": 1, "directives": None}, r": the key 'directives' is None; give"),
+        ({"version": 1, "directives": None}, r": the key 'directives' is None. Give"),
         (
             {"version": 1, "directives": "program.json"},
-            r": the key 'directives' is 'program.json'; give a list of directives \[PIPER-D001\]$",
+            r": the key 'directives' is 'program.json'. Give a list of directives \[PIPER-D001\]$",
         ),
         (
             {"version": 1, "directives": [JSON[0], {"op": "plce"}]},
-            r"directive 1 \(op 'plce'\): field 'op': unknown",
+            r"directive 1 \(op 'plce'\): field 'op' is unknown",
         ),
     ],
 )
@@ -195,7 +195,7 @@ def test_an_object_that_is_no_program(program: dict[str, Any], says: str, tmp_pa
 @pytest.mark.parametrize("source", [PROGRAM[0], 3, None])
 def test_what_is_no_program(source: Any) -> None:
     with pytest.raises(
-        DirectiveError, match="a program is a list of directives or the path of a JSON file; found"
+        DirectiveError, match=r"the program is a \w+. Give a list of directives, or the path of a JSON file"
     ):
         parse(source)
 
@@ -206,55 +206,61 @@ PLACE, SPLIT, ORDER = JSON[0], JSON[2], JSON[3]
 @pytest.mark.parametrize(
     ("entry", "says"),
     [
-        ("place", r"directive 1 is 'place'; give a directive or an object such as"),
+        ("place", r"directive 1 is 'place'. Give a directive or an object such as"),
         ({"filter": {}}, r"directive 1 is {'filter': {}}"),
         (
             {"op": "plce"},
-            r"directive 1 \(op 'plce'\): field 'op': unknown; accepted are .*order, place, .*split",
+            r"directive 1 \(op 'plce'\): field 'op' is unknown. Give one of .*order, place, .*split",
         ),
-        ({"op": None}, r"\(op None\): field 'op': unknown"),
-        ({"op": ["place"]}, r"\(op \['place'\]\): field 'op': unknown"),
+        ({"op": None}, r"\(op None\): field 'op' is unknown"),
+        ({"op": ["place"]}, r"\(op \['place'\]\): field 'op' is unknown"),
         (
             {**PLACE, "device": [0]},
-            r"directive 1 \(place\): field 'device': unknown; accepted are filter, devices, axes, stream",
+            r"directive 1 \(place\): field 'device' is unknown. Give one of filter, devices, axes, stream",
         ),
         (
             {"op": "split", "filter": {}, "dim_name": "MB"},
-            r"\(split\): field 'num_microbatches': missing; split needs filter, ",
+            r"\(split\): field 'num_microbatches' is missing. Give filter, ",
         ),
-        ({"op": "order"}, r"\(order\): field 'filters': missing; order needs filters"),
+        ({"op": "order"}, r"\(order\): field 'filters' is missing. Give filters"),
         ({**PLACE, "filter": "PP"}, r"\(place\): field 'filter': 'PP' is not a filter"),
         ({**PLACE, "filter": {"PP": -1}}, r"field 'filter': tag 'PP' has -1"),
         (
             {**PLACE, "devices": 0},
-            r"field 'devices': 0 is not a list of devices; give distinct device indices >= 0, such as \[0\]",
+            r"field 'devices': 0 is not a list of distinct devices. Give distinct device indices >= 0, such as \[0\]",
         ),
-        ({**PLACE, "devices": []}, r"field 'devices': \[\] is not a list of devices"),
-        ({**PLACE, "devices": [-1]}, r"field 'devices': \[-1\] is not a list of devices"),
-        ({**PLACE, "devices": ["cuda:0"]}, r"field 'devices': \['cuda:0'\] is not a list of devices"),
-        ({**PLACE, "devices": [True]}, r"field 'devices': \[True\] is not a list of devices"),
-        ({**PLACE, "devices": [0, 0]}, r"field 'devices': \[0, 0\] is not a list of devices; give distinct"),
+        ({**PLACE, "devices": []}, r"field 'devices': \[\] is not a list of distinct devices"),
+        ({**PLACE, "devices": [-1]}, r"field 'devices': \[-1\] is not a list of distinct devices"),
+        (
+            {**PLACE, "devices": ["cuda:0"]},
+            r"field 'devices': \['cuda:0'\] is not a list of distinct devices",
+        ),
+        ({**PLACE, "devices": [True]}, r"field 'devices': \[True\] is not a list of distinct devices"),
+        (
+            {**PLACE, "devices": [0, 0]},
+            r"field 'devices': \[0, 0\] is not a list of distinct devices. Give distinct",
+        ),
         (
             {**PLACE, "stream": ""},
-            r"field 'stream': '' is not a stream; give a non-empty name such as 'compute'",
+            r"field 'stream': '' is not a stream. Give a non-empty name such as 'compute'",
         ),
         ({**PLACE, "stream": 1}, r"field 'stream': 1 is not a stream"),
         (
             {**SPLIT, "dim_name": ""},
-            r"\(split\): field 'dim_name': '' is not usable; give a new tag such as 'MB'",
+            r"\(split\): field 'dim_name': '' is not usable. Give a new tag such as 'MB'",
         ),
         ({**SPLIT, "dim_name": "PASS"}, r"field 'dim_name': 'PASS' is not usable"),
-        ({**SPLIT, "num_microbatches": 0}, r"field 'num_microbatches': 0; give an integer >= 1"),
-        ({**SPLIT, "num_microbatches": 2.0}, r"field 'num_microbatches': 2.0; give an integer >= 1"),
+        ({**SPLIT, "num_microbatches": 0}, r"field 'num_microbatches': 0. Give an integer >= 1"),
+        ({**SPLIT, "num_microbatches": 2.0}, r"field 'num_microbatches': 2.0. Give an integer >= 1"),
         ({**SPLIT, "num_microbatches": True}, r"field 'num_microbatches': True"),
         (
             {**ORDER, "filters": [{"PP": 0}]},
-            r"\(order\): field 'filters': \[{'PP': 0}\]; give a list of at least two groups",
+            r"\(order\): field 'filters': \[{'PP': 0}\]. Give a list of at least two groups",
         ),
-        ({**ORDER, "filters": {"PP": 0}}, r"field 'filters': {'PP': 0}; give a list of at least two groups"),
+        ({**ORDER, "filters": {"PP": 0}}, r"field 'filters': {'PP': 0}. Give a list of at least two groups"),
         (
             {**ORDER, "filters": [{"PP": 0}, []]},
-            r"field 'filters\[1\]': \[\] is not a group; give a filter or a non-empty list",
+            r"field 'filters\[1\]': \[\] is not a group. Give a filter or a non-empty list",
         ),
         ({**ORDER, "filters": [{"PP": 0}, 3]}, r"field 'filters\[1\]': 3 is not a group"),
         ({**ORDER, "filters": [{"PP": 0}, [{"PASS": "G"}]]}, r"field 'filters\[1\]': PASS 'G' is unknown"),
@@ -267,7 +273,7 @@ def test_a_malformed_entry_is_named_by_index_and_field(entry: Any, says: str) ->
 
 def test_a_malformed_dataclass_is_refused_like_its_json() -> None:
     with pytest.raises(
-        DirectiveError, match=r"directive 0 \(place\): field 'devices': 0 is not a list of devices"
+        DirectiveError, match=r"directive 0 \(place\): field 'devices': 0 is not a list of distinct devices"
     ):
         parse([Place(filter={}, devices=0)])  # type: ignore[arg-type]
 

@@ -85,7 +85,7 @@ def test_an_op_belongs_to_one_class() -> None:
 
     with pytest.raises(
         DirectiveError,
-        match=r"op 'place' is taken by lightning_piper.directives.place.Place; choose another name",
+        match=r"op 'place' is taken by lightning_piper.directives.place.Place. Choose another name",
     ):
         register(Place)
     register(Rename)
@@ -99,11 +99,11 @@ def test_a_directive_needs_an_op_and_a_contract() -> None:
     class Careless(Rename):
         op, contract = "careless", "whatever"  # type: ignore[assignment]
 
-    with pytest.raises(DirectiveError, match="Nameless has no op; give it a class attribute op = 'name'"):
+    with pytest.raises(DirectiveError, match="Nameless has no op. Give it a class attribute op = 'name'"):
         register(Nameless)
     with pytest.raises(
         DirectiveError,
-        match="Careless has the contract 'whatever'; give it contract = 'bitwise', 'reassociated' or 'bounded'",
+        match="Careless has the contract 'whatever'. Give it contract = 'bitwise', 'reassociated' or 'bounded'",
     ):
         register(Careless)
 

@@ -147,21 +147,21 @@ def test_replicas_of_a_program() -> None:
 
 
 REFUSED: list[tuple[list[Any], str]] = [
-    ([replicate()], "directive 0 (replicate): field 'devices': F[PP=0] is not placed yet; place it first, "
+    ([replicate()], "directive 0 (replicate): field 'devices': F[PP=0] is not placed yet. Place it first, "
                     "on one of [[0, 1]]"),
     ([placed(), replicate([0, 2])], "[[0, 2]] does not contain the group [0, 1], on which F[PP=0] is "
-                                    "placed; give the place"),
-    ([placed(), replicate([0])], "field 'devices': groups of [1] devices; give groups of one size, of at "
+                                    "placed. Give the place"),
+    ([placed(), replicate([0])], "field 'devices': the groups have [1] devices. Give groups of one size, of at "
                                  "least two devices"),
-    ([placed(), replicate([[0, 1], [2, 3, 4]])], "groups of [2, 3] devices"),
-    ([placed(), replicate([[0, 1], [1, 0]])], "device 1 is replica 1 and 0; give it the same position"),
-    ([placed(), replicate([])], "[] is not a list of devices"),
-    ([placed(), replicate([[0, 1], 2])], "2 is not a list of devices"),
-    ([placed(), replicate([0, 0])], "[0, 0] is not a list of devices; give distinct device indices"),
-    ([placed(), replicate([0, -1])], "[0, -1] is not a list of devices"),
-    ([placed(), {**replicate(), "devices": 2}], "2 is not a list of devices"),
+    ([placed(), replicate([[0, 1], [2, 3, 4]])], "the groups have [2, 3] devices"),
+    ([placed(), replicate([[0, 1], [1, 0]])], "device 1 is replica 1 in one group and replica 0 in another. Give the device the same position"),
+    ([placed(), replicate([])], "[] is not a list of distinct devices"),
+    ([placed(), replicate([[0, 1], 2])], "2 is not a list of distinct devices"),
+    ([placed(), replicate([0, 0])], "[0, 0] is not a list of distinct devices. Give distinct device indices"),
+    ([placed(), replicate([0, -1])], "[0, -1] is not a list of distinct devices"),
+    ([placed(), {**replicate(), "devices": 2}], "2 is not a list of distinct devices"),
     ([placed(), replicate(reduce_stream="")], "field 'reduce_stream': '' is not a stream"),
-    ([placed(), replicate(bucket_size=0)], "field 'bucket_size': 0; give a number of MB above 0"),
+    ([placed(), replicate(bucket_size=0)], "field 'bucket_size': 0. Give a number of MB above 0"),
     ([placed(), replicate(bucket_size=True)], "field 'bucket_size': True"),
     ([placed(), replicate(bucket_size="25")], "field 'bucket_size': '25'"),
     ([placed(), {**replicate(), "filter": 3}], "directive 1 (replicate): field 'filter'"),
@@ -170,9 +170,9 @@ REFUSED: list[tuple[list[Any], str]] = [
     ([placed(), replicate(), replicate()], "are already summed over replicas; replicate each region only "
                                            "once"),
     ([placed((0, 1, 2)), replicate([0, 1, 2])], "the batch has 4 samples, which cannot be divided evenly over "
-                                                "3 replicas; give a multiple of 3 samples"),
-    ([placed(), *split(4), replicate()], "4 samples cannot be split into 4 microbatches for each of 2 replicas; "
-                                         "give at most 2, or a batch of at least 8 samples over all replicas (4 "
+                                                "3 replicas. Give a multiple of 3 samples"),
+    ([placed(), *split(4), replicate()], "4 samples cannot be split into 4 microbatches for each of 2 replicas. "
+                                         "Give at most 2, or a batch of at least 8 samples over all replicas (4 "
                                          "for each replica)"),
     (
         [placed((0, 1), PP=0), placed((1, 0), PP=1), replicate((0, 1), {"PP": 0}),

@@ -162,13 +162,13 @@ def test_each_region_has_its_own_mesh() -> None:
     flat = [piper.Place(filter={"PP": 1}, devices=ALL), *program[2:]]
     with pytest.raises(
         piper.DirectiveError,
-        match=r"field 'axis': .*PP=1.* is placed on \[0, 1, 2, 3\], without a mesh; place it on",
+        match=r"field 'axis': .*PP=1.* is placed on \[0, 1, 2, 3\], without a mesh. Place it on",
     ):
         compile_step(case(EXACT, 8).step, [program[0], *flat])
     backward = piper.Place(filter={"PASS": "B"}, devices=TWICE, axes=["ep", "dp"])
     with pytest.raises(
         piper.DirectiveError,
-        match=r"field 'axes': another pass .* is on the mesh dp=2 x ep=2; give all passes of a region",
+        match=r"field 'axes': another pass .* is on the mesh dp=2 x ep=2. Give all passes of a region",
     ):
         compile_step(
             case(EXACT, 8).step,
@@ -183,26 +183,26 @@ def test_each_region_has_its_own_mesh() -> None:
             TWICE,
             ["dp", "tp"],
             "ep",
-            r"with the mesh dp=2 x tp=2; place it on a mesh with two or more devices along 'ep'",
+            r"with the mesh dp=2 x tp=2. Place it on a mesh with two or more devices along 'ep'",
         ),
-        ([[0], [1], [2], [3]], ["dp", "ep"], "ep", r"with the mesh dp=4 x ep=1; place it"),
+        ([[0], [1], [2], [3]], ["dp", "ep"], "ep", r"with the mesh dp=4 x ep=1. Place it"),
         (
             TWICE,
             ["dp", "ep"],
             "data",
-            r"field 'axis': 'data'; give the name of an axis other than 'data', such as 'tp'",
+            r"field 'axis': 'data'. Give the name of an axis other than 'data', such as 'tp'",
         ),
         (
             TWICE,
             ["dp"],
             "ep",
-            r"field 'axes': 1 names for the 2 dimensions of \[\[0, 1\], \[2, 3\]\]; give one name for each "
+            r"field 'axes': 1 names for the 2 dimensions of \[\[0, 1\], \[2, 3\]\]. Give one name for each "
             r"level",
         ),
         ([[0, 1], [2]], ["dp", "ep"], "ep", r"field 'axes': 2 names for the 0 dimensions of"),
-        (TWICE, ["dp", "dp"], "dp", r"field 'axes': \['dp', 'dp'\]; give a list of different names"),
-        (TWICE, [], "ep", r"field 'devices': \[\[0, 1\], \[2, 3\]\] is not a list of devices"),
-        ([[0, 1], [2, 0]], ["dp", "ep"], "ep", r"field 'devices': .* is not a list of devices"),
+        (TWICE, ["dp", "dp"], "dp", r"field 'axes': \['dp', 'dp'\]. Give a list of different names"),
+        (TWICE, [], "ep", r"field 'devices': \[\[0, 1\], \[2, 3\]\] is not a list of distinct devices"),
+        ([[0, 1], [2, 0]], ["dp", "ep"], "ep", r"field 'devices': .* is not a list of distinct devices"),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused(devices: Any, axes: Any, axis: str, says: str) -> None:
@@ -340,7 +340,7 @@ def test_experts_are_sharded_before_a_recompute(spec: Spec) -> None:
         replicate([0, 1]),
     ]
     says = (
-        r"directive 3 .* R\[PP=0,EP=0\] is the second forward pass that directive 1 makes; move this directive "
+        r"directive 3 .* R\[PP=0,EP=0\] is the second forward pass that directive 1 makes. Move this directive "
         r"before the recompute"
     )
     with pytest.raises(piper.DirectiveError, match=says):

@@ -341,20 +341,20 @@ def test_one_device_by_eager_execution() -> None:
 PLACED = {"op": "place", "filter": {}, "devices": [0, 1]}
 HERE = "directive 1 (replicate): field "
 FIELDS: list[tuple[dict[str, Any], str]] = [
-    *(({name: value}, f"{HERE}'{name}': {value!r}; give true or false")
+    *(({name: value}, f"{HERE}'{name}': {value!r}. Give true or false")
       for name in ("shard_optimizer", "shard_grads", "shard_params") for value in (1, "yes", None, [])),
-    *(({name: value}, f"{HERE}'{name}': {value!r} is not a stream; give a non-empty name such as 'reduce'")
+    *(({name: value}, f"{HERE}'{name}': {value!r} is not a stream. Give a non-empty name such as 'reduce'")
       for name in ("reduce_stream", "gather_stream") for value in ("", 0, None, ["s"])),
-    *(({"bucket_size": value}, f"{HERE}'bucket_size': {value!r}; give a number of MB above 0")
+    *(({"bucket_size": value}, f"{HERE}'bucket_size': {value!r}. Give a number of MB above 0")
       for value in (0, -1.5, "1", None, True, float("nan"))),
-    *(({"reduce_dtype": value}, f"{HERE}'reduce_dtype': {value!r}; give one of float16, bfloat16, float32, "
+    *(({"reduce_dtype": value}, f"{HERE}'reduce_dtype': {value!r}. Give one of float16, bfloat16, float32, "
                                 "float64")
       for value in ("int64", "torch.float32", 32, "", ["float32"], True)),
-    *(({"shard_by": value}, f"{HERE}'shard_by': {value!r}; give one of elements, parameter")
+    *(({"shard_by": value}, f"{HERE}'shard_by': {value!r}. Give one of elements, parameter")
       for value in ("tensor", 1, None, ["x"])),
-    ({"shard_by": "parameter"}, f"{HERE}'shard_by': nothing is sharded; set shard_optimizer, shard_grads or "
+    ({"shard_by": "parameter"}, f"{HERE}'shard_by': the directive shards nothing. Set shard_optimizer, shard_grads or "
                                 "shard_params"),
-    ({"shard_everything": True}, "directive 1 (replicate): field 'shard_everything': unknown; accepted are "
+    ({"shard_everything": True}, "directive 1 (replicate): field 'shard_everything' is unknown. Give one of "
                                  "filter, devices"),
 ]  # fmt: skip
 
@@ -369,7 +369,7 @@ def test_refuses_a_field(fields: dict[str, Any], message: str) -> None:
 
 SAME = [[0, 1], [2, 3], [0, 1]]
 FAR = [[0, 1], [2, 3], [4, 5]]
-ALIKE = "; give regions that share parameters the same options"
+ALIKE = ". Give regions that share parameters the same options"
 TIED_APART = ", used in several regions, would be sharded in one and whole in another" + ALIKE
 CONFLICTS: list[tuple[str, list[list[int]], list[dict[str, Any]], int, str]] = [
     ("tied", SAME, [LEVELS[0], {}, {}], 5, "the gradient of embed.weight" + TIED_APART),

@@ -190,7 +190,7 @@ def test_what_cannot_be_repeated_is_refused() -> None:
     dag.substitute(reader, (forward.id, 0), (between.id, 0))
     found = re.escape(
         f"barrier %{between.id}, made by directive 7, reads F[PP=0], but cannot be repeated for "
-        "microbatches; move this directive"
+        "microbatches. Move this directive"
     )
     with pytest.raises(DirectiveError, match=found):
         apply_program(dag, parse([split(2)]))
@@ -284,27 +284,27 @@ def test_a_smaller_batch_under_nested_splits() -> None:
         (
             "mlp",
             [split(5)],
-            "directive 0 (split): field 'num_microbatches': 4 samples cannot be split into 5 microbatches; give at most 4",
+            "directive 0 (split): field 'num_microbatches': 4 samples cannot be split into 5 microbatches. Give at most 4",
         ),
         (
             "mlp",
             [split(2), split(3, "UB")],
-            "(split): field 'num_microbatches': 2 samples cannot be split into 3 microbatches; give at most 2",
+            "(split): field 'num_microbatches': 2 samples cannot be split into 3 microbatches. Give at most 2",
         ),
         (
             "mlp",
             [split(2), split(2)],
-            "directive 1 (split): field 'dim_name': F[PP=0,MB=0] already has MB=0; give a new tag",
+            "directive 1 (split): field 'dim_name': F[PP=0,MB=0] already has MB=0. Give a new tag",
         ),
         (
             "mlp",
             [split(2, PP=0), split(2)],
-            "directive 1 (split): field 'dim_name': F[PP=0,MB=0] already has MB=0; give a new tag",
+            "directive 1 (split): field 'dim_name': F[PP=0,MB=0] already has MB=0. Give a new tag",
         ),
         (
             "mlp",
             [split(2, "PP")],
-            "directive 0 (split): field 'dim_name': F[PP=0] already has PP=0; give a new tag",
+            "directive 0 (split): field 'dim_name': F[PP=0] already has PP=0. Give a new tag",
         ),
         (
             "mlp",
@@ -314,26 +314,26 @@ def test_a_smaller_batch_under_nested_splits() -> None:
         (
             "mlp",
             [split(2, PASS="F")],
-            "directive 0 (split): field 'filter': selects F[PP=0] but not B[PP=0]; select both, because the "
+            "directive 0 (split): field 'filter': selects F[PP=0] but not B[PP=0]. Select both, because the "
             "passes of a region are split together",
         ),
         (
             "mlp",
             [split(2, PASS="B", PP=1)],
-            "directive 0 (split): field 'filter': selects B[PP=1] but not F[PP=1]; select both, because the "
+            "directive 0 (split): field 'filter': selects B[PP=1] but not F[PP=1]. Select both, because the "
             "passes of a region are split together",
         ),
         (
             "mlp",
             [order(f(0), b(0)), Fixed(), split(2)],
-            "directive 2 (split): field 'filter': F[PP=0] is already ordered by directive 0; move this "
+            "directive 2 (split): field 'filter': F[PP=0] is already ordered by directive 0. Move this "
             "directive before that order",
         ),
         (
             "losses",
             [split(2, PP=0)],
             "directive 0 (split): field 'filter': F[PP=0] passes activation:mul to F[PP=1], but this value "
-            "has no batch dimension along which Piper could join the microbatches; select both chunks",
+            "has no batch dimension along which Piper could join the microbatches. Select both chunks",
         ),
     ],
 )

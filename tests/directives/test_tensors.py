@@ -119,7 +119,7 @@ def test_members_have_parts_of_parameters_gradients_and_states():
         (
             [TWO, divided([0, 1], values={"LAYERS=*": 1})],
             DirectiveError,
-            r"'values': 'LAYERS=\*' matches no region; give a label or pattern of regions; "
+            r"'values': 'LAYERS=\*' matches no region. Give a label or pattern of regions; "
             r".*LAYER=0",
         ),
         (

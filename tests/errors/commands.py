@@ -167,8 +167,8 @@ CASES: Cases = [
     Case("a recording that does not contain JSON", lambda: recorded("{")),
     Case("a recording with a different version", lambda: recorded({"version": 99})),
     Elsewhere("`LightningCLI`: a wrong directive in a "
-              "configuration", "directive 0 (place): field 'device': unknown; "
-                                                                      "accepted are",
+              "configuration", "directive 0 (place): field 'device' is unknown. "
+                                                                      "Give one of",
               "ValueError", f"{CONFIGURATION}::test_a_wrong_program_is_an_error"),
     Elsewhere("`LightningCLI`: an argument that the strategy does not "
               "have", "Option 'program' is not accepted", "error",

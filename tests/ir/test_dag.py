@@ -138,7 +138,7 @@ def test_nodes_are_frozen_and_changed_by_their_dag() -> None:
         node.devices = (0,)  # type: ignore[misc]
     dag.change(node, devices=(0,))
     assert dag.nodes[node.id].devices == (0,)
-    with pytest.raises(ValueError, match="change cannot set inputs; use rewire to change what a node reads"):
+    with pytest.raises(ValueError, match="change cannot set inputs. Use rewire to change what a node reads"):
         dag.change(node, inputs=())
     with pytest.raises(ValueError, match="has no peers"):
         dag.change(node, peers=(1,))
@@ -174,18 +174,18 @@ def test_what_was_read_in_vain_leaves_nothing_behind() -> None:
     [
         (
             lambda dag, f: dag.rewire(f, inputs=[(0, 0)]),
-            r"inputs would have \[\(0, 0\)\]; give a tuple of pairs",
+            r"inputs would have \[\(0, 0\)\]. Give a tuple of pairs",
         ),
         (
             lambda dag, f: dag.rewire(f, inputs=([0, 0],)),
-            r"inputs would have \[0, 0\]; give a tuple of pairs",
+            r"inputs would have \[0, 0\]. Give a tuple of pairs",
         ),
-        (lambda dag, f: dag.rewire(f, inputs=(0,)), "inputs would have 0; give a tuple of pairs"),
+        (lambda dag, f: dag.rewire(f, inputs=(0,)), "inputs would have 0. Give a tuple of pairs"),
         (lambda dag, f: dag.remove([f, f]), r"%0 F\[PP=0\] is not in this DAG"),
-        (lambda dag, f: dag.order(f.id, f, 0), "0 is not a node; give one of dag.nodes"),
-        (lambda dag, f: dag.add(f), r"%0 F\[PP=0\] is in the DAG already; add a new node"),
-        (lambda dag, f: dag.add(None), "None is not a node; add a new node"),
-        (lambda dag, f: dag.change(f, devices=[0]), r"devices \[0\]; give a tuple of integers"),
+        (lambda dag, f: dag.order(f.id, f, 0), "0 is not a node. Give one of dag.nodes"),
+        (lambda dag, f: dag.add(f), r"%0 F\[PP=0\] is in the DAG already. Add a new node"),
+        (lambda dag, f: dag.add(None), "None is not a node. Add a new node"),
+        (lambda dag, f: dag.change(f, devices=[0]), r"devices \[0\]. Give a tuple of integers"),
         (lambda dag, f: dag.change(f, kind="Q"), "the step has no pass 'Q' of region 0"),
         (lambda dag, f: dag.change(f, kind="B", outputs=()), "has 0 outputs, and pass B of region 0 "),
     ],

@@ -168,19 +168,19 @@ NAME = f"{__name__}.LineSum"
             "check",
             lambda facts, node: None,
             VerificationError,
-            f"the static rule of {NAME} gives None; let it yield sentences",
+            f"the static rule of {NAME} gives None. Let it yield sentences",
         ),
         (
             "check",
             lambda facts, node: "wrong",
             VerificationError,
-            f"the static rule of {NAME} gives 'wrong'; let it",
+            f"the static rule of {NAME} gives 'wrong'. Let it",
         ),
         (
             "check",
             lambda facts, node: [3],
             VerificationError,
-            f"the static rule of {NAME} gives 3; let it yield sentences",
+            f"the static rule of {NAME} gives 3. Let it yield sentences",
         ),
         (
             "interpret",
@@ -192,7 +192,7 @@ NAME = f"{__name__}.LineSum"
             "interpret",
             lambda *on: reference(*on)[:1],
             VerificationError,
-            "group rank 1, output 0; let them return one for each of 4",
+            "group rank 1, output 0. Let them return one for each of 4",
         ),
         (
             "interpret",
@@ -243,7 +243,7 @@ def test_an_exchange_has_a_part_for_each_member(change: Callable[[Any], Any], fo
     ):
         run_local(executors()[1], [torch.ones(4, 4).double()], seed=0)
     says = (
-        f"parts() of {__name__}.Exchange gives {found} parts for 2 members; give one for each, in their order"
+        f"parts() of {__name__}.Exchange gives {found} parts for 2 members. Give one for each, in their order"
     )
     assert says in str(caught.value) and "linesum" in str(caught.value)
 

@@ -112,14 +112,14 @@ def test_only_what_a_trace_wrote_is_removed(tmp_path: Path) -> None:
     written = sorted(file.name for file in tmp_path.iterdir())
     (tmp_path / "01-notes.txt").write_text("training step of my own\n")
     with pytest.raises(
-        PiperError, match=r"contains 01-notes.txt, which is not a dump of passes; give a new or empty folder"
+        PiperError, match=r"contains 01-notes.txt, which is not a dump of passes. Give a new or empty folder"
     ):
         PassTrace(tmp_path)
     assert sorted(file.name for file in tmp_path.iterdir()) == sorted([*written, "01-notes.txt"])
     (tmp_path / "01-notes.txt").unlink()
     PassTrace(tmp_path)
     assert not list(tmp_path.iterdir())
-    with pytest.raises(PiperError, match="is a file; give a folder"):
+    with pytest.raises(PiperError, match="is a file. Give a folder"):
         (tmp_path / "file").write_text("")
         PassTrace(tmp_path / "file")
     with pytest.raises(PiperError, match=r"file/inside' cannot be written: Not a directory"):

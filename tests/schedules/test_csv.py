@@ -82,20 +82,20 @@ def test_idle_slots_and_spaces_do_not_matter() -> None:
     [
         (
             "0F0,0B0\n1F0,1X0\n",
-            r"row 1, cell 1: '1X0' is not an action; give a stage, F, B, I or W, and a microbatch",
+            r"row 1, cell 1: '1X0' is not an action. Give a stage, F, B, I or W, and a microbatch",
         ),
         ("0F0,(0F1;0B0\n", r"row 0, cell 1: '\(0F1;0B0' is not an action"),
         ("0F0,(0F1;0SEND_F0)OVERLAP_F_B\n", r"row 0, cell 1: .* is not an action"),
         ("0F0,F\n", r"row 0, cell 1: 'F' is not an action"),
         (
             "0F0,0F1,0B1\n",
-            r"stage 0, microbatch 0 has 0F0 in row 0; give F and B, or F, I and W, once each, in one row",
+            r"stage 0, microbatch 0 has 0F0 in row 0. Give F and B, or F, I and W, once each, in one row",
         ),
-        ("0F0,0I0\n", r"stage 0, microbatch 0 has 0F0 in row 0, 0I0 in row 0; give F and B"),
+        ("0F0,0I0\n", r"stage 0, microbatch 0 has 0F0 in row 0, 0I0 in row 0. Give F and B"),
         ("0F0,0B0,0B0\n", r"stage 0, microbatch 0 has 0F0 in row 0, 0B0 in row 0, 0B0 in row 0"),
         ("0F0,\n0B0,\n", r"stage 0, microbatch 0 has 0F0 in row 0, 0B0 in row 1"),
         ("1F0,1B0\n", r"stage 0, microbatch 0 has nothing"),
-        ("0F0,0B0\n,\n1F0,1B0\n", r"row 1 has no pass; give each rank some work"),
+        ("0F0,0B0\n,\n1F0,1B0\n", r"row 1 has no pass. Give each rank some work"),
         (",\n", r"the file has no pass"),
     ],
 )
@@ -114,7 +114,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     [
         (
             [Order(filters=[{"PP": 0, "MB": 0}, {"PP": 0, "MB": 1}])],
-            r"directive 0 \(order\): .* is not one cell; give one stage",
+            r"directive 0 \(order\): .* is not one cell. Give one stage",
         ),
         (
             [Order(filters=[{"PP": 0, "MB": 0, "PASS": "F"}] * 2)],
@@ -122,12 +122,12 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         ),
         (
             [*gpipe(2, 2), gpipe(2, 2)[-1]],
-            r"directive 5 \(order\): .* orders a rank that an earlier order has ordered; give one order for "
+            r"directive 5 \(order\): .* orders a rank that an earlier order has ordered. Give one order for "
             r"each rank",
         ),
         (
             [*gpipe(2, 2)[:3], Order(filters=[{"PP": s, "MB": 0, "PASS": "F"} for s in (0, 1)])],
-            r"directive 3 \(order\): .* orders several ranks; give",
+            r"directive 3 \(order\): .* orders several ranks. Give",
         ),
     ],
 )

@@ -120,25 +120,25 @@ def test_slow_links_change_the_order() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (([], 4), "costs=[]; give a StageCosts for each stage, such as [StageCosts(1, 1, 1)] * 4"),
-        (([1, 2], 4), "costs=[1, 2]; give a StageCosts"),
-        (([EVEN] * 2, 0), "microbatches=0; give an integer >= 1"),
-        (([EVEN] * 1000, 1000), "1000 stages with 1000 microbatches; give fewer"),
+        (([], 4), "costs=[]. Give a StageCosts for each stage, such as [StageCosts(1, 1, 1)] * 4"),
+        (([1, 2], 4), "costs=[1, 2]. Give a StageCosts"),
+        (([EVEN] * 2, 0), "microbatches=0. Give an integer >= 1"),
+        (([EVEN] * 1000, 1000), "1000 stages with 1000 microbatches. Give fewer"),
         (
             ([EVEN] * 2, 4, [0, 2]),
-            "ranks=[0, 2] for 2 stages; give the rank of each stage, counted from 0 without gaps, such as "
+            "ranks=[0, 2] for 2 stages. Give the rank of each stage, counted from 0 without gaps, such as "
             "[0, 1, 1, 0]",
         ),
         (([EVEN] * 2, 4, [0]), "ranks=[0] for 2 stages"),
         (([EVEN] * 2, 4, [0, 10**30]), f"ranks=[0, {10**30}] for 2 stages"),
         (
             ([EVEN] * 2, 4, None, -1),
-            "memory=-1 for 2 ranks; give bytes, an integer >= 0, or one for each rank",
+            "memory=-1 for 2 ranks. Give bytes, an integer >= 0, or one for each rank",
         ),
         (([EVEN] * 2, 4, None, [1]), "memory=[1] for 2 ranks"),
         (
             ([StageCosts(1, 1, 1, saved=10, static=7)] * 4, 4, V, [34, 33]),
-            "rank 1 needs at least 34, but has 33; give more memory",
+            "rank 1 needs at least 34, but has 33. Give more memory",
         ),
         (
             ([StageCosts(1, 1, 1, saved=10)] * 20, 4, None, 9),

@@ -172,7 +172,7 @@ def test_programs_are_json_and_devices_and_tags_are_the_users(builder: Callable[
     assert rows(program)[::-1] == list(csv.reader(io.StringIO(to_csv(moved, tag="STAGE", dim_name="UB"))))
     with pytest.raises(
         DirectiveError,
-        match=rf"^{builder.__name__}: 1 devices for {ranks} ranks; give one device, or one group",
+        match=rf"^{builder.__name__}: 1 devices for {ranks} ranks. Give one device, or one group",
     ):
         builder(4, 8, devices=[0])
 
@@ -180,28 +180,28 @@ def test_programs_are_json_and_devices_and_tags_are_the_users(builder: Callable[
 @pytest.mark.parametrize(
     ("builder", "arguments", "says"),
     [
-        (interleaved_one_f_one_b, (5, 8), "5 stages, 2 on each rank; give a multiple of 2 stages"),
+        (interleaved_one_f_one_b, (5, 8), "5 stages, 2 on each rank. Give a multiple of 2 stages"),
         (
             interleaved_one_f_one_b,
             (4, 5),
-            "5 microbatches on 2 ranks run in 2 rounds of equal size; give a multiple of 2, such as 4",
+            "5 microbatches on 2 ranks run in 2 rounds of equal size. Give a multiple of 2, such as 4",
         ),
-        (interleaved_one_f_one_b, (4, 4, 0), "stages_per_device=0; give an integer >= 1"),
-        (zbv, (3, 8), "3 stages, 2 on each rank; give a multiple of 2 stages"),
-        (v_half, (3, 8), "3 stages, 2 on each rank; give a multiple of 2 stages"),
-        (v_min, (1, 8), "1 stages, 2 on each rank; give a multiple of 2 stages"),
-        (v_min, (True, 8), "stages=True; give an integer >= 1"),
-        (zb_h2, (2, -1), "microbatches=-1; give an integer >= 1"),
-        (dualpipev, (3, 8), "3 stages, 2 on each rank; give a multiple of 2 stages"),
-        (dualpipev, (4, 3), "3 microbatches for 4 stages; give at least 4"),
-        (dualpipe, (3, 8), "3 stages, 2 on each rank; give a multiple of 2 stages"),
+        (interleaved_one_f_one_b, (4, 4, 0), "stages_per_device=0. Give an integer >= 1"),
+        (zbv, (3, 8), "3 stages, 2 on each rank. Give a multiple of 2 stages"),
+        (v_half, (3, 8), "3 stages, 2 on each rank. Give a multiple of 2 stages"),
+        (v_min, (1, 8), "1 stages, 2 on each rank. Give a multiple of 2 stages"),
+        (v_min, (True, 8), "stages=True. Give an integer >= 1"),
+        (zb_h2, (2, -1), "microbatches=-1. Give an integer >= 1"),
+        (dualpipev, (3, 8), "3 stages, 2 on each rank. Give a multiple of 2 stages"),
+        (dualpipev, (4, 3), "3 microbatches for 4 stages. Give at least 4"),
+        (dualpipe, (3, 8), "3 stages, 2 on each rank. Give a multiple of 2 stages"),
         (
             dualpipe,
             (4, 6),
-            "6 microbatches for 4 stages; give an even number of at least 8, half of them for each direction",
+            "6 microbatches for 4 stages. Give an even number of at least 8, half of them for each direction",
         ),
-        (dualpipe, (4, 9), "9 microbatches for 4 stages; give an even number"),
-        (zero_bubble, (2, 0), "microbatches=0; give an integer >= 1"),
+        (dualpipe, (4, 9), "9 microbatches for 4 stages. Give an even number"),
+        (zero_bubble, (2, 0), "microbatches=0. Give an integer >= 1"),
     ],
 )
 def test_wrong_arguments_state_the_condition(

@@ -110,13 +110,13 @@ def test_devices_and_tags_are_the_users(builder: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"stages": 0, "microbatches": 1}, r"stages=0; give an integer >= 1"),
-        ({"stages": 2, "microbatches": 0}, r"microbatches=0; give an integer >= 1"),
-        ({"stages": 2.0, "microbatches": 1}, r"stages=2.0; give an integer >= 1"),
-        ({"stages": True, "microbatches": 1}, r"stages=True; give"),
+        ({"stages": 0, "microbatches": 1}, r"stages=0. Give an integer >= 1"),
+        ({"stages": 2, "microbatches": 0}, r"microbatches=0. Give an integer >= 1"),
+        ({"stages": 2.0, "microbatches": 1}, r"stages=2.0. Give an integer >= 1"),
+        ({"stages": True, "microbatches": 1}, r"stages=True. Give"),
         (
             {"stages": 2, "microbatches": 1, "devices": [0]},
-            r"1 devices for 2 ranks; give one device, or one group, for each rank",
+            r"1 devices for 2 ranks. Give one device, or one group, for each rank",
         ),
     ],
 )

@@ -132,36 +132,36 @@ def changed(tmp_path: Path, **changes: Any) -> Path:
 LINK = {"devices": 8, "latency": 1e-6, "bandwidth": 1e9}
 HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "a key that is missing": ({"memory": None}, r"mine\.json'? lacks 'memory'"),
-    "a key too many": ({"speed": 1}, "has 'speed'; accepted are name, source, memory"),
-    "a negative number": ({"bandwidth": -1}, "bandwidth is -1; give a number > 0"),
-    "zero": ({"memory": 0}, "memory is 0; give a number > 0"),
+    "a key too many": ({"speed": 1}, "has 'speed'. Give one of name, source, memory"),
+    "a negative number": ({"bandwidth": -1}, "bandwidth is -1. Give a number > 0"),
+    "zero": ({"memory": 0}, "memory is 0. Give a number > 0"),
     "a truth value": ({"host_memory": True}, "host_memory is True"),
     "a number without end": ({"memory": 10**40}, "memory is 1000"),
     "a text": ({"bandwidth": "fast"}, "bandwidth is 'fast'"),
-    "no data types": ({"flops": {}}, r"flops is \{\}; give an object"),
+    "no data types": ({"flops": {}}, r"flops is \{\}. Give an object"),
     "a data type that is none": ({"flops": {"Tensor": 1}}, "flops has 'Tensor', which is not a data type"),
     "a negative rate": ({"flops": {"float32": -1}}, "flops of 'float32' is -1"),
     "no links": ({"links": []}, "give a list of at least one link"),
     "links of no devices": (
         {"links": [LINK | {"devices": 0}]},
-        r"links\[0\]: devices is 0; give an integer >= 1",
+        r"links\[0\]: devices is 0. Give an integer >= 1",
     ),
     "links that join fewer": (
         {"links": [LINK, LINK]},
-        r"links join \[8, 8\] devices; give the links from the nearest to the farthest",
+        r"links join \[8, 8\] devices. Give the links from the nearest to the farthest",
     ),
     "a latency that is none": ({"links": [LINK | {"latency": -1}]}, r"links\[0\]: latency is -1"),
     "a link without bandwidth": ({"host": {"latency": 0}}, "host lacks 'bandwidth'"),
-    "a host that is none": ({"host": []}, "host is a list; give an object"),
+    "a host that is none": ({"host": []}, "host is a list. Give an object"),
     "shared by no devices": (
         {"links": [LINK | {"shared": {"devices": 9, "bandwidth": 1}}]},
-        r"links\[0\]: shared: devices is 9; give an integer from 1 to 8",
+        r"links\[0\]: shared: devices is 9. Give an integer from 1 to 8",
     ),
     "shared without bandwidth": (
         {"links": [LINK | {"shared": {"devices": 8}}]},
         r"links\[0\]: shared lacks 'bandwidth'",
     ),
-    "too efficient": ({"efficiency": 1.5}, "efficiency is 1.5; give a share, at most 1"),
+    "too efficient": ({"efficiency": 1.5}, "efficiency is 1.5. Give a share, at most 1"),
 }
 
 
@@ -174,7 +174,7 @@ def test_hostile_files(tmp_path: Path, what: str) -> None:
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
-    with pytest.raises(SimulationError, match="there is no hardware 'h1000'; give one of a100-40gb-sxm"):
+    with pytest.raises(SimulationError, match="there is no hardware 'h1000'. Give one of a100-40gb-sxm"):
         Hardware.read("h1000")
     with pytest.raises(SimulationError, match="does not exist"):
         Hardware.read(tmp_path / "none.json")
@@ -183,7 +183,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(SimulationError, match="cannot be read as JSON: NaN is not a number"):
         Hardware.read(path)
     path.write_text("[]")
-    with pytest.raises(SimulationError, match="is a list; give an object with name, source"):
+    with pytest.raises(SimulationError, match="is a list. Give an object with name, source"):
         Hardware.read(path)
     given: Any = 7
     with pytest.raises(SimulationError, match="there is no hardware 7"):

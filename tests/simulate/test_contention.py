@@ -280,7 +280,7 @@ def test_messages_that_share_a_communicator_take_turns() -> None:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: SharedLink([0], 0), "bandwidth is 0; give a number from 1e-15"),
+        (lambda: SharedLink([0], 0), "bandwidth is 0. Give a number from 1e-15"),
         (lambda: SharedLink([], 1), r"SharedLink\(devices=\[\]\): give a list of devices"),
         (lambda: SharedLink(7, 1), r"SharedLink\(devices=7\)"),  # type: ignore[arg-type]
         (lambda: SharedLink([0], 1, ["a"]), r"SharedLink\(peers=\['a'\]\)"),  # type: ignore[list-item]

@@ -63,20 +63,20 @@ def test_a_function_gets_the_chunk() -> None:
 
 
 BAD = {
-    "missing": ({"F": 1}, r"%\d+ B\[PP=1,MB=0\] has no duration; give one for 'B' or 'B\[PP=1,MB=0\]'"),
+    "missing": ({"F": 1}, r"%\d+ B\[PP=1,MB=0\] has no duration. Give one for 'B' or 'B\[PP=1,MB=0\]'"),
     "ambiguous": ({"B": 2, "F[PP=0]": 1, "F[MB=0]": 2}, r"'F\[PP=0\]' and 'F\[MB=0\]' are equally specific "
                                                         r"for %\d+ F\[PP=0,"),
     "twice": ({"F[PP=0,MB=0]": 1, "F[MB=0,PP=0]": 1}, r"'F\[PP=0,MB=0\]' and 'F\[MB=0,PP=0\]' are the same "
                                                       r"entry"),
     "unused": ({"F": 1, "B": 2, "F[PP=7]": 1}, r"'F\[PP=7\]' matches nothing"),
-    "no tag": ({"F[PP]": 1}, r"'F\[PP\]': 'PP' is not a tag with an index; give for example"),
-    "unreadable": ({"F PP=1": 1}, r"'F PP=1' cannot be understood; accepted are a pass"),
+    "no tag": ({"F[PP]": 1}, r"'F\[PP\]': 'PP' is not a tag with an index. Give for example"),
+    "unreadable": ({"F PP=1": 1}, r"'F PP=1' cannot be understood. Give one of a pass"),
     "unknown node": ({"F": 1, "B": 2, "%999": 1}, r"'%999' names no node"),
-    "negative": ({"F": -1, "B": 2}, r"'F' is -1; give 0, or a number"),
-    "not finite": ({"F": float("nan"), "B": 2}, r"'F' is nan; give 0, or a number from 1e-15 to 1e15"),
-    "no number": ({"F": "1", "B": 2}, r"'F' is '1'; give 0, or a number from 1e-15 to 1e15"),
-    "a truth value": ({"F": True, "B": 2}, r"'F' is True; give 0, or a number from 1e-15 to 1e15"),
-    "by function": (lambda chunk: None, r"the duration of %\d+ F\[PP=0,MB=0\] is None; give 0, or a number from 1e-15 to 1e15"),
+    "negative": ({"F": -1, "B": 2}, r"'F' is -1. Give 0, or a number"),
+    "not finite": ({"F": float("nan"), "B": 2}, r"'F' is nan. Give 0, or a number from 1e-15 to 1e15"),
+    "no number": ({"F": "1", "B": 2}, r"'F' is '1'. Give 0, or a number from 1e-15 to 1e15"),
+    "a truth value": ({"F": True, "B": 2}, r"'F' is True. Give 0, or a number from 1e-15 to 1e15"),
+    "by function": (lambda chunk: None, r"the duration of %\d+ F\[PP=0,MB=0\] is None. Give 0, or a number from 1e-15 to 1e15"),
 }  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def test_a_transfer_is_named_by_its_send() -> None:
     program = pipeline("gpipe", 2, 2)
     recv = next(program.dag.of_type(Recv))
     with pytest.raises(
-        SimulationError, match=f"'%{recv.id}' is a recv; name its send, '%{recv.inputs[0][0]}'"
+        SimulationError, match=f"'%{recv.id}' is a recv. Name its send, '%{recv.inputs[0][0]}'"
     ):
         simulate(program.dag, program.plans, {"F": 1, "B": 2, f"%{recv.id}": 1})
 
@@ -99,8 +99,8 @@ def test_a_transfer_is_named_by_its_send() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"latency": -1}, "latency is -1; give 0, or a number"),
-        ({"bandwidth": 0}, "bandwidth is 0; give a number from 1e-15"),
+        ({"latency": -1}, "latency is -1. Give 0, or a number"),
+        ({"bandwidth": 0}, "bandwidth is 0. Give a number from 1e-15"),
     ],
 )
 def test_links_that_cannot_be(fields: Any, message: str) -> None:

@@ -131,7 +131,7 @@ def test_what_cannot_run_is_refused() -> None:
         match=r"^timed: the ranks wait for each other: rank 0 at B of stage 0, microbatch 0; rank 1 at",
     ):
         timed(rows, costs)
-    with pytest.raises(DirectiveError, match=r"^timed: stage 1 on rank 1; give costs for each stage"):
+    with pytest.raises(DirectiveError, match=r"^timed: stage 1 on rank 1. Give costs for each stage"):
         timed(rows, costs[:1])
     with pytest.raises(DirectiveError, match=r"^timed: rank 0 overlaps"):
         timed([[(Action(0, "F", 0), Action(0, "B", 0))]], costs)

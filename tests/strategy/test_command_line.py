@@ -123,7 +123,7 @@ def test_the_module_and_the_environment_name_files(
 
 @pytest.mark.parametrize("args, message", [
     ([f"--trainer.strategy.directives={json.dumps([{'op': 'place', 'filter': {}, 'device': [0]}])}"],
-     "directive 0 (place): field 'device': unknown; accepted are filter, devices, axes, stream"),
+     "directive 0 (place): field 'device' is unknown. Give one of filter, devices, axes, stream"),
     (["--trainer.strategy.directives=none.json"], "directives file 'none.json' does not exist"),
     (["--trainer.strategy.directives=broken.json"],
      "directives file 'broken.json' cannot be read as JSON: Expecting ':' delimiter: line 3 column 28"),

@@ -173,7 +173,7 @@ class Finetuned(MLP):
             {"callbacks": [BackboneFinetuning(1)], "max_epochs": 2},
             "BackboneFinetuning, which unfreezes",
         ),
-        (MLP, {"plugins": [Eighths()]}, "'8-true' is not supported; accepted are .*'bf16-mixed'"),
+        (MLP, {"plugins": [Eighths()]}, "'8-true' is not supported. Give one of .*'bf16-mixed'"),
     ],
 )
 def test_fits(module, options, message):

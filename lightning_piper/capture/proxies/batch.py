@@ -100,7 +100,7 @@ class BatchSpec:
             return max(1, first) * self.batches
         if first == 0:
             raise CaptureError(
-                "the batch is empty: its tensors have 0 samples in their first dimension; give at least one"
+                "the batch is empty: its tensors have 0 samples in their first dimension. Give at least one"
                 " [PIPER-C009]"
             )
         return first
@@ -217,7 +217,7 @@ def flatten(batch: Any, what: str = "batch") -> tuple[list[torch.Tensor], BatchS
         skeleton = flattening.skeleton(batch, "")
     except RecursionError:
         raise CaptureError(
-            f"the {what} is nested too deeply; give tensors in dicts and lists [PIPER-C009]"
+            f"the {what} is nested too deeply. Give tensors in dicts and lists [PIPER-C009]"
         ) from None
     except _UnsupportedObject as unknown:
         way = "in the collate function" if what == "batch" else "there, or in a hook that receives it"

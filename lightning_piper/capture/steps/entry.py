@@ -57,7 +57,7 @@ def capture(
     _torch.warn_if_newer_torch()
     if getattr(type(module), name, None) is None:
         raise CaptureError(
-            f"{type(module).__name__} has no {name}; give a LightningModule that defines one [PIPER-C023]"
+            f"{type(module).__name__} has no {name}. Give a LightningModule that defines one [PIPER-C023]"
         )
     batch_spec = batch if isinstance(batch, BatchSpec) else flatten(batch)[1]
     if name == TracedStep.name:

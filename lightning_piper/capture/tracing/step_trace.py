@@ -397,7 +397,7 @@ class TracedStep(nn.Module):
             function = getattr(call["reduce_fx"], "__name__", repr(call["reduce_fx"]))
             raise CaptureError(
                 f"{user_line()}: self.log({name!r}): values reduced by reduce_fx={function} cannot be merged "
-                "over microbatches; accepted are 'mean', 'sum', 'max' and 'min' [PIPER-C007]"
+                "over microbatches. Give one of 'mean', 'sum', 'max' and 'min' [PIPER-C007]"
             )
         self._check_name(name)
         if type(value) is DataDependentTensor:
@@ -408,7 +408,7 @@ class TracedStep(nn.Module):
         if isinstance(value, torch.Tensor):
             if value.numel() != 1:
                 raise CaptureError(
-                    f"{user_line()}: self.log({name!r}): the value has shape {tuple(value.shape)}; log a "
+                    f"{user_line()}: self.log({name!r}): the value has shape {tuple(value.shape)}. Log a "
                     "single number [PIPER-C007]"
                 )
             self._logged.append(value.detach().reshape(()).clone())
@@ -435,7 +435,7 @@ class TracedStep(nn.Module):
     def _check_name(self, name: str) -> None:
         if any(entry.name == name for entry in self.logs) or self.metrics.logged(name):
             raise CaptureError(
-                f"{user_line()}: self.log({name!r}) is called twice in one step; give each call its own name"
+                f"{user_line()}: self.log({name!r}) is called twice in one step. Give each call its own name"
                 " [PIPER-C007]"
             )
 
@@ -471,11 +471,11 @@ def _loss_of(result: Any) -> torch.Tensor:
         raise CaptureError(SKIPPED)
     if not isinstance(result, torch.Tensor):
         raise CaptureError(
-            f"training_step returns {type(result).__name__}; return the loss, a scalar tensor [PIPER-C006]"
+            f"training_step returns {type(result).__name__}. Return the loss, a scalar tensor [PIPER-C006]"
         )
     if result.numel() != 1:
         raise CaptureError(
-            f"training_step returns a loss of shape {tuple(result.shape)}; return a scalar, such as "
+            f"training_step returns a loss of shape {tuple(result.shape)}. Return a scalar, such as "
             "loss.mean() [PIPER-C006]"
         )
     if torch.is_grad_enabled() and not result.requires_grad:

@@ -223,7 +223,7 @@ def exchanged(facts: Facts, node: Chunk) -> Iterable[str]:
                     "several devices"
                 )
         elif any(axis not in dag.member_axes for axis, _ in value.others) != divided:
-            yield f"{facts.at(node)} reads {facts.named(ref)}, whose rows are at experts; combine them first"
+            yield f"{facts.at(node)} reads {facts.named(ref)}, whose rows are at experts. Combine them first"
 
 
 # Reference semantics

@@ -143,7 +143,7 @@ def lower_recv(plan: Planning, node: Recv) -> None:
     if not plan.is_read(ref):
         raise VerificationError(
             f"no node on device {plan.device} reads the value that %{node.id} {node.label} receives. If you "
-            "wrote a directive, remove this node in `apply`; otherwise report this [PIPER-V002]"
+            "wrote a directive, remove this node in `apply`. Otherwise, report this [PIPER-V002]"
         )
     plan.arrives(ref)
 

@@ -103,7 +103,7 @@ def read_as_total(facts: Facts, node: Chunk, ref: Ref, wanted: tuple[int, str, i
         found = f"samples {slices_of(facts.parts[ref])}" + (
             " of each replica" if facts.dag.replicas > 1 else ""
         )
-        yield f"{facts.at(node)} reads {facts.named(ref)} of {found}; sum it over the whole batch first"
+        yield f"{facts.at(node)} reads {facts.named(ref)} of {found}. Sum it over the whole batch first"
     elif isinstance(source, Total) and not partial:
         yield (
             f"{facts.at(node)} reads the sum of {facts.named(ref)}, where one device reads it of its own "

@@ -29,7 +29,7 @@ from lightning_piper.plan.instructions import (
 from lightning_piper.plan.no_sync_plan import no_sync_instructions
 from lightning_piper.plan.plan import Plan
 
-ADVICE = ". If you added an operation, check its lowering; otherwise report this"
+ADVICE = ". If you added an operation, check its lowering. Otherwise, report this"
 # States of a slot: its message or collective has started; its value is there.
 _PENDING, _READY = "pending", "ready"
 

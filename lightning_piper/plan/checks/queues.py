@@ -43,7 +43,7 @@ def check_queues(plans: Mapping[int, Plan], queues: int = QUEUES) -> None:
     if found:
         raise VerificationError(
             f"more than {queues} communicators on a device share hardware queues, and in one queue these "
-            f"wait for each other: {found}; place their work on fewer groups of devices [PIPER-V004]"
+            f"wait for each other: {found}. Place their work on fewer groups of devices [PIPER-V004]"
         )
 
 

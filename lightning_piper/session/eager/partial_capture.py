@@ -185,7 +185,7 @@ def _logged(logs: Sequence[RemainderLog]) -> Iterator[tuple[str, Any, Mapping[st
         if how is None:
             raise PiperError(
                 f"self.log({name!r}): values reduced by reduce_fx={getattr(function, '__name__', function)} "
-                "cannot be merged over microbatches; accepted are 'mean', 'sum', 'max' and 'min' [PIPER-C007]"
+                "cannot be merged over microbatches. Give one of 'mean', 'sum', 'max' and 'min' [PIPER-C007]"
             )
         samples = torch.tensor([float(log.samples) for log in found], dtype=torch.float64)
         kwargs.setdefault("batch_size", int(samples.sum()))
