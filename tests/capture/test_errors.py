@@ -398,7 +398,7 @@ def test_a_sparse_gradient() -> None:
 
 
 def test_a_module_without_a_step() -> None:
-    with pytest.raises(CaptureError, match="Linear has no training_step. Give a LightningModule"):
+    with pytest.raises(CaptureError, match=r"Linear has no training_step. Give a LightningModule"):
         capture(nn.Linear(2, 2), regression(4))
 
 

@@ -82,6 +82,6 @@ def test_one_axis_is_divided_by_one_directive():
         *(ShardSequences(filter={}, axis="tp", values={"*": 1}) for _ in range(2)),
     ]
     with pytest.raises(
-        DirectiveError, match="several directives shard tensors along 'tp'. Combine them into one directive"
+        DirectiveError, match=r"several directives shard tensors along 'tp'. Combine them into one directive"
     ):
         fit(decoder(), piper.PiperStrategy(program, transport="local"), max_epochs=1)

@@ -250,13 +250,13 @@ def test_a_dimension_that_no_value_has_is_refused():
 def test_members_are_no_replicas():
     with pytest.raises(
         DirectiveError,
-        match="work on the same samples, because they shard tensors along tp, cp. Remove the replicate",
+        match=r"work on the same samples, because they shard tensors along tp, cp. Remove the replicate",
     ):
         compiled_for([grid(cp=2, tp=2), columns(), sequences(), everywhere(4)])
 
 
 def test_one_device_is_no_axis():
-    with pytest.raises(DirectiveError, match="only one device along 'cp'. Give the axis two or more"):
+    with pytest.raises(DirectiveError, match=r"only one device along 'cp'. Give the axis two or more"):
         compiled_for([grid(cp=1, tp=2), columns(), sequences()])
 
 

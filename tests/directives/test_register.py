@@ -99,11 +99,11 @@ def test_a_directive_needs_an_op_and_a_contract() -> None:
     class Careless(Rename):
         op, contract = "careless", "whatever"  # type: ignore[assignment]
 
-    with pytest.raises(DirectiveError, match="Nameless has no op. Give it a class attribute op = 'name'"):
+    with pytest.raises(DirectiveError, match=r"Nameless has no op. Give it a class attribute op = 'name'"):
         register(Nameless)
     with pytest.raises(
         DirectiveError,
-        match="Careless has the contract 'whatever'. Give it contract = 'bitwise', 'reassociated' or 'bounded'",
+        match=r"Careless has the contract 'whatever'. Give it contract = 'bitwise', 'reassociated' or 'bounded'",
     ):
         register(Careless)
 

@@ -154,7 +154,7 @@ REFUSED: list[tuple[list[Any], str]] = [
     ([placed(), replicate([0])], "field 'devices': the groups have [1] devices. Give groups of one size, of at "
                                  "least two devices"),
     ([placed(), replicate([[0, 1], [2, 3, 4]])], "the groups have [2, 3] devices"),
-    ([placed(), replicate([[0, 1], [1, 0]])], "device 1 is replica 1 in one group and replica 0 in another. Give the device the same position"),
+    ([placed(), replicate([[0, 1], [1, 0]])], "device 1 is replica 1 in one group and replica 0 in another."),
     ([placed(), replicate([])], "[] is not a list of distinct devices"),
     ([placed(), replicate([[0, 1], 2])], "2 is not a list of distinct devices"),
     ([placed(), replicate([0, 0])], "[0, 0] is not a list of distinct devices. Give distinct device indices"),

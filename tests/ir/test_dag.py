@@ -138,7 +138,7 @@ def test_nodes_are_frozen_and_changed_by_their_dag() -> None:
         node.devices = (0,)  # type: ignore[misc]
     dag.change(node, devices=(0,))
     assert dag.nodes[node.id].devices == (0,)
-    with pytest.raises(ValueError, match="change cannot set inputs. Use rewire to change what a node reads"):
+    with pytest.raises(ValueError, match=r"change cannot set inputs. Use rewire to change what a node reads"):
         dag.change(node, inputs=())
     with pytest.raises(ValueError, match="has no peers"):
         dag.change(node, peers=(1,))

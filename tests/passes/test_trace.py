@@ -119,7 +119,7 @@ def test_only_what_a_trace_wrote_is_removed(tmp_path: Path) -> None:
     (tmp_path / "01-notes.txt").unlink()
     PassTrace(tmp_path)
     assert not list(tmp_path.iterdir())
-    with pytest.raises(PiperError, match="is a file. Give a folder"):
+    with pytest.raises(PiperError, match=r"is a file. Give a folder"):
         (tmp_path / "file").write_text("")
         PassTrace(tmp_path / "file")
     with pytest.raises(PiperError, match=r"file/inside' cannot be written: Not a directory"):

@@ -174,7 +174,7 @@ def test_hostile_files(tmp_path: Path, what: str) -> None:
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
-    with pytest.raises(SimulationError, match="there is no hardware 'h1000'. Give one of a100-40gb-sxm"):
+    with pytest.raises(SimulationError, match=r"there is no hardware 'h1000'. Give one of a100-40gb-sxm"):
         Hardware.read("h1000")
     with pytest.raises(SimulationError, match="does not exist"):
         Hardware.read(tmp_path / "none.json")
@@ -183,7 +183,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(SimulationError, match="cannot be read as JSON: NaN is not a number"):
         Hardware.read(path)
     path.write_text("[]")
-    with pytest.raises(SimulationError, match="is a list. Give an object with name, source"):
+    with pytest.raises(SimulationError, match=r"is a list. Give an object with name, source"):
         Hardware.read(path)
     given: Any = 7
     with pytest.raises(SimulationError, match="there is no hardware 7"):

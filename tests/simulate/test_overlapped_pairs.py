@@ -54,6 +54,6 @@ def test_a_measured_chunk_is_no_pair() -> None:
 
 def test_a_pairs_duration_is_checked() -> None:
     with pytest.raises(
-        SimulationError, match="durations: 'F&B' is -1. Give 0, or a number from 1e-15 to 1e15"
+        SimulationError, match=r"durations: 'F&B' is -1. Give 0, or a number from 1e-15 to 1e15"
     ):
         run({"F": 2, "B": 3, "F&B": -1})
