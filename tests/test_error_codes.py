@@ -23,7 +23,7 @@ WRAPPERS = {
     "DirectiveError(f'PiperStrategy({degrees}): {message}')",
     "DirectiveError(f'{found}. {advice[0].upper()}{advice[1:]}')",
     "self.refuse('devices', f'{chunk.label} is {where}', advice)",
-    "DirectiveError(f'({self.op}): field {field!r}: {found}; {accepted}')",
+    "DirectiveError(f'({self.op}): field {field!r}: {found}. {fix}')",
     "VerificationError(f'after directive {each.index} ({each.name}), {error}')",
     "PiperError(_CHANGES.format(full))",
     "PiperError(_CHANGES.format(names[0]))",

@@ -250,14 +250,23 @@ PLACE, SPLIT, ORDER = JSON[0], JSON[2], JSON[3]
             r"\(split\): field 'dim_name': '' is not usable. Give a new tag such as 'MB'",
         ),
         ({**SPLIT, "dim_name": "PASS"}, r"field 'dim_name': 'PASS' is not usable"),
-        ({**SPLIT, "num_microbatches": 0}, r"field 'num_microbatches': 0. Give an integer >= 1"),
-        ({**SPLIT, "num_microbatches": 2.0}, r"field 'num_microbatches': 2.0. Give an integer >= 1"),
+        (
+            {**SPLIT, "num_microbatches": 0},
+            r"field 'num_microbatches': 0 is not a number of microbatches. Give an integer >= 1",
+        ),
+        (
+            {**SPLIT, "num_microbatches": 2.0},
+            r"field 'num_microbatches': 2.0 is not a number of microbatches. Give an integer >= 1",
+        ),
         ({**SPLIT, "num_microbatches": True}, r"field 'num_microbatches': True"),
         (
             {**ORDER, "filters": [{"PP": 0}]},
-            r"\(order\): field 'filters': \[{'PP': 0}\]. Give a list of at least two groups",
+            r"\(order\): field 'filters': \[{'PP': 0}\] is not an order. Give a list of at least two groups",
         ),
-        ({**ORDER, "filters": {"PP": 0}}, r"field 'filters': {'PP': 0}. Give a list of at least two groups"),
+        (
+            {**ORDER, "filters": {"PP": 0}},
+            r"field 'filters': {'PP': 0} is not an order. Give a list of at least two groups",
+        ),
         (
             {**ORDER, "filters": [{"PP": 0}, []]},
             r"field 'filters\[1\]': \[\] is not a group. Give a filter or a non-empty list",

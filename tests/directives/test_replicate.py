@@ -161,13 +161,13 @@ REFUSED: list[tuple[list[Any], str]] = [
     ([placed(), replicate([0, -1])], "[0, -1] is not a list of distinct devices"),
     ([placed(), {**replicate(), "devices": 2}], "2 is not a list of distinct devices"),
     ([placed(), replicate(reduce_stream="")], "field 'reduce_stream': '' is not a stream"),
-    ([placed(), replicate(bucket_size=0)], "field 'bucket_size': 0. Give a number of MB above 0"),
+    ([placed(), replicate(bucket_size=0)], "field 'bucket_size': 0 is not a size. Give a number of MB above 0"),
     ([placed(), replicate(bucket_size=True)], "field 'bucket_size': True"),
     ([placed(), replicate(bucket_size="25")], "field 'bucket_size': '25'"),
     ([placed(), {**replicate(), "filter": 3}], "directive 1 (replicate): field 'filter'"),
-    ([placed(), replicate(filter={"PP": 9})], "{PP: 9} matches nothing; the step has PASS in {B, F}; PP in "
+    ([placed(), replicate(filter={"PP": 9})], "{PP: 9} matches nothing. Choose from the step's tags: PASS in {B, F}; PP in "
                                               "{0, 1}"),
-    ([placed(), replicate(), replicate()], "are already summed over replicas; replicate each region only "
+    ([placed(), replicate(), replicate()], "are already summed over replicas. Replicate each region only "
                                            "once"),
     ([placed((0, 1, 2)), replicate([0, 1, 2])], "the batch has 4 samples, which cannot be divided evenly over "
                                                 "3 replicas. Give a multiple of 3 samples"),
@@ -181,7 +181,7 @@ REFUSED: list[tuple[list[Any], str]] = [
     ),
     ([placed()], "F[PP=0] is on 2 devices, [0, 1] (directive 0), but the program has 1 replica(s). Add a "
                  "replicate"),
-    ([placed((0, 1), PP=0), placed((2,), PP=1)], "place all regions on groups of one size"),
+    ([placed((0, 1), PP=0), placed((2,), PP=1)], "Place all regions on groups of one size"),
 ]  # fmt: skip
 
 
