@@ -194,7 +194,7 @@ def test_refuses(program: list[Any], message: str) -> None:
 def test_refuses_buffers_that_change() -> None:
     with pytest.raises(
         DirectiveError,
-        match=r"updates .*running_mean.* from its own samples, so the values would differ between replicas; "
+        match=r"updates .*running_mean.* from its own samples, so the values would differ between replicas\. "
         r".*GroupNorm",
     ):
         dag_of(captured("conv").step, [placed(), replicate()])
