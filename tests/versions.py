@@ -31,8 +31,8 @@ PART = (
     "property_tests/test_steps.py",
 )
 VERSIONS = (
-    "import platform, torch, lightning. "
-    "Print(platform.python_version(), torch.__version__, lightning.__version__)"
+    "import platform, torch, lightning; "
+    "print(platform.python_version(), torch.__version__, lightning.__version__)"
 )
 COUNTS = re.compile(r"\d+ (?:passed|failed|errors?)\b")
 

@@ -58,7 +58,7 @@ class Place(Directive):
         if not self._good_axes():
             self.refuse(
                 "axes",
-                f"{shown(self.axes)} is not a list of names",
+                f"{shown(self.axes)} is not a list of different names",
                 'give a list of different names, such as ["dp", "ep"] [PIPER-D003]',
             )
         if self.axes:

@@ -224,7 +224,7 @@ def test_transfers_carry_the_gradients_of_inputs() -> None:
         (
             [{"op": "place", "filter": {"PP": 1, "PASS": "BI"}, "devices": [0]}],
             "directive 0 (place): field 'filter': {PP: 1, PASS: BI} matches nothing: B[PP=1] is not split. "
-            "Name B; only an order that names BI or BW splits it",
+            "Name B, because only an order that names BI or BW splits it",
         ),
         (
             [split(2), order(bw(1, 0), bi(1, 0))],
@@ -242,8 +242,8 @@ def test_transfers_carry_the_gradients_of_inputs() -> None:
         ),
         (
             [split(2), order(bi(3, 0), bw(1, 0))],
-            "directive 1 (order): field 'filters[0]': {PP: 3, MB: 0, PASS: BI} matches nothing; the step "
-            "has MB in {0, 1}; PASS in {B, BI, BW, F}; PP in {0, 1}",
+            "directive 1 (order): field 'filters[0]': {PP: 3, MB: 0, PASS: BI} matches nothing. Choose from "
+            "the step's tags: MB in {0, 1}; PASS in {B, BI, BW, F}; PP in {0, 1}",
         ),
     ],
 )

@@ -52,7 +52,7 @@ def test_a_wrong_level_is_refused(zero: Any) -> None:
 
 def test_a_level_and_another_one_are_refused() -> None:
     with pytest.raises(
-        piper.DirectiveError, match="field 'zero': 1, but shard_params is set, which is level 3"
+        piper.DirectiveError, match="field 'zero': the level is 1, but shard_params is set, which is level 3"
     ):
         piper.Replicate([0, 1], zero=1, shard_params=True)
     assert dataclasses.replace(piper.Replicate([0, 1], zero=3), average="replicas").shard_params
@@ -70,6 +70,6 @@ def test_groups_left_out_are_those_of_the_places(make: Any) -> None:
 
 def test_a_place_on_one_device_has_no_replicas() -> None:
     with pytest.raises(
-        piper.DirectiveError, match=r"directive 1 \(replicate\): field 'devices': groups of \[1\] devices"
+        piper.DirectiveError, match=r"directive 1 \(replicate\): field 'devices': the groups have \[1\] devices"
     ):
         parse([piper.Place([0]), piper.Replicate()])

@@ -338,7 +338,7 @@ def test_zbv_of_a_tied_model() -> None:
     [
         (
             [place(0, MB=0)],
-            "directive 0 (place): field 'filter': {MB: 0} matches nothing; the step has PASS in {B, F}; PP "
+            "directive 0 (place): field 'filter': {MB: 0} matches nothing. Choose from the step's tags: PASS in {B, F}; PP "
             "in {0, 1}",
         ),
         (

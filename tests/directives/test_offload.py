@@ -202,13 +202,13 @@ def test_what_is_wrong_is_found(name, monkeypatch):
 @pytest.mark.parametrize(
     "program, expected",
     [
-        ([ONE, off(-1)], "give a number of chunks from 0 to 64, or a filter that selects one"),
-        ([ONE, off(True)], "give a number of chunks"),
-        ([ONE, off("soon")], "give a number of chunks"),
+        ([ONE, off(-1)], "Give a number of chunks from 0 to 64, or a filter that selects one"),
+        ([ONE, off(True)], "Give a number of chunks"),
+        ([ONE, off("soon")], "Give a number of chunks"),
         ([ONE, off({"LAYER": 9})], "matches nothing"),
         ([ONE, off({"LAYER": 0, "PASS": "F"})], "runs before the values to fetch have been stored"),
         ([ONE, Offload(filter={}, store_stream="")], "is not a stream"),
-        ([ONE, Offload(filter={}, saved=False)], "give True or False for both, and True for at least one"),
+        ([ONE, Offload(filter={}, saved=False)], "Give True or False for both, and True for at least one"),
         ([ONE, off(PASS="B")], "the selected chunks save nothing for a backward pass"),
         ([ONE, off(), off()], "the selected chunks save nothing for a backward pass"),
         (
@@ -221,11 +221,11 @@ def test_what_is_wrong_is_found(name, monkeypatch):
         ),
         (
             [ONE, SPLIT, off(), Order(filters=[[LAYER_1, {"PASS": "STORE"}], {"PASS": "B"}])],
-            "give each its own group",
+            "Give each its own group",
         ),
         (
             [ONE, SPLIT, off(), Order(filters=[{"PASS": "STORE"}, {"PASS": "FETCH"}])],
-            "give each its own group",
+            "Give each its own group",
         ),
         ([ONE, SPLIT, off(), Order(filters=[{"PASS": ["B", "FETCH"]}, LAYER_1])], "or STORE or FETCH alone"),
         ([ONE, off(), off(PASS="FETCH")], "PASS 'FETCH' is unknown"),

@@ -163,7 +163,7 @@ def test_a_pass_that_a_frozen_stage_does_not_have_is_no_mistake() -> None:
         ),
         (
             [split(2), order(f(0, 0), [f(0, 1), f(0, 2)])],
-            "directive 1 (order): field 'filters[1]': {PP: 0, MB: 2, PASS: F} matches nothing; the step has "
+            "directive 1 (order): field 'filters[1]': {PP: 0, MB: 2, PASS: F} matches nothing. Choose from the step's tags: "
             "MB in {0, 1}; ",
         ),
     ],

@@ -123,7 +123,7 @@ def test_the_stream_of_a_chunk() -> None:
     [
         (
             [{"op": "place", "filter": {"PP": 2}, "devices": [0]}],
-            "directive 0 (place): field 'filter': {PP: 2} matches nothing; the step has PASS in {B, F}; PP "
+            "directive 0 (place): field 'filter': {PP: 2} matches nothing. Choose from the step's tags: PASS in {B, F}; PP "
             "in {0, 1}",
         ),
         (

@@ -74,7 +74,7 @@ def test_an_unregistered_directive_works_from_python_only() -> None:
 
 def test_its_errors_carry_its_name_and_index() -> None:
     with pytest.raises(
-        DirectiveError, match=r"directive 0 \(rename_stream\): field 'filter': {PP: 9} matches nothing; "
+        DirectiveError, match=r"directive 0 \(rename_stream\): field 'filter': {PP: 9} matches nothing. "
     ):
         apply_program(build_dag(captured("mlp").step), [Rename(filter={"PP": 9})])
 

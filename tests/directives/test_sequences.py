@@ -138,9 +138,9 @@ def test_lengths_that_cannot_be_divided_are_refused():
 
 
 def test_what_is_no_way_to_attend_is_refused():
-    with pytest.raises(DirectiveError, match="give 'keys', 'heads' or 'ring'"):
+    with pytest.raises(DirectiveError, match="Give 'keys', 'heads' or 'ring'"):
         report_of(over(attention="around"))
-    with pytest.raises(DirectiveError, match="shard sequences"):
+    with pytest.raises(DirectiveError, match="Shard sequences"):
         report_of(over(attention="keys", values=None))
 
 

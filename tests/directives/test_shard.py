@@ -190,17 +190,17 @@ def test_each_region_has_its_own_mesh() -> None:
             TWICE,
             ["dp", "ep"],
             "data",
-            r"field 'axis': 'data'. Give the name of an axis other than 'data', such as 'tp'",
+            r"field 'axis': 'data' is not the name of an axis that shards tensors. Give the name of an axis other than 'data', such as 'tp'",
         ),
         (
             TWICE,
             ["dp"],
             "ep",
-            r"field 'axes': 1 names for the 2 dimensions of \[\[0, 1\], \[2, 3\]\]. Give one name for each "
+            r"field 'axes': 1 names do not fit the 2 dimensions of \[\[0, 1\], \[2, 3\]\]. Give one name for each "
             r"level",
         ),
-        ([[0, 1], [2]], ["dp", "ep"], "ep", r"field 'axes': 2 names for the 0 dimensions of"),
-        (TWICE, ["dp", "dp"], "dp", r"field 'axes': \['dp', 'dp'\]. Give a list of different names"),
+        ([[0, 1], [2]], ["dp", "ep"], "ep", r"field 'axes': 2 names do not fit the 0 dimensions of"),
+        (TWICE, ["dp", "dp"], "dp", r"field 'axes': \['dp', 'dp'\] is not a list of different names. Give a list of different names"),
         (TWICE, [], "ep", r"field 'devices': \[\[0, 1\], \[2, 3\]\] is not a list of distinct devices"),
         ([[0, 1], [2, 0]], ["dp", "ep"], "ep", r"field 'devices': .* is not a list of distinct devices"),
     ],

@@ -309,18 +309,18 @@ def test_a_smaller_batch_under_nested_splits() -> None:
         (
             "mlp",
             [split(2, TP=0)],
-            "directive 0 (split): field 'filter': {TP: 0} matches nothing; the step has PASS in {B, F}",
+            "directive 0 (split): field 'filter': {TP: 0} matches nothing. Choose from the step's tags: PASS in {B, F}",
         ),
         (
             "mlp",
             [split(2, PASS="F")],
-            "directive 0 (split): field 'filter': selects F[PP=0] but not B[PP=0]. Select both, because the "
+            "directive 0 (split): field 'filter': the filter selects F[PP=0] but not B[PP=0]. Select both, because the "
             "passes of a region are split together",
         ),
         (
             "mlp",
             [split(2, PASS="B", PP=1)],
-            "directive 0 (split): field 'filter': selects B[PP=1] but not F[PP=1]. Select both, because the "
+            "directive 0 (split): field 'filter': the filter selects B[PP=1] but not F[PP=1]. Select both, because the "
             "passes of a region are split together",
         ),
         (

@@ -119,7 +119,7 @@ def test_members_have_parts_of_parameters_gradients_and_states():
         (
             [TWO, divided([0, 1], values={"LAYERS=*": 1})],
             DirectiveError,
-            r"'values': 'LAYERS=\*' matches no region. Give a label or pattern of regions; "
+            r"'values': 'LAYERS=\*' matches no region. Give a label or pattern of regions, such as "
             r".*LAYER=0",
         ),
         (
@@ -130,7 +130,7 @@ def test_members_have_parts_of_parameters_gradients_and_states():
         (
             [TWO, divided([0, 1], params={"*.q.weight": "0"})],
             DirectiveError,
-            "give names, or patterns, with dimensions",
+            "Give names, or patterns, with dimensions",
         ),
         ([FOUR, divided([0, 1, 2, 3], params={"position": 0})], DirectiveError, "position has shape"),
         (
@@ -146,9 +146,9 @@ def test_members_have_parts_of_parameters_gradients_and_states():
         (
             [TWO, Replicate(filter={}, devices=[0, 1]), divided([0, 1])],
             DirectiveError,
-            "remove the replicate, or name an axis of replicas",
+            "Remove the replicate, or name an axis of replicas",
         ),
-        ([TWO, divided([0, 1]), divided([0, 1])], DirectiveError, "combine them into one directive"),
+        ([TWO, divided([0, 1]), divided([0, 1])], DirectiveError, "Combine them into one directive"),
     ],
 )
 def test_it_is_refused(program, error, match):

@@ -91,7 +91,7 @@ CASES: Cases = [
     program("devices with a gap", PLACES[0], {"op": "place", "filter": {"PP": 1}, "devices": [2]}),
     program("more microbatches than samples", *PLACES, {**SPLIT, "num_microbatches": 16}),
     on("microbatches of a backward pass that is not linear in the gradient of the loss",
-       [("return loss", "loss.register_hook(lambda grad: grad.clamp(max=0.3)). Return "
+       [("return loss", "loss.register_hook(lambda grad: grad.clamp(max=0.3)); return "
                         "loss")], *PLACES, SPLIT),
     program("two splits of a batch use the same tag", *PLACES, SPLIT, SPLIT),
     program("one pass of a stage is split alone", *PLACES, {**SPLIT, "filter": F0}),

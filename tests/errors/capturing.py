@@ -99,7 +99,7 @@ CASES: Cases = [
     step("the loss does not depend on a parameter", "return loss.detach()"),
     step("tensors whose shapes do not fit (errors of the step itself stay unchanged)", "loss = loss + h @ h"),
     step("a tensor that the previous step kept in an object",
-         "keep = self.config; loss = loss + getattr(keep, 'h', h).mean(). Keep.h = h.detach()",
+         "keep = self.config; loss = loss + getattr(keep, 'h', h).mean(); keep.h = h.detach()",
          ("self.seen, ", "self.config, self.seen, "),
          ("= [], torch.ones(())", "= type('Config', (), {})(), [], "
                                                                                "torch.ones(())")),

@@ -60,7 +60,7 @@ def test_the_empty_filter_selects_everything(experts: TrainingDAG) -> None:
         ({0: 1}, "0 is not a tag; tags are non-empty strings"),
         ({"": 1}, "'' is not a tag"),
         ({"PP": []}, "tag 'PP' has an empty list. Name at least one index"),
-        ({"PP": -1}, "tag 'PP' has -1. Give one of an index >= 0"),
+        ({"PP": -1}, "tag 'PP' has -1. Give an index >= 0"),
         ({"PP": True}, "tag 'PP' has True"),
         ({"PP": 1.0}, "tag 'PP' has 1.0"),
         ({"PP": "1"}, "tag 'PP' has '1'"),

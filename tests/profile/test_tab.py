@@ -127,14 +127,14 @@ def test_pointing_at_a_box_tells_what_it_is(browser: Browser, site: Site) -> Non
     found = point(browser, 0, index)
     browser.mouse("mouseMoved", found["x"], found["y"])
     text = browser.wait(
-        "the tip", f"{FRAME} const tip = page.querySelector('#tip'). Return !tip.hidden && tip.textContent"
+        "the tip", f"{FRAME} const tip = page.querySelector('#tip'); return !tip.hidden && tip.textContent"
     )
     node = plan(site.demo)["nodes"][str(found["box"][3])]
     assert f"%{found['box'][3]} {node['label']} on device 0, stream compute" in text
     assert "tags PP=0" in text and 'made by directive 2: {"op":"split"' in text and "makes " in text
     browser.click(found["x"], found["y"])
     text = browser.wait(
-        "the node", f"{FRAME} const node = page.querySelector('#node'). Return node && node.textContent"
+        "the node", f"{FRAME} const node = page.querySelector('#node'); return node && node.textContent"
     )
     edges = plan(site.demo)["edges"]
     for other in [a for a, b, *_ in edges if b == found["box"][3]] + [
@@ -248,7 +248,7 @@ def test_ten_thousand_boxes_are_drawn_about_as_fast_as_rectangles(browser: Brows
     times = browser.run(
         f"(() => {{ {FRAME} const bare = document.createElement('canvas'); bare.width = 800; bare.height = "
         "400;const context = bare.getContext('2d'), times = [];const timed = work => { const t = "
-        "performance.now(); work(). Return performance.now() - t; };const rectangles = () => { for (let k = "
+        "performance.now(); work(); return performance.now() - t; };const rectangles = () => { for (let k = "
         f"0; k < {2 * LARGE}; k++) {{context.fillStyle = ['#123', '#456', '#789', '#abc'][k % 4]; "
         "context.fillRect(k % 800, k % 400, 3, 12); }context.getImageData(0, 0, 1, 1); };const drawn = () => "
         "{ for (const c of piper.charts) { c.draw(); c.canvas.getContext('2d').getImageData(0, 0, 1, 1); } "

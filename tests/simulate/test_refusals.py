@@ -70,7 +70,7 @@ BAD = {
                                                       r"entry"),
     "unused": ({"F": 1, "B": 2, "F[PP=7]": 1}, r"'F\[PP=7\]' matches nothing"),
     "no tag": ({"F[PP]": 1}, r"'F\[PP\]': 'PP' is not a tag with an index. Give for example"),
-    "unreadable": ({"F PP=1": 1}, r"'F PP=1' cannot be understood. Give one of a pass"),
+    "unreadable": ({"F PP=1": 1}, r"'F PP=1' cannot be understood. Give a pass"),
     "unknown node": ({"F": 1, "B": 2, "%999": 1}, r"'%999' names no node"),
     "negative": ({"F": -1, "B": 2}, r"'F' is -1. Give 0, or a number"),
     "not finite": ({"F": float("nan"), "B": 2}, r"'F' is nan. Give 0, or a number from 1e-15 to 1e15"),
