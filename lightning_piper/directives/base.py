@@ -159,7 +159,8 @@ class Directive:
         """Raise an error unless the value of a field is a filter. With `copies`, PASS may name copies to and
         from the host."""
         if problem := problem_with(condition, copies):
-            self.refuse(field, problem, 'give for instance {"PP": 0, "PASS": "F"} [PIPER-D003]')
+            found, accepted = problem
+            self.refuse(field, found, f"{accepted} [PIPER-D003]")
 
     def check_device_list(self, field: str, devices: Any) -> None:
         """Raise an error unless the value of a field is a non-empty list of distinct devices from 0 to

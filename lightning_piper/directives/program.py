@@ -144,7 +144,7 @@ def _directives_of(program: dict[Any, Any], where: str) -> Sequence[Any]:
         raise DirectiveError(f"{where} is an object without the key 'version'. Give {wanted} [PIPER-D001]")
     if integer(program["version"]) != VERSION:
         raise DirectiveError(
-            f"{where}: version {shown(program['version'])} is unknown. Give {VERSION} [PIPER-D001]"
+            f"{where}: version {shown(program['version'])} is unknown. Give version {VERSION} [PIPER-D001]"
         )
     for key in program:
         if key not in KEYS:
@@ -225,7 +225,9 @@ def _from_json(entry: Any) -> Directive:
             and field.default is dataclasses.MISSING
             and field.default_factory is dataclasses.MISSING
         ):
-            raise DirectiveError(f"({op}): field {name!r} is missing. Give {', '.join(fields)} [PIPER-D002]")
+            raise DirectiveError(
+                f"({op}): field {name!r} is missing. Give the fields {', '.join(fields)} [PIPER-D002]"
+            )
     directive = cls(**given)
     set_line(directive, None)
     return directive

@@ -20,6 +20,7 @@ AGAIN = "R"  # a recomputed forward pass
 # chunks.
 STORE, FETCH = COPIES = ("STORE", "FETCH")
 PASSES = ("F", "B", *SPLIT_BACKWARD, AGAIN)
+FILTER = 'give an object such as {"PP": 0, "PASS": "F"}'
 
 
 def names_copies(condition: Filter) -> bool:
@@ -33,30 +34,30 @@ def names_again(condition: Filter) -> bool:
     return AGAIN in (wanted if isinstance(wanted, list | tuple) else (wanted,))
 
 
-def problem_with(condition: object, copies: bool = False) -> str | None:
-    """Return why something is not a filter; None if it is a filter. `copies` allows stores and fetches."""
+def problem_with(condition: object, copies: bool = False) -> tuple[str, str] | None:
+    """Return why something is not a filter and what to give instead, two sentences without a period; None if
+    it is a filter. `copies` allows stores and fetches."""
     if not isinstance(condition, Mapping):
-        return f'{shown(condition)} is not a filter. Give an object such as {{"PP": 0}}'
+        return f"{shown(condition)} is not a filter", FILTER
     for tag, wanted in condition.items():
         if not is_name(tag):
-            return f"{shown(tag)} is not a tag; tags are non-empty strings"
+            return f"{shown(tag)} is not a tag", "give a non-empty string as a tag, such as 'PP'"
         options = wanted if isinstance(wanted, list | tuple) else [wanted]
         if not options:
-            return f"tag {tag!r} has an empty list. Name at least one index"
+            return f"tag {tag!r} has an empty list", "name at least one index"
         for option in options:
             if tag == "PASS":
                 if copies and wanted in COPIES:
                     continue
                 if not isinstance(option, str) or option not in (*PASSES, "*"):
                     more = ", or STORE or FETCH alone" if copies else ""
-                    return f"PASS {shown(option)} is unknown. Give one of {', '.join(PASSES)} and '*'{more}"
+                    accepted = f"give one of {', '.join(PASSES)} and '*'{more}"
+                    return f"PASS {shown(option)} is unknown", accepted
             elif isinstance(wanted, str) and option in ("*", "-"):
                 continue
             elif isinstance(option, bool) or not isinstance(option, int) or not 0 <= option < INDEX:
-                return (
-                    f"tag {tag!r} has {shown(option)}. Give an index >= 0, a list of them, '*' (any "
-                    "index) or '-' (absent)"
-                )
+                accepted = "give an index >= 0, a list of them, '*' (any index) or '-' (absent)"
+                return f"tag {tag!r} has {shown(option)}", accepted
     return None
 
 

@@ -158,8 +158,8 @@ def test_a_file_may_say_its_version(tmp_path: Path) -> None:
             r"\"directives\": ",
         ),
         ({"directives": JSON}, "is an object without the key 'version'"),
-        ({"version": 2, "stages": []}, r": version 2 is unknown. Give 1 \[PIPER-D001\]$"),
-        ({"version": "1", "directives": JSON}, r": version '1' is unknown. Give 1 \[PIPER-D001\]$"),
+        ({"version": 2, "stages": []}, r": version 2 is unknown. Give version 1 \[PIPER-D001\]$"),
+        ({"version": "1", "directives": JSON}, r": version '1' is unknown. Give version 1 \[PIPER-D001\]$"),
         ({"version": True, "directives": JSON}, r": version True is unknown"),
         ({"version": 1.0, "directives": JSON}, r": version 1.0 is unknown"),
         (

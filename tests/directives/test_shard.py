@@ -200,7 +200,12 @@ def test_each_region_has_its_own_mesh() -> None:
             r"level",
         ),
         ([[0, 1], [2]], ["dp", "ep"], "ep", r"field 'axes': 2 names do not fit the 0 dimensions of"),
-        (TWICE, ["dp", "dp"], "dp", r"field 'axes': \['dp', 'dp'\] is not a list of different names. Give a list of different names"),
+        (
+            TWICE,
+            ["dp", "dp"],
+            "dp",
+            r"field 'axes': \['dp', 'dp'\] is not a list of different names. Give a list of different names",
+        ),
         (TWICE, [], "ep", r"field 'devices': \[\[0, 1\], \[2, 3\]\] is not a list of distinct devices"),
         ([[0, 1], [2, 0]], ["dp", "ep"], "ep", r"field 'devices': .* is not a list of distinct devices"),
     ],

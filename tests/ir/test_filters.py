@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -54,19 +55,19 @@ def test_the_empty_filter_selects_everything(experts: TrainingDAG) -> None:
 @pytest.mark.parametrize(
     ("condition", "says"),
     [
-        ("PP=0", r"""'PP=0' is not a filter. Give an object such as {"PP": 0}"""),
+        ("PP=0", r"""'PP=0' is not a filter. give an object such as {"PP": 0"""),
         ([{"PP": 0}], "is not a filter"),
         (None, "None is not a filter"),
-        ({0: 1}, "0 is not a tag; tags are non-empty strings"),
+        ({0: 1}, "0 is not a tag. give a non-empty string"),
         ({"": 1}, "'' is not a tag"),
-        ({"PP": []}, "tag 'PP' has an empty list. Name at least one index"),
-        ({"PP": -1}, "tag 'PP' has -1. Give an index >= 0"),
+        ({"PP": []}, "tag 'PP' has an empty list. name at least one index"),
+        ({"PP": -1}, "tag 'PP' has -1. give an index >= 0"),
         ({"PP": True}, "tag 'PP' has True"),
         ({"PP": 1.0}, "tag 'PP' has 1.0"),
         ({"PP": "1"}, "tag 'PP' has '1'"),
         ({"PP": None}, "tag 'PP' has None"),
         ({"PP": [0, "*"]}, r"tag 'PP' has '\*'"),
-        ({"PASS": "Bi"}, r"PASS 'Bi' is unknown. Give one of F, B, BI, BW, R and '\*'"),
+        ({"PASS": "Bi"}, r"PASS 'Bi' is unknown. give one of F, B, BI, BW, R and '\*'"),
         ({"PASS": 0}, "PASS 0 is unknown"),
         ({"PASS": "-"}, "PASS '-' is unknown"),
     ],
@@ -74,8 +75,7 @@ def test_the_empty_filter_selects_everything(experts: TrainingDAG) -> None:
 def test_what_is_no_filter(condition: Any, says: str) -> None:
     problem = problem_with(condition)
     assert problem is not None
-    with pytest.raises(AssertionError, match=says):
-        raise AssertionError(problem)
+    assert re.search(says, ". ".join(problem))
 
 
 def test_a_filter_in_words() -> None:
