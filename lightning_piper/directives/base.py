@@ -135,8 +135,8 @@ class Directive:
 
         Args:
             field: The name of the field.
-            found: What is wrong, as a sentence without its period.
-            accepted: What to do, as a sentence that begins with a verb. The message shows its first letter as
+            found: The problem, as a sentence without its period.
+            accepted: The fix, as a sentence that begins with a verb. The message shows its first letter as
                 a capital.
         """
         fix = accepted[:1].upper() + accepted[1:]
