@@ -20,6 +20,7 @@ from lightning_piper.directives import (
 )
 from lightning_piper.errors import CaptureError, DirectiveError, ExecutionError, PiperError, VerificationError
 from lightning_piper.grouped_matmul import grouped_linear
+from lightning_piper.linear_cross_entropy import linear_cross_entropy
 from lightning_piper.pretrained import from_pretrained, save_pretrained
 from lightning_piper.profile import PiperProfiler, Schedule
 from lightning_piper.routing import combine, dispatch
@@ -57,6 +58,7 @@ __all__ = [
     "gather_samples",
     "grad_norm",
     "grouped_linear",
+    "linear_cross_entropy",
     "mean",
     "parallel",
     "register",

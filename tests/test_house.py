@@ -32,6 +32,7 @@ PACKAGES = {
         "accelerators",
         "ir",
         "placements",
+        "linear_cross_entropy",
         "annotate",
         "capture",
         "huggingface",

@@ -19,6 +19,7 @@ from lightning_piper.common.operation_families import RESHAPES
 from lightning_piper.errors import CaptureError, VerificationError
 from lightning_piper.ir.values import Partial, Placement, Sharded
 from lightning_piper.placements.attention import ATTENTION
+from lightning_piper.placements.chunked_scores import CHUNKED, SCORES_OF_PART, with_classes
 from lightning_piper.placements.local_graph import SHAPED, SPLIT, localize
 from lightning_piper.placements.ring import ATTEND, ATTEND_BACKWARD, NUMBERS, PARTS
 from lightning_piper.placements.rule import Rule, made_by, shape_of, tensors_of
@@ -74,13 +75,14 @@ def difference(graph: Graph, inputs: Sequence[Node], rule: Rule, degree: int) ->
     generator = torch.Generator().manual_seed(0)
     # First run the operation on whole values.
     values = [_given(x, generator) for x in inputs]
-    _attend(next(n for n in graph.nodes if n.op == "call_function"), inputs, values)
+    call = next(n for n in graph.nodes if n.op == "call_function")
+    _attend(call, inputs, values)
+    _score(call, inputs, values)
     module = torch.nn.Module()
     whole = _tuple(
         Interpreter(torch.fx.GraphModule(module, graph), garbage_collect_values=False).run(*values)
     )
     # Then run it for each member on the member's parts.
-    call = next(n for n in graph.nodes if n.op == "call_function")
     held: dict[Node, Any] = dict(zip(inputs, rule.inputs, strict=True))
     held[call] = rule.outputs if isinstance(call.meta["val"], list | tuple) else rule.outputs[0]
     localize(graph, held, degree)
@@ -222,6 +224,8 @@ def _fixed_sizes(node: Node) -> set[int]:
     target: Any = node.target
     if target in SIZES:
         return {int(node.args[SIZES[target]])}  # type: ignore[arg-type]
+    if target is SCORES_OF_PART:  # the number of classes, and their shards
+        return {int(node.args[6]), *shape_of(node.args[1])[:2]}  # type: ignore[arg-type]
     if target in NORMS:
         return {int(size) for size in node.args[NORMS[target]]}  # type: ignore[union-attr, arg-type]
     if target in ATTENTION or target in PARTS:  # the heads of queries are a multiple of the heads of keys
@@ -320,6 +324,17 @@ def _attend(call: Node, inputs: Sequence[Node], values: list[torch.Tensor]) -> N
     made = forward(q, k, v, *others, **kwargs)
     for old, new in zip((out, norm), made, strict=True):
         values[next(i for i, x in enumerate(values) if x is old)] = new
+
+
+def _score(call: Node, inputs: Sequence[Node], values: list[torch.Tensor]) -> None:
+    """If `call` works on the scores of chunks, replace the inputs in `values` that must fit its weights."""
+    if call.target not in CHUNKED:
+        return
+    given = dict(zip(inputs, values, strict=True))
+    args = torch.fx.node.map_arg(call.args, lambda x: given[x])
+    for old, new in zip(args, with_classes(call.target, args), strict=True):
+        if old is not new:
+            values[next(i for i, x in enumerate(values) if x is old)] = new
 
 
 def _drawn(like: torch.Tensor, bound: int, generator: torch.Generator) -> torch.Tensor:

@@ -28,6 +28,7 @@ from lightning_piper.common.operation_families import (
 )
 from lightning_piper.ir.values import Placement, Sharded
 from lightning_piper.placements.attention import ATTENTION, attention_rules
+from lightning_piper.placements.chunked_scores import CHUNKED
 from lightning_piper.placements.local_graph import SPLIT
 from lightning_piper.placements.ring import PARTS, RING
 from lightning_piper.placements.rule import P, R, Rule, along_of, argument, made_by, shape_of, tensors_of
@@ -474,7 +475,7 @@ _FAMILIES: dict[Any, Callable[[Node], Iterator[Rule]]] = {
 } | dict.fromkeys(RESHAPES, _view)
 _FAMILIES |= dict.fromkeys(ATTENTION, attention_rules)
 _FAMILIES |= dict.fromkeys((*SUMS, aten.mean.dim, aten.amax.default), _sum)
-_FAMILIES |= LOOKUPS | RING
+_FAMILIES |= LOOKUPS | RING | CHUNKED
 _FAMILIES |= dict.fromkeys(NLL, _nll)
 _FAMILIES |= dict.fromkeys((aten.nll_loss_backward.default, aten.nll_loss2d_backward.default), _nll_backward)
 _FAMILIES |= dict.fromkeys(PERMUTATIONS, _moves(_permuted))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import torch
 from torch import nn
 
 import lightning_piper as piper
@@ -63,6 +65,12 @@ def uneven(directive: dict[str, Any]) -> None:
         step,
         tuple(parse([{"op": "place", "filter": {}, "devices": directive.get("devices", [0])}, directive])),
     )
+
+
+def scored(**given: Any) -> None:
+    """Call `linear_cross_entropy` with other arguments than valid ones."""
+    valid = {"input": torch.ones(3, 8), "linear_weight": torch.ones(10, 8), "target": torch.zeros(3).long()}
+    piper.linear_cross_entropy(**{**valid, **given})
 
 
 CASES: Cases = [
@@ -145,4 +153,11 @@ CASES: Cases = [
     given("a batch without samples", batch(0)),
     Case("the step's operations depend on the batch size, in microbatches", resized),
     Case("a metric object gets more tensors of more samples, in microbatches", resized_metric),
+    Case("`linear_cross_entropy` of tensors that do not fit", lambda: scored(input=torch.ones(2, 3, 8))),
+    Case("`linear_cross_entropy` of probabilities", lambda: scored(target=torch.ones(3, 10))),
+    Case("`linear_cross_entropy` of a module instead of its weight",
+         lambda: scored(linear_weight=nn.Linear(8, 10))),
+    Case("`linear_cross_entropy` of several dtypes", lambda: scored(input=torch.ones(3, 8).double())),
+    *(Case(f"`linear_cross_entropy` with `{name}={value!r}`", functools.partial(scored, **{name: value}))
+      for name, value in [("reduction", "batchmean"), ("ignore_index", None), ("label_smoothing", 2), ("chunk", 0)]),
 ]  # fmt: skip

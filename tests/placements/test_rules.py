@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import lightning_piper as piper
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.values import Partial, Replicated, Sharded
 from lightning_piper.placements import proof
@@ -83,6 +84,18 @@ CASES: dict[str, list[Any]] = {
         WORDS],
     "picked back": [lambda g, i: torch.ops.lightning_piper.spread(g, i[:, :1], torch.arange(8), 1), (4, 1),
         WORDS],
+    "scores": [backward(lambda h, w, b, i: piper.linear_cross_entropy(h, w, i, linear_bias=b, chunk=5)),
+        (4, 8, 16), (8, 16), (8,), WORDS],
+    "scores of classes": [
+        lambda h, w, b, i: torch.ops.lightning_piper.chunked_scores_part(h, w, b, i, torch.arange(16), 5, 16),
+        (4, 8, 16), (4, 4, 16), (16,), WORDS],
+    "scores of classes back": [
+        lambda g, h, w, i: torch.ops.lightning_piper.chunked_scores_backward(
+            g, g.sin(), h, w, None, i, g.cos(), torch.arange(16), 5, [True, True, False]),
+        (4, 8), (4, 8, 16), (16, 16), WORDS],
+    "many scores of classes": [
+        lambda h, w, i: torch.ops.lightning_piper.chunked_scores_part(h, w, None, i, torch.arange(512), 5, 512),
+        (16, 32, 64), (4, 128, 64), torch.randint(512, (16, 32))],
     "large": [backward(F.linear), (64, 128, 256), (512, 256), (512,)],
     "large norm": [backward(lambda x, w, b: F.layer_norm(x, (256,), w, b)), (64, 128, 256), (256,), (256,)],
     "large pieces": [backward(lambda x: torch.cat([p.sin() for p in x.chunk(2, -1)], 1)[:, 2:].select(2, 1)),
@@ -102,7 +115,7 @@ def test_every_rule_is_what_execution_gives(name, degree):
             if node.target is not aten.native_dropout.default:
                 proof.prove(node, rule, degree)
                 count += 1
-    assert count >= (1 if "words" in name or "picked" in name else 4)
+    assert count >= (1 if "words" in name or "picked" in name else 3 if "of classes" in name else 4)
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,14 @@ def test_bytes_are_those_of_operands_and_results() -> None:
     assert counting.costs[1].flops == 0 or counting.costs[1].name == "aten.mm.default"
 
 
+def test_chunks_of_scores_cost_their_products() -> None:
+    """One product in the forward pass, and three in the backward pass, which computes the scores again."""
+    hidden, weight = (torch.ones(shape).requires_grad_() for shape in [(2, 3, 4), (5, 4)])
+    with Counting() as counting:
+        piper.linear_cross_entropy(hidden, weight, torch.zeros(2, 3, dtype=torch.long)).backward()
+    assert [cost.flops for cost in counting.costs if cost.flops] == [2 * 6 * 4 * 5, 3 * 2 * 6 * 4 * 5]
+
+
 def test_time_is_the_longer_of_arithmetic_and_memory() -> None:
     cost = Cost("mm", 1000, torch.float32, 100)
     slow = Hardware("slow", 1, {"float32": 10.0}, 10.0, CPU.links, CPU.host, 1)

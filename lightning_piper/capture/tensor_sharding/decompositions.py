@@ -3,6 +3,7 @@
     log_softmax(x)  ->  low = x - max(x);  low - log(sum(exp(low)))         over all shards
     nll_loss(x, target)  ->  nll_loss of the one target column             x is sharded along the classes
     embedding(x, index)  ->  rows(x, index, ids)                            x is sharded along rows
+    chunked_scores(h, x, target)  ->  chunked_scores_part(h, x, target, ids)   x is sharded along rows
 
 So no rank ever gathers the scores of a whole vocabulary. The new operations have their own placement rules
 (`placements.rules`).
@@ -30,6 +31,7 @@ from lightning_piper.ir.division import Division
 from lightning_piper.ir.values import Placement, Replicated, Sharded
 from lightning_piper.placements.attention import ATTENTION, attended
 from lightning_piper.placements.choice import by_keys
+from lightning_piper.placements.chunked_scores import SCORES_BACKWARD, SCORES_OF, SCORES_OF_PART
 from lightning_piper.placements.placement_changes import PlacementMap
 from lightning_piper.placements.rule import shape_of, tensors_of
 from lightning_piper.placements.vocabulary import IGNORED, PICKED, ROWS, ROWS_BACKWARD, SPREAD
@@ -343,6 +345,39 @@ def _embedding_backward(writer: Decomposer, node: Node) -> Node | None:
     return writer(ROWS_BACKWARD, grad, index, writer.ids(size, grad), padding)  # type: ignore[arg-type]
 
 
+def _chunked_scores(writer: Decomposer, node: Node) -> Written:
+    """Write the scores of the targets, and the logarithms of the sums of exponentials, for sharded classes.
+    Return None if the classes are not sharded.
+
+    For each row, the ranks exchange the logarithms of their sums, and add up the score of the target.
+    """
+    hidden, weight, bias, target, chunk = node.args
+    x: Any = weight
+    if writer.held[x] != Sharded(0):
+        return None
+    size = shape_of(x)[0]
+    shards, ids = writer.apart(x, 0), writer.ids(size, x)
+    part = writer(SCORES_OF_PART, hidden, shards, bias, target, ids, chunk, size)
+    sums = writer.whole(writer(operator.getitem, part, 1))
+    # There is no rule for `logsumexp` if another axis shards the rows.
+    largest = writer(aten.amax.default, sums, [0], True)
+    high = writer(aten.exp.default, writer(aten.sub.Tensor, sums, largest))
+    total = writer(aten.log.default, writer(aten.sum.dim_IntList, high, [0]))
+    found = writer(aten.add.Tensor, total, writer(aten.squeeze.dim, largest, 0))
+    return writer.whole(writer(operator.getitem, part, 0)), found
+
+
+def _chunked_scores_backward(writer: Decomposer, node: Node) -> Written:
+    """Write the gradients of `_chunked_scores` for sharded classes. Return None if the classes are not
+    sharded, or if the node is already such a gradient."""
+    *inputs, ids, chunk, wanted = node.args
+    x: Any = node.args[3]
+    if ids is not None or writer.held[x] != Sharded(0):
+        return None
+    made = writer(SCORES_BACKWARD, *inputs, writer.ids(shape_of(x)[0], x), chunk, wanted)
+    return tuple(writer(operator.getitem, made, index) for index in range(3))
+
+
 # operation -> the function that writes its replacement
 _WRITTEN: dict[Any, Callable[[Decomposer, Node], Written]] = {
     aten._softmax.default: _softmax,
@@ -354,6 +389,8 @@ _WRITTEN: dict[Any, Callable[[Decomposer, Node], Written]] = {
     aten.nll_loss2d_forward.default: _nll,
     aten.nll_loss_backward.default: _nll_backward,
     aten.nll_loss2d_backward.default: _nll_backward,
+    SCORES_OF: _chunked_scores,
+    SCORES_BACKWARD: _chunked_scores_backward,
     aten.native_dropout.default: _dropped,
     **dict.fromkeys(ATTENTION, _attention),
     aten.embedding.default: _embedding,

@@ -30,6 +30,7 @@ from lightning_piper.ir.division import Division
 from lightning_piper.ir.values import Partial, Placement, Replicated, Sharded
 from lightning_piper.placements.attention import ATTENTION, attended
 from lightning_piper.placements.choice import choose
+from lightning_piper.placements.chunked_scores import SCORES_OF
 from lightning_piper.placements.placement_changes import CHANGE, PLACEMENTS, PlacementMap, change_of
 from lightning_piper.placements.proof import prove
 from lightning_piper.placements.rule import made_by, shape_of, tensors_of
@@ -243,6 +244,8 @@ class Propagation:
         # Shard a vocabulary along its rows, because the lookup has a decomposition for this.
         if node.target is aten.embedding.default and self._is_vocabulary(node):
             self._settle(inputs[0], Sharded(0))
+        if node.target is SCORES_OF:
+            self._settle_classes(node)
         if self.decomposer.write(node):
             return
         if self._without_bias(node):
@@ -294,6 +297,16 @@ class Propagation:
                 return True
             stack += x.all_input_nodes
         return False
+
+    def _settle_classes(self, node: Node) -> None:
+        """Shard the weight and the bias of `chunked_scores` along the classes, because the operation has a
+        decomposition for this: a weight that may be sharded, if the shards are even, and the bias of a sharded
+        weight."""
+        weight, bias = node.args[1:3]
+        if weight in self.sought and not shape_of(weight)[0] % self.degree:  # type: ignore[arg-type]
+            self._settle(weight, Sharded(0))  # type: ignore[arg-type]
+        if bias in self.free and self.held[weight] == Sharded(0):  # type: ignore[index]
+            self._settle(bias, Sharded(0))  # type: ignore[arg-type]
 
     def _is_for_columns(self, view: Node) -> bool:
         """Return whether the source of this view should be replicated before the view.

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 import lightning_piper.grouped_matmul  # noqa: F401  (registers its operations)
 from lightning_piper.capture.torch_private import _torch
+from lightning_piper.placements.chunked_scores import SCORES_BACKWARD, SCORES_OF, SCORES_OF_PART
 from lightning_piper.simulate.hardware import Hardware
 
 aten, _ops = torch.ops.aten, torch.ops.lightning_piper
@@ -97,4 +98,9 @@ def _flops(func: Any, args: Any, kwargs: Any, made: Any) -> int:
     if func in (_ops.grouped_mm.default, _ops.grouped_outer.default):
         x, y = args[:2]
         return 2 * int(x.shape[0] * x.shape[1] * y.shape[-1])
+    if func in (SCORES_OF, SCORES_OF_PART, SCORES_BACKWARD):
+        hidden, weight = args[2:4] if func is SCORES_BACKWARD else args[:2]
+        # The backward operation computes the scores again, and the wanted gradients of `hidden` and `weight`.
+        products = 1 + sum(args[-1][:2]) if func is SCORES_BACKWARD else 1
+        return 2 * products * int(hidden.shape[:-1].numel() * weight.numel())
     return 0
