@@ -231,17 +231,17 @@ def _backward_rules(node: Node) -> Iterator[Rule]:
     rank = len(shape_of(tensors_of(node)[0]))
     made = [x is not None and x.shape[0] > 0 for x in made_by(node)]
     has_ids = node.args[7] is not None
-    params = [R] * (1 + (node.args[4] is not None))
+    params: list[Placement] = [R] * (1 + (node.args[4] is not None))
 
     def outputs(*held: Placement) -> tuple[Placement, ...]:
         return tuple(p if there else R for p, there in zip(held, made, strict=True))
 
     for d in range(rank):
-        rows = Sharded(d)
+        rows: Placement = Sharded(d)
         held = (rows, rows, rows, *params, rows, rows, *(R for _ in range(has_ids)))
         yield Rule(held, outputs(rows, P, P))
     if has_ids:
-        shards = [Sharded(0)] * len(params)
+        shards: list[Placement] = [Sharded(0)] * len(params)
         yield Rule((R, R, R, *shards, R, R, Sharded(0)), outputs(P, Sharded(0), Sharded(0)))
 
 
