@@ -253,8 +253,11 @@ CHUNKED: dict[Any, Callable[[Node], Iterator[Rule]]] = {
 
 
 def with_classes(target: Any, args: Sequence[Any]) -> list[Any]:
-    """Return arguments that fit each other, for an operation of `CHUNKED`: targets are classes, `ids` are all
-    classes, and the sums of exponentials are those of the scores. The other arguments stay."""
+    """Return arguments of an operation in `CHUNKED` that belong together.
+
+    Targets become classes, `ids` become all classes, and sums of exponentials become the sums of the scores. The
+    other arguments stay.
+    """
     found = list(args)
     first = 2 if target is SCORES_BACKWARD else 0
     hidden, weight, bias, index = found[first : first + 4]

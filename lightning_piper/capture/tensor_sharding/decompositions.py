@@ -346,8 +346,7 @@ def _embedding_backward(writer: Decomposer, node: Node) -> Node | None:
 
 
 def _chunked_scores(writer: Decomposer, node: Node) -> Written:
-    """Write the scores of the targets, and the logarithms of the sums of exponentials, for sharded classes.
-    Return None if the classes are not sharded.
+    """Write both results of `chunked_scores` with sharded classes. Return None if the classes are not sharded.
 
     For each row, the ranks exchange the logarithms of their sums, and add up the score of the target.
     """

@@ -299,9 +299,8 @@ class Propagation:
         return False
 
     def _settle_classes(self, node: Node) -> None:
-        """Shard the weight and the bias of `chunked_scores` along the classes, because the operation has a
-        decomposition for this: a weight that may be sharded, if the shards are even, and the bias of a sharded
-        weight."""
+        """Shard the weight of `chunked_scores` along the classes, if the axis may shard it evenly. The bias of a
+        sharded weight follows. The operation has a decomposition for this."""
         weight, bias = node.args[1:3]
         if weight in self.sought and not shape_of(weight)[0] % self.degree:  # type: ignore[arg-type]
             self._settle(weight, Sharded(0))  # type: ignore[arg-type]
