@@ -44,6 +44,17 @@ def test_maps_name_files_that_are_there(path: Path) -> None:
     assert missing(text + "`nowhere/file.py`") == ["nowhere/file.py"]
 
 
+def test_the_tests_that_pages_name_exist() -> None:
+    named = {
+        found
+        for page in ROOT.glob("docs/**/*.md")
+        for found in re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", page.read_text(encoding="utf-8"))
+    }
+    assert len(named) >= 25
+    gone = {(f, name) for f, name in named if f"def {name}(" not in (ROOT / f).read_text(encoding="utf-8")}
+    assert not gone
+
+
 def test_the_four_files_have_what_to_look_for() -> None:
     rows = re.findall(
         r"^\| who [^|]*\| `([\w/]+\.py)` \|(.*)\|$", MAPS[0].read_text(encoding="utf-8"), re.MULTILINE
