@@ -44,7 +44,7 @@ ACCELERATOR, CPU = "h100-sxm", "cpu"
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Degrees:
     """A division of devices by degrees of parallelism. `parallel` documents each field. If `dp` is None, the
-    method `on` chooses it.
+    method `for_devices` chooses it.
 
     Raises:
         DirectiveError: A field has an invalid value, or two fields do not fit together.
@@ -110,7 +110,7 @@ class Degrees:
             if given[field.name] != field.default
         )
 
-    def on(self, devices: int) -> Degrees:
+    def for_devices(self, devices: int) -> Degrees:
         """Return the same degrees with the number of replicas that uses all devices.
 
         Raises:
@@ -220,7 +220,7 @@ class Degrees:
         return even_cuts([_seconds(next(iter(block.work.values()))) for block in work.blocks], stages)
 
 
-def given(directives: Any, **fields: Any) -> Degrees | None:
+def requested_degrees(directives: Any, **fields: Any) -> Degrees | None:
     """Return the degrees that a strategy receives: as fields, or as one of `NAMES` instead of directives.
 
     Returns None if there are neither.

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import lightning_piper as piper
 from lightning_piper import schedules
-from lightning_piper.degrees import even_cuts, given
+from lightning_piper.degrees import even_cuts, requested_degrees
 from lightning_piper.directives import to_json
 
 
@@ -174,22 +174,22 @@ def test_wrong_degrees_are_refused(degrees: dict[str, Any], message: str) -> Non
 
 
 def test_the_product_is_the_number_of_devices() -> None:
-    found = given(None, pp=2, tp=2)
-    assert found is not None and found.on(8).dp == 2
+    found = requested_degrees(None, pp=2, tp=2)
+    assert found is not None and found.for_devices(8).dp == 2
     with pytest.raises(piper.DirectiveError, match="pp=2 x tp=2 on 6 devices"):
-        found.on(6)
+        found.for_devices(6)
     with pytest.raises(piper.DirectiveError, match="pp=2 x dp=2 = 4 on 8"):
-        piper.PiperStrategy(pp=2, dp=2)._degrees.on(8)  # type: ignore[union-attr]
+        piper.PiperStrategy(pp=2, dp=2)._degrees.for_devices(8)  # type: ignore[union-attr]
 
 
 def test_names_are_degrees() -> None:
     for level, name in enumerate(("ddp", "zero1", "zero2", "zero3")):
-        found = given(name)
-        assert found is not None and found.on(4).directives().directives == tuple(
+        found = requested_degrees(name)
+        assert found is not None and found.for_devices(4).directives().directives == tuple(
             piper.parallel(dp=4, zero=level)
         )
-    assert given("zero3", zero=3, pp=2) == given(None, zero=3, pp=2)
-    assert given("auto") is None and given(None) is None
+    assert requested_degrees("zero3", zero=3, pp=2) == requested_degrees(None, zero=3, pp=2)
+    assert requested_degrees("auto") is None and requested_degrees(None) is None
     with pytest.raises(piper.DirectiveError, match="directives and pp"):
         piper.PiperStrategy([piper.Place([0])], pp=2)
 
@@ -308,7 +308,7 @@ def test_errors_of_degrees_name_the_cause_in_the_module(
     stages: tuple[int | None, ...], degrees: dict[str, int], message: str
 ) -> None:
     module, whole = Apart(*stages), batch()
-    found = given(None, pp=2, **degrees)
+    found = requested_degrees(None, pp=2, **degrees)
     assert found is not None
     with pytest.raises(piper.DirectiveError, match=message) as caught:
         piper.compile(module, whole, found.program(module, whole).directives)

@@ -58,7 +58,7 @@ def earlier_of(path: Path) -> Path:
     return path.with_name(f"{path.stem}.earlier{path.suffix}")
 
 
-def located(path: Path) -> Path:
+def existing_path(path: Path) -> Path:
     """Return the path of the checkpoint of this name: `path`, or after an interrupted save
     `earlier_of(path)`.
 
@@ -94,7 +94,7 @@ def prepare(path: Path) -> Path:
 
 def publish(temporary: Path, path: Path) -> None:
     """Rename a complete checkpoint from its temporary name to `path`, and delete the earlier checkpoint of
-    that name, if there is one. At every moment, `located` finds the earlier or the new checkpoint."""
+    that name, if there is one. At every moment, `existing_path` finds the earlier or the new checkpoint."""
     if os.path.lexists(path) and (path.is_dir() or temporary.is_dir()):
         os.rename(path, earlier_of(path))
     os.replace(temporary, path)

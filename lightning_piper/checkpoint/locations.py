@@ -21,8 +21,8 @@ from fsspec.core import url_to_fs
 from lightning_piper.checkpoint.files import (
     MANIFEST,
     earlier_of,
+    existing_path,
     is_complete,
-    located,
     newest_complete,
     newest_save,
     no_checkpoint,
@@ -144,7 +144,7 @@ class LocalLocation(Location):
         return LocalFolder(self._path)
 
     def found(self) -> tuple[str, bool]:
-        place = located(self._path)
+        place = existing_path(self._path)
         return str(place), place.is_dir()
 
     def saved_at(self) -> float | None:
@@ -154,7 +154,7 @@ class LocalLocation(Location):
         return self._path.stat().st_mtime if self._path.is_file() else None
 
     def folder(self) -> Folder:
-        place = located(self._path)
+        place = existing_path(self._path)
         if not place.is_dir():
             raise _is_a_file(place)
         return newest_save(LocalFolder(place))

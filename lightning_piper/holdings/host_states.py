@@ -53,7 +53,7 @@ class HostStates:
         # `_after` runs before all other hooks, so the other hooks see all parameters in the groups.
         register_first_post_hook(own, self._after)
         # `step` must be a bound method, because schedulers that are made later (SWALR) expect one.
-        own.step = MethodType(self._around(own.step), own)  # type: ignore[method-assign]
+        own.step = MethodType(self._wrapped_step(own.step), own)  # type: ignore[method-assign]
 
     @property
     def nbytes(self) -> int:
@@ -83,7 +83,7 @@ class HostStates:
                 if isinstance(value, Tensor) and value.numel() > 1:
                     yield p, key, value
 
-    def _around(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrapped_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that calls the optimizer's step, after which the groups have all parameters
         again, even if the step fails."""
 

@@ -41,7 +41,7 @@ State = dict[str, Any]
 Names = list[list[str | None]]
 
 
-def names_in(optimizer: Optimizer, module: nn.Module, before: Names | None = None) -> Names:
+def parameter_names_in(optimizer: Optimizer, module: nn.Module, before: Names | None = None) -> Names:
     """Return the canonical names of an optimizer's parameters, for each group. While the module is
     distributed, return `before`.
 
@@ -54,7 +54,7 @@ def names_in(optimizer: Optimizer, module: nn.Module, before: Names | None = Non
         PiperError: The module is distributed, and the sizes of the optimizer's groups have changed.
     """
     if parts_of(module) is None:
-        return whole_names_in(optimizer, module)
+        return whole_parameter_names_in(optimizer, module)
     if before is None or [len(group["params"]) for group in optimizer.param_groups] != [
         len(names) for names in before
     ]:
@@ -66,7 +66,7 @@ def names_in(optimizer: Optimizer, module: nn.Module, before: Names | None = Non
     return before
 
 
-def whole_names_in(optimizer: Optimizer, module: nn.Module) -> Names:
+def whole_parameter_names_in(optimizer: Optimizer, module: nn.Module) -> Names:
     """Return the names of the parameters of an optimizer over a module that is whole on this process."""
     names = {id(tensor_at(at)): name for name, at in places_of(module).items()}
     return [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
@@ -147,7 +147,7 @@ class ShardedOptimizer:
             frozenset((n, holds_whole(n, device)) for n in compiled.params_on(device)) for device in devices
         }
         if world.size > 1 and len(found) > 1:  # devices have different parameters
-            self._check_alone()
+            self._check_independence()
         self._keys = self._checked(compiled)
         owned = ownership.owned_params
         # for each name in `names`: whether this process keeps the parameter
@@ -227,7 +227,7 @@ class ShardedOptimizer:
                 "that it holds [PIPER-S004]"
             )
 
-    def _check_alone(self) -> None:
+    def _check_independence(self) -> None:
         """Check that the optimizer treats each parameter independently, because processes have different
         parameters. All processes get the same result.
 

@@ -205,12 +205,12 @@ class Planning(Protocol):
         """
         ...
 
-    def add_what_was_made(self) -> None:
+    def offer_chunk_outputs(self) -> None:
         """Offer the values from the last call of `chunk_made` to the sums of which they are terms."""
         ...
 
     def chunk_made(self, refs: Sequence[Ref]) -> None:
-        """Note the outputs of a chunk. `add_what_was_made` offers them to sums before the next chunk runs."""
+        """Note the outputs of a chunk. `offer_chunk_outputs` offers them to sums before the next chunk runs."""
         ...
 
     def arrives(self, ref: Ref) -> None:
@@ -348,7 +348,7 @@ def operation_of(node: Node) -> Operation:
 
 
 @contextlib.contextmanager
-def asked(node: Node, part: str) -> Iterator[None]:
+def noting_operation(node: Node, part: str) -> Iterator[None]:
     """Name the node and the operation's function in a note on each error, except for `PiperError`."""
     try:
         yield
@@ -365,7 +365,7 @@ def problems_with(facts: Facts, node: Node) -> list[str]:
     Raises:
         VerificationError: The rule yields something other than sentences.
     """
-    with asked(node, "static rule"):
+    with noting_operation(node, "static rule"):
         found = operation_of(node).check(facts, node)
         problems = list(found) if isinstance(found, Iterable) and not isinstance(found, str) else [found]
     for problem in problems:
@@ -386,7 +386,7 @@ def made_by(run: Reference, node: Node, outputs: Sequence[int]) -> list[list[Hel
     Raises:
         VerificationError: One of these outputs is missing, or is not a list of tensors.
     """
-    with asked(node, "reference semantics"):
+    with noting_operation(node, "reference semantics"):
         made = operation_of(node).interpret(run, node)
     for group_rank in run.group_ranks if outputs else ():
         for i in outputs:

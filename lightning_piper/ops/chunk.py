@@ -308,7 +308,7 @@ def lower(plan: Planning, node: Chunk) -> None:
     """Emit the instruction that runs the chunk. It reads the chunk's inputs, then changed buffers and
     gathered parameters, then gradients of loss terms that nodes compute. Raise an error if a term has no
     weight."""
-    plan.add_what_was_made()  # here the sends of the previous chunk's outputs are in the plan already
+    plan.offer_chunk_outputs()  # here the sends of the previous chunk's outputs are in the plan already
     dag, interface = plan.dag, plan.dag.interface(node)
     reads = [plan.read(ref, node) for ref in node.inputs]
     index_of: dict[Ref, int] = {}

@@ -14,7 +14,7 @@ from lightning_piper.ir.nodes import IssuePriority, Node
 from lightning_piper.ops.base import Binding, Bound, Operation, Planning, about, register_operation, take
 from lightning_piper.ops.facts import Facts
 from lightning_piper.ops.instruction import HostCopy
-from lightning_piper.ops.reference import Bundle, Reference, each
+from lightning_piper.ops.reference import Bundle, Reference, on_each_rank
 
 ALIGNED = 64  # bytes, the alignment of allocators
 
@@ -94,7 +94,7 @@ def _same(facts: Facts, node: Store | Fetch) -> Iterable[str]:
         yield f"{facts.at(node)} reads what lies on devices {list(source.devices)}"
 
 
-@each
+@on_each_rank
 def interpret(run: Reference, node: Store | Fetch, inputs: list[Bundle]) -> list[Bundle]:
     return inputs
 

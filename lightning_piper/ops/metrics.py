@@ -267,7 +267,7 @@ def _terms_of_metrics(dag: TrainingDAG) -> set[tuple[int, int]]:
     }
 
 
-def counts(dag: TrainingDAG, group_rank: int) -> bool:
+def is_counted(dag: TrainingDAG, group_rank: int) -> bool:
     """Return whether a member's metrics count. Of all members with the same samples, one member counts."""
     return group_rank in dag.mesh.lines(DATA)[0]
 
@@ -302,7 +302,7 @@ def _merged(run: Reference, node: Metrics, replica: int) -> torch.Tensor:
         weighted.setdefault(metric, []).append(
             torch.where(weight == 0, torch.zeros_like(value), value * weight.cpu())
         )
-    if not counts(run.dag, replica):
+    if not is_counted(run.dag, replica):
         return vector.flatten()
     own = vector[run.dag.replica_of(replica)].split(list(sizes))
     for metric, values in weighted.items():
@@ -360,7 +360,7 @@ def lower_metrics(plan: Planning, node: Metrics) -> None:
             widths=widths(plan.dag.code),
             replica=plan.replica,
             replicas=plan.dag.replicas,
-            counts=counts(plan.dag, plan.group_rank),
+            counts=is_counted(plan.dag, plan.group_rank),
         )
     )
 

@@ -76,7 +76,9 @@ class Reference:
         )
 
 
-def each(made: Callable[[Reference, Any, list[Bundle]], list[Bundle]]) -> Callable[[Reference, Any], Made]:
+def on_each_rank(
+    made: Callable[[Reference, Any, list[Bundle]], list[Bundle]],
+) -> Callable[[Reference, Any], Made]:
     """Return the reference semantics of a node that does the same on every rank with that rank's inputs.
 
     `made` takes the run, the node and the inputs on one rank, and returns the outputs on this rank.

@@ -15,7 +15,7 @@ from lightning_piper.ir.values import Slice, TensorSpec
 from lightning_piper.ops.base import Binding, Bound, Operation, Planning, about, nothing, register_operation
 from lightning_piper.ops.facts import Facts
 from lightning_piper.ops.instruction import Instruction
-from lightning_piper.ops.reference import Bundle, Reference, each, strided
+from lightning_piper.ops.reference import Bundle, Reference, on_each_rank, strided
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,13 +127,13 @@ def _shapes(facts: Facts, node: Cut | Concat, made: list[tuple[tuple[int, ...], 
 # Reference semantics
 
 
-@each
+@on_each_rank
 def interpret_cut(run: Reference, node: Cut, inputs: list[Bundle]) -> list[Bundle]:
     rows, specs = node.stop - node.start, node.outputs[0].tensors
     return [[strided(x.narrow(node.dim, node.start, rows), s) for x, s in zip(inputs[0], specs, strict=True)]]
 
 
-@each
+@on_each_rank
 def interpret_concat(run: Reference, node: Concat, inputs: list[Bundle]) -> list[Bundle]:
     joined = [torch.cat(parts, node.dim) for parts in zip(*inputs, strict=True)]
     return [[strided(x, s) for x, s in zip(joined, node.outputs[0].tensors, strict=True)]]

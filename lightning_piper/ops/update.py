@@ -26,7 +26,7 @@ from lightning_piper.ops.base import (
 )
 from lightning_piper.ops.facts import Contributions, Facts, Origin, names_of
 from lightning_piper.ops.instruction import Instruction, Read
-from lightning_piper.ops.reference import Bundle, Made, Reference, each, sum_in_order
+from lightning_piper.ops.reference import Bundle, Made, Reference, on_each_rank, sum_in_order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +183,7 @@ def check_update(facts: Facts, node: Update) -> Iterable[str]:
 # Reference semantics
 
 
-@each
+@on_each_rank
 def interpret_accumulate(run: Reference, node: Accumulate, inputs: list[Bundle]) -> list[Bundle]:
     return [sum_in_order(inputs)]
 

@@ -26,13 +26,13 @@ def complete(dag: TrainingDAG) -> None:
         for node in (*unplaced, *dag.of_type(Barrier)):
             dag.change(node, devices=(0,))
         place_around(dag, unplaced)
-        _all_have_devices(dag)
+        _check_devices(dag)
         weigh(dag)
         return
     if (forgotten := without_device(dag)) is not None:
         found, advice = forgotten
         raise DirectiveError(f"{found}. {advice[0].upper()}{advice[1:]}")
-    _all_have_devices(dag)
+    _check_devices(dag)
     for chunk in dag.of_type(Chunk):
         if len(chunk.devices) != len(dag.mesh.group_ranks):
             raise DirectiveError(
@@ -59,7 +59,7 @@ def complete(dag: TrainingDAG) -> None:
     weigh(dag)
 
 
-def _all_have_devices(dag: TrainingDAG) -> None:
+def _check_devices(dag: TrainingDAG) -> None:
     """Raise an error if a node has no devices: a directive of another package added it after every `place`, or it
     does not depend on a chunk.
     """

@@ -42,7 +42,7 @@ def prove(node: Node, rule: Rule, degree: int) -> None:
     """
     if all(str(p) == "R" for p in rule.inputs):
         return
-    graph, inputs, rule = _alone(node, rule, degree)
+    graph, inputs, rule = _single_operation(node, rule, degree)
     shapes = tuple((tuple(x.meta["val"].shape), x.meta["val"].dtype) for x in inputs)
     call = next(n for n in graph.nodes if n.op == "call_function")
     arguments = torch.fx.node.map_arg((call.args, call.kwargs), lambda x: x.name)
@@ -104,7 +104,7 @@ def difference(graph: Graph, inputs: Sequence[Node], rule: Rule, degree: int) ->
     return None
 
 
-def _alone(node: Node, rule: Rule, degree: int) -> tuple[Graph, list[Node], Rule]:
+def _single_operation(node: Node, rule: Rule, degree: int) -> tuple[Graph, list[Node], Rule]:
     """Return a graph of only this operation on small shapes, its inputs, and the rule for these shapes.
 
     Floating-point inputs are in float64. Arguments that are dtypes or shapes change accordingly. A view

@@ -73,7 +73,7 @@ class DevicePlan:
         self._made: list[Ref] = []  # outputs of the previous chunk, and terms that arrived before it ran
         self._arriving: list[Ref] = []  # terms from other devices since the previous chunk
 
-    def expect(self, node: Node) -> None:
+    def register(self, node: Node) -> None:
         """Register a node of this device before lowering: its reads, and its sum if it makes one."""
         self._read.update(node.reads)
         accumulation = Accumulation(self, node) if operation_of(node).adds_up else None
@@ -140,7 +140,7 @@ class DevicePlan:
     def add_up(self, node: Node) -> int:
         return (self._accumulations.pop(node.id, None) or Accumulation(self, node)).complete()
 
-    def add_what_was_made(self) -> None:
+    def offer_chunk_outputs(self) -> None:
         for ref in self._made:
             for accumulation, index in self._terms.get(ref, ()):
                 accumulation.offer(index)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Node
-from lightning_piper.ops.base import asked, operation_of
+from lightning_piper.ops.base import noting_operation, operation_of
 from lightning_piper.plan.columns import Column, Columns
 from lightning_piper.plan.device import DevicePlan
 from lightning_piper.plan.send_completion import SendCompletion
@@ -37,10 +37,10 @@ def lower(dag: TrainingDAG, order: Sequence[Node], columns: Columns, column: Col
             here[id(node.devices)] = [plans[device] for device in node.devices if device in plans]
         if node.reads_from != "channel":  # a receive reads the channel, not the value
             for plan in here[id(node.devices)]:
-                plan.expect(node)
+                plan.register(node)
     for node in order:
         emit = operation_of(node).lower
-        with asked(node, "lowering"):
+        with noting_operation(node, "lowering"):
             for plan in here[id(node.devices)]:
                 emit(plan, node)
     for plan in plans.values():

@@ -59,7 +59,7 @@ class Termination:
         leaves.setblocking(False)
         before = signal.set_wakeup_fd(leaves.fileno(), warn_on_full_buffer=False)
         # Workers of data loaders are forks. They do not keep these handlers, because SIGTERM must end them.
-        in_forks(self, lambda _: _as_before(before))
+        in_forks(self, lambda _: _restore_signals(before))
         threading.Thread(target=self._listen, args=(arrives,), name="piper-signals", daemon=True).start()
         self._restore.callback(leaves.close)
         self._restore.callback(signal.set_wakeup_fd, before)
@@ -118,6 +118,6 @@ class Termination:
             end(said)
 
 
-def _as_before(wakeup: int) -> None:
+def _restore_signals(wakeup: int) -> None:
     signal.set_wakeup_fd(wakeup)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -155,7 +155,7 @@ def bind_collective(
     return start, lambda pending: exchange.join(*pending)
 
 
-def bind_alone(exchange: Exchange, into: int, slots: Slots) -> Bound:
+def bind_single_member(exchange: Exchange, into: int, slots: Slots) -> Bound:
     """Return the function that runs a collective of a group with one member, which sends nothing."""
 
     def start() -> None:

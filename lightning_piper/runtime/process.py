@@ -23,7 +23,7 @@ from lightning_piper.plan.instructions import (
     WaitWork,
 )
 from lightning_piper.plan.plan import Plan
-from lightning_piper.runtime.collectives import Finish, Members, bind_alone, bind_collective
+from lightning_piper.runtime.collectives import Finish, Members, bind_collective, bind_single_member
 from lightning_piper.runtime.groups import local_group
 from lightning_piper.runtime.messages import Messages, PendingWork
 from lightning_piper.runtime.piggyback import Piggyback, piggyback_of
@@ -285,7 +285,7 @@ class ProcessEndpoint:
         """Return the function that starts a collective. If the received tensors are not yet its value, also
         store the function that makes the value from these tensors: `wait` calls it."""
         if len(instruction.members) == 1:  # nothing to exchange
-            return bind_alone(exchange, instruction.into, slots)
+            return bind_single_member(exchange, instruction.into, slots)
         members, piggyback = self._members_of(instruction, exchange), self.piggyback
         start, finish = bind_collective(exchange, instruction.into, slots, members)
         if piggyback is not None and instruction.node == piggyback.gradients_node:

@@ -134,7 +134,7 @@ def one_by_one(*actions: Action) -> Row:
     return [(action,) for action in actions]
 
 
-def counts(name: str, **given: int) -> Iterator[int]:
+def checked_counts(name: str, **given: int) -> Iterator[int]:
     """Return the arguments of a builder as integers, in the given order.
 
     Args:

@@ -51,7 +51,7 @@ def from_csv(
     """
     check_names("from_csv", tag, dim_name)
     rows = _read(_content(path_or_text))
-    microbatches = _check(rows)
+    microbatches = _checked_microbatches(rows)
     return program_of(rows, microbatches, devices, tag, dim_name, "from_csv")
 
 
@@ -120,7 +120,7 @@ def _read(text: str) -> list[Row]:
     return rows
 
 
-def _check(rows: Sequence[Row]) -> int:
+def _checked_microbatches(rows: Sequence[Row]) -> int:
     """Check that every stage runs its passes for every microbatch once and on one rank.
 
     Returns:

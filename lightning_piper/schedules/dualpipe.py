@@ -9,7 +9,7 @@ from collections import Counter, deque
 from lightning_piper.common.argument_names import checks_names
 from lightning_piper.directives import Directive
 from lightning_piper.errors import DirectiveError
-from lightning_piper.schedules.actions import Action, Devices, Row, counts, program_of, ranks_of
+from lightning_piper.schedules.actions import Action, Devices, Row, checked_counts, program_of, ranks_of
 from lightning_piper.schedules.searched_schedules import searched
 
 
@@ -41,7 +41,7 @@ def dualpipev(
 
     Source: Qi et al. (Sea AI Lab), DualPipe could be better without the Dual, 2025.
     """
-    stages, microbatches = counts("dualpipev", stages=stages, microbatches=microbatches)
+    stages, microbatches = checked_counts("dualpipev", stages=stages, microbatches=microbatches)
     ranks = ranks_of("dualpipev", stages, 2)
     if microbatches < stages:
         raise DirectiveError(
@@ -81,7 +81,7 @@ def dualpipe(
 
     Source: DeepSeek-AI, DeepSeek-V3 Technical Report, 2024.
     """
-    stages, microbatches = counts("dualpipe", stages=stages, microbatches=microbatches)
+    stages, microbatches = checked_counts("dualpipe", stages=stages, microbatches=microbatches)
     pairs = ranks_of("dualpipe", stages, 2)
     if microbatches % 2 or microbatches < 2 * stages:
         raise DirectiveError(

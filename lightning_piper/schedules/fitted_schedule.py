@@ -11,7 +11,7 @@ from lightning_piper.common.argument_names import checks_names
 from lightning_piper.common.limits import integer, shown
 from lightning_piper.directives import Directive
 from lightning_piper.errors import DirectiveError
-from lightning_piper.schedules.actions import Action, Devices, Row, counts, one_by_one, program_of
+from lightning_piper.schedules.actions import Action, Devices, Row, checked_counts, one_by_one, program_of
 from lightning_piper.schedules.beam import beam_steps, shortest
 from lightning_piper.schedules.interleaving import interleaved_rows
 from lightning_piper.schedules.list_scheduling import Chain, PassPreference, chain_of, listed, rows_of
@@ -78,7 +78,7 @@ def counts_of(costs: Sequence[StageCosts], microbatches: int) -> int:
             f"fitted: costs={shown(costs)}. Give a StageCosts for each stage, such as [StageCosts(1, 1, 1)] "
             "* 4 [PIPER-D022]"
         )
-    _, microbatches = counts("fitted", stages=len(costs), microbatches=microbatches)
+    _, microbatches = checked_counts("fitted", stages=len(costs), microbatches=microbatches)
     return microbatches
 
 
@@ -112,7 +112,9 @@ class _Best:
         """Begin with rows that run one microbatch after the other. They fit after `_check_room`."""
         self._chain, self._limits = chain, limits
         self.rows = [
-            one_by_one(*(Action(s, kind, mb) for mb in range(chain.microbatches) for s, kind in _alone(own)))
+            one_by_one(
+                *(Action(s, kind, mb) for mb in range(chain.microbatches) for s, kind in _one_microbatch(own))
+            )
             for own in chain.local
         ]
         self.end: Number = timed(self.rows, chain.costs, chain.times).end
@@ -130,7 +132,7 @@ class _Best:
         return True
 
 
-def _alone(own: Sequence[int]) -> list[tuple[int, str]]:
+def _one_microbatch(own: Sequence[int]) -> list[tuple[int, str]]:
     """Return (stage, pass) for all passes of one microbatch on a rank with the stages `own`: forward passes,
     then whole backward passes in the opposite order."""
     return [*((s, "F") for s in own), *((s, "B") for s in reversed(own))]

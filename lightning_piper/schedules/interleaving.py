@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from lightning_piper.directives import Directive
 from lightning_piper.errors import DirectiveError
-from lightning_piper.schedules.actions import Action, Devices, Row, counts, one_by_one, program_of, ranks_of
+from lightning_piper.schedules.actions import (
+    Action,
+    Devices,
+    Row,
+    checked_counts,
+    one_by_one,
+    program_of,
+    ranks_of,
+)
 from lightning_piper.schedules.searched_schedules import searched
 
 
@@ -44,7 +52,7 @@ def interleaved_one_f_one_b(
     2021.
     """
     name = "interleaved_one_f_one_b"
-    stages, microbatches, stages_per_device = counts(
+    stages, microbatches, stages_per_device = checked_counts(
         name, stages=stages, microbatches=microbatches, stages_per_device=stages_per_device
     )
     ranks = ranks_of(name, stages, stages_per_device)

@@ -5,7 +5,7 @@ batch.
 from __future__ import annotations
 
 from lightning_piper.directives import Directive
-from lightning_piper.schedules.actions import Action, Devices, Row, counts, one_by_one, program_of
+from lightning_piper.schedules.actions import Action, Devices, Row, checked_counts, one_by_one, program_of
 from lightning_piper.schedules.searched_schedules import searched
 
 
@@ -30,7 +30,7 @@ def gpipe(
 
     Source: Huang et al., GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism, 2019.
     """
-    stages, microbatches = counts("gpipe", stages=stages, microbatches=microbatches)
+    stages, microbatches = checked_counts("gpipe", stages=stages, microbatches=microbatches)
     return program_of(gpipe_rows(stages, microbatches), microbatches, devices, tag, dim_name, "gpipe")
 
 
@@ -59,7 +59,7 @@ def one_f_one_b(
     Source: Narayanan et al., PipeDream: Generalized Pipeline Parallelism for DNN Training, 2019 (the variant
     with a flush at the end of each step, as in Megatron-LM).
     """
-    stages, microbatches = counts("one_f_one_b", stages=stages, microbatches=microbatches)
+    stages, microbatches = checked_counts("one_f_one_b", stages=stages, microbatches=microbatches)
     return program_of(
         one_f_one_b_rows(stages, microbatches), microbatches, devices, tag, dim_name, "one_f_one_b"
     )
@@ -92,7 +92,7 @@ def zero_bubble(
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023.
     """
-    stages, microbatches = counts("zero_bubble", stages=stages, microbatches=microbatches)
+    stages, microbatches = checked_counts("zero_bubble", stages=stages, microbatches=microbatches)
     return program_of(
         zero_bubble_rows(stages, microbatches), microbatches, devices, tag, dim_name, "zero_bubble"
     )
@@ -139,7 +139,7 @@ def zb_h2(
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023 (arXiv 2401.10241).
     """
-    stages, microbatches = counts("zb_h2", stages=stages, microbatches=microbatches)
+    stages, microbatches = checked_counts("zb_h2", stages=stages, microbatches=microbatches)
     return program_of(zb_h2_rows(stages, microbatches), microbatches, devices, tag, dim_name, "zb_h2")
 
 

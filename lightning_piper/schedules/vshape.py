@@ -13,7 +13,15 @@ from collections import deque
 from typing import NamedTuple
 
 from lightning_piper.directives import Directive
-from lightning_piper.schedules.actions import Action, Devices, Row, counts, one_by_one, program_of, ranks_of
+from lightning_piper.schedules.actions import (
+    Action,
+    Devices,
+    Row,
+    checked_counts,
+    one_by_one,
+    program_of,
+    ranks_of,
+)
 from lightning_piper.schedules.searched_schedules import searched
 
 PERIOD = 6  # F, BI and BW of two stages, each one unit of time
@@ -98,7 +106,7 @@ def v_half(
 def _program(
     name: str, stages: int, microbatches: int, devices: Devices | None, tag: str, dim_name: str
 ) -> list[Directive]:
-    stages, microbatches = counts(name, stages=stages, microbatches=microbatches)
+    stages, microbatches = checked_counts(name, stages=stages, microbatches=microbatches)
     return program_of(
         v_rows(name, ranks_of(name, stages, 2), microbatches), microbatches, devices, tag, dim_name, name
     )

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections import Counter
 
 from lightning_piper.directives import Directive
-from lightning_piper.schedules.actions import Action, Devices, Row, counts, one_by_one, program_of, ranks_of
+from lightning_piper.schedules.actions import (
+    Action,
+    Devices,
+    Row,
+    checked_counts,
+    one_by_one,
+    program_of,
+    ranks_of,
+)
 from lightning_piper.schedules.searched_schedules import searched
 
 
@@ -32,7 +40,7 @@ def zbv(
     Source: Qi et al., Pipeline Parallelism with Controllable Memory, 2024 (the V-shaped schedule with the
     memory of 1F1B).
     """
-    stages, microbatches = counts("zbv", stages=stages, microbatches=microbatches)
+    stages, microbatches = checked_counts("zbv", stages=stages, microbatches=microbatches)
     ranks = ranks_of("zbv", stages, 2)
     return program_of(zbv_rows(ranks, microbatches), microbatches, devices, tag, dim_name, "zbv")
 

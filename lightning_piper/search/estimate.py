@@ -64,7 +64,7 @@ class Estimate:
         return float(1 - sum(self.busy) / (len(self.busy) * self.ideal)) if self.ideal else 0.0
 
     @property
-    def exposed(self) -> float:
+    def exposed_share(self) -> float:
         """The share of the step's time that communication adds."""
         return float(1 - self.ideal / self.time) if self.time else 0.0
 

@@ -87,7 +87,7 @@ class Found:
             (
                 duration(float(row.estimate.time), 4),
                 f"{row.estimate.bubble:.1%}",
-                f"{row.estimate.exposed:.1%}",
+                f"{row.estimate.exposed_share:.1%}",
                 size(max(row.estimate.memory)),
                 described(row.candidate),
                 row.reason,
@@ -163,7 +163,7 @@ def _levels(candidate: Candidate) -> str:
 def _needs(estimate: Estimate) -> str:
     return (
         f"{duration(float(estimate.time), 4)} a step, bubble {estimate.bubble:.1%}, exposed communication "
-        f"{estimate.exposed:.1%}, {size(max(estimate.memory))} on the fullest device"
+        f"{estimate.exposed_share:.1%}, {size(max(estimate.memory))} on the fullest device"
     )
 
 

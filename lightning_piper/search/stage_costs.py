@@ -138,8 +138,8 @@ class Params:
             parameters.
         largest_update: For each block, bytes of its largest trained parameter.
         packed: Seconds to copy the gradients of each block into a bucket.
-        packed_alone: Like `packed` with one microbatch: without gradients that the pass writes into the
-            bucket directly.
+        packed_one_microbatch: Like `packed` with one microbatch: without gradients that the pass
+            writes into the bucket directly.
         added: Seconds to add the gradients of each block to the sum from earlier microbatches.
         updated: Prefix sums of the optimizer's seconds: a list for parameters outside of experts, and a list
             for parameters of experts.
@@ -177,7 +177,7 @@ class Params:
         self._untied = [[0, *accumulate(own[k] for own in untied)] for k in range(4)]
         held = [(block, _held(block, tensor, routed)) for block in workload.blocks]
         self.packed = [_part(block.packed, sum(share)) for block, share in held]
-        self.packed_alone = [_part(block.packed_alone, sum(share)) for block, share in held]
+        self.packed_one_microbatch = [_part(block.packed_one_microbatch, sum(share)) for block, share in held]
         self.added = [_part(block.added, sum(share)) for block, share in held]
         self.updated = [
             [0, *accumulate(_part(block.updated, share[k]) for block, share in held)] for k in (0, 1)
@@ -233,7 +233,7 @@ class Costs:
         self._processes = space.hardware.at_once is not None
         samples = workload.samples // layout.replicas // layout.microbatches
         sums: list[list[Number]] = [[], [], [], [], [], []]
-        packed = params.packed if layout.microbatches > 1 else params.packed_alone
+        packed = params.packed if layout.microbatches > 1 else params.packed_one_microbatch
         self.output: list[Number] = []
         for k, block in enumerate(workload.blocks):
             work = block.at(samples, layout.tensor)

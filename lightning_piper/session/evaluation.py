@@ -94,7 +94,7 @@ class Evaluation:
         self._programs.clear()
         self.runtime.close(failed)
 
-    def expect(self, batches: Sequence[float]) -> None:
+    def set_batch_counts(self, batches: Sequence[float]) -> None:
         """Record the number of batches at the start of a prediction. Collective.
 
         Args:

@@ -24,7 +24,7 @@ from lightning_piper.processes.world import World
 from lightning_piper.summary import batch_statistics
 from lightning_piper.verify import verify_step
 from lightning_piper.verify.report import Report
-from lightning_piper.verify.trial import Difference, tried
+from lightning_piper.verify.trial import Difference, largest_difference
 
 Verify = Literal["static", "first_batch", "each", "off"]
 ACCEPTED = get_args(Verify)
@@ -273,7 +273,7 @@ def _tried(
             step.canonical[n]: x.detach() for n, x in [*module.named_parameters(), *module.named_buffers()]
         }
         with isolate_rng():
-            return tried(step, tensors, [x.to(world.device) for x in own], size, whole=depends)
+            return largest_difference(step, tensors, [x.to(world.device) for x in own], size, whole=depends)
 
     return world.on_rank_zero(run, share=False)
 

@@ -166,7 +166,9 @@ class Hardware:
         for plan in plans.values():
             for instruction in plan.instructions:
                 if isinstance(instruction, SendInstruction):
-                    channels.setdefault(instruction.channel, self._alone(self._level(instruction.channel))[1])
+                    channels.setdefault(
+                        instruction.channel, self._single_device_link(self._level(instruction.channel))[1]
+                    )
                 elif isinstance(instruction, Collective) and instruction.members not in groups:
                     groups[instruction.members] = self._ring(instruction.members)
         return Network(channels=channels, groups=groups, host=self.host, shared=self._shared(sorted(plans)))
@@ -178,7 +180,7 @@ class Hardware:
         levels = range(len(self.links) - 1)
         return next((k for k in levels if low // self.links[k][0] == high // self.links[k][0]), len(levels))
 
-    def _alone(self, level: int) -> tuple[int, Link]:
+    def _single_device_link(self, level: int) -> tuple[int, Link]:
         """Return the entry of `links` with this index. A shared link gets the bandwidth that one device has
         while the other devices are idle."""
         count, link = self.links[level]
@@ -190,14 +192,14 @@ class Hardware:
         group has the same number of members on each of several nodes, and at least two, it is a hierarchical
         ring. Otherwise it is a ring over one link."""
         level = self._level(members)
-        across = self._alone(level)[1]
+        across = self._single_device_link(level)[1]
         nodes: dict[int, list[int]] = {}
         for member in members if level else ():
             nodes.setdefault(member // self.links[level - 1][0], []).append(member)
         counts = {len(node) for node in nodes.values()}
         if len(counts) != 1 or counts == {1}:
             return across
-        inside = self._alone(max(self._level(node) for node in nodes.values()))[1]
+        inside = self._single_device_link(max(self._level(node) for node in nodes.values()))[1]
         return HierarchicalRing(tuple(map(tuple, nodes.values())), inside, across)
 
     def _shared(self, devices: Sequence[int]) -> list[SharedLink]:

@@ -108,7 +108,7 @@ class EvaluatingStrategy(OverProcesses):
             PiperError: The processes cannot start.
         """
         if self._degrees is not None and not self._local:
-            self._degrees.on(self.num_processes * self.num_nodes)
+            self._degrees.for_devices(self.num_processes * self.num_nodes)
         super().configure_launcher()
 
     def setup_environment(self) -> None:
@@ -242,7 +242,7 @@ class EvaluatingStrategy(OverProcesses):
         if the strategy has no degrees."""
         if self._degrees is None or self._local:
             return self._degrees
-        return self._degrees.on(self.world.size)
+        return self._degrees.for_devices(self.world.size)
 
     def _given(self) -> list[Directive] | None:
         """Return the directives passed to the strategy, or the directives of its degrees, without the
@@ -384,7 +384,7 @@ class EvaluatingStrategy(OverProcesses):
     def on_predict_start(self) -> None:
         if self.phase.evaluation is not None:
             assert self.lightning_module is not None
-            self.phase.evaluation.expect(self.lightning_module.trainer.predict_loop.max_batches)
+            self.phase.evaluation.set_batch_counts(self.lightning_module.trainer.predict_loop.max_batches)
         self._begin_evaluation("predict_step")
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

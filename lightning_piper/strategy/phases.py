@@ -32,8 +32,8 @@ from lightning_piper.holdings.optimizer import (
     ShardedOptimizer,
     State,
     check_groups,
-    names_in,
-    whole_names_in,
+    parameter_names_in,
+    whole_parameter_names_in,
 )
 from lightning_piper.processes.batch_join import BatchJoin
 from lightning_piper.processes.world import World
@@ -230,7 +230,7 @@ class Starting:
         Raises:
             PiperError: The state has different parameter groups.
         """
-        self.names = names_in(optimizer, module, self.names)
+        self.names = parameter_names_in(optimizer, module, self.names)
         check_groups(self.names, state)
         self.resumes = not referenced(state) and not is_on_meta(module)
         self.later = None if self.resumes else state
@@ -320,7 +320,7 @@ class Eager:
         if before.world.size == 1:
             before.module.to(before.world.device)
             return cls(before, None)
-        named = [(optimizer, names_in(optimizer, before.module)) for optimizer in optimizers]
+        named = [(optimizer, parameter_names_in(optimizer, before.module)) for optimizer in optimizers]
         return cls(before, EagerReplicas(before.module, before), named)
 
     def record(self, profile: Schedule | bool | None, trainer: pl.Trainer) -> None:
@@ -349,7 +349,8 @@ class Eager:
         if changed:
             self.optimizers = tuple(each for each in self.optimizers if each not in changed)
             self.named = [
-                (each.optimizer, whole_names_in(each.optimizer, self.before.module)) for each in changed
+                (each.optimizer, whole_parameter_names_in(each.optimizer, self.before.module))
+                for each in changed
             ]
         if self.named:
             self.optimizers += divided(self.before, self.named)

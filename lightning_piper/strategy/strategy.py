@@ -30,10 +30,10 @@ from lightning_piper.checkpoint.state import (
 )
 from lightning_piper.common.lightning_packages import is_a
 from lightning_piper.compiler import Compiled
-from lightning_piper.degrees import given as degrees_given
+from lightning_piper.degrees import requested_degrees
 from lightning_piper.errors import BatchError, PiperError
 from lightning_piper.holdings.materialization import is_on_meta
-from lightning_piper.holdings.optimizer import State, check_groups, names_in
+from lightning_piper.holdings.optimizer import State, check_groups, parameter_names_in
 from lightning_piper.profile import Schedule, schedule_of
 from lightning_piper.search.costs.optimizers import states_of
 from lightning_piper.session.auto_search import choose
@@ -162,7 +162,7 @@ class PiperStrategy(EvaluatingStrategy):
         )
         check_start_method(start_method)
         recorded = schedule_of(profile)
-        degrees = degrees_given(
+        degrees = requested_degrees(
             directives,
             pp=pp,
             dp=dp,
@@ -229,7 +229,7 @@ class PiperStrategy(EvaluatingStrategy):
             phase.eager = problem
             self.model_to_device()  # the steps of a sanity check also run uncaptured
         else:
-            phase.names = names_in(self.optimizers[0], module)
+            phase.names = parameter_names_in(self.optimizers[0], module)
         if self.world.size > 1 and self._is_searched(module):
             problem = next(filter(None, self.world.gather(problem or needs_replicas(trainer, module))), None)
             phase.searches = problem is None
@@ -352,7 +352,8 @@ class PiperStrategy(EvaluatingStrategy):
         """Begin a fit whose step is captured with this batch, unless `check` raises an error. Collective."""
         module, optimizer = self.lightning_module, self.optimizers[0]
         assert module is not None
-        names = names_in(optimizer, module, start.names)  # hooks may have changed the optimizer's groups
+        # Hooks may have changed the optimizer's groups.
+        names = parameter_names_in(optimizer, module, start.names)
         state = start.resumed(optimizer)
         plugin, verify, before = self.precision_plugin, self._verify, start.standalone
         with long_steps_refused(partial(is_as_under_ddp, start.unsearched, self._capture, self._accumulate)):

@@ -170,7 +170,7 @@ class Model(L.LightningModule):
                     terms.append(x.sum((1, 2)).mean())
                     self.log(f"auxiliary_{i}", terms[-1])
                 if self.spec.blocks[i] == "gathered":
-                    terms.append(self._compared(x, batch["y"]))
+                    terms.append(self._comparison_loss(x, batch["y"]))
                     self.log(f"gathered_{i}", terms[-1])
                 if self.spec.blocks[i] == "scored":
                     score: Any = next(scores)
@@ -181,7 +181,7 @@ class Model(L.LightningModule):
                     self.log("largest", x.detach().max(), reduce_fx="max")
         return loss
 
-    def _compared(self, x: Tensor, y: Tensor) -> Tensor:
+    def _comparison_loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Return a loss that compares each sample with all other samples. The loss is lower if samples whose
         targets have the same sign are near each other.
         """

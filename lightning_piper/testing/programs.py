@@ -221,7 +221,7 @@ def _splits(draw: Draw, case: Case, replicas: int = 1) -> list[Directive]:
         stage = draw(st.sampled_from(sorted(set(case.spec.stages))))
         return (
             [Split(filter={"PP": stage}, dim_name="MB", num_microbatches=count)]
-            if _can_split_alone(case, stage)
+            if _can_split_only(case, stage)
             else []
         )
     program: list[Directive] = [Split(filter={}, dim_name="MB", num_microbatches=count)]
@@ -233,7 +233,7 @@ def _splits(draw: Draw, case: Case, replicas: int = 1) -> list[Directive]:
     return program
 
 
-def _can_split_alone(case: Case, stage: int) -> bool:
+def _can_split_only(case: Case, stage: int) -> bool:
     """Return whether a program may split only this stage.
 
     A loss term of an `auxiliary` block is a scalar, so the parts of it cannot be joined. The stage must not

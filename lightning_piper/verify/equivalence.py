@@ -97,7 +97,7 @@ class _Runner:
         now, moved = interpret(dag, self.tensors, self.leaves, self.seed), self.rounding(*self._work(dag))
         last, before = self._last or (now, moved)
         self._last = now, moved
-        compared = self._compared(last, now, _larger(before, moved))
+        compared = self._compared(last, now, _maxima(before, moved))
         return ReportRow(done.by.index, done.by.name, done.contract, compared, self.against_single(dag, now))
 
     def against_single(self, dag: TrainingDAG, outcome: Outcome) -> Comparison:
@@ -134,7 +134,7 @@ class _Runner:
         """
         assert self._last is not None
         outcome, moved = self._last
-        single, moved = self.single(self._whole), _larger(self.rounding(self._whole), moved)
+        single, moved = self.single(self._whole), _maxima(self.rounding(self._whole), moved)
         found, code = compare(single, outcome, moved), self.step.at(self.step.size)
         cut = any(len(parts) > 1 for parts in dag.slices().values())
         nonlinear = (
@@ -166,7 +166,7 @@ class _Runner:
             coarse = dict.fromkeys(
                 expected.metrics.keys() | expected.grads.keys() | expected.buffers.keys(), self._coarsest
             )
-            compared = compare(expected, found, _larger(moved, coarse))
+            compared = compare(expected, found, _maxima(moved, coarse))
         return compared
 
     @cached_property
@@ -354,7 +354,7 @@ def one_ulp(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return torch.where(up, torch.nextafter(x, infinity), torch.nextafter(x, -infinity))
 
 
-def _larger(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
+def _maxima(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
     return {name: max(a.get(name, 0.0), b.get(name, 0.0)) for name in a.keys() | b.keys()}
 
 

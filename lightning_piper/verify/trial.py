@@ -62,7 +62,7 @@ class Difference:
         return f"{self.result} differs by {self.distance:.1e}{where}"
 
 
-def tried(
+def largest_difference(
     step: CapturedStep,
     tensors: Mapping[str, torch.Tensor],
     leaves: Sequence[torch.Tensor],

@@ -21,7 +21,7 @@ from lightning_piper.checkpoint.state import (
 )
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.materialization import Known
-from lightning_piper.holdings.optimizer import ShardedOptimizer, names_in
+from lightning_piper.holdings.optimizer import ShardedOptimizer, parameter_names_in
 from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.processes.world import World
 from tests.strategy.fitting import same, values
@@ -44,7 +44,7 @@ class Held:
                 p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)))
         self.compiled = piper.compile(self.module, next(iter(loader)), program)
         optimizer = self.module.configure_optimizers()["optimizer"]
-        names = names_in(optimizer, self.module)
+        names = parameter_names_in(optimizer, self.module)
         self.own = Ownership(self.module, self.compiled, ALONE)
         self.own.distribute(0, Known())
         self.optimizer = ShardedOptimizer(optimizer, names, self.own, self.compiled, ALONE)

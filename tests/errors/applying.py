@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_piper.capture import capture
 from lightning_piper.compiler import compile_step
-from lightning_piper.degrees import given
+from lightning_piper.degrees import requested_degrees
 from lightning_piper.directives import parse
 from lightning_piper.schedules import dualpipe, one_f_one_b
 from tests.dags import Fixed
@@ -28,7 +28,7 @@ def ordered(*filters: object) -> dict[str, object]:
 
 def degrees(**numbers: int) -> None:
     """A step with a layer between the stages, under degrees."""
-    module, found = net("pass", *BETWEEN), given(None, **numbers)
+    module, found = net("pass", *BETWEEN), requested_degrees(None, **numbers)
     assert found is not None
     compile_step(capture(module, batch()), found.program(module, batch()).directives)
 

@@ -55,7 +55,7 @@ def problem(seed: int, blocks: int | None = None, most: int = 8) -> Space:
                 experts,
                 4 * routed,
                 *beside,
-                packed_alone=beside[0] / 2,
+                packed_one_microbatch=beside[0] / 2,
             )
         )
     if own.random() < 0.3:  # a parameter that several blocks have is frozen in all of them

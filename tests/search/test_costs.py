@@ -328,8 +328,8 @@ def test_gradients_that_a_pass_writes_into_their_buckets(tied: bool) -> None:
     layers = {f"net.layers.{k}.{name}.weight" for k in range(3) for name in ("qkv", "proj", "up", "down")}
     assert written == layers | (set() if tied else {"net.head.weight"})
     blocks = analytic(Module(GPT(3, tied)), tokens(SAMPLES), CPU, samples=(1,), tensor=()).blocks
-    assert blocks[0].packed_alone == blocks[0].packed > 0
-    assert 0 < blocks[1].packed_alone < blocks[1].packed / 4
+    assert blocks[0].packed_one_microbatch == blocks[0].packed > 0
+    assert 0 < blocks[1].packed_one_microbatch < blocks[1].packed / 4
 
 
 def test_what_is_zero_in_gradients_is_seen() -> None:

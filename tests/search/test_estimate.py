@@ -287,7 +287,7 @@ def test_gradients_are_added_and_parameters_updated() -> None:
             added=F(k, 10),
             updated=F(k),
             updated_in_parts=F(k),
-            packed_alone=F(k, 5),
+            packed_one_microbatch=F(k, 5),
         )
         for k in (1, 2)
     )
@@ -398,5 +398,9 @@ def test_devices_that_share_a_core_take_turns() -> None:
 def test_what_an_estimate_says_of_a_step() -> None:
     space, candidate, _ = case("gpipe", 1, 2, 4, 1, 0)
     found = estimate(CostModel(space), candidate)
-    assert found.ideal <= found.transferred <= found.time and 0 < found.bubble < 1 and 0 < found.exposed < 1
+    assert (
+        found.ideal <= found.transferred <= found.time
+        and 0 < found.bubble < 1
+        and 0 < found.exposed_share < 1
+    )
     assert max(found.busy) <= found.ideal

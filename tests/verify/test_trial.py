@@ -15,7 +15,7 @@ from torch.distributions import Normal
 from torch.utils.checkpoint import checkpoint
 
 from lightning_piper.capture import capture
-from lightning_piper.verify.trial import Difference, tried
+from lightning_piper.verify.trial import Difference, largest_difference
 
 Body = Callable[[Tensor], Tensor]
 BATCH = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -37,7 +37,7 @@ def found(body: Body) -> Difference | None:
     module = Step(body)
     step = capture(module, BATCH)
     tensors = {step.canonical[name]: x.detach() for name, x in module.named_parameters()}
-    return tried(step, tensors, [BATCH], size=2)
+    return largest_difference(step, tensors, [BATCH], size=2)
 
 
 def test_a_step_that_reads_the_number_of_samples_differs() -> None:

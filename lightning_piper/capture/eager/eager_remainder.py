@@ -182,7 +182,7 @@ class EagerRemainder:
             self._logging(samples),
             self._context(),
             self._calls(given),
-            self._alone(),
+            self._communication_refused(),
         ):
             step: Any = self._module.training_step
             batch = self._batch_spec.rebuild(leaves, partial(self._carried, leaves, samples))
@@ -235,7 +235,7 @@ class EagerRemainder:
         """
         loss, inputs = kept.autograd  # type: ignore[attr-defined]
         del kept.autograd  # type: ignore[attr-defined]
-        with self._alone():
+        with self._communication_refused():
             made = torch.autograd.grad(loss, inputs, gradient.to(loss.dtype), allow_unused=True)
         found = zip(self.trained, made[len(inputs) - len(self.trained) :], strict=True)
         self.used |= {name for name, grad in found if grad is not None}
@@ -458,7 +458,7 @@ class EagerRemainder:
                 for name in members:
                     del vars(owner)[name]
 
-    def _alone(self) -> contextlib.AbstractContextManager[None]:
+    def _communication_refused(self) -> contextlib.AbstractContextManager[None]:
         """Within this context, collectives of torch raise an error, because the code would wait for processes
         that do not run it. If every process runs the code, the context has no effect."""
         return (

@@ -45,7 +45,7 @@ def guard_factors(
             for reader, value in uses.get(guard, ()):
                 if value not in made:
                     with graph.inserting_before(value.next):
-                        made[value] = _usable(graph, value)
+                        made[value] = _guarded(graph, value)
                 for user in [reader, *(x for x in value.users if _torch.is_backward(x))]:
                     user.replace_input_with(value, made[value])
 
@@ -63,7 +63,7 @@ def add_like(
     return made
 
 
-def _usable(graph: Graph, value: Node) -> Node:
+def _guarded(graph: Graph, value: Node) -> Node:
     """Add nodes that replace a factor by 1 if it is 0 or not finite, and a condition by True. Return the last
     node."""
 

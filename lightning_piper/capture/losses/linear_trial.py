@@ -70,7 +70,11 @@ class _LinearityTrial:
         """Run the operation on several values of the moving arguments. Return `LINEAR`, `STILL` or None, as
         `try_linearity` does."""
         one, other = self._spread(), self._spread()
-        zero, of_one, of_other = self._of([x * 0 for x in one]), self._of(one), self._of(other)
+        zero, of_one, of_other = (
+            self._outputs_of([x * 0 for x in one]),
+            self._outputs_of(one),
+            self._outputs_of(other),
+        )
         # The result is the same for all values of the moving arguments.
         if all(
             torch.equal(x, y) and torch.equal(x, z) for x, y, z in zip(zero, of_one, of_other, strict=True)
@@ -81,14 +85,16 @@ class _LinearityTrial:
         # Powers of two, so that scaling causes no rounding. float16 has a smaller range.
         step = 2.0 ** (8 if any(x.dtype == torch.float16 for x in one) else 60)
         for factor in (2.0, step, 1 / step, -1.0):
-            if not all(map(_alike, self._of([x * factor for x in one]), [x * factor for x in of_one])):
+            if not all(
+                map(_alike, self._outputs_of([x * factor for x in one]), [x * factor for x in of_one])
+            ):
                 return None
-        both = self._of([x + y for x, y in zip(one, other, strict=True)])
+        both = self._outputs_of([x + y for x, y in zip(one, other, strict=True)])
         return (
             LINEAR if all(map(_near, both, [x + y for x, y in zip(of_one, of_other, strict=True)])) else None
         )
 
-    def _of(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _outputs_of(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
         """Run the operation on these values of the moving arguments, and return the resulting tensors."""
         given = {**self._still, **dict(zip(self._moving, values, strict=True))}
         args, kwargs = map_arg((self._node.args, dict(self._node.kwargs)), lambda x: given[x].clone())

@@ -158,9 +158,9 @@ class _LossGradientStates:
         inputs = [self._found[x] for x in node.all_input_nodes if x in self._found]
         found: _Found = STILL
         broken = next((x for x in inputs if isinstance(x, Nonlinearity)), None)
-        if LINEAR in inputs and not _reads_shapes_alone(node):
+        if LINEAR in inputs and not _reads_only_shapes(node):
             found = broken or self._by_operation(node)
-        elif broken is not None and not _reads_shapes_alone(node):
+        elif broken is not None and not _reads_only_shapes(node):
             found = broken
         elif _is_zero(node) or (ZERO in inputs and self._by_table(node) == ZERO):
             found = ZERO
@@ -306,7 +306,7 @@ def _is_of_formula(node: Node, reader: Node) -> bool:
     return same and _torch.is_backward(node) and CALLED_KEY not in _origin(node).meta
 
 
-def _reads_shapes_alone(node: Node) -> bool:
+def _reads_only_shapes(node: Node) -> bool:
     """Return whether the operation reads only the shape and dtype of its first argument, not its values."""
     name = _name(node)
     return name.endswith("_like") or name.startswith(("new_", "sym_"))

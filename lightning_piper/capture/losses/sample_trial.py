@@ -45,7 +45,7 @@ def try_samples(
             None if the result mixes samples. If the operation cannot run here, None instead of a tuple.
     """
     inputs = tensors_of(node)
-    values = [_known(x, constants) if p == R else None for x, p in zip(inputs, held, strict=True)]
+    values = [_replacement(x, constants) if p == R else None for x, p in zip(inputs, held, strict=True)]
     fixed = tuple(None if x is None else str(x.tolist()) for x in values)
     index_of = {x: i for i, x in enumerate(inputs)}
     shapes = tuple((tuple(x.meta["val"].shape), x.meta["val"].dtype) for x in inputs)
@@ -101,7 +101,7 @@ def _computed(node: Node, known: Constants) -> torch.Tensor | None:
         return None
 
 
-def _known(node: Node, constants: Constants) -> torch.Tensor | None:
+def _replacement(node: Node, constants: Constants) -> torch.Tensor | None:
     """Return the value with which a trial replaces an input: ones if all elements are equal, or the value of
     a constant. Return None if the trial draws the input."""
     value = node.meta["val"]

@@ -81,7 +81,7 @@ def divide_tangent(
         results: The results of the graph. The function may replace gradients in this list.
     """
     behind = _behind(graph, tangent, sums.found)
-    way = _way(graph, loss, sums, behind)
+    way = _gradient_path(graph, loss, sums, behind)
     if way is None:
         return {}
     # pairs of a node in the backward pass of a summand, and the entering gradient that the node reads
@@ -130,7 +130,9 @@ def _behind(graph: torch.fx.Graph, tangent: Node, found: LossTerms) -> set[Node]
     return behind
 
 
-def _way(graph: torch.fx.Graph, loss: Node, sums: LossSum, behind: Collection[Node]) -> _GradientPath | None:
+def _gradient_path(
+    graph: torch.fx.Graph, loss: Node, sums: LossSum, behind: Collection[Node]
+) -> _GradientPath | None:
     """Return the gradients from the loss to its summands. Return None if several of these gradients enter the
     backward pass of one operation, or if one operation makes several of the summands."""
     by_number: dict[Any, list[Node]] = {}

@@ -182,7 +182,7 @@ class _SavedState:
             self._wait((f"{path}{name}", x) for name, x in held_by(value).items())
         elif hasattr(type(value), "__next__"):
             self._iterators.append((path, value, _position(value)))
-            if _stands_alone(value):
+            if _has_own_source(value):
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # itertools warns that it will stop supporting copies
                     self._copies[id(value)] = copy.copy(value)
@@ -317,7 +317,7 @@ def _differ(now: Any, before: Any) -> bool:
     return len(now) != len(before) or any(x is not y for x, y in zip(now, before, strict=True))
 
 
-def _stands_alone(iterator: Any) -> bool:
+def _has_own_source(iterator: Any) -> bool:
     """Return whether the iterator is over a container or a count, not over another iterator.
 
     A copy of such an iterator continues from the same position, and does not advance the original.

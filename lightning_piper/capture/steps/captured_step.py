@@ -108,7 +108,7 @@ class CapturedStep:
         self._graphs: dict[int, tuple[torch.fx.Graph, Specs]] = {}
         # If True, no trace at another number of samples is possible: the batch has a list with one entry for
         # each sample, or such a trace has failed.
-        self._alone = _is_alone(batch_spec)
+        self._sample_lists = _has_sample_lists(batch_spec)
         self._blocks = repeated_blocks(module)
         # The copies that `resized` and `shaped` make share these attributes.
         # `_first`: one entry after the first trace: the copy that was traced, its number of samples and the
@@ -144,7 +144,7 @@ class CapturedStep:
             if len(self._shaped) == MANY_SHAPES:
                 del self._shaped[next(iter(self._shaped))]
             other = self._shaped[shapes] = copy.copy(self)
-            other.batch_spec, other._alone = batch_spec, _is_alone(batch_spec)
+            other.batch_spec, other._sample_lists = batch_spec, _has_sample_lists(batch_spec)
             other._codes, other._calls, other._graphs = {}, {}, {}
             vars(other).pop("member", None)  # the cached `member` has the shapes of `self`
         return self._shaped[shapes]
@@ -365,7 +365,7 @@ class CapturedStep:
             known: if True, do not make a new trace.
             excluded: another size that the trace must not have.
         """
-        if self._alone:
+        if self._sample_lists:
             return None
         numbers = self.reads.inputs.specs()
         self._graphs = {other: found for other, found in self._graphs.items() if found[1] == numbers}
@@ -383,7 +383,7 @@ class CapturedStep:
             self._graphs[other] = trace(step, batch, self._device, {}).graph, numbers
             return self._graphs[other][0], other
         except Exception:  # the user's code does not work at another size
-            self._alone = True
+            self._sample_lists = True
             return None
         finally:
             forget()
@@ -542,7 +542,7 @@ def _sized(batch_spec: BatchSpec, size: int) -> Specs:
     return tuple(resized(spec, size) for spec in batch_spec.specs)
 
 
-def _is_alone(batch_spec: BatchSpec) -> bool:
+def _has_sample_lists(batch_spec: BatchSpec) -> bool:
     """Return whether the batch has a list with one entry for each sample. A batch of another size cannot be
     made from such a batch."""
     return any(isinstance(item, SampleList) for item in batch_spec.carried)

@@ -253,7 +253,7 @@ def _nll(writer: Decomposer, node: Node) -> Written:
         return (writer(aten.div.Tensor, loss, total) if reduction == 1 else loss), total
     if weight is not None or len(shape_of(x)) < 2 or _along(writer, x, 1) is None:
         return None
-    index, classes = _targets(writer, target, ignored)
+    index, classes = _class_targets(writer, target, ignored)
     size = shape_of(x)[1]
     column = writer(PICKED, x, index, writer.ids(size, x), 1, size)
     return writer(node.target, column, classes, None, reduction, IGNORED)
@@ -266,7 +266,7 @@ def _nll_backward(writer: Decomposer, node: Node) -> Node | None:
     x: Any = scores
     if weight is not None or len(shape_of(x)) < 2 or _along(writer, x, 1) is None:
         return None
-    index, classes = _targets(writer, target, ignored)
+    index, classes = _class_targets(writer, target, ignored)
     about = {"dtype": x.meta["val"].dtype, "device": x.meta["val"].device}
     column = writer(aten.zeros.default, list(shape_of(index)), **about)  # only its shape matters
     found = writer(node.target, grad, column, classes, None, reduction, IGNORED, total)
@@ -312,7 +312,7 @@ def _dropped(writer: Decomposer, node: Node) -> Written:
     return writer(aten.mul.Tensor, writer(aten.mul.Tensor, x, mask), scale), mask
 
 
-def _targets(writer: Decomposer, target: Any, ignored: Any) -> tuple[Node, Node]:
+def _class_targets(writer: Decomposer, target: Any, ignored: Any) -> tuple[Node, Node]:
     """Return two tensors that are made from the target.
 
     - The class of each row, with a dimension of one element for the classes, or `IGNORED` if the row is

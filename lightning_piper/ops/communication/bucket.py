@@ -21,7 +21,7 @@ from lightning_piper.ops.base import (
 )
 from lightning_piper.ops.facts import Facts, names_of
 from lightning_piper.ops.instruction import Instruction
-from lightning_piper.ops.reference import Bundle, Reference, each
+from lightning_piper.ops.reference import Bundle, Reference, on_each_rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ def check(facts: Facts, node: Pack) -> Iterable[str]:
         yield f"{facts.at(node)} reads {held} and declares it as {made.placement}"
 
 
-@each
+@on_each_rank
 def interpret(run: Reference, node: Pack, inputs: list[Bundle]) -> list[Bundle]:
     by_name = dict(zip(run.dag.value(node.inputs[0]).names, inputs[0], strict=True))
     return [[packed_among(bucket_of(node), node.outputs[0].names, by_name, inputs[0][0].device)]]

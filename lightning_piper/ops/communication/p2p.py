@@ -12,7 +12,7 @@ from lightning_piper.ir.values import TensorSpec
 from lightning_piper.ops.base import Operation, Planning, about, register_operation
 from lightning_piper.ops.facts import Facts
 from lightning_piper.ops.instruction import Channel, Instruction, WaitWork
-from lightning_piper.ops.reference import Bundle, Reference, each
+from lightning_piper.ops.reference import Bundle, Reference, on_each_rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ def _same(facts: Facts, node: Send | Recv) -> Iterable[str]:
         )
 
 
-@each
+@on_each_rank
 def interpret(run: Reference, node: Send | Recv, inputs: list[Bundle]) -> list[Bundle]:
     return inputs
 

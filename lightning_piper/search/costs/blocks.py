@@ -151,7 +151,7 @@ def _cut(made: Shortened, batch: Any) -> BlockCut:
             break
         groups = tuple(tuple(name for tag in run.tags for name in groups[tag]) for run in runs)
     blocks = [_ChainBlock(groups[run.tags[0]] if run.tags else (), run) for run in runs]
-    return _assembled(made, step, annotated, _with_left_out(made, blocks, code))
+    return _assembled(made, step, annotated, _with_all_layers(made, blocks, code))
 
 
 def _device_of(module: nn.Module) -> str:
@@ -225,7 +225,7 @@ class _ChainBlock:
     renamed: tuple[str, str] | None = None
 
 
-def _with_left_out(made: Shortened, blocks: Sequence[_ChainBlock], code: StepCode) -> list[_ChainBlock]:
+def _with_all_layers(made: Shortened, blocks: Sequence[_ChainBlock], code: StepCode) -> list[_ChainBlock]:
     """Return the chain with all layers of the original module. A layer that the copy lacks gets the regions
     of an equal layer.
 

@@ -9,7 +9,7 @@ import torch
 
 from lightning_piper.capture.losses.cross_sample import takes_statistics
 from lightning_piper.search.costs.blocks import BlockCut
-from lightning_piper.verify.trial import tried
+from lightning_piper.verify.trial import largest_difference
 
 
 def meets(cut: BlockCut, leaves: Sequence[torch.Tensor] = ()) -> bool:
@@ -42,4 +42,4 @@ def meets(cut: BlockCut, leaves: Sequence[torch.Tensor] = ()) -> bool:
         return False
     names = [*cut.module.named_parameters(), *cut.module.named_buffers()]
     tensors = {cut.step.canonical[name]: x.detach() for name, x in names}
-    return tried(cut.step, tensors, leaves, half) is not None
+    return largest_difference(cut.step, tensors, leaves, half) is not None

@@ -57,8 +57,8 @@ class Block:
         updated_in_parts: Like `updated`, if replicas shard the optimizer's state: the seconds of all shards
             together.
         frozen: Parameters that get no gradients, and so need neither sums nor optimizer states.
-        packed_alone: Like `packed` with one microbatch: only gradients that the pass does not write into the
-            bucket directly.
+        packed_one_microbatch: Like `packed` with one microbatch: only gradients that the pass does not
+            write into the bucket directly.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Block:
     updated: Number = 0
     updated_in_parts: Number = 0
     frozen: frozenset[str] = frozenset()
-    packed_alone: Number = 0
+    packed_one_microbatch: Number = 0
 
     def at(self, samples: int, tensor: int = 1) -> Work | None:
         """Return the work on `samples` samples, or None if no work is known for this size of the tensor axis.
