@@ -88,6 +88,13 @@ from lightning.pytorch.loggers import CSVLogger
 L.Trainer(devices=2, strategy=strategy, max_epochs=5, logger=CSVLogger(".", name="lightning_logs")).fit(module, loader)
 """,
     "docs/howto/recompute.md 2": "module, batch = Net(), torch.zeros(1024, 256)",
+    "docs/howto/middle_of_epoch.md 0": "dataset = TensorDataset(*batch)",
+    "docs/howto/middle_of_epoch.md 1": """
+pytest.importorskip("datasets"), pytest.importorskip("torchdata")
+from datasets import Dataset
+stream = Dataset.from_dict({"x": range(8)}).to_iterable_dataset(num_shards=2)
+trainer = L.Trainer(strategy=PiperStrategy())
+""",
     "docs/howto/resume.md 2": "strategy = piper.PiperStrategy(directives=program)",
     "docs/schedules.md 0": "module = Layers(4, 'PP')",
     "docs/experts.md 0": """
@@ -186,6 +193,11 @@ SMALLER = {
     "docs/checkpoints.md 4": [("s3://", "memory://")],
     "docs/migrate.md 1": [("use_cache=False", "use_cache=False, n_layer=1, n_embd=8, n_head=2")],
     "docs/search.md 1": [("use_cache=False", "use_cache=False, n_layer=1, n_embd=8, n_head=2")],
+    "docs/howto/middle_of_epoch.md 0": [
+        ("steps=1000", "steps=1"),
+        ("=1000.", "=1."),
+        ('"piper"', "PiperStrategy()"),
+    ],
     "docs/howto/resume.md 0": [("1000", "2")],
     "docs/howto/resume.md 1": [("1000", "2")],
 }

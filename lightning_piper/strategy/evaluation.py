@@ -146,8 +146,7 @@ class EvaluatingStrategy(OverProcesses):
     def on_train_end(self) -> None:
         if self._guard is not None:
             self._guard.settle()
-        if self.lightning_module is not None:
-            self._loaders.remember(self.lightning_module.trainer)
+        self._loaders.remember()
 
     def _setup_evaluation(self, trainer: pl.Trainer) -> None:
         """Set up `validate`, `test` or `predict` without a fit. Collective.

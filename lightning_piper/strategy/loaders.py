@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from lightning_piper.errors import PiperError
 from lightning_piper.processes.world import World
 from lightning_piper.strategy import _lightning
+from lightning_piper.strategy._datasets import forget_state, has_shuffle_buffer
 from lightning_piper.strategy.data import drawn_length
 from lightning_piper.strategy.epoch_order import Position
 from lightning_piper.strategy.epoch_sampler import EpochSampler, epoch_sampler, problem_of
@@ -44,11 +45,21 @@ class Loaders:
         self._begun = (0, 0)  # an epoch, and how many of its batches an earlier fit has done
         # States of loaders before each of the last batches was drawn. None: as at the start of the fit.
         self._states: deque[list[Any] | None] = deque()
+        self._trainer: pl.Trainer | None = None  # of the running fit
         self._warned = False
 
     def load(self, content: Mapping[str, Any] | None) -> None:
         """Continue with the loaders' entry of a checkpoint; None if the fit does not resume."""
         self._content, self._left = content, []
+
+    def end(self) -> None:
+        """End the fit. Checkpoints that are saved afterwards have its last positions."""
+        self._content, self._trainer, self._left = None, None, []
+        self._states.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy, which has the positions for a checkpoint that is saved after a fit."""
+        return {**vars(Loaders()), "_local": self._local}
 
     def attach(self, loader: object, trainer: pl.Trainer, world: World, at_end: ExitStack) -> None:
         """Follow the position of a training loader. If the fit resumes, continue at the loader's position in
@@ -88,6 +99,8 @@ class Loaders:
         entry, left = saved[index], None
         if "states" in entry:
             self._load_state(loader, entry, world)
+            if "problem" in entry:
+                self._warn(entry["problem"], world)
         elif not self._content["running"]:
             pass
         elif "taken" in entry:
@@ -116,6 +129,8 @@ class Loaders:
         assert self._content is not None
         states, workers = entry["states"], entry["workers"]
         alike = _alike(entry, world) and workers == getattr(loader, "num_workers", None)
+        if "epoch" in entry:
+            loader.dataset.set_epoch(entry["epoch"])  # a stream loads only a state of its own epoch
         if not alike and hasattr(loader, "load_replica_states"):
             loader.load_replica_states(states, world.replica, world.count)
         elif alike and isinstance(loader, Stateful):
@@ -137,19 +152,20 @@ class Loaders:
         content, counts = self._content, trainer.fit_loop.epoch_loop.batch_progress
         current: Any = counts.current
         total: Any = counts.total
-        done = content["batches"]
-        if content["running"]:
-            done = self._batches_done(trainer)
-            moved = done - current.processed
-            for name in COUNTS:
-                setattr(current, name, getattr(current, name) + moved)
-                setattr(total, name, getattr(total, name) - content["undone"])
-            self._begun = (_epoch(trainer), done)
         states = [
             entry["states"][world.replica] if _alike(entry, world) else None for entry in content["loaders"]
         ]
         entries = [{k: x for k, x in entry.items() if k != "states"} for entry in content["loaders"]]
-        self._local = {**content, "batches": done, "undone": 0, "loaders": entries, "states": states}
+        self._local = {**content, "loaders": entries, "states": states}
+        if not content["running"]:
+            return
+        done = self._batches_done(trainer)
+        moved = done - current.processed
+        for name in COUNTS:
+            setattr(current, name, getattr(current, name) + moved)
+            setattr(total, name, getattr(total, name) - content["undone"])
+        self._begun = (_epoch(trainer), done)
+        self._local |= {"batches": done, "undone": 0}
 
     def _batches_done(self, trainer: pl.Trainer) -> int:
         """Return how many batches of this fit's size were done in the running epoch. If the samples that are
@@ -179,6 +195,7 @@ class Loaders:
         """
         if self._content is None:
             self._local = None
+        self._trainer = trainer
         loaders, _ = _lightning.train_loaders(trainer)
         if self._content is not None and len(self._left) < len(self._content["loaders"]):
             raise PiperError(
@@ -193,9 +210,14 @@ class Loaders:
             ahead = _lightning.batches_ahead(trainer)
             self._states = deque([None] * ahead, maxlen=2 + ahead + trainer.accumulate_grad_batches)
             _lightning.before_fetches(trainer, lambda: self._states.append(_states(loaders)))
+            for loader in stateful if ahead else ():  # their iterations have begun
+                forget_state(getattr(loader, "dataset", None))
 
-    def remember(self, trainer: pl.Trainer) -> None:
-        """Note the positions of this process's loaders. After an epoch, the last noted positions remain."""
+    def remember(self) -> None:
+        """Note the positions of this process's loaders, while a fit runs."""
+        trainer = self._trainer
+        if trainer is None:
+            return
         loaders, mode = _lightning.train_loaders(trainer)
         given = _lightning.batches_given(trainer)
         if not given:
@@ -208,22 +230,19 @@ class Loaders:
         undone = min(counts.processed % trainer.accumulate_grad_batches, here) if running else 0
         back = _lightning.batches_ahead(trainer) + counts.ready - counts.processed + undone
         states = _states(loaders) if back == 0 or back > len(self._states) else self._states[-back]
-        self._local = {
-            "running": running,
-            "batches": counts.processed - undone,
-            "undone": undone,
-            "mode": mode,
-            "loaders": [
-                self._entry(loader, None if count is None else count - back, running)
-                for loader, count in zip(loaders, given, strict=True)
-            ],
-            "states": [None] * len(loaders) if states is None else states,
-        }
+        if states is None:
+            states = [None] * len(loaders) if self._local is None else self._local["states"]
+        entries = [
+            self._entry(loader, None if count is None else count - back, running)
+            for loader, count in zip(loaders, given, strict=True)
+        ]
+        batches = {"batches": counts.processed - undone, "undone": undone, "mode": mode} if running else {}
+        self._local = {"running": running, **batches, "loaders": entries, "states": states}
 
     def _entry(self, loader: Any, given: int | None, running: bool) -> dict[str, Any]:
         sampler = epoch_sampler(loader)
         if sampler is None and isinstance(loader, Stateful):
-            return {"workers": getattr(loader, "num_workers", None)}
+            return _stateful_entry(loader, running)
         if not running:
             return {}
         if sampler is None:
@@ -262,6 +281,17 @@ class Loaders:
                 "load_state_dict [PIPER-W029]"
             )
         self._warned = True
+
+
+def _stateful_entry(loader: Any, running: bool) -> dict[str, Any]:
+    """Return the entry of a loader with a state, without the state."""
+    dataset = getattr(loader, "dataset", None)
+    entry: dict[str, Any] = {"workers": getattr(loader, "num_workers", None)}
+    if running and hasattr(dataset, "set_epoch") and isinstance(getattr(dataset, "epoch", None), int):
+        entry["epoch"] = dataset.epoch
+    if running and has_shuffle_buffer(dataset):
+        entry["problem"] = "the samples in the shuffle buffer of its data set are not in the data set's state"
+    return entry
 
 
 def _epoch(trainer: pl.Trainer) -> int:

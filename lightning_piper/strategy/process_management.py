@@ -74,7 +74,6 @@ class OverProcesses(_lightning.Strategy):
             "_watch": None,
             "_termination": None,
             "_join": None,
-            "_loaders": Loaders(),
             "_at_end": contextlib.ExitStack(),
         }
 
@@ -217,7 +216,7 @@ class OverProcesses(_lightning.Strategy):
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
-        self._loaders.load(None)
+        self._loaders.end()
         if self._keeps_memory:
             give_freed_memory_back()
             self._keeps_memory = False

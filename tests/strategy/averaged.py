@@ -127,18 +127,20 @@ def saved(path: Path) -> Seen:
 
 
 def whole_run(run: Run, make: Callable[[], L.Callback], kind: str = "consolidated", **options: Any) -> Seen:
-    """Fit with checkpoints, then resume from a checkpoint in the middle of the fit."""
+    """Fit with checkpoints, then resume from a checkpoint at the end of an epoch. (In the middle
+    of an epoch, a plain Trainer begins the epoch again.)
+    """
     folder = run.folder / f"{make.__name__} {kind}"
     at, seen = Validations(), {}
-    keep = cb.ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1, filename="{step}")
+    keep = cb.ModelCheckpoint(folder, every_n_train_steps=5, save_top_k=-1, filename="{step}")
     last = make()
     trainer = run.fit([at, last, keep], checkpoint=kind, enable_checkpointing=True, **options)
     seen |= {"values": values(trainer.lightning_module), "validations": at.found}
     again = Validations()
-    resumed = run.fit([again, make()], resume=folder / "step=6.ckpt", checkpoint=kind, **options)
+    resumed = run.fit([again, make()], resume=folder / "step=5.ckpt", checkpoint=kind, **options)
     seen |= {"resumed": values(resumed.lightning_module), "validations again": again.found}
     trainer.save_checkpoint(folder / "end.ckpt")
-    for name in ("step=6", "end"):
+    for name in ("step=5", "end"):
         path = folder / f"{name}.ckpt"
         if path.is_dir():
             plain = folder / f"{name} of {trainer.global_rank}.ckpt"

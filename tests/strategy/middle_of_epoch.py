@@ -141,6 +141,7 @@ def fit(
     path: Path | None = None,
     epochs: int = 1,
     reseed: bool = True,
+    more: Sequence[L.Callback] = (),
     **options: Any,
 ) -> Fit:
     """Train one replica, from a checkpoint if there is a path, to the end of the epochs or for `stop` batches."""
@@ -149,7 +150,7 @@ def fit(
     callbacks: Sequence[L.Callback] = [] if stop is None else [Stop(stop, out)]
     made, _ = trainer(
         OneOf(how.replicas, replica),
-        callbacks,
+        [*callbacks, *more],
         max_steps=-1,
         max_epochs=epochs,
         accumulate_grad_batches=how.accumulate,

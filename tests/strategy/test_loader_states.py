@@ -7,8 +7,11 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 
+import datasets
+import lightning as L
 import pytest
 import torch
+from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -96,12 +99,38 @@ class Of(How):
         return self.kind(self.replicas, replica, length)
 
 
+@dataclass(frozen=True)
+class Streamed(How):
+    """Replicas with streams of Hugging Face's datasets."""
+
+    shards: int = 4  # 3: each replica takes one sample of two
+    buffer: int = 0
+    epoch: int = 0
+
+    def loader(self, length, replica):
+        stream = datasets.Dataset.from_dict({"x": range(length)}).to_iterable_dataset(num_shards=self.shards)
+        if self.buffer:
+            stream = stream.shuffle(seed=1, buffer_size=self.buffer)
+        if self.replicas > 1:
+            stream = split_dataset_by_node(stream, replica, self.replicas)
+        return StatefulDataLoader(
+            stream, batch_size=self.batch_size, num_workers=self.workers, collate_fn=numbered
+        )
+
+
+def numbered(rows):
+    return torch.tensor([[row["x"] / LENGTH] for row in rows]), torch.tensor([row["x"] for row in rows])
+
+
 CASES = {
     "a stream": Of(2, kind=Stream),
     "a stream with a length": Of(2, kind=Sized),
     "gradients are accumulated": Of(2, kind=Stream, accumulate=2),
     "a stateful data set": Of(2, kind=StatefulDataLoader),
     "a stateful data set in workers": Of(2, kind=StatefulDataLoader, workers=2),
+    "Hugging Face, shards": Streamed(2),
+    "Hugging Face, one sample of two": Streamed(2, shards=3),
+    "Hugging Face, workers": Streamed(2, workers=2),
 }
 
 
@@ -114,6 +143,32 @@ def test_as_many_replicas_continue_at_their_own_states(name, tmp_path):
     lost = first[0].module.seen[0][4] + first[1].module.seen[0][4] if how.accumulate == 2 else []
     assert sorted(samples(first) + samples(second)) == sorted([*range(LENGTH), *lost])
     assert samples(second, 1) == list(range(LENGTH))
+
+
+class Epochs(L.Callback):
+    """Gives a stream another order in each epoch, as the documentation of datasets says."""
+
+    def on_train_epoch_start(self, trainer, module):
+        trainer.train_dataloader.dataset.set_epoch(trainer.current_epoch)
+
+
+def test_a_stream_continues_in_a_later_epoch(tmp_path):
+    """A stream ignores the state of another epoch than its own, which is 0 until a hook sets it."""
+    how, more = Streamed(), {"more": [Epochs()], "epochs": 3}
+    first = together(how, LENGTH, tmp_path / "first", 24 + 5, **more)
+    second = together(how, LENGTH, tmp_path / "second", path=first[0].path, **more)
+    assert sorted(samples(first, 1) + samples(second, 1)) == list(range(LENGTH))
+    assert samples(second, 2) == list(range(LENGTH))
+    content = torch.load(first[0].path, weights_only=True)
+    del content["lightning_piper"]["loaders"]["loaders"][0]["epoch"]
+    torch.save(content, first[0].path)
+    second = together(how, LENGTH, tmp_path / "third", path=first[0].path, **more)
+    assert len(samples(first, 1) + samples(second, 1)) > LENGTH
+
+
+def test_a_shuffle_buffer_warns(tmp_path):
+    with pytest.warns(UserWarning, match=r"samples in the shuffle buffer .*PIPER-W029"):
+        together(Streamed(buffer=8), LENGTH, tmp_path, 5)
 
 
 def test_another_state_loses_samples(tmp_path):

@@ -1,0 +1,37 @@
+"""The only module that uses private names of Hugging Face's datasets, tested with datasets 5.
+
+- `IterableDataset._ex_iterable`: the source of the examples. A source has other sources in `ex_iterable` or
+  `ex_iterables`. `BufferShuffledExamplesIterable` is a shuffle buffer, whose examples are not in its state.
+- `IterableDataset.load_state_dict` only keeps the state. Each iteration of the same epoch number begins at it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def has_shuffle_buffer(dataset: object) -> bool:
+    """Return whether a data set is a stream of Hugging Face's datasets that shuffles in a buffer."""
+    if not _is_stream(dataset):
+        return False
+    sources: list[Any] = [getattr(dataset, "_ex_iterable", None)]
+    while sources:
+        source = sources.pop()
+        if type(source).__name__ == "BufferShuffledExamplesIterable":
+            return True
+        sources += (
+            [source.ex_iterable] if hasattr(source, "ex_iterable") else getattr(source, "ex_iterables", [])
+        )
+    return False
+
+
+def forget_state(dataset: Any) -> None:
+    """Let the next iteration of a stream of Hugging Face's datasets begin at its first sample. The current
+    iteration continues. Other data sets stay unchanged."""
+    if _is_stream(dataset):
+        dataset.load_state_dict(None)
+
+
+def _is_stream(dataset: object) -> bool:
+    kind = type(dataset)
+    return kind.__module__.startswith("datasets.") and kind.__name__ == "IterableDataset"
