@@ -285,7 +285,7 @@ class Loaders:
 
 def _stateful_entry(loader: Any, running: bool) -> dict[str, Any]:
     """Return the entry of a loader with a state, without the state."""
-    dataset = getattr(loader, "dataset", None)
+    dataset: Any = getattr(loader, "dataset", None)
     entry: dict[str, Any] = {"workers": getattr(loader, "num_workers", None)}
     if running and hasattr(dataset, "set_epoch") and isinstance(getattr(dataset, "epoch", None), int):
         entry["epoch"] = dataset.epoch
