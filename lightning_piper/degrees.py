@@ -8,17 +8,18 @@ sequence-parallel group have consecutive numbers. All devices of a stage have co
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
 from lightning_piper.capture import capture
 from lightning_piper.common.argument_names import checks_names
 from lightning_piper.common.limits import DEVICES, integer, shown
-from lightning_piper.directives import Directive, Place, ShardExperts, ShardSequences
+from lightning_piper.directives import Directive, Place, Replicate, ShardExperts, ShardSequences
 from lightning_piper.directives.base import set_degrees
 from lightning_piper.directives.sequence import applied_order
 from lightning_piper.errors import DirectiveError, PiperError
@@ -44,14 +45,14 @@ ACCELERATOR, CPU = "h100-sxm", "cpu"
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Degrees:
     """A division of devices by degrees of parallelism. `parallel` documents each field. If `dp` is None, the
-    method `for_devices` chooses it.
+    method `for_devices` chooses it. A pair in `dp` is (groups of replicas, replicas of a group).
 
     Raises:
         DirectiveError: A field has an invalid value, or two fields do not fit together.
     """
 
     pp: int = 1
-    dp: int | None = None
+    dp: int | tuple[int, int] | None = None
     tp: int = 1
     cp: int = 1
     ep: int = 1
@@ -66,11 +67,8 @@ class Degrees:
             if value is None and name in ("dp", "microbatches"):
                 continue
             if name == "dp" and isinstance(value, Sequence) and not isinstance(value, str):
-                _refuse(
-                    name,
-                    value,
-                    "give one number: sharding within a subgroup of the replicas (HSDP) is not supported yet",
-                )
+                object.__setattr__(self, name, _pair(value))
+                continue
             number = integer(value)
             if number is None or not 1 <= number <= DEVICES:
                 _refuse(name, value, "give an integer >= 1")
@@ -78,6 +76,12 @@ class Degrees:
         if (level := integer(self.zero)) is None or not 0 <= level <= 3:
             _refuse("zero", self.zero, "give a ZeRO stage from 0 to 3")
         object.__setattr__(self, "zero", level)
+        if isinstance(self.dp, tuple) and not level:
+            _refuse(
+                "dp",
+                self.dp,
+                "give one number, because replicas shard nothing with zero=0, or give zero=1, 2 or 3",
+            )
         if not isinstance(self.schedule, str) or SHORT.get(self.schedule, self.schedule) not in SEARCHED:
             _refuse("schedule", self.schedule, f"give one of {', '.join([*SHORT, *SEARCHED])}")
         if not isinstance(self.recompute, bool):
@@ -90,6 +94,11 @@ class Degrees:
                 f"degrees {found}: give only one of them. For several axes, write Place(axes=...) and one "
                 "ShardWeights, ShardSequences or ShardExperts for each axis [PIPER-D023]"
             )
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas; 1 if `dp` is None."""
+        return math.prod(self.dp) if isinstance(self.dp, tuple) else self.dp or 1
 
     @property
     def builder(self) -> str:
@@ -117,18 +126,20 @@ class Degrees:
             DirectiveError: The product of the degrees is not the number of devices.
         """
         others = self.pp * self.tp * self.cp
-        dp = max(1, devices // others) if self.dp is None else self.dp
-        if others * dp != devices:
-            named = [name for name in ("pp", "dp", "tp", "cp") if (getattr(self, name) or 1) > 1] or ["dp"]
+        found = self if self.dp else dataclasses.replace(self, dp=max(1, devices // others))
+        if others * found.replicas != devices:
+            named = [name for name in ("pp", "dp", "tp", "cp") if getattr(self, name) not in (None, 1)] or [
+                "dp"
+            ]
             product = " x ".join(f"{name}={getattr(self, name)}" for name in named)
             must = (
                 f"give degrees whose product is {devices}"
                 if self.dp
                 else f"give degrees whose product divides {devices}"
             )
-            needed = f" = {others * dp}" if len(named) > 1 and self.dp else ""
+            needed = f" = {others * found.replicas}" if len(named) > 1 and self.dp else ""
             raise DirectiveError(f"degrees {product}{needed} on {devices} devices: {must} [PIPER-D023]")
-        return dataclasses.replace(self, dp=dp)
+        return found
 
     def program(self, module: nn.Module | None = None, batch: Any = None) -> Written:
         """Return the program of these degrees, like `directives`. Later errors of the returned directives
@@ -158,7 +169,9 @@ class Degrees:
             written = write(self._candidate(()), (), params, None if module is not None else 0)
         else:
             written = write_stages(self._candidate(self._cuts(cut, module, batch)), cut, params)
-        return dataclasses.replace(written, directives=self._with_lines(written.directives))
+        return dataclasses.replace(
+            written, directives=self._with_lines(self._with_groups(written.directives))
+        )
 
     def _annotates(self, module: nn.Module, batch: Any) -> bool:
         """Return whether the module annotates its stages itself.
@@ -181,9 +194,19 @@ class Degrees:
         stages = self.pp * per_rank
         microbatches = self.microbatches or (2 * self.pp if self.pp > 1 else 1)
         layout = Layout(
-            self.builder, per_rank, self.pp, self.dp or 1, self.tp * self.cp, 1, microbatches, True
+            self.builder, per_rank, self.pp, self.replicas, self.tp * self.cp, 1, microbatches, True
         )
         return Candidate(layout, (self.zero,), stages if self.recompute else 0, 0, cuts)
+
+    def _with_groups(self, directives: Sequence[Directive]) -> list[Directive]:
+        """Return the directives with the number of replicas that shard together, if `dp` has it."""
+        if not isinstance(self.dp, tuple) or self.dp[0] == 1:
+            return list(directives)
+        size = self.dp[1]
+        return [
+            dataclasses.replace(each, shard_size=size) if isinstance(each, Replicate) else each
+            for each in directives
+        ]
 
     def _with_lines(self, directives: Sequence[Directive]) -> tuple[Directive, ...]:
         """Return the directives with a `shard_sequences` or `shard_experts` after every `place` and `split`, if
@@ -192,12 +215,12 @@ class Degrees:
         size = self.cp if self.cp > 1 else self.ep
         if size == 1:
             return tuple(directives)
-        if (self.dp or 1) % self.ep:
+        if self.replicas % self.ep:
             raise DirectiveError(
                 f"degrees dp={self.dp or 1}, ep={self.ep}: ep is not a divisor of dp. Give a dp that is a "
                 f"multiple of {self.ep} [PIPER-D023]"
             )
-        devices = range(self.pp * (self.dp or 1) * self.cp)
+        devices = range(self.pp * self.replicas * self.cp)
         lines: Any = [list(devices[i : i + size]) for i in range(0, len(devices), size)]
         lines = lines[0] if len(lines) == 1 else lines
         kind = ShardSequences if self.cp > 1 else ShardExperts
@@ -266,7 +289,7 @@ def _check_name(name: str) -> None:
 def parallel(
     *,
     pp: int = 1,
-    dp: int = 1,
+    dp: int | tuple[int, int] = 1,
     tp: int = 1,
     cp: int = 1,
     ep: int = 1,
@@ -287,7 +310,9 @@ def parallel(
     Args:
         pp: Devices of one pipeline. Without `module`, the model must have its stages under
             `piper.annotate("PP", i)`.
-        dp: Replicas. Each has an equal part of the batch.
+        dp: Replicas. Each has an equal part of the batch. A pair (groups, replicas of a group) makes groups x replicas
+            of a group replicas. With `zero`, each group has all shards (HSDP), in the order of torch's
+            meshes ("replicate", "shard").
         tp: Devices that shard the weights, as `tensor_parallel` proposes. Needs `module` and `batch`.
         cp: Devices that shard dimension 1 (the sequence) of the values between regions.
         ep: Number of replicas that divide the experts between `dispatch` and `combine`. It must divide `dp`.
@@ -362,7 +387,19 @@ def _is_untagged(directive: Directive) -> bool:
     return isinstance(directive, Place) and directive.filter == {TAG: "-"}
 
 
-def _refuse(name: str, value: Any, accepted: str) -> None:
+def _pair(value: Sequence[Any]) -> tuple[int, int]:
+    """Return the pair that `dp` gives. Raise an error if it does not give a number of groups and a number of at least
+    two replicas."""
+    found = [integer(each) for each in value]
+    if len(found) != 2 or any(each is None or not 1 <= each <= DEVICES for each in found):
+        _refuse("dp", value, "give (groups of replicas, replicas of a group)")
+    groups, members = (each for each in found if each is not None)
+    if members == 1:
+        _refuse("dp", value, f"give dp={groups}, because a group of one replica shards nothing")
+    return groups, members
+
+
+def _refuse(name: str, value: Any, accepted: str) -> NoReturn:
     raise DirectiveError(
         f"degrees: {name} is {shown(value)}. {accepted[0].upper()}{accepted[1:]} [PIPER-D023]"
     )

@@ -159,7 +159,10 @@ def test_cuts_are_even() -> None:
     "degrees, message",
     [
         ({"pp": 0}, "pp=0"),
-        ({"dp": (4, 2)}, "HSDP"),
+        ({"dp": (4, 2)}, "replicas shard nothing with zero=0, or give zero=1, 2 or 3"),
+        ({"dp": (4, 1), "zero": 3}, r"dp is \(4, 1\)\. Give dp=4"),
+        ({"dp": (4, 2, 2), "zero": 3}, "Give .groups of replicas, replicas of a group"),
+        ({"dp": (4, 0), "zero": 3}, "Give .groups of replicas, replicas of a group"),
         ({"zero": 4}, "give a ZeRO stage from 0 to 3"),
         ({"schedule": "other"}, "1f1b, interleaved"),
         ({"tp": 2}, "give module and batch"),
@@ -180,6 +183,21 @@ def test_the_product_is_the_number_of_devices() -> None:
         found.for_devices(6)
     with pytest.raises(piper.DirectiveError, match="pp=2 x dp=2 = 4 on 8"):
         piper.PiperStrategy(pp=2, dp=2)._degrees.for_devices(8)  # type: ignore[union-attr]
+
+
+def test_groups_of_replicas() -> None:
+    """(groups, replicas of a group), as in torch's meshes ("replicate", "shard")."""
+    assert piper.parallel(dp=(2, 4), zero=3) == [
+        piper.Place(devices=range(8)),
+        piper.Replicate(devices=list(range(8)), zero=3, shard_size=4),
+    ]
+    assert given("zero3", dp=[2, 4]) == given(None, dp=(2, 4), zero=3)
+    found = given("zero2", dp=[2, 2], pp=2)
+    assert found is not None and found.for_devices(8) == found and str(found) == "pp=2, dp=(2, 2), zero=2"
+    with pytest.raises(piper.DirectiveError, match=r"pp=2 x dp=\(2, 2\) = 8 on 4 devices"):
+        found.for_devices(4)
+    assert piper.parallel(dp=(1, 4), zero=3) == piper.parallel(dp=4, zero=3)
+    piper.verify(Net(), batch(), piper.parallel(pp=2, dp=(2, 2), zero=3, microbatches=2)).require()
 
 
 def test_names_are_degrees() -> None:

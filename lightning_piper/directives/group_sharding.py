@@ -14,7 +14,7 @@ from lightning_piper.directives.place import Place, groups_of
 from lightning_piper.directives.rewrites.unplaced_regions import without_device
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import Filter
-from lightning_piper.ir.mesh import DATA, Mesh
+from lightning_piper.ir.mesh import DATA, GROUPS, Mesh
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ops.host import Store
 
@@ -45,11 +45,11 @@ class Sharding(Directive):
     def check_fields(self) -> None:
         self.check_filter("filter", self.filter)
         self.check_stream("stream", "tp")
-        if not is_name(self.axis) or self.axis == DATA:
+        if not is_name(self.axis) or self.axis in (DATA, GROUPS):
             self.refuse(
                 "axis",
                 f"{shown(self.axis)} is not the name of an axis that shards tensors",
-                f"give the name of an axis other than {DATA!r}, such as 'tp' [PIPER-D003]",
+                f"give the name of an axis other than {DATA!r} and {GROUPS!r}, such as 'tp' [PIPER-D003]",
             )
         if self.devices is None:
             return

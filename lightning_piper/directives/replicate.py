@@ -59,6 +59,9 @@ class Replicate(Directive):
             replica keeps its shard of the sums (ZeRO-2).
         shard_params: As `shard_grads`. In addition, parameters are gathered for each use and freed after it
             (ZeRO-3).
+        shard_size: Number of replicas of a group of replicas that shard together (HSDP). Replicas 0 to
+            `shard_size` - 1 are the first group. Each group has all shards. Gathers and reduce-scatters are within a group, and
+            an all-reduce sums each shard of the gradients over the groups (default: all replicas are one group).
         shard_by: How to cut a bucket. "elements": into equal parts, which may cut through parameters.
             "parameter": each replica has some parameters of each bucket whole. Optimizers that need whole
             matrices (Muon, Adafactor) require this.
@@ -92,6 +95,7 @@ class Replicate(Directive):
     shard_optimizer: bool = False
     shard_grads: bool = False
     shard_params: bool = False
+    shard_size: int | None = None
     shard_by: str = "elements"
     average: str = "batch"
     reduce_dtype: str | None = None
@@ -167,15 +171,28 @@ class Replicate(Directive):
                     f"{shown(getattr(self, field))} is not a Boolean",
                     "give true or false [PIPER-D003]",
                 )
+        sharded = self.shard_optimizer or self.shard_grads or self.shard_params
+        if self.shard_size is not None:
+            size = integer(self.shard_size)
+            if size is None or size < 2:
+                self.refuse(
+                    "shard_size",
+                    f"{shown(self.shard_size)} is not a number of replicas that shard together",
+                    "give an integer >= 2 [PIPER-D003]",
+                )
+            if not sharded:
+                self.refuse(
+                    "shard_size",
+                    "the directive shards nothing",
+                    "set shard_optimizer, shard_grads or shard_params, or remove shard_size [PIPER-D003]",
+                )
         if self.shard_by not in SHARDS:
             self.refuse(
                 "shard_by",
                 f"{shown(self.shard_by)} is unknown",
                 f"give one of {', '.join(SHARDS)} [PIPER-D003]",
             )
-        if self.shard_by == "parameter" and not (
-            self.shard_optimizer or self.shard_grads or self.shard_params
-        ):
+        if self.shard_by == "parameter" and not sharded:
             self.refuse(
                 "shard_by",
                 "the directive shards nothing",
@@ -291,6 +308,12 @@ class Replicate(Directive):
         # An earlier `shard_weights` or `shard_sequences` has already divided the batch over the replicas of its mesh.
         known = dag.mesh if dag.member_axes and len(dag.mesh.group_ranks) == len(groups[0]) else None
         shard_batch(dag, known or Mesh.flat(len(groups[0])), self)
+        if self.shard_size is not None and dag.replicas % self.shard_size:
+            self.refuse(
+                "shard_size",
+                f"{self.shard_size} replicas shard together, and there are {dag.replicas} replicas",
+                f"give a divisor of {dag.replicas} [PIPER-D005]",
+            )
         return regions
 
     def replica_groups(self) -> list[tuple[int, ...]]:
@@ -308,6 +331,7 @@ class Replicate(Directive):
             reduce_stream=self.reduce_stream,
             gather_stream=self.gather_stream,
             bucket_bytes=int(self.bucket_size * MEBI),
+            shard_size=self.shard_size,
             by_parameter=self.shard_by == "parameter",
             dtype=None if self.reduce_dtype is None else getattr(torch, self.reduce_dtype),
         )
@@ -315,7 +339,7 @@ class Replicate(Directive):
 
 # Variants of a program with the same replicas at a lower ZeRO stage
 
-_WHOLE: Mapping[str, Any] = {"shard_optimizer": False, "shard_grads": False, "shard_params": False}
+_WHOLE: Mapping[str, Any] = dict.fromkeys(LEVELS, False)
 
 
 def shards_of(directive: Directive) -> list[str]:
@@ -326,7 +350,9 @@ def shards_of(directive: Directive) -> list[str]:
 def without_sharding(program: Sequence[Directive]) -> tuple[Directive, ...]:
     """Return the program at ZeRO stage 0: replicas shard nothing."""
     return tuple(
-        dataclasses.replace(each, **_WHOLE, shard_by="elements") if isinstance(each, Replicate) else each
+        dataclasses.replace(each, **_WHOLE, shard_size=None, shard_by="elements")
+        if isinstance(each, Replicate)
+        else each
         for each in program
     )
 

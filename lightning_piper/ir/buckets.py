@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_piper.ir.mesh import DATA, Mesh
-from lightning_piper.ir.values import Sharded, TensorSpec, view_as
+from lightning_piper.ir.mesh import DATA, GROUPS, Mesh
+from lightning_piper.ir.values import Partial, Placement, Sharded, TensorSpec, view_as
 
 if TYPE_CHECKING:
     from lightning_piper.ir.regions import ParamInfo
@@ -40,7 +40,8 @@ class Bucket:
         names: Names of the parameters, in their order in the flat tensor.
         tensors: Specs of the parameters, or of their parts. Each tensor keeps its own memory order, so that
             its view in the bucket has its own strides.
-        mesh: The mesh along whose `DATA` axis the flat tensor is sharded; the padding makes the shards equal.
+        mesh: The mesh along whose `DATA` axis the flat tensor is sharded; the padding makes the shards equal. With an
+            axis `GROUPS`, each group along it has all shards, and gradients are also terms of a sum along it.
         dtype: Dtype of the flat tensor. It may differ from the dtype of the gradients that are summed in it.
         along: The other mesh axes along which the parameters are divided, so that the tensors are parts.
             Along the remaining axes, all group ranks have the same parts.
@@ -134,9 +135,24 @@ class Bucket:
         return self.mesh.size(DATA)
 
     @property
-    def others(self) -> tuple[tuple[str, Sharded], ...]:
+    def groups(self) -> int:
+        """Number of groups that each have all shards."""
+        return self.mesh.size(GROUPS)
+
+    @property
+    def terms(self) -> int:
+        """Number of group ranks that have terms of the sum of a gradient."""
+        return self.groups * self.members
+
+    @property
+    def others(self) -> tuple[tuple[str, Placement], ...]:
         """The placements along `along`, in the form of `Value.others`."""
         return tuple((axis, Sharded(0)) for axis in self.along)
+
+    @property
+    def others_before_groups(self) -> tuple[tuple[str, Placement], ...]:
+        """`others` of a shard of gradients that the groups have not summed yet."""
+        return (*self.others, (GROUPS, Partial())) if self.groups > 1 else self.others
 
     @property
     def degree(self) -> int:
@@ -161,6 +177,20 @@ class Bucket:
         """Return the group ranks that divide the bucket with group rank `replica`, in the order of their
         shards."""
         return self.mesh.line(DATA, replica)
+
+    def same_shard(self, replica: int) -> tuple[int, ...]:
+        """Return the group ranks that have the same shard as group rank `replica`, one of each group."""
+        return self.mesh.line(GROUPS, replica) if self.groups > 1 else (replica,)
+
+    def is_summed_along(self, mesh: Mesh) -> bool:
+        """Return whether the group ranks that have terms of this bucket's sums are the lines of `mesh` along `DATA`, and
+        the bucket's parameters are divided as along `mesh`."""
+        if self.groups == 1:
+            return self.mesh == mesh
+        blocks = self.mesh.blocks((GROUPS, DATA))
+        return set(map(frozenset, blocks)) == set(map(frozenset, mesh.lines(DATA))) and all(
+            self.mesh.part(block[0], self.along) == mesh.part(block[0], self.along) for block in blocks
+        )
 
     def member(self, replica: int) -> int:
         """Return the index of the shard that group rank `replica` has."""
@@ -203,6 +233,15 @@ class Bucket:
     def empty(self, device: torch.device | str) -> torch.Tensor:
         """Return an uninitialized flat tensor with zeros in the gaps."""
         return self.without_gaps(torch.empty(self.numel, dtype=self.dtype, device=device))
+
+    def whole_with(self, held: torch.Tensor, replica: int) -> torch.Tensor:
+        """Return a flat tensor of the bucket that contains `held`, the shard of group rank `replica`, and is 0 elsewhere.
+        Return `held` itself if it is the whole flat tensor."""
+        if held.numel() == self.numel:
+            return held
+        flat = held.new_zeros(self.numel)
+        flat.chunk(self.members)[self.member(replica)].copy_(held)
+        return flat
 
     def without_gaps(self, flat: torch.Tensor) -> torch.Tensor:
         """Zero the gaps of a flat tensor in place, and return it."""

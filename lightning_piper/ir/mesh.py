@@ -13,13 +13,16 @@ parameters may be divided.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
 import numpy as np
 
 DATA = "data"
+# Along this axis, members have the same shards, and terms of one sum of gradients (HSDP). Only the meshes of
+# buckets have it.
+GROUPS = "groups"
 
 Line = tuple[int, ...]
 
@@ -49,6 +52,46 @@ class Mesh:
         blocks = self.blocks(axes)
         shape = (len(blocks), *map(self.size, axes))
         return Mesh((DATA, *axes), shape, tuple(group_rank for block in blocks for group_rank in block))
+
+    def grouped(self, group_of: Mapping[int, int]) -> Mesh:
+        """Return the mesh with the lines of `DATA` divided into groups, along the new axis `GROUPS`.
+
+        `DATA` then has the members of one group, in their order. If all members of each line are in one group, return
+        this mesh.
+
+            data=4                  --grouped({0: 0, 1: 0, 2: 1, 3: 1})-->  data ->
+            0 1 2 3                                                 groups  0 1
+                                                                      |     2 3
+
+        Args:
+            group_of: The group of each group rank.
+
+        Raises:
+            ValueError: Two groups have different numbers of members of a line, or two lines have members of
+                different numbers of groups.
+        """
+        rows = []
+        for line in self.lines(DATA):
+            found: dict[int, list[int]] = {}
+            for group_rank in line:
+                found.setdefault(group_of[group_rank], []).append(group_rank)
+            rows.append([found[group] for group in sorted(found)])
+        sizes = {tuple(map(len, row)) for row in rows}
+        shape = next(iter(sizes))
+        if len(sizes) > 1 or len(set(shape)) > 1:
+            raise ValueError(
+                f"the groups divide lines of {self.size(DATA)} members into {sorted(sizes)} members"
+            )
+        if len(shape) == 1:
+            return self
+        axis = self.axes.index(DATA)
+        others = self.shape[:axis] + self.shape[axis + 1 :]
+        grid = np.moveaxis(np.array(rows).reshape(*others, len(shape), shape[0]), (-2, -1), (axis, axis + 1))
+        return Mesh(
+            (*self.axes[:axis], GROUPS, DATA, *self.axes[axis + 1 :]),
+            grid.shape,
+            tuple(grid.ravel().tolist()),
+        )
 
     def blocks(self, axes: Sequence[str]) -> tuple[Line, ...]:
         """Return the blocks of group ranks that differ along `axes` only, in row-major order along `axes`."""

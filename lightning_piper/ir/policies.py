@@ -16,6 +16,8 @@ class ShardingPolicy:
             before it.
         reduce_stream, gather_stream: The logical streams of gradient sums and of parameter gathers.
         bucket_bytes: Number of bytes at which a bucket is closed.
+        shard_size: Number of replicas of a group. Each group has all shards, and has the same shards as the other
+            groups (HSDP). None: all replicas are one group.
         by_parameter: Whether each replica has some whole parameters instead of a shard of every parameter.
         dtype: Dtype in which gradients are summed; None for their own dtype.
     """
@@ -26,5 +28,6 @@ class ShardingPolicy:
     reduce_stream: str = "reduce"
     gather_stream: str = "gather"
     bucket_bytes: int = 25 * 2**20
+    shard_size: int | None = None
     by_parameter: bool = False
     dtype: torch.dtype | None = None

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 import networkx as nx
 
 from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.mesh import GROUPS
 from lightning_piper.ir.nodes import Node
+from lightning_piper.ir.values import Partial, Replicated
 
 
 def text_of(dag: TrainingDAG) -> str:
@@ -49,7 +51,9 @@ def line_of(dag: TrainingDAG, node: Node) -> str:
     if node.outputs:
         shown = []
         for value in node.outputs:
-            kind = "" if value.placement.__class__.__name__ == "Replicated" else f" {value.placement}"
+            kind = "" if isinstance(value.placement, Replicated) else f" {value.placement}"
+            if (GROUPS, Partial()) in value.others:
+                kind += f" {GROUPS}={Partial()}"
             spec = f" {value.tensors[0]}" if len(value.tensors) == 1 else f" x{len(value.tensors)}"
             shown.append(value.label + spec + kind)
         words.append("-> " + ", ".join(shown))

@@ -23,7 +23,7 @@ from lightning_piper.ops.communication.bucket import Pack
 from lightning_piper.ops.communication.gather import AllGather, Parameters
 from lightning_piper.ops.communication.gather_samples import GatherSamples, ScatterSamples
 from lightning_piper.ops.communication.p2p import Recv, Send
-from lightning_piper.ops.communication.reduce import AllReduce, ReduceScatter
+from lightning_piper.ops.communication.reduce import AllReduce, AllReduceShards, ReduceScatter
 from lightning_piper.ops.communication.total import Total
 from lightning_piper.ops.facts import Facts
 from lightning_piper.ops.host import Fetch, Store
@@ -40,6 +40,7 @@ __all__ = [
     "Accumulate",
     "AllGather",
     "AllReduce",
+    "AllReduceShards",
     "AllToAll",
     "Arguments",
     "Barrier",

@@ -198,8 +198,7 @@ def interpret_update(run: Reference, node: Update) -> Made:
         placement = run.dag.value(ref).placement
         if isinstance(placement, Partial):
             # The program is not complete yet, so no node sums this value over the replicas.
-            mesh = value.bucket.mesh if value.bucket else run.dag.mesh_of(value.names[0])
-            groups = [mesh.line(DATA, r) for r in run.group_ranks]
+            groups = [run.dag.mesh_of(value.names[0]).line(DATA, r) for r in run.group_ranks]
             held = [sum_in_order([held[s] for s in group]) for group in groups]
         elif isinstance(placement, Sharded):
             assert value.bucket is not None

@@ -313,9 +313,12 @@ class ProcessRuntime:
         Raises:
             PiperError: The gradients belong to parameters that are divided along an axis.
         """
+        assert self._first is not None
         kept: dict[tuple[Any, ...], tuple[Bucket, torch.Tensor]] = {}
-        for buffer in self._gradient_buffers.values():
-            for (bucket, *_), flat in buffer.items():
+        for device, buffer in self._gradient_buffers.items():
+            for (bucket, *_), gradient in buffer.items():
+                # Groups that each have all shards keep shards.
+                flat = bucket.whole_with(gradient, self._first.plans.group_rank_of(device))
                 key = bucket.names, bucket.numel, bucket.dtype
                 kept[key] = (bucket, flat) if key not in kept else (bucket, kept[key][1].add_(flat))
             buffer.clear()

@@ -131,7 +131,7 @@ class PiperStrategy(EvaluatingStrategy):
         directives: Any | None = None,
         *,
         pp: int | None = None,
-        dp: int | None = None,
+        dp: int | tuple[int, int] | None = None,
         tp: int | None = None,
         cp: int | None = None,
         ep: int | None = None,

@@ -167,13 +167,16 @@ def _device_groups(draw: Draw, stages: list[int], microbatches: int, replicas: i
     return list(draw(st.permutations(places)))
 
 
-# Fields of `Replicate` for each ZeRO level, and for level 3 with a bucket for each parameter.
+# Fields of `Replicate` for each ZeRO level, also with a bucket for each parameter, and with groups of two replicas
+# that each have all shards.
 ZERO_STAGES: list[dict[str, Any]] = [
     {},
     {"shard_optimizer": True},
     {"shard_grads": True},
     {"shard_params": True},
     {"shard_params": True, "shard_by": "parameter"},
+    {"shard_optimizer": True, "shard_size": 2},
+    {"shard_params": True, "shard_size": 2},
 ]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.mesh import DATA
+from lightning_piper.ir.mesh import DATA, GROUPS, Mesh
 from lightning_piper.ir.nodes import Chunk, Node
 from lightning_piper.ir.values import Kind, Partial, Replicated, Sharded, Value
 from lightning_piper.ops.communication.gather import Parameters
@@ -31,12 +31,13 @@ def flat_values(facts: Facts, node: Node) -> Iterable[str]:
             if isinstance(value.placement, Sharded):
                 yield f"{facts.at(node)} makes {value.label} in shards, but does not put it into a bucket"
             continue
-        if value.others != bucket.others:
+        sharded = isinstance(value.placement, Sharded)
+        partly_summed = sharded and value.kind == Kind.GRAD and value.others == bucket.others_before_groups
+        if value.others != bucket.others and not partly_summed:
             yield (
                 f"{facts.at(node)} names {value.label} {'parts' if value.others else 'whole'}, and its "
                 "bucket says otherwise"
             )
-        sharded = isinstance(value.placement, Sharded)
         made = bucket.part if sharded else bucket.whole
         fits = value.tensors == (made,) and value.placement in (Sharded(0), Partial(), Replicated())
         if not fits or not _are_of(value, bucket):
@@ -62,15 +63,19 @@ def _are_of(value: Value, bucket: Bucket) -> bool:
 
 def _misfit(dag: TrainingDAG, bucket: Bucket) -> str | None:
     """Return why a bucket does not fit the step; None if it fits."""
+    fitting: dict[Mesh, bool] = {}
     for name, spec in zip(bucket.names, bucket.tensors, strict=True):
         if name not in dag.step.params:
             return f"that holds {name}, which is not a parameter of the module"
         mesh = dag.mesh_of(name)
-        if bucket.members != (replicas := mesh.size(DATA)):
-            return (
-                f"of {bucket.members} shards, and there are {replicas} replicas that have the same parameters"
+        if bucket.terms != (replicas := mesh.size(DATA)):
+            shown = (
+                f"{bucket.groups} groups of {bucket.members}" if bucket.groups > 1 else f"{bucket.members}"
             )
-        if bucket.mesh != mesh:
+            return f"of {shown} shards, and there are {replicas} replicas that have the same parameters"
+        if mesh not in fitting:
+            fitting[mesh] = bucket.is_summed_along(mesh)
+        if not fitting[mesh]:
             return f"that holds {name}, of which other replicas have these parts"
         if dag.spec_of(name) != spec:
             return f"that holds {name} as {spec}, not as the module does"
@@ -91,6 +96,11 @@ def unsummed(facts: Facts) -> Iterable[str]:
                 f"gradient of {names_of(value.names)} reaches the optimizer as Partial(sum) over devices "
                 f"{list(update.devices)}: every replica would step with its own gradient. Add a replicate "
                 f"whose filter selects region {dict(update.tags)}"
+            )
+        elif any((GROUPS, Partial()) in facts.dag.value(ref).others for ref in update.inputs):
+            yield (
+                f"gradient of {names_of(value.names)} reaches the optimizer as a sum over one group of replicas: every "
+                f"group would step with its own gradient. Sum its shards over the groups of {list(update.devices)}"
             )
 
 

@@ -1,11 +1,12 @@
-"""Trainings with sharded optimizers, gradients and parameters on two processes (DP2) or four (PP2 x DP2), and
-the same trainings with all devices in one process or on one device.
+"""Trainings with sharded optimizers, gradients and parameters on two processes (DP2) or four (PP2 x DP2, or two
+groups of two replicas), and the same trainings with all devices in one process or on one device.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -41,6 +42,14 @@ def dp2(level: int, bucket_size: float = 0.0005, **options: Any) -> list[Directi
     ]
 
 
+def dp4(level: int, **options: Any) -> list[Directive]:
+    return [
+        piper.Place(filter={}, devices=[0, 1, 2, 3]),
+        piper.Split(filter={}, dim_name="MB", num_microbatches=2),
+        Replicate(filter={}, bucket_size=0.0005, zero=level, **options),
+    ]
+
+
 def pp2_dp2(first: int, second: int) -> list[Directive]:
     places: list[Directive] = [
         piper.Place(filter={"PP": stage}, devices=group) for stage, group in enumerate(GROUPS)
@@ -61,10 +70,13 @@ PROGRAMS: dict[str, Callable[[], list[Directive]]] = {
         f"dp2 zero{level} by parameter": lambda level=level: dp2(level, 0.02, shard_by="parameter")
         for level in (1, 3)
     },
+    **{f"dp2x2 zero{level}": lambda level=level: dp4(level, shard_size=2) for level in (1, 2, 3)},
+    "dp4 zero3": lambda: dp4(3),
+    "dp2x2 zero1 by parameter": lambda: dp4(1, shard_size=2, shard_by="parameter"),
     "dp2 zero0 in float32": lambda: dp2(0, reduce_dtype="float32"),
     "dp2 zero2 in float32": lambda: dp2(2, reduce_dtype="float32"),
 }
-PROCESSES = {name: 2 if name.startswith("dp2") else 4 for name in PROGRAMS}
+PROCESSES = {name: 2 if name.startswith("dp2 ") else 4 for name in PROGRAMS}
 
 
 @dataclass(frozen=True)
@@ -302,10 +314,10 @@ def _fit(
 
 def train(rank: int, jobs: Iterable[Job], folder: Path) -> list[dict[str, Any]]:
     """Run all jobs in this process, one after another."""
-    jobs = list(jobs)
-    replica = rank * 2 // PROCESSES[jobs[0].program]
+    return [fit(job, folder, "process", functools.partial(_own, job.program, rank)) for job in jobs]
 
-    def half(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: x.chunk(2)[replica] for name, x in batch.items()}
 
-    return [fit(job, folder, "process", half) for job in jobs]
+def _own(program: str, rank: int, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The samples of a rank's replica."""
+    replicas = 2 if program.startswith(("dp2 ", "pp2 ")) else 4
+    return {name: x.chunk(replicas)[rank * replicas // PROCESSES[program]] for name, x in batch.items()}

@@ -15,7 +15,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from lightning_piper.directives.rewrites.sharding import Conflict, Group, gather_at, readers_of, scatter
+from lightning_piper.directives.rewrites.sharding import (
+    Conflict,
+    Group,
+    gather_at,
+    readers_of,
+    scatter,
+    sharding_mesh,
+    sum_over_groups,
+)
 from lightning_piper.ir.buckets import Bucket, buckets_of
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import DATA, Mesh
@@ -64,8 +72,10 @@ def _users_of(dag: TrainingDAG) -> Mapping[str, frozenset[int]]:
 def _hold(dag: TrainingDAG, family: Sequence[int], names: Sequence[str]) -> list[Node]:
     """Let devices hold, sum and update their parts of the parameters `names`, which the regions of `family`
     share. Return the updates."""
-    mesh = dag.mesh_of(names[0])
-    policy = _policy(dag, family, names, members=mesh.size(DATA))
+    policy = _policy(dag, family, names)
+    mesh = sharding_mesh(dag, names[0], policy)
+    if mesh.size(DATA) == 1:
+        policy = dataclasses.replace(policy, gradients=False, parameters=False)
     chunks = [chunk for chunk in dag.of_type(Chunk) if chunk.region in family]
     # parameter -> the bundles of gradients that have its gradient
     bundles: dict[str, set[tuple[str, ...]]] = {}
@@ -91,24 +101,15 @@ def _hold(dag: TrainingDAG, family: Sequence[int], names: Sequence[str]) -> list
     return updates
 
 
-def _policy(dag: TrainingDAG, family: Sequence[int], names: Sequence[str], members: int) -> ShardingPolicy:
-    """Return the policy of the regions in `dag.policies`, changed to shard the optimizer state.
-
-    If only one device holds each part (`members` is 1), gradients and parameters are not sharded. Raise
-    `Conflict` if the regions have different policies.
-    """
+def _policy(dag: TrainingDAG, family: Sequence[int], names: Sequence[str]) -> ShardingPolicy:
+    """Return the policy of the regions in `dag.policies`, changed to shard the optimizer state. Raise `Conflict` if
+    the regions have different policies."""
     found = {dag.policies[region] for region in family if region in dag.policies}
     if len(found) > 1:
         raise Conflict(
             f"regions with different replicate options use the sharded parameters {', '.join(names[:3])}"
         )
-    policy = next(iter(found), ShardingPolicy())
-    return dataclasses.replace(
-        policy,
-        optimizer=True,
-        gradients=policy.gradients and members > 1,
-        parameters=policy.parameters and members > 1,
-    )
+    return dataclasses.replace(next(iter(found), ShardingPolicy()), optimizer=True)
 
 
 def _sum(
@@ -141,7 +142,7 @@ def _total(
     A reduce-scatter sums each term if the policy shards gradients, otherwise the sum of the terms. If only
     one device holds each part, there is no reduce-scatter.
     """
-    unshared = bucket.members == 1
+    unshared = bucket.terms == 1
     value = Value(
         Kind.GRAD, bucket.names, (bucket.whole,), Sharded(0) if unshared else Partial(), bucket, bucket.others
     )
@@ -169,7 +170,7 @@ def _total(
     )
     if not unshared and not policy.gradients:
         total = scatter(dag, total, policy)
-    return (total.id, 0)
+    return (sum_over_groups(dag, total, policy).id, 0)
 
 
 def _undo(dag: TrainingDAG, names: set[str]) -> None:

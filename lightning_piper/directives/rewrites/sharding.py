@@ -6,25 +6,29 @@ In terms of the training DAG, the ZeRO stages (Rajbhandari et al., 2020) are::
     optimizer           pack each -> accumulate -> reduce-scatter -> update of the shard;  one gather of the parameters a step
     gradients           pack each -> reduce-scatter each -> accumulate shards -> update of the shard;  one gather a step
     parameters          as gradients, but with a gather for every chunk that reads them
+
+If each of several groups of replicas has all shards (HSDP), reduce-scatters and gathers are within a group. An
+all-reduce then sums each shard over the groups, before the update.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from functools import cache
 
 import torch
 
 from lightning_piper.directives.rewrites.transfers import disconnect
 from lightning_piper.ir.buckets import Bucket, buckets_of
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.mesh import Mesh
+from lightning_piper.ir.mesh import DATA, GROUPS, Mesh
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.policies import ShardingPolicy
 from lightning_piper.ir.values import Kind, Partial, Replicated, Sharded, Value
 from lightning_piper.ops.communication.bucket import Pack
 from lightning_piper.ops.communication.gather import AllGather, Parameters
-from lightning_piper.ops.communication.reduce import AllReduce, ReduceScatter
+from lightning_piper.ops.communication.reduce import AllReduce, AllReduceShards, ReduceScatter
 from lightning_piper.ops.update import Accumulate, Update
 
 Group = tuple[int, ...]
@@ -78,16 +82,24 @@ def reduce_gradients(dag: TrainingDAG, regions: set[int], policy: ShardingPolicy
                 f"another directive sums {shown}, in {value.bucket.dtype}, but this one would sum it in "
                 f"{wanted}"
             )
+        if value.bucket.mesh != sharding_mesh(dag, value.names[0], policy):
+            raise Conflict(
+                f"another directive shards the gradient of {', '.join(value.names[:3])}, used in several regions, "
+                "over other groups of replicas"
+            )
+        reduced: Node = total
         # With sharded gradients, replicas sum each term, and accumulate shards of these sums.
         if policy.gradients and _shardable(dag, value.bucket):
             shards = tuple((scatter(dag, total, policy, ref).id, 0) for ref in total.inputs)
             dag.rewire(total, inputs=shards)
             dag.change(total, outputs=(dag.value(shards[0]),))
-            continue
-        sharded = policy.optimizer and _shardable(dag, value.bucket)
-        reduced = scatter(dag, total, policy) if sharded else _all_reduce(dag, total, policy)
-        for reader in readers:
-            dag.substitute(reader, (total.id, 0), (reduced.id, 0))
+        else:
+            sharded = policy.optimizer and _shardable(dag, value.bucket)
+            reduced = scatter(dag, total, policy) if sharded else _all_reduce(dag, total, policy)
+        reduced = sum_over_groups(dag, reduced, policy)
+        if reduced is not total:
+            for reader in readers:
+                dag.substitute(reader, (total.id, 0), (reduced.id, 0))
     # An update can only add values with the same placement.
     for update in dag.of_type(Update):
         found = {
@@ -143,7 +155,7 @@ def gather_as_in_training(dag: TrainingDAG, training: TrainingDAG) -> None:
     for shards in training.of_type(Parameters):
         bucket = shards.outputs[0].bucket
         assert bucket is not None
-        if bucket.mesh != dag.mesh_of(bucket.names[0]):
+        if not bucket.is_summed_along(dag.mesh_of(bucket.names[0])):
             continue  # A `shard_experts` that is applied later divides these parameters and gathers them.
         stream = next((gather.stream for gather in training.users(shards)), shards.stream)
         policy = ShardingPolicy(
@@ -312,8 +324,9 @@ def _is_to_sum(dag: TrainingDAG, total: Accumulate) -> bool:
     The result is False for gradients of divided parameters.
     """
     value = total.outputs[0]
+    divided = any(axis != GROUPS for axis, _ in value.others)
     final = bool(dag.member_axes) and dag.replicas == 1 and not isinstance(value.placement, Partial)
-    return not value.others and not final
+    return not divided and not final
 
 
 def _packed(dag: TrainingDAG, total: Accumulate, bucket: Bucket, names: tuple[str, ...]) -> Accumulate:
@@ -344,7 +357,7 @@ def _buckets(
     for name in names:
         if name in earlier:
             bucket = next(iter(earlier[name].values()))
-            if bucket.mesh != dag.mesh_of(name):
+            if not bucket.is_summed_along(dag.mesh_of(name)):
                 raise Conflict(
                     f"for this batch, the step uses {name} on devices over which it is not sharded: an earlier "
                     "batch with another layout (shapes, Python values) sharded it over other devices",
@@ -353,9 +366,8 @@ def _buckets(
                 )
             kept.setdefault(bucket, set()).add(name)
         else:
-            together.setdefault(
-                (readers.get(name, frozenset()), name in apart, dag.mesh_of(name)), []
-            ).append(name)
+            mesh = sharding_mesh(dag, name, policy)
+            together.setdefault((readers.get(name, frozenset()), name in apart, mesh), []).append(name)
     lists = [(mesh, [dag.step.params[name] for name in group]) for (*_, mesh), group in together.items()]
     found = [
         (
@@ -403,7 +415,9 @@ def scatter(dag: TrainingDAG, total: Node, policy: ShardingPolicy, ref: Ref | No
     ref = ref or (total.id, 0)
     bucket = dag.value(ref).bucket
     assert bucket is not None
-    value = Value(Kind.GRAD, dag.value(ref).names, (bucket.part,), Sharded(0), bucket, others=bucket.others)
+    value = Value(
+        Kind.GRAD, dag.value(ref).names, (bucket.part,), Sharded(0), bucket, bucket.others_before_groups
+    )
     return dag.add(
         ReduceScatter(
             inputs=(ref,),
@@ -414,6 +428,52 @@ def scatter(dag: TrainingDAG, total: Node, policy: ShardingPolicy, ref: Ref | No
             placed_by=dag.origin,
         )
     )
+
+
+def sum_over_groups(dag: TrainingDAG, total: Node, policy: ShardingPolicy) -> Node:
+    """Add an all-reduce of the shards that `total` makes, over the groups that each have all shards. Return the new
+    node, or `total` if nothing is to be summed over groups."""
+    value = total.outputs[0]
+    if (GROUPS, Partial()) not in value.others:
+        return total
+    assert value.bucket is not None
+    return dag.add(
+        AllReduceShards(
+            inputs=((total.id, 0),),
+            outputs=(dataclasses.replace(value, others=value.bucket.others),),
+            tags=total.tags,
+            devices=total.devices,
+            stream=policy.reduce_stream,
+            placed_by=dag.origin,
+        )
+    )
+
+
+def sharding_mesh(dag: TrainingDAG, name: str, policy: ShardingPolicy) -> Mesh:
+    """Return the mesh of the bucket of a parameter: the mesh along which its gradients are summed, divided into groups
+    of replicas if the policy has a `shard_size`. A parameter that this program may not shard has no groups.
+
+    Raises:
+        Conflict: The members of an axis that hold the parameter cannot be divided into equal groups.
+    """
+    mesh = dag.mesh_of(name)
+    shardable = dag.earlier_buckets is None or name in dag.earlier_buckets or name in dag.divided
+    if policy.shard_size is None or not policy.optimizer or not shardable:
+        return mesh
+    try:
+        return _grouped(mesh, dag.mesh, policy.shard_size)
+    except ValueError as error:
+        raise Conflict(
+            f"groups of {policy.shard_size} replicas have different numbers of holders of {name} ({error})",
+            "give a shard_size that is a multiple of the devices along each axis, or a divisor",
+        ) from None
+
+
+@cache
+def _grouped(mesh: Mesh, replicas: Mesh, shard_size: int) -> Mesh:
+    """Return `mesh` divided into groups of `shard_size` replicas, which are along `DATA` of the mesh `replicas`."""
+    replica_of = {group_rank: i for line in replicas.lines(DATA) for i, group_rank in enumerate(line)}
+    return mesh.grouped({group_rank: replica // shard_size for group_rank, replica in replica_of.items()})
 
 
 def _all_reduce(dag: TrainingDAG, total: Accumulate, policy: ShardingPolicy) -> AllReduce:

@@ -56,7 +56,7 @@ def check(facts: Facts, node: Pack) -> Iterable[str]:
         )
     # If only one device holds the parameters of a bucket, its gradients need no sum over replicas. The only
     # shard is the whole bucket.
-    unshared = made.bucket is not None and made.bucket.degree > 1 and made.bucket.members == 1
+    unshared = made.bucket is not None and made.bucket.degree > 1 and made.bucket.terms == 1
     held = Sharded(0) if unshared else value.placement
     if made.placement != held:
         yield f"{facts.at(node)} reads {held} and declares it as {made.placement}"

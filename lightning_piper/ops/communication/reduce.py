@@ -1,13 +1,16 @@
-"""Sums over replicas: of whole buckets, and of buckets of which each member gets a shard."""
+"""Sums over replicas: of whole buckets, of buckets of which each member gets a shard, and of the shards of
+groups of replicas that each have all shards.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
+from lightning_piper.ir.mesh import GROUPS
 from lightning_piper.ir.nodes import IssuePriority, Node
 from lightning_piper.ir.values import Partial, Replicated, Sharded, TensorSpec
 from lightning_piper.ops.base import (
@@ -45,13 +48,30 @@ class ReduceScatter(Node):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AllReduceShards(Node):
+    """A node that sums the shards of a bucket over the groups of the bucket's mesh: along `GROUPS` from `Partial` to
+    replicated. The members are the group ranks with the same shard."""
+
+    turn = IssuePriority.ON_DEMAND
+    communicates = sums = True
+
+    @property
+    def label(self) -> str:
+        return f"allreduce.{GROUPS}"
+
+    def members(self, replica: int) -> tuple[int, ...]:
+        return tuple(self.devices[group_rank] for group_rank in bucket_of(self).same_shard(replica))
+
+
+@dataclass(frozen=True, kw_only=True)
 class AllReduceInstruction(Collective):
     """An instruction that adds up bundles (zeros if it does not read any), and sums them over the members.
 
     Attributes:
         tensors: Specs of the summed tensors.
-        bucket: The bucket of the flat tensors that the instruction reads. If it reads only one flat tensor
-            and no later instruction reads this tensor, the sum may overwrite the tensor. None: the tensors are not in a bucket.
+        bucket: The bucket of the flat tensors, or shards of them, that the instruction reads. If it reads only one
+            tensor and no later instruction reads this tensor, the sum may overwrite the tensor. None: the
+            tensors are not in a bucket.
     """
 
     op: ClassVar[str] = "reduce"
@@ -85,6 +105,11 @@ def check_all_reduce(facts: Facts, node: AllReduce) -> Iterable[str]:
         yield (
             f"{facts.at(node)} describes its output differently from its input {facts.named(node.inputs[0])}"
         )
+    if made.bucket is not None and made.bucket.groups > 1:
+        yield (
+            f"{facts.at(node)} sums {value.label} over the {made.bucket.members} replicas of a group, and there are "
+            f"{made.bucket.groups} groups: sum shards over a group, and then over the groups"
+        )
     facts.forward(node)
 
 
@@ -93,8 +118,25 @@ def check_reduce_scatter(facts: Facts, node: ReduceScatter) -> Iterable[str]:
     yield from summed_once(facts, node)
     facts.forward(node)
     value, made = facts.dag.value(node.inputs[0]), node.outputs[0]
-    if value.bucket is None or made.placement != Sharded(0) or carries(made) != carries(value):
+    if value.bucket is None or made.placement != Sharded(0):
         yield f"{facts.at(node)} does not make a shard of the bucket that it sums"
+    elif (*carries(made)[:3], made.others) != (*carries(value)[:3], value.bucket.others_before_groups):
+        yield f"{facts.at(node)} describes its shard differently from the bucket that it sums"
+
+
+def check_all_reduce_shards(facts: Facts, node: AllReduceShards) -> Iterable[str]:
+    """The node must sum shards that the groups have not summed yet, once."""
+    ref = node.inputs[0]
+    value, made, source = facts.dag.value(ref), node.outputs[0], facts.dag.nodes[ref[0]]
+    facts.forward(node)
+    if len(node.inputs) != 1 or source.devices != node.devices:
+        yield f"{facts.at(node)} sums {facts.named(ref)}, which lies on devices {list(source.devices)}"
+    if value.bucket is None or value.placement != Sharded(0):
+        yield f"{facts.at(node)} sums {facts.named(ref)}, which is not a shard of a bucket"
+    elif (GROUPS, Partial()) not in value.others:
+        yield f"{facts.at(node)} sums {facts.named(ref)} over groups that all have the same shard of it"
+    elif made != replace(value, others=value.bucket.others):
+        yield f"{facts.at(node)} describes its output differently from its input {facts.named(ref)}"
 
 
 def summed_once(facts: Facts, node: Node) -> Iterable[str]:
@@ -125,6 +167,11 @@ def interpret_reduce_scatter(run: Reference, node: ReduceScatter) -> Made:
         [[run.sum_over(node, bucket.shard_group(r))[0].chunk(bucket.members)[bucket.member(r)]]]
         for r in run.group_ranks
     ]
+
+
+def interpret_all_reduce_shards(run: Reference, node: AllReduceShards) -> Made:
+    bucket = bucket_of(node)
+    return [[run.sum_over(node, bucket.same_shard(r))] for r in run.group_ranks]
 
 
 # Plans
@@ -260,6 +307,15 @@ register_operation(
         interpret_reduce_scatter,
         lower_reduce_scatter,
         bind={ReduceScatterInstruction: bind_reduce_scatter},
+        alike=True,
+    )
+)
+register_operation(
+    Operation(
+        AllReduceShards,
+        check_all_reduce_shards,
+        interpret_all_reduce_shards,
+        lower_all_reduce,
         alike=True,
     )
 )
