@@ -158,12 +158,12 @@ def test_cuts_are_even() -> None:
 @pytest.mark.parametrize(
     "degrees, message",
     [
-        ({"pp": 0}, "pp=0"),
+        ({"pp": 0}, "pp is 0"),
         ({"dp": (4, 2)}, "replicas shard nothing with zero=0, or give zero=1, 2 or 3"),
         ({"dp": (4, 1), "zero": 3}, r"dp is \(4, 1\)\. Give dp=4"),
         ({"dp": (4, 2, 2), "zero": 3}, "Give .groups of replicas, replicas of a group"),
         ({"dp": (4, 0), "zero": 3}, "Give .groups of replicas, replicas of a group"),
-        ({"zero": 4}, "give a ZeRO stage from 0 to 3"),
+        ({"zero": 4}, "Give a ZeRO stage from 0 to 3"),
         ({"schedule": "other"}, "1f1b, interleaved"),
         ({"tp": 2}, "give module and batch"),
         ({"tp": 2, "cp": 2}, "give only one of them"),
@@ -191,8 +191,8 @@ def test_groups_of_replicas() -> None:
         piper.Place(devices=range(8)),
         piper.Replicate(devices=list(range(8)), zero=3, shard_size=4),
     ]
-    assert given("zero3", dp=[2, 4]) == given(None, dp=(2, 4), zero=3)
-    found = given("zero2", dp=[2, 2], pp=2)
+    assert requested_degrees("zero3", dp=[2, 4]) == requested_degrees(None, dp=(2, 4), zero=3)
+    found = requested_degrees("zero2", dp=[2, 2], pp=2)
     assert found is not None and found.for_devices(8) == found and str(found) == "pp=2, dp=(2, 2), zero=2"
     with pytest.raises(piper.DirectiveError, match=r"pp=2 x dp=\(2, 2\) = 8 on 4 devices"):
         found.for_devices(4)
