@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import lightning_piper as piper
 from lightning_piper.processes.world import World
+from tests.distributed.processes import PATIENCE
 from tests.strategy.fitting import sharing_captures, trainer
 
 
@@ -190,3 +191,21 @@ def _gather_states(fits: Sequence[Fit]) -> None:
 
 def samples(fits: Sequence[Fit], epoch: int = 0) -> list[int]:
     return sorted(x for each in fits for batch in each.module.seen.get(epoch, []) for x in batch)
+
+
+def on_processes(rank: int, how: How, length: int, jobs: Sequence[dict[str, Any]]) -> dict[int, Any]:
+    """Run fits on real processes, each a replica, one after another; the samples of each fit, by its index."""
+    found: dict[int, Any] = {}
+    for index, job in enumerate(jobs):
+        L.seed_everything(7 + index)
+        module, stop = Seeing(), job.get("stop")
+        made, _ = trainer(
+            piper.PiperStrategy(timeout=PATIENCE),
+            [] if stop is None else [Stop(stop, job["save"])],
+            devices=how.replicas,
+            max_steps=-1,
+            max_epochs=1,
+        )
+        made.fit(module, how.loader(length, rank), ckpt_path=job.get("path"))
+        found[index] = module.seen.get(0, [])
+    return found

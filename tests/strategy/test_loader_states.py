@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import lightning_piper as piper
-from tests.strategy.middle_of_epoch import How, fit, samples, together
+from tests.distributed.processes import launch_trainings
+from tests.strategy.middle_of_epoch import How, fit, on_processes, samples, together
 
 LENGTH = 48
 
@@ -169,6 +170,23 @@ def test_a_stream_continues_in_a_later_epoch(tmp_path):
 def test_a_shuffle_buffer_warns(tmp_path):
     with pytest.warns(UserWarning, match=r"samples in the shuffle buffer .*PIPER-W029"):
         together(Streamed(buffer=8), LENGTH, tmp_path, 5)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [How(2), How(2, kind=StatefulDataLoader), Of(2, kind=Stream)],
+    ids=["positions", "torchdata", "states"],
+)
+def test_processes_continue(how, tmp_path):
+    """On real processes, which exchange the states; then on one."""
+    path = tmp_path / "half.ckpt"
+    jobs = [{"stop": 5, "save": path}, {"path": path}]
+    ranks = launch_trainings(2, on_processes, tmp_path / "run", how, LENGTH, jobs)
+    first, second = ([x for rank in ranks for batch in rank[index] for x in batch] for index in range(2))
+    assert sorted(first + second) == list(range(LENGTH))
+    if how.kind is not Stream:
+        alone = fit(How(batch_size=3), lambda: How(batch_size=3).loader(LENGTH, 0), tmp_path, path=path)
+        assert sorted(first + samples([alone])) == [*range(LENGTH)]
 
 
 def test_another_state_loses_samples(tmp_path):
