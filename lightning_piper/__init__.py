@@ -26,7 +26,7 @@ from lightning_piper.profile import PiperProfiler, Schedule
 from lightning_piper.routing import combine, dispatch
 from lightning_piper.sample_gathering import gather_samples
 from lightning_piper.search import search
-from lightning_piper.strategy import PiperStrategy, grad_norm
+from lightning_piper.strategy import PiperStrategy, SpikeRecorder, grad_norm
 from lightning_piper.tensor_parallel import tensor_parallel
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
     "ShardExperts",
     "ShardSequences",
     "ShardWeights",
+    "SpikeRecorder",
     "Split",
     "VerificationError",
     "annotate",

@@ -88,6 +88,11 @@ from lightning.pytorch.loggers import CSVLogger
 L.Trainer(devices=2, strategy=strategy, max_epochs=5, logger=CSVLogger(".", name="lightning_logs")).fit(module, loader)
 """,
     "docs/howto/recompute.md 2": "module, batch = Net(), torch.zeros(1024, 256)",
+    "docs/howto/guard.md 1": """
+Path("spikes").mkdir()
+spike = {"loss": 9.0, "median": 1.0, "norm": 2.0, "batch": batch, "batch_idx": 3}
+torch.save(spike, "spikes/step=412-batch=3-replica=0.pt")
+""",
     "docs/howto/middle_of_epoch.md 0": "dataset = TensorDataset(*batch)",
     "docs/howto/middle_of_epoch.md 1": """
 pytest.importorskip("datasets"), pytest.importorskip("torchdata")

@@ -10,9 +10,10 @@ from lightning_utilities.core import rank_zero
 from lightning_piper.strategy.checkpoints import consolidate
 from lightning_piper.strategy.compatibility import grad_norm
 from lightning_piper.strategy.last_checkpoint import last_checkpoint
+from lightning_piper.strategy.spikes import SpikeRecorder
 from lightning_piper.strategy.strategy import PiperStrategy
 
-__all__ = ["PiperStrategy", "consolidate", "grad_norm", "last_checkpoint"]
+__all__ = ["PiperStrategy", "SpikeRecorder", "consolidate", "grad_norm", "last_checkpoint"]
 
 log = rank_zero.log
 import pytorch_lightning.strategies  # noqa: E402
