@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,7 +49,8 @@ class Difference:
 
     Attributes:
         result: The loss, a logged value, a buffer or a parameter's gradient.
-        distance: The distance of the results, relative to the largest value.
+        distance: The distance of the results, relative to the largest value. Infinite if only the result on
+            the parts is infinite or NaN.
         where: The first forward operation whose results differ, and the user's line. Empty if the results of
             all forward operations agree, so that the cause is in the backward pass.
     """
@@ -59,6 +61,8 @@ class Difference:
 
     def __str__(self) -> str:
         where = f", from {self.where} on" if self.where else ", in the backward pass"
+        if self.distance == math.inf:
+            return f"{self.result} is infinite or NaN only on parts of the samples{where}"
         return f"{self.result} differs by {self.distance:.1e}{where}"
 
 
@@ -168,7 +172,10 @@ def coarsest(step: CapturedStep) -> float:
 
 def _furthest(one: Outcome, two: Outcome, eps: float) -> tuple[str, float] | None:
     """Return the result with the largest distance beyond rounding, and this distance; None if all distances
-    are within rounding."""
+    are within rounding.
+
+    Numbers that are infinite or NaN on all samples are not compared.
+    """
     kinds = (
         ("", one.metrics, two.metrics),
         ("the gradient of ", one.grads, two.grads),
@@ -181,14 +188,21 @@ def _furthest(one: Outcome, two: Outcome, eps: float) -> tuple[str, float] | Non
             x, y = a[name].double(), b[name].double()
             # A gradient that is zero except for rounding moves by its own size.
             scale = max(_size(x), 1e-3 * largest if a is one.grads else 0.0) or 1.0
-            far[f"{kind}{name!r}" if kind else name] = _size(torch.where(x == y, 0.0, x - y)) / scale
+            far[f"{kind}{name!r}" if kind else name] = _distance(x, y) / scale
     return max(
-        ((name, x) for name, x in far.items() if not x <= FAR * eps), key=lambda each: each[1], default=None
+        ((name, x) for name, x in far.items() if x > FAR * eps), key=lambda each: each[1], default=None
     )
 
 
 def _size(x: torch.Tensor) -> float:
-    return float(x.abs().max()) if x.numel() else 0.0
+    """Return the largest finite absolute value; 0 if there is none."""
+    return float(x.abs().nan_to_num(nan=0.0, posinf=0.0).max()) if x.numel() else 0.0
+
+
+def _distance(x: torch.Tensor, y: torch.Tensor) -> float:
+    """Return the largest distance where `x` is finite. It is infinite if `y` is infinite or NaN there."""
+    far = torch.where((x == y) | ~x.isfinite(), 0.0, x - y).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+    return float(far.max()) if far.numel() else 0.0
 
 
 # Where results begin to differ
@@ -265,7 +279,7 @@ def _is_joined(whole: torch.Tensor, parts: list[torch.Tensor]) -> bool:
         options = [torch.cat(parts, dims[0])]
     scale, eps = max(_size(whole.double()), 1e-30), FAR * torch.finfo(whole.dtype).eps
     return any(
-        x.shape == whole.shape and _size(torch.where(whole == x, 0.0, whole - x).double()) <= eps * scale
+        x.shape == whole.shape and _distance(whole.double(), x.double()) <= eps * scale
         for x in options
     )
 

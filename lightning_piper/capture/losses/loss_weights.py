@@ -47,6 +47,7 @@ from lightning_piper.capture.losses.denominators import (
     Expression,
     denominator_of,
     described,
+    guards_of,
     simplified,
     stats_of,
 )
@@ -299,7 +300,7 @@ class _LossWeighting:
         """
         (name,), known = made.names, not isinstance(node, Node) or self._alike or self._is_known(node)
         # Computed from its sums, a function of sums over the batch needs no weights.
-        of_sums = known and isinstance(node, Node) and not self._alike and self.found.follows_from_batch(node)
+        of_sums = known and isinstance(node, Node) and not self._alike and not self._is_source(node)
         sources = sources_of(node, self.found, self._is_source) if of_sums or not known else None
         meeting = first_cross_sample([node], self._meetings)
         if not known and sources is None:
@@ -334,8 +335,10 @@ class _LossWeighting:
 
     def _is_source(self, node: Node) -> bool:
         """Return whether weights suffice to combine the node's values, also if some of the values are 0. They
-        do not if the value is a function of sums over the batch."""
-        return self._is_known(node) and not self.found.follows_from_batch(node)
+        do not if the value is a function of sums over the batch. They do not if the value is a quotient by a number
+        that may be 0 on the whole batch, because the parts may then be infinite with both signs."""
+        divided = guards_of(self.found.of(node).denominator or ONE)
+        return self._is_known(node) and not divided and not self.found.follows_from_batch(node)
 
     def _is_known(self, node: Node) -> bool:
         """Return whether weights suffice to combine the node's values on parts of the batch."""
