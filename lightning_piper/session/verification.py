@@ -372,7 +372,7 @@ def _dependent_samples(compiled: Compiled) -> Iterator[str]:
         yield (
             "the loss is not a sum of means, sums, and ratios whose denominators depend only on the "
             f"batch{where}. Piper averages its values on microbatches and replicas as means over samples, so "
-            f"the loss differs from that of all {dag.size} samples [PIPER-W006]"
+            f"the loss may differ from that of all {dag.size} samples [PIPER-W006]"
         )
     elif code.meet is not None:
         apart = "Each microbatch or replica sees only its own samples, so"
@@ -380,7 +380,7 @@ def _dependent_samples(compiled: Compiled) -> Iterator[str]:
             apart = "As under DDP, each replica sees only its own samples, so"
         yield (
             f"the loss or a gradient mixes samples, or indexes into the batch, in {code.meet}. {apart} the "
-            f"result differs from that of all {dag.size} samples on one device. To compute with the samples of "
+            f"result may differ from that of all {dag.size} samples on one device. To compute with the samples of "
             "the whole batch, gather them with piper.gather_samples (docs/losses.md) [PIPER-W005]"
         )
     if code.nonlinear is not None:

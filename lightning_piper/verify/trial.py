@@ -279,8 +279,7 @@ def _is_joined(whole: torch.Tensor, parts: list[torch.Tensor]) -> bool:
         options = [torch.cat(parts, dims[0])]
     scale, eps = max(_size(whole.double()), 1e-30), FAR * torch.finfo(whole.dtype).eps
     return any(
-        x.shape == whole.shape and _distance(whole.double(), x.double()) <= eps * scale
-        for x in options
+        x.shape == whole.shape and _distance(whole.double(), x.double()) <= eps * scale for x in options
     )
 
 

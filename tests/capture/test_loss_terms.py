@@ -4,6 +4,7 @@ the graph.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -244,6 +245,8 @@ LOSSES: dict[str, tuple[Loss, list[str]]] = {
     "samples, if many": (lambda m, p, y, r: p.square().sum() / torch.where(number(p) > 4, number(p), 1.0),
         ["ratio"]),
     "a root of the number": (lambda m, p, y, r: p.square().sum() / number(p).sqrt(), ["ratio"]),
+    "a root of a Python number": (lambda m, p, y, r: p.square().sum() / len(p) ** 0.5, ["ratio"]),
+    "a square of a Python number": (lambda m, p, y, r: p.square().sum() / len(p) ** 2, ["ratio"]),
     "whole thirds": (lambda m, p, y, r: p.square().sum() / (number(p) // 3), ["ratio"]),
     "truncated": (lambda m, p, y, r: p.square().sum() / ((number(p) + 1) / 3).long(), ["ratio"]),
     "a truncated count": (lambda m, p, y, r: (each(p, y) * r[1]).sum() / (r[1].sum() * 0.7 + 1).long(),
@@ -359,8 +362,9 @@ PYTHON_NUMBERS: dict[str, tuple[Callable[[int], float], str]] = {
     "at least eight": (lambda n: max(n, 8), "with 12 samples: samples; with 3 samples: not known"),
     "at most four": (lambda n: min(n, 4), "with 12 samples: sum; with 3 samples: samples"),
     "a half": (lambda n: n // 2, "with 12 samples: samples; with 3 samples: not known"),
-    "a root": (lambda n: n**0.5, ""),
-    "a square": (lambda n: n**2, ""),
+    "a root of half": (lambda n: (n // 2) ** 0.5, r"with 12 samples: .*; with 3 samples: not known"),
+    "a logarithm": (lambda n: math.log(n), ""),
+    "a cube": (lambda n: n**3, ""),
 }
 
 
@@ -549,6 +553,10 @@ LOST: dict[str, Loss] = {
     "beside another": lambda m, p, y, r: all_of(p) / (r[1].sum() - 1) + p.mean(),
     "classes": lambda m, p, y, r: sum(all_of(p[:, c]) / (r[1] & (y != c)).sum() for c in range(3)),
     "if any": lambda m, p, y, r: torch.where(r[1].sum() > 0, all_of(p) / r[1].sum(), 0.0),
+    "if any mask": lambda m, p, y, r: torch.where(r[1].any(), all_of(p) / r[1].sum(), 0.0),
+    "otherwise 0 times a sum": lambda m, p, y, r: torch.where(
+        r[1].any(), all_of(p) / r[1].sum(), 0.0 * p.sum()
+    ),
     "if several": lambda m, p, y, r: torch.where(r[1].sum() > 1, all_of(p) / (r[1].sum() - 1), 0.0),
     "times a condition": lambda m, p, y, r: all_of(p) / r[1].sum().clamp(min=1) * (r[1].sum() > 1),
     "without NaN": lambda m, p, y, r: torch.nan_to_num(all_of(p) / (r[1].sum() - 1)),
@@ -576,7 +584,14 @@ def test_a_factor_of_a_part_that_is_0_or_not_finite_loses_nothing(
 def test_a_condition_that_the_whole_batch_does_not_meet_gives_0() -> None:
     empty = one_label()
     empty[3][:] = False
-    for name in ("if any", "if several", "times a condition", "without NaN"):
+    for name in (
+        "if any",
+        "if any mask",
+        "otherwise 0 times a sum",
+        "if several",
+        "times a condition",
+        "without NaN",
+    ):
         step, tensors = captured(LOST[name])
         for slices in (PARTS, (Slice(0, SIZE),)):
             whole = run_eagerly(step, tensors, empty, [Slice(0, SIZE)])
@@ -585,6 +600,25 @@ def test_a_condition_that_the_whole_batch_does_not_meet_gives_0() -> None:
                 assert distance(whole, found) < BOUND
             else:
                 assert [float(x) for x in found.metrics.values()] == [0.0] == [*whole.metrics.values()]
+
+
+def test_a_logged_quotient_by_0_is_infinite_as_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts would be infinite with both signs, and their sum NaN."""
+
+    def logged(m: Any, p: Tensor, y: Tensor, r: Any) -> Tensor:
+        m.log("share", (r[0] - 0.6).sum() / (r[1].sum() * 0.0))
+        return p.mean()
+
+    def share() -> float:
+        step, tensors = captured(logged)
+        parts = interpret(accumulating(step, PARTS), tensors, batch())
+        return float(parts.metrics["share"])
+
+    step, tensors = captured(logged)
+    whole = float(run_eagerly(step, tensors, batch(), [Slice(0, SIZE)]).metrics["share"])
+    assert math.isinf(whole) and share() == whole
+    monkeypatch.setattr(loss_weights, "guards_of", lambda expression: [])
+    assert math.isnan(share())
 
 
 @pytest.mark.long

@@ -44,6 +44,14 @@ def test_a_step_that_reads_the_number_of_samples_differs() -> None:
     assert "mul at" in str(found(lambda h: h * math.log(len(h))))
 
 
+def test_results_that_are_not_finite_on_all_samples_are_not_compared() -> None:
+    assert found(lambda h: h / h.new_zeros(())) is None
+    assert found(lambda h: h * h.new_full((), math.nan)) is None
+    only_parts = str(found(lambda h: h / (len(h) - 2)))
+    assert "is infinite or NaN only on parts of the samples, from div at" in only_parts
+    assert "differs by" in str(found(lambda h: h * len(h)))
+
+
 def test_a_step_that_computes_something_else_each_time_is_not_tried(tmp_path: Path) -> None:
     """The number of samples is not the cause."""
     runs = tmp_path / "runs"

@@ -32,6 +32,7 @@ from lightning_piper.totals import TOTAL
 
 aten = torch.ops.aten
 Ask = Callable[[bool], tuple[torch.fx.Graph, int] | None]  # see the argument `ask` of `BatchDependence`
+_POWERS = (0.5, -0.5, 2, -2)  # powers of the number of samples that `number` finds, besides 1 and -1
 FEW = 8  # the most elements of a constant whose numbers are compared
 # Operations that only reshape, copy or convert their input, so that the result has the same elements.
 _HANDED_ON = RESHAPES | COPIES | SQUEEZES | {aten.lift_fresh_copy.default}
@@ -93,10 +94,11 @@ class BatchDependence:
             position: the position of the argument, or the name of a keyword argument; None for a tensor.
 
         Returns:
-            With n samples: a constant, a multiple of n, a constant over n, n plus an integer, or the inverse
-                of n plus an integer. None if the number depends on n in another way, or if the node has no
-                counterpart in the trace at another size. Without such a trace, every number is a constant.
-                0, NaN and any other value than a number count as constants.
+            With n samples: a constant, a multiple of n, of its root or of its square, the inverse of such a
+                multiple, n plus an integer, or the inverse of n plus an integer. None if the number depends on n
+                in another way, or if the node has no counterpart in the trace at another size. Without such a
+                trace, every number is a constant. 0, NaN and any other value than a number count as
+                constants.
         """
         if not isinstance(value, int | float) or not value or value != value:
             return ConstantExpression(value)
@@ -119,6 +121,10 @@ class BatchDependence:
             return times(ConstantExpression(value / self.size), SAMPLES)
         if abs(value * self.size - there * size) <= 1e-9 * abs(value) * size:
             return over(ConstantExpression(value * self.size), SAMPLES)
+        for power in _POWERS:
+            if abs(value * size**power - there * self.size**power) <= 1e-9 * abs(value) * size**power:
+                factor = ConstantExpression(value / self.size**power)
+                return times(factor, ElementwiseExpression(torch.pow, (SAMPLES, ConstantExpression(power))))
         if (less := self._shifted(value, there)) is not None:
             return less
         upside_down = self._shifted(1 / value, 1 / there) if there else None

@@ -414,10 +414,11 @@ class LossTerms:
         if not isinstance(condition, Node) or not isinstance(value, Node) or not isinstance(other, Node):
             return None
         inner, number, asked = self.of(value), self.dependence.literal(other), self.expression(condition)
+        zero = number == ConstantExpression(0) or self._is_product_with_zero(other)
         if (
             inner.reduction != LINEAR
             or inner.denominator is None
-            or number != ConstantExpression(0)
+            or not zero
             or asked is None
             or not stats_of(asked)
         ):
@@ -425,6 +426,14 @@ class LossTerms:
         made = Conditional(asked, inner.denominator)
         self.uses.setdefault(made, set()).add((node, condition))
         return Combination(LINEAR, made)
+
+    def _is_product_with_zero(self, node: Node) -> bool:
+        """Return whether the value is a product with the number 0, such as `0.0 * x.sum()`."""
+        return node.target in MULTIPLIED and any(
+            x == 0 if isinstance(x, int | float) else self.dependence.literal(x) == ConstantExpression(0)
+            for x in node.args[:2]
+            if isinstance(x, int | float | Node)
+        )
 
     def _without_nan(self, node: Node) -> Combination:
         """Return how `torch.nan_to_num(total / n)` combines: a ratio, replaced by 0 if the denominator of the
@@ -537,11 +546,13 @@ class LossTerms:
             return None
         if target in SUMS and self.of(node) == Combination(LINEAR, ONE):
             return BatchSum(self._keys.of(node), node, "sum")
+        if target is aten.any.default and self._is_mask(node.args[0]):
+            return ElementwiseExpression(aten.gt.Scalar, (self._sum_of(node.args[0]), ConstantExpression(0)))
         if target is aten.mean.default and self.of(node) == Combination(LINEAR, SAMPLES):
             source: Any = node.args[0]
             per_sample = ConstantExpression(source.meta["val"].numel() / self.size)
             return over(
-                BatchSum(self._keys.number_of(("sum", self._keys.of(source))), source, "rows"),
+                self._sum_of(source),
                 times(per_sample, SAMPLES),
             )
         if (
@@ -570,6 +581,19 @@ class LossTerms:
             if known_by_value
             else None
         )
+
+    def _is_mask(self, rows: Any) -> bool:
+        """Return whether the value has a truth value for each sample, which follow from the batch alone."""
+        return (
+            isinstance(rows, Node)
+            and rows.meta["val"].dtype == torch.bool
+            and self.of(rows) == Combination(ROWS)
+            and not self._differs_by_position(rows)
+        )
+
+    def _sum_of(self, rows: Any) -> BatchSum:
+        """Return the sum of the elements of a value with rows of samples."""
+        return BatchSum(self._keys.number_of(("sum", self._keys.of(rows))), rows, "rows")
 
 
 def _adds_up_to_one(denominator: Expression | None) -> bool:
