@@ -362,8 +362,8 @@ PYTHON_NUMBERS: dict[str, tuple[Callable[[int], float], str]] = {
     "at least eight": (lambda n: max(n, 8), "with 12 samples: samples; with 3 samples: not known"),
     "at most four": (lambda n: min(n, 4), "with 12 samples: sum; with 3 samples: samples"),
     "a half": (lambda n: n // 2, "with 12 samples: samples; with 3 samples: not known"),
-    "a root of half": (lambda n: (n // 2) ** 0.5, r"with 12 samples: .*; with 3 samples: not known"),
-    "a logarithm": (lambda n: math.log(n), ""),
+    "a root of half": (lambda n: (n // 2) ** 0.5, "with 12 samples: sum; with 3 samples: samples"),
+    "a logarithm": (lambda n: math.log(n + 1), "with 12 samples: sum; with 3 samples: samples"),
     "a cube": (lambda n: n**3, ""),
 }
 

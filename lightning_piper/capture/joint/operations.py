@@ -104,3 +104,8 @@ CONSTANTS = {aten.new_zeros.default: 0.0, aten.new_ones.default: 1.0, aten.zeros
     aten.ones_like.default: 1.0,
              aten.new_full.default: None, aten.full_like.default: None, aten.empty_like.default: 0.0,
              aten.new_empty.default: 0.0, aten.new_empty_strided.default: 0.0}  # fmt: skip
+
+
+def is_product_with_zero(node: Node) -> bool:
+    """Return whether the value is a product with the number 0, such as `0.0 * x.sum()`."""
+    return node.target in MULTIPLIED and any(type(x) in (int, float) and x == 0 for x in node.args[:2])

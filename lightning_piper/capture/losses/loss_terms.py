@@ -32,6 +32,7 @@ from lightning_piper.capture.joint.operations import (
     SCATTERED,
     extreme_of,
     is_coarser,
+    is_product_with_zero,
     is_zero,
 )
 from lightning_piper.capture.losses.batch_dependence import Ask, BatchDependence
@@ -414,7 +415,7 @@ class LossTerms:
         if not isinstance(condition, Node) or not isinstance(value, Node) or not isinstance(other, Node):
             return None
         inner, number, asked = self.of(value), self.dependence.literal(other), self.expression(condition)
-        zero = number == ConstantExpression(0) or self._is_product_with_zero(other)
+        zero = number == ConstantExpression(0) or is_product_with_zero(other)
         if (
             inner.reduction != LINEAR
             or inner.denominator is None
@@ -426,14 +427,6 @@ class LossTerms:
         made = Conditional(asked, inner.denominator)
         self.uses.setdefault(made, set()).add((node, condition))
         return Combination(LINEAR, made)
-
-    def _is_product_with_zero(self, node: Node) -> bool:
-        """Return whether the value is a product with the number 0, such as `0.0 * x.sum()`."""
-        return node.target in MULTIPLIED and any(
-            x == 0 if isinstance(x, int | float) else self.dependence.literal(x) == ConstantExpression(0)
-            for x in node.args[:2]
-            if isinstance(x, int | float | Node)
-        )
 
     def _without_nan(self, node: Node) -> Combination:
         """Return how `torch.nan_to_num(total / n)` combines: a ratio, replaced by 0 if the denominator of the
@@ -583,13 +576,9 @@ class LossTerms:
         )
 
     def _is_mask(self, rows: Any) -> bool:
-        """Return whether the value has a truth value for each sample, which follow from the batch alone."""
-        return (
-            isinstance(rows, Node)
-            and rows.meta["val"].dtype == torch.bool
-            and self.of(rows) == Combination(ROWS)
-            and not self._differs_by_position(rows)
-        )
+        """Return whether the value has truth values for each sample that follow from the batch alone."""
+        known = rows.meta["val"].dtype == torch.bool and self.of(rows) == Combination(ROWS)
+        return known and not self._differs_by_position(rows)
 
     def _sum_of(self, rows: Any) -> BatchSum:
         """Return the sum of the elements of a value with rows of samples."""

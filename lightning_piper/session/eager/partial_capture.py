@@ -164,8 +164,8 @@ def _said(error: CaptureError, step: PartlyCaptured) -> str:
     return (
         f"training_step is captured in part: {error}. Consequences: {step.executed}, once for each "
         "microbatch, in the region of the last captured call; attributes that it sets on the module stay in "
-        "that process; the loss counts as a mean over samples. To get an error instead, use "
-        "PiperStrategy(capture='always') [PIPER-W002]"
+        "that process; the loss counts as a mean over samples, so another loss differs from one device's. To get "
+        "an error instead, use PiperStrategy(capture='always') [PIPER-W002]"
     )
 
 
