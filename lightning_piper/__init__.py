@@ -26,7 +26,7 @@ from lightning_piper.profile import PiperProfiler, Schedule
 from lightning_piper.routing import combine, dispatch
 from lightning_piper.sample_gathering import gather_samples
 from lightning_piper.search import search
-from lightning_piper.strategy import PiperStrategy, SpikeRecorder, grad_norm
+from lightning_piper.strategy import PiperStrategy, SpikeRecorder, grad_norm, whole_module
 from lightning_piper.tensor_parallel import tensor_parallel
 
 __all__ = [
@@ -68,4 +68,5 @@ __all__ = [
     "search",
     "tensor_parallel",
     "verify",
+    "whole_module",
 ]

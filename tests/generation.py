@@ -6,7 +6,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import lightning as L
 import torch
@@ -15,6 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_piper as piper
+from lightning_piper.errors import PiperError
+from lightning_piper.session import available_memory
 from tests.pretrained import KINDS, STAGES, VOCABULARY
 from tests.strategy.fitting import QUIET
 
@@ -26,7 +30,7 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},
     "pp2 dp2": {"pp": 2, "dp": 2},
 }
-END = 5  # the token at which a text ends
+END = 30  # the token at which a text ends; the models often choose it
 PROMPT, NEW = 4, 12  # tokens of a prompt, and the largest number of tokens after it
 
 
@@ -135,6 +139,49 @@ class OneRank(Sampling):
         return super().generate(prompts, batch_idx) if self.trainer.is_global_zero else prompts
 
 
+class InHooks(Sampling):
+    """Its validation step is captured. Hooks generate, on rank 0 only if `one_rank` is set."""
+
+    one_rank = False
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("length", self.loss(batch))
+
+    def hook(self, name: str) -> None:
+        with piper.whole_module(self):
+            if self.trainer.is_global_zero or not self.one_rank:
+                self.eval()
+                self.write(name, prompts(2).to(self.device), 0)
+
+    def on_validation_epoch_end(self) -> None:
+        self.hook("sanity" if self.trainer.sanity_checking else "validation")
+
+    def on_train_epoch_end(self) -> None:
+        if self.current_epoch == 1:
+            self.hook("epoch")
+
+    def on_train_end(self) -> None:
+        self.hook("end")
+
+
+class InHooksOfOneRank(InHooks):
+    one_rank = True
+
+
+class FromFiles(Sampling):
+    """Reads its model from a folder: with `read`, on the meta device until a process holds a tensor."""
+
+    def __init__(self, folder: Path, read: Callable[..., Any]) -> None:
+        Writer.__init__(self)
+        self.folder, self.read = folder, read
+        self.model: Any = None
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = self.read(KINDS[self.kind]()[0], self.folder)
+            piper.annotate_modules(self, "PP", STAGES[self.kind])
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +204,7 @@ class Block(nn.Module):
 class Loop(Writer):
     """A GPT in two stages, and a loop that appends the most probable token."""
 
-    cached = False
+    cached, end = False, 24
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,9 +212,7 @@ class Loop(Writer):
             torch.manual_seed(3)
             self.embed, self.positions = nn.Embedding(VOCABULARY, 16), nn.Embedding(PROMPT + NEW, 16)
             self.blocks = nn.ModuleList(Block() for _ in range(2))
-            self.head = nn.Linear(16, VOCABULARY)
-            for parameter in self.parameters():
-                nn.init.normal_(parameter, std=0.5)
+            self.head = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, VOCABULARY, bias=False))
         self.double()
 
     def forward(self, tokens: Tensor, past: Any = None) -> Tensor:
@@ -199,6 +244,30 @@ class Loop(Writer):
         return tokens
 
 
+class Misuse(Loop):
+    """A captured validation, after which a hook uses `whole_module` wrongly, as `kind` says."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("length", self.loss(batch))
+
+    def on_train_epoch_end(self) -> None:
+        if self.kind == "one rank" and not self.trainer.is_global_zero:
+            return
+        with (
+            mock.patch.object(
+                available_memory, "_free", return_value=0 if self.kind == "memory" else 1 << 30
+            ),
+            piper.whole_module(self),
+            torch.no_grad(),
+        ):
+            if self.kind == "changes":
+                self.head[1].weight.mul_(2)
+
+
 class CachedLoop(Loop):
     """Keeps keys and values, so that each pass computes one token."""
 
@@ -207,14 +276,14 @@ class CachedLoop(Loop):
 
 class LoopUntilEnd(Loop):
     def ended(self, tokens: Tensor) -> bool:
-        return bool((tokens == END).any(1).all())
+        return bool((tokens[:, PROMPT:] == self.end).any(1).all())
 
 
 class SamplingLoop(LoopUntilEnd):
     """Draws tokens, after it has seeded torch by the index of the batch."""
 
     def chosen(self, logits: Tensor) -> Tensor:
-        return torch.multinomial((logits / 1.5).softmax(-1), 1)
+        return torch.multinomial((logits / 3).softmax(-1), 1)
 
     def generate(self, prompts: Tensor, batch_idx: int) -> Tensor:
         torch.manual_seed(batch_idx)
@@ -225,6 +294,7 @@ WRITERS: dict[str, Callable[[], Writer]] = {
     each.__name__: each
     for each in (
         *(Greedy, Sampling, BeamSearch, StaticCache, Gpt2, SomeBatches, OneRank),
+        *(InHooks, InHooksOfOneRank),
         *(Loop, CachedLoop, LoopUntilEnd, SamplingLoop),
     )
 }
@@ -234,7 +304,9 @@ def prompts(count: int, seed: int = 1) -> Any:
     return torch.randint(6, VOCABULARY, (count, PROMPT), generator=torch.Generator().manual_seed(seed))
 
 
-def run(module: Writer, strategy: Any = "auto", devices: int = 1, replicas: int = 1) -> dict[str, Any]:
+def run(
+    module: Writer, strategy: Any = "auto", devices: int = 1, replicas: int = 1, **options: Any
+) -> dict[str, Any]:
     """Train for two steps, with a sanity check before and a validation after them; then test and predict.
 
     Returns:
@@ -246,8 +318,8 @@ def run(module: Writer, strategy: Any = "auto", devices: int = 1, replicas: int 
         devices=devices,
         max_epochs=2,
         check_val_every_n_epoch=2,
-        num_sanity_val_steps=1,
         strategy=strategy,
+        **{"num_sanity_val_steps": 1, **options},
     )
     evaluated = DataLoader(prompts(8), batch_size=2)
     # Both steps have all samples, because Lightning shuffles the training samples of replicas.
@@ -265,3 +337,58 @@ def write(rank: int, devices: int, writers: list[str], program: str) -> dict[Any
         name: run(WRITERS[name](), piper.PiperStrategy(**degrees), devices, degrees.get("dp", 1))
         for name in writers
     }
+
+
+def write_from_files(rank: int, folder: Path, program: str) -> dict[Any, Any]:
+    """Return what a module from files predicts without a fit, as "predicted"; `run` of another such module, as
+    "run"; and the parameters that had values before the fit, after the sanity check, as "kept"."""
+    degrees, devices = PROGRAMS[program], 2
+    module = FromFiles(folder, piper.from_pretrained)
+    trainer = L.Trainer(**QUIET, accelerator="cpu", devices=devices, strategy=piper.PiperStrategy(**degrees))
+    predicted = trainer.predict(module, DataLoader(prompts(8), batch_size=2))
+    other, kept = FromFiles(folder, piper.from_pretrained), []
+
+    def begin() -> None:
+        kept.extend(name for name, x in other.named_parameters() if not x.is_meta)
+
+    other.on_train_start = begin  # type: ignore[method-assign]
+    found = run(other, piper.PiperStrategy(**degrees), devices, degrees.get("dp", 1))
+    return {"predicted": (predicted, dict(module.written)), "run": found, "kept": kept}
+
+
+def write_lengths(rank: int, writer: str, program: str, batches: int) -> dict[Any, Any]:
+    """Return the lengths of the texts that this process writes in a validation of some batches for each replica,
+    and what the validation logged, as "logged"."""
+    degrees = PROGRAMS[program]
+    module, devices = WRITERS[writer](), degrees.get("dp", 1) * degrees.get("pp", 1)
+    trainer = L.Trainer(
+        **QUIET, accelerator="cpu", devices=devices, max_steps=1, strategy=piper.PiperStrategy(**degrees)
+    )
+    texts = DataLoader(prompts(batches * degrees.get("dp", 1)), batch_size=1)
+    trainer.fit(module, DataLoader(prompts(8), batch_size=4), texts)
+    lengths = [each.shape[1] for _, _, each in module.written["validation"]]
+    return {"lengths": lengths, "logged": trainer.callback_metrics["length"].item()}
+
+
+def misuse(rank: int, kinds: list[str]) -> dict[Any, Any]:
+    """Return kind of `Misuse` -> the error."""
+    found: dict[Any, Any] = {}
+    for kind in kinds:
+        try:
+            run(Misuse(kind), piper.PiperStrategy(pp=2), 2)
+        except (PiperError, RuntimeError) as error:
+            found[kind] = str(error)
+    return found
+
+
+def refuse(rank: int) -> dict[Any, Any]:
+    """Return whether there is a sanity check before the fit -> the error of a validation step that ends at a
+    token, without memory for the whole module."""
+    found: dict[Any, Any] = {}
+    for sanity in (True, False):
+        with mock.patch.object(available_memory, "_free", return_value=0):
+            try:
+                run(LoopUntilEnd(), piper.PiperStrategy(pp=2), 2, num_sanity_val_steps=int(sanity))
+            except PiperError as error:
+                found[sanity] = "\n".join([str(error), *getattr(error, "__notes__", ())])
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import pytest
@@ -11,10 +12,9 @@ import torch
 from tests import generation
 from tests.distributed.processes import launch_trainings
 from tests.generation import PROGRAMS, WRITERS, Writer
+from tests.pretrained import by_transformers, saved
 
 pytest.importorskip("transformers", minversion="5.0")
-
-STEPS = ("validation", "test", "predict")
 
 
 @functools.cache
@@ -28,7 +28,8 @@ def assert_texts(name: str, found: dict[str, Any]) -> None:
     """The texts of a process are those that one device writes for the same prompts."""
     trained, _ = alone(name)
     before = WRITERS[name]()
-    for step in ("sanity", *STEPS):
+    assert {"sanity", "test", "predict"} <= found.keys()
+    for step in found.keys() - {"length", "returned"}:
         writer = before if step == "sanity" else trained
         for batch_idx, prompts, texts in found[step]:
             assert torch.equal(texts, writer.generate(prompts, batch_idx)), (name, step, batch_idx)
@@ -88,6 +89,67 @@ def test_one_rank_alone_may_generate(tmp_path, program):
     first, second = launched(tmp_path, ["OneRank"], program)
     assert first["OneRank"]["test"][0][2].shape[1] > generation.PROMPT
     assert all(texts.shape[1] == generation.PROMPT for _, _, texts in second["OneRank"]["test"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("program", ["zero3", "pp2"])
+def test_hooks_have_the_whole_module(tmp_path, program):
+    """In the sanity check, after a captured validation, at the end of an epoch and of the fit."""
+    first, second = launched(tmp_path, ["InHooks", "InHooksOfOneRank"], program)
+    for rank in (first, second):
+        assert_texts("InHooks", rank["InHooks"])
+        assert {"sanity", "validation", "epoch", "end"} <= rank["InHooks"].keys()
+    assert_texts("InHooks", first["InHooksOfOneRank"])
+    assert not {"validation", "epoch", "end"} & second["InHooksOfOneRank"].keys()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("program", ["zero3", "pp2"])
+def test_models_from_files(tmp_path, program):
+    """Every process has values only while it generates: without a fit, and from a sanity check to its end."""
+    folder = saved("llama", tmp_path / "model", torch.float64, sharded=True)
+    one = generation.FromFiles(folder, by_transformers)
+    one.configure_model()
+    before = generation.FromFiles(folder, by_transformers)
+    before.configure_model()
+    generation.run(one)
+    for rank in launch_trainings(2, generation.write_from_files, tmp_path / "run", folder, program):
+        predicted, written = rank["predicted"]
+        assert len(predicted) == len(written["predict"]) > 0
+        for step, batches in (*rank["run"].items(), ("before", written["predict"])):
+            for batch_idx, prompts, texts in () if step in ("length", "returned") else batches:
+                writer = before if step in ("sanity", "before") else one
+                assert torch.equal(texts, writer.generate(prompts, batch_idx)), (step, batch_idx)
+        assert not rank["kept"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("program", ["zero3", "pp2 dp2"])
+def test_replicas_generate_texts_of_different_lengths(tmp_path, program, batches=5):
+    devices = 4 if program == "pp2 dp2" else 2
+    ranks = launch_trainings(devices, generation.write_lengths, tmp_path, "Sampling", program, batches)
+    first, last = ranks[0]["lengths"], ranks[-1]["lengths"]
+    assert len(first) == len(last) == batches and first != last
+    assert all(rank["logged"] == pytest.approx(sum(first + last) / len(first + last)) for rank in ranks)
+
+
+def test_errors_of_whole_module(tmp_path):
+    line = r"piper\.whole_module at .*tests/generation\.py:\d+: "
+    for rank in launch_trainings(2, generation.misuse, tmp_path, ["changes", "memory"]):
+        assert re.match(rf"{line}'head\.1\.weight' was changed in the block", rank["changes"])
+        assert re.match(
+            rf"{line}the whole module needs .* more memory on rank 0, which has 0", rank["memory"]
+        )
+
+
+def test_without_memory_for_the_whole_module_the_first_batch_is_an_error(tmp_path):
+    """If the sanity check has shown that the step cannot be captured, or if a validation is the first to run."""
+    for rank in launch_trainings(2, generation.refuse, tmp_path):
+        for sanity in (True, False):
+            assert re.search(r"generation\.py:\d+ .*needs the value of a tensor", rank[sanity])
+            assert re.search(
+                "the whole module needs .* more memory on rank 0, which has 0 B free", rank[sanity]
+            )
 
 
 def test_texts_differ_from_those_before_the_training():

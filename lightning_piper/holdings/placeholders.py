@@ -33,8 +33,9 @@ AVERAGE = (
     "To average weights, use Lightning's EMAWeightAveraging, WeightAveraging or StochasticWeightAveraging"
 )
 RUN = (
-    "To run the module (a forward pass, generate), do it in validation_step, test_step or predict_step instead of "
-    "a hook: if Piper cannot capture the step, each process has the whole module while it runs"
+    "To run the module (a forward pass, generate) in a hook, do it inside of `with piper.whole_module(module)`, "
+    "which all processes must enter. Or do it in validation_step, test_step or predict_step: if Piper cannot "
+    "capture the step, each process has the whole module while it runs"
 )
 
 

@@ -1,9 +1,10 @@
-"""The memory that a program may use on each device, and the check that a replica of the whole module fits
-into this memory."""
+"""The memory that a program may use on each device, and the checks that a replica of the whole module, or the
+module alone, fits into this memory."""
 
 from __future__ import annotations
 
 import os
+import re
 import resource
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch import nn
 
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
+from lightning_piper.holdings.materialization import named_tensors
 from lightning_piper.processes.world import World
 from lightning_piper.search.accounting import needed_by_replicas
 from lightning_piper.search.proposal import FRAGMENTATION
@@ -19,6 +21,12 @@ from lightning_piper.search.report import size
 
 # Bytes of address space that graphs, communicators and their threads take before the first step.
 THREADS = 450 << 20
+# Files with the limit of a container's memory, and with the bytes that it uses (cgroup, versions 2 and 1).
+_GROUPS = Path("/sys/fs/cgroup")
+_CONTAINERS = (
+    (_GROUPS / "memory.max", _GROUPS / "memory.current"),
+    (_GROUPS / "memory" / "memory.limit_in_bytes", _GROUPS / "memory" / "memory.usage_in_bytes"),
+)
 # Share of the memory that is reserved for what a search does not count: the interpreter, kernels, callbacks.
 SPARED = 0.1
 
@@ -50,6 +58,39 @@ def check_room(compiled: Compiled, module: nn.Module, world: World, states: floa
         )
 
 
+def lacks_memory(module: nn.Module, world: World) -> str | None:
+    """Return which process does not have memory for the module's tensors whose values it does not have, and how
+    much it needs; None if all processes have enough. Collective."""
+    _, processes = world.on_this_machine()
+    missing = {id(x): x.numel() * x.dtype.itemsize for _, x in named_tensors(module) if x.is_meta}
+    for rank, (needed, free) in enumerate(
+        world.gather((sum(missing.values()), _free(world.device, processes)))
+    ):
+        if needed > free:
+            return f"the whole module needs {size(needed)} more memory on rank {rank}, which has {size(free)} free"
+    return None
+
+
+def _free(device: torch.device, processes: int) -> int:
+    """Return the bytes that this process may still allocate: of its accelerator, or its share of the host's
+    memory that is available."""
+    if device.type != "cpu":
+        unused = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+        return torch.accelerator.get_memory_info(device)[0] + unused
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", _text(Path("/proc/meminfo")), re.MULTILINE)
+    if found is None:  # a system without this file
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // processes
+    free = [int(found[1]) << 10]
+    for limit, used in _CONTAINERS:
+        most, now = _text(limit), _text(used)
+        free += [int(most) - int(now)] if most.isdecimal() and now.isdecimal() else []
+    return max(min(free) // processes, 0)
+
+
+def _text(file: Path) -> str:
+    return file.read_text().strip() if file.is_file() else ""
+
+
 def memory_of(module: nn.Module, world: World) -> int:
     """Return the bytes that a program may use on each device. Collective.
 
@@ -73,8 +114,8 @@ def _own(module: nn.Module, device: torch.device, processes: int) -> int:
     if device.type != "cpu":
         return torch.accelerator.get_memory_info(device)[1]
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // processes]
-    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        text = Path(name).read_text().strip() if Path(name).is_file() else ""
+    for name, _ in _CONTAINERS:
+        text = _text(name)
         found += [int(text) // processes] if text.isdecimal() else []
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:

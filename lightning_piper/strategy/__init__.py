@@ -12,8 +12,9 @@ from lightning_piper.strategy.compatibility import grad_norm
 from lightning_piper.strategy.last_checkpoint import last_checkpoint
 from lightning_piper.strategy.spikes import SpikeRecorder
 from lightning_piper.strategy.strategy import PiperStrategy
+from lightning_piper.strategy.whole_module import whole_module
 
-__all__ = ["PiperStrategy", "SpikeRecorder", "consolidate", "grad_norm", "last_checkpoint"]
+__all__ = ["PiperStrategy", "SpikeRecorder", "consolidate", "grad_norm", "last_checkpoint", "whole_module"]
 
 log = rank_zero.log
 import pytorch_lightning.strategies  # noqa: E402

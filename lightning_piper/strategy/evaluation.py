@@ -25,6 +25,7 @@ from lightning_piper.holdings.distributed_marks import parts_of, put_together
 from lightning_piper.holdings.materialization import is_on_meta, load_state, materialize
 from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.processes.settings import check_alike
+from lightning_piper.session.available_memory import lacks_memory
 from lightning_piper.session.eager.conditions import NOT_CAPTURED, check_may_be, may_run_uncaptured
 from lightning_piper.session.eager.standalone_module import Standalone
 from lightning_piper.session.process_runtime import Settings, check_placed
@@ -93,7 +94,7 @@ class EvaluatingStrategy(OverProcesses):
         self._program: list[Directive] | None = None if degrees else given_or_from_environment(directives)
         self._annotations = {} if degrees else annotations_given(directives)
         self._restored = Restored()
-        self._eager_steps: set[str] = set()  # names of the steps that run uncaptured
+        self._eager_steps: dict[str, str] = {}  # name of each step that runs uncaptured -> why
         # While this stack has a context, every process has the whole module for uncaptured steps.
         self._whole = contextlib.ExitStack()
         self._chosen = contextlib.ExitStack()  # has the callbacks that remove the tags of programs
@@ -139,7 +140,7 @@ class EvaluatingStrategy(OverProcesses):
         """Reset the state of earlier runs. Afterwards the module is whole, or a checkpoint has its values.
         Collective."""
         assert self.lightning_module is not None
-        self._failed, self.phase, self._eager_steps, self._join = False, Idle(self.phase.left), set(), None
+        self._failed, self.phase, self._eager_steps, self._join = False, Idle(self.phase.left), {}, None
         self._alone = False
         put_together(self.lightning_module, self._restored.known(self.lightning_module))
 
@@ -299,7 +300,7 @@ class EvaluatingStrategy(OverProcesses):
                 return self.phase.evaluation.step(name, self._joined(batch), batch_idx, dataloader_idx)
             except NOT_CAPTURED as error:
                 check_may_be(self.phase.standalone, name, error, self._capture)
-                self._eager_steps.add(name)
+                self._eager_steps[name] = str(error)
                 assert self.lightning_module is not None
                 trainer = self.lightning_module.trainer
                 if not batch_idx and not dataloader_idx:
@@ -307,20 +308,37 @@ class EvaluatingStrategy(OverProcesses):
                 else:
                     captures = self.phase.evaluation.captures(name)
                     _lightning.log_apart(trainer, name, captures, self._drawing.count)
-        self._bring_together()
+        self._bring_together(name)
         self._alone = True
         arguments = [batch, batch_idx] if dataloader_idx is None else [batch, batch_idx, dataloader_idx]
         run: Callable[..., Any] = getattr(super(), name)
         return run(*arguments)
 
-    def _bring_together(self) -> None:
+    def _bring_together(self, step: str) -> None:
         """Give every process the whole module until the evaluation ends. A module that is not distributed is
-        only moved to the process's device. Collective."""
+        only moved to the process's device. If it is on the meta device, it gets its values: without a fit, it
+        keeps them. Collective.
+
+        Raises:
+            PiperError: A process does not have memory for the whole module.
+        """
         assert self.lightning_module is not None
         parts = parts_of(self.lightning_module)
         if parts is None:
+            if is_on_meta(self.lightning_module):
+                assert isinstance(self.phase, Evaluating | Starting)
+                with torch.inference_mode(False):
+                    if isinstance(self.phase, Starting):
+                        self._whole.enter_context(self.phase.standalone.with_values())
+                    else:
+                        self.phase.standalone.materialize()
             self.lightning_module.to(self.root_device)
         elif not parts.whole:
+            if (lacking := lacks_memory(self.lightning_module, self.world)) is not None:
+                raise PiperError(
+                    f"PiperStrategy: {step} runs uncaptured, but {lacking}. Change the step so that Piper can "
+                    f"capture it. It was not captured because of: {self._eager_steps[step]} [PIPER-S013]"
+                )
             with torch.inference_mode(False):
                 self._whole.enter_context(parts.whole_everywhere())
 
@@ -351,16 +369,14 @@ class EvaluatingStrategy(OverProcesses):
             expected = name == "predict_step" and not unknown
             if (len(set(lengths)) == 1 or expected) and not assumed:
                 return
-            check_may_be(
-                before,
-                name,
-                "numbers of batches that may differ between processes. Use a sampler that gives every "
-                "process the same number (Lightning's own does)",
-                self._capture,
+            problem = (
+                "numbers of batches that may differ between processes. Use a sampler that gives every process "
+                "the same number (Lightning's own does)"
             )
-            self._eager_steps.add(name)
+            check_may_be(before, name, problem, self._capture)
+            self._eager_steps[name] = problem
             _lightning.log_anew(module.trainer)
-        self._bring_together()  # `_evaluate` would be too late: a process may have no batch.
+        self._bring_together(name)  # `_evaluate` would be too late: a process may have no batch.
         self._alone = True
 
     def _end_evaluation(self) -> None:

@@ -11,6 +11,7 @@ from lightning_piper.directives.replicate import Replicate, shards_of
 from lightning_piper.errors import BatchError, CaptureError, DirectiveError, LongStepError, PiperError
 from lightning_piper.holdings.distributed_marks import parts_of
 from lightning_piper.holdings.materialization import is_on_meta
+from lightning_piper.session.available_memory import lacks_memory
 from lightning_piper.session.eager.eager_replicas import why_not
 from lightning_piper.session.eager.standalone_module import Standalone
 
@@ -44,7 +45,7 @@ def check_may_be(
     )
     if capture == "always" or (isinstance(error, CaptureError | BatchError) and error.late):
         raise shown(error)
-    settings, parts = before.settings, parts_of(before.module)
+    settings = before.settings
     # A step without a backward pass can run whole in every process under any program, if all processes of a
     # replica have one batch.
     trains = step == "training_step" or isinstance(error, BatchError)
@@ -54,13 +55,8 @@ def check_may_be(
             "accumulate='tokens' needs the denominators of a captured loss. Change the step as the message above "
             "says, or use accumulate='batches'"
         )
-    elif not before.world.decide(
-        not is_on_meta(before.module) if parts is None else parts.can_be_whole, all=True
-    ):
-        reason = reason or (
-            "the module is on the meta device and has no values yet. Change the step as the message above says, "
-            "or build the module with values"
-        )
+    elif reason is None:
+        reason = _why_not_whole(before, trains)
     if reason is not None:
         # The cause of a DirectiveError is the program, so that an uncaptured step would not help.
         if not isinstance(error, DirectiveError):
@@ -71,6 +67,32 @@ def check_may_be(
             {field for each in settings.program for field in shards_of(each)} - {"shard_optimizer"}
         )
         before.world.warn(_said(step, before, problem, shards))
+
+
+def _why_not_whole(before: Standalone, trains: bool) -> str | None:
+    """Return why a process cannot have the whole module; None if every process can. Collective.
+
+    Args:
+        before: The module and its settings.
+        trains: Whether every process is to keep the whole module, not only until the evaluation ends.
+    """
+    parts, on_meta = parts_of(before.module), is_on_meta(before.module)
+    stays = (
+        on_meta and (trains or bool(before.known.later))
+        if parts is None
+        else trains and not parts.can_be_whole
+    )
+    if before.world.decide(stays, all=False):
+        return (
+            "the module is on the meta device and has no values yet. Change the step as the message above says, "
+            "or build the module with values"
+        )
+    if trains or (parts is not None and parts.whole):
+        return None
+    lacking = lacks_memory(before.module, before.world)
+    if lacking is None:
+        return None
+    return f"{lacking}. Change the step so that Piper can capture it, as the message above says"
 
 
 def may_run_uncaptured(before: Standalone) -> bool:

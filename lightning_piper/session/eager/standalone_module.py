@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 from torch import nn
 
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.distributed_marks import UNREAD, parts_of
-from lightning_piper.holdings.materialization import Known, is_on_meta, materialize, places_of, tensor_at
+from lightning_piper.holdings.materialization import (
+    Known,
+    is_on_meta,
+    materialize,
+    places_of,
+    put,
+    tensor_at,
+)
 from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.holdings.tensor_binding import TensorBinding
 from lightning_piper.processes.world import World
@@ -120,6 +128,25 @@ class Standalone:
             )
         loaded = {name: value for name, value in self.known.loaded.items() if name not in replaced}
         return Known(loaded, self.known.later).with_stored(self.module)
+
+    def materialize(self) -> None:
+        """Give every process the values of a module on the meta device that no program has distributed yet.
+
+        Raises:
+            PiperError: Initializing a submodule fails.
+        """
+        materialize(self.module, self._drawn, self._known_now())
+
+    @contextlib.contextmanager
+    def with_values(self) -> Iterator[None]:
+        """Like `materialize`, but afterwards the tensors are on the meta device again."""
+        blank, places = {name: tensor for name, tensor, _ in self._blank}, places_of(self.module)
+        self.materialize()
+        try:
+            yield
+        finally:
+            for name, tensor in blank.items():
+                put(places[name], tensor)
 
     def distribute(self, training: Compiled) -> Ownership:
         """Distribute the module as the training step needs it, when a fit begins. The caller then calls
