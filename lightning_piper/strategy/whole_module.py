@@ -1,4 +1,4 @@
-"""`whole_module`: every process has the whole module, for a hook that runs it."""
+"""`whole_module`: a hook that runs the module has the whole module in every process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAME = "piper.whole_module"
 
 @contextlib.contextmanager
 def whole_module(module: pl.LightningModule) -> Iterator[None]:
-    """Give every process the whole module inside of a `with` block, for a hook that runs the module.
+    """Give every process the whole module inside of a `with` block, so that a hook can run the module.
 
         def on_validation_epoch_end(self):
             with piper.whole_module(self):
@@ -33,8 +33,9 @@ def whole_module(module: pl.LightningModule) -> Iterator[None]:
         module: The Trainer's LightningModule.
 
     Raises:
-        PiperError: A process did not call it, or does not have memory for the whole module; the block changed
-            a parameter; or the module has no values, because it is on the meta device before the first batch.
+        PiperError: A process did not call it. Or a process does not have memory for the whole module. Or the
+            block changed a parameter. Or the module has no values, because it is on the meta device before the
+            first batch.
     """
     parts, where = parts_of(module), f"{NAME} at {user_frame()}"
     if parts is None and any(x.is_meta for x in module.parameters()):
