@@ -5,7 +5,7 @@ gradients.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -224,10 +224,13 @@ class Replicate(Directive):
         self._shard_batch(dag)
         gather_as_in_training(dag, training)
 
-    def apply(self, dag: TrainingDAG) -> None:
+    def apply(self, dag: TrainingDAG) -> Contract | None:
         """Divide the batch, sum gradients over the replicas, and shard what the fields say. Parameters that a
         `shard_experts` divides get their sums and gathers again, with this directive's policy. Raise an error if
         another directive treats the same parameters differently.
+
+        Returns:
+            `bounded` if gradients are summed in a dtype with larger rounding errors than their own dtype.
         """
         regions, policy = self._shard_batch(dag), self._policy()
         try:
@@ -247,6 +250,7 @@ class Replicate(Directive):
             advice = conflict.advice or "give regions that share parameters the same options"
             self.refuse("filter", str(conflict), f"{advice} [PIPER-D003]")
         connect(dag, touched)
+        return "bounded" if _rounds_more(dag, regions, policy.dtype) else None
 
     def _shard_batch(self, dag: TrainingDAG) -> set[int]:
         """Give every replica its local batch, and record `average` in the DAG. Return the selected regions.
@@ -335,6 +339,19 @@ class Replicate(Directive):
             by_parameter=self.shard_by == "parameter",
             dtype=None if self.reduce_dtype is None else getattr(torch, self.reduce_dtype),
         )
+
+
+def _rounds_more(dag: TrainingDAG, regions: Iterable[int], dtype: torch.dtype | None) -> bool:
+    """Return whether `dtype` has larger rounding errors than a trained parameter of the regions. The result is
+    false for None."""
+    names = {
+        name
+        for chunk in dag.of_type(Chunk)
+        if chunk.region in regions
+        for name in dag.interface(chunk).params
+    }
+    own = [param.spec.dtype for name in names if (param := dag.step.params[name]).requires_grad]
+    return dtype is not None and any(torch.finfo(dtype).eps > torch.finfo(each).eps for each in own)
 
 
 # Variants of a program with the same replicas at a lower ZeRO stage

@@ -33,7 +33,7 @@ class Reference:
         kept: State of operations during the run, under keys of their own.
         slack: Parameter name -> bound on the error of any element of its gradient, from operations that
             approximate.
-        approximate: Labels of these operations.
+        approximate: Causes of these errors, usually the labels of the operations.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class Reference:
         """Return the inputs of a node on a rank."""
         return [self.values[ref, group_rank] for ref in node.inputs]
 
-    def loosen(self, node: Node, name: str, by: float) -> None:
+    def loosen(self, node: Node, name: str, by: float, cause: str | None = None) -> None:
         """Add `by` to the error bound of the gradient of `name`, because the node may change any element of
-        this gradient by that much. Record the node's label in `approximate`."""
+        this gradient by that much. Record `cause` in `approximate` (default: the node's label)."""
         self.slack[name] = self.slack.get(name, 0.0) + by
-        self.approximate[node.label] = None
+        self.approximate[cause or node.label] = None
 
     def sum_over(self, node: Node, group_ranks: Sequence[int]) -> Bundle:
         """Return the sum of all inputs of a node over some ranks, from the first to the last."""

@@ -12,14 +12,17 @@ import pytest
 import torch
 from torch import nn
 
+import lightning_piper as piper
 from lightning_piper.annotate import annotate
 from lightning_piper.capture import capture
 from lightning_piper.compiler import compile_step
 from lightning_piper.directives import Place, Replicate
 from lightning_piper.directives.rewrites.sharding import buckets_between_steps, keeps_shards_of
 from lightning_piper.ops.communication.gather import Parameters
+from lightning_piper.ops.reference import Reference
 from lightning_piper.testing.equivalence import run_plans
 from tests.models import Captured, captured
+from tests.pages import Pair, samples
 from tests.plan.programs import dag_of, split
 from tests.sharded import (
     LEVELS,
@@ -118,6 +121,23 @@ def test_reduce_dtype(level: dict[str, Any]) -> None:
         sums[dtype] = float(grad[0])
     assert sums["float32"] == sums["float64"] == 0.5
     assert sums[None] == sums["bfloat16"] != 0.5
+
+
+def test_sums_in_a_dtype_that_rounds_more_are_within_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    def report(dtype: str, *more: piper.Split, zero: int = 0) -> Any:
+        program = [piper.Place([0, 1]), *more, piper.Replicate(reduce_dtype=dtype, zero=zero)]
+        return piper.verify(Pair(), samples(), program)
+
+    torch.manual_seed(0)
+    for dtype in ("bfloat16", "float16"):
+        for more in ((), (piper.Split(4),)):
+            found = report(dtype, *more, zero=3 if more else 0)
+            assert found.conclusion.startswith(f"verified except sums of gradients in {dtype}: ")
+            assert next(row.contract for row in found.rows if row.name == "replicate") == "bounded"
+    wider = report("float64")
+    assert wider.verdict == "verified" and "bounded" not in {row.contract for row in wider.rows}
+    monkeypatch.setattr(Reference, "loosen", lambda *given: None)
+    assert report("bfloat16").verdict == "NOT EQUIVALENT"
 
 
 @by_level

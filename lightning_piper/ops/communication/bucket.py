@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
+
+import torch
 
 from lightning_piper.ir.buckets import Bucket, packed_among
 from lightning_piper.ir.nodes import Node, Ref
@@ -65,7 +67,27 @@ def check(facts: Facts, node: Pack) -> Iterable[str]:
 @on_each_rank
 def interpret(run: Reference, node: Pack, inputs: list[Bundle]) -> list[Bundle]:
     by_name = dict(zip(run.dag.value(node.inputs[0]).names, inputs[0], strict=True))
+    _loosen(run, node, by_name)
     return [[packed_among(bucket_of(node), node.outputs[0].names, by_name, inputs[0][0].device)]]
+
+
+def _loosen(run: Reference, node: Pack, by_name: Mapping[str, torch.Tensor]) -> None:
+    """State the error bounds of gradients that are summed in a dtype with larger rounding errors than their
+    own dtype.
+
+    A gradient is a sum of n terms, one for each pack and rank. Rounding a term to the bucket's dtype and
+    adding the terms, in any order, changes it by at most ((1 + u)^n - 1) times the sum of the terms'
+    magnitudes, for the unit roundoff u (Higham, Accuracy and Stability of Numerical Algorithms, 2002).
+    """
+    info = torch.finfo(bucket_of(node).dtype)
+    for name in node.outputs[0].names:
+        term = by_name[name]
+        if info.eps > torch.finfo(term.dtype).eps and term.numel():
+            packs = sum(name in other.outputs[0].names for other in run.dag.of_type(Pack))
+            roundings = packs * len(run.group_ranks)
+            largest = max(float(term.abs().max()), info.smallest_normal)
+            by = largest * ((1 + info.eps / 2) ** roundings - 1)
+            run.loosen(node, name, by, f"sums of gradients in {info.dtype}")
 
 
 def taken(plan: Planning, node: Pack) -> tuple[int | None, ...]:
