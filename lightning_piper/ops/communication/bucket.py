@@ -75,9 +75,11 @@ def _loosen(run: Reference, node: Pack, by_name: Mapping[str, torch.Tensor]) -> 
     """State the error bounds of gradients that are summed in a dtype with larger rounding errors than their
     own dtype.
 
-    A gradient is a sum of n terms, one for each pack and rank. Rounding a term to the bucket's dtype and
-    adding the terms, in any order, changes it by at most ((1 + u)^n - 1) times the sum of the terms'
-    magnitudes, for the unit roundoff u (Higham, Accuracy and Stability of Numerical Algorithms, 2002).
+    A gradient is a sum of n terms, one for each pack and rank. Each term is rounded to the bucket's dtype, and
+    then takes part in at most n - 1 additions. So with the unit roundoff u, the sum changes by at most
+    ((1 + u)^n - 1) times the sum of the terms' magnitudes, in any order of the additions.
+
+    Source: Higham, Accuracy and Stability of Numerical Algorithms, 2002.
     """
     info = torch.finfo(bucket_of(node).dtype)
     for name in node.outputs[0].names:
