@@ -197,14 +197,14 @@ def annotate_modules(model: nn.Module, tag: str, groups: Sequence[Sequence[str]]
                 some = ", ".join([name for name in names if name][:8])
                 raise CaptureError(
                     f"annotate_modules({tag!r}): groups[{index}] pattern {shown(pattern)} matches no module "
-                    f"of {type(model).__name__}; its modules are {some}{', ...' if len(names) > 9 else ''}"
+                    f"of {type(model).__name__}. Give a pattern of its modules: {some}{', ...' if len(names) > 9 else ''}"
                     " [PIPER-C013]"
                 )
             for name in found:
                 if chosen.setdefault(name, index) != index:
                     raise CaptureError(
                         f"annotate_modules({tag!r}): module {name!r} is matched by groups {chosen[name]} and "
-                        f"{index}; a module belongs to one group [PIPER-C013]"
+                        f"{index}. Name each module in one group [PIPER-C013]"
                     )
     handles: list[RemovableHandle] = []
     for name, index in chosen.items():

@@ -163,7 +163,7 @@ def _simulation(compiled: Compiled, args: argparse.Namespace) -> Simulation:
 def _device(compiled: Compiled, device: int) -> int:
     if device not in compiled.plans:
         raise UsageError(
-            f"there is no device {device}; the program uses {', '.join(map(str, compiled.plans))}"
+            f"the program does not use device {device}. Give one of {', '.join(map(str, compiled.plans))}"
         )
     return device
 

@@ -135,7 +135,7 @@ def _found(target: str) -> Any:
     for part in name.split("."):
         if not hasattr(found, part):
             there = ", ".join([other for other in vars(found) if not other.startswith("_")][:8])
-            raise UsageError(f"{place} has no {name!r}; it has {there or 'nothing'}")
+            raise UsageError(f"{place} has no {name!r}. Give one of its names: {there or 'none'}")
         found = getattr(found, part)
     return found
 

@@ -131,7 +131,7 @@ def test_numbering_ends_with_an_exception() -> None:
 
 @pytest.mark.parametrize("tag", ["", "PASS", 3, None, ["PP"]])
 def test_a_tag_is_a_string_that_is_not_reserved(tag: Any) -> None:
-    with pytest.raises(CaptureError, match="give a non-empty string other than PASS"):
+    with pytest.raises(CaptureError, match="Give a non-empty string other than PASS"):
         annotate(tag)
 
 
@@ -222,11 +222,11 @@ def test_a_capture_that_fails_inside_of_a_module_leaves_no_context_open(
     [
         (
             [["layers.0"], ["layers.7"]],
-            r"groups\[1\] pattern 'layers.7' matches no module of Net; its modules are layers, ",
+            r"groups\[1\] pattern 'layers.7' matches no module of Net. Give a pattern of its modules: layers, ",
         ),
         (
             [["layers.*"], ["head", "*.1"]],
-            r"module 'layers.1' is matched by groups 0 and 1; a module belongs to one group",
+            r"module 'layers.1' is matched by groups 0 and 1. Name each module in one group",
         ),
         (["layers.0", "head"], r"groups\[0\] is the string 'layers.0'. Give a list of patterns"),
     ],

@@ -346,8 +346,11 @@ USAGE = {
         arguments("check", module="stages:Needy"),
         "stages:Needy cannot be called without arguments: missing a required",
     ),
-    "no device": (arguments("plan", "--device", "5"), "there is no device 5; the program uses 0, 1"),
-    "no device to draw": (arguments("viz", "--dag", "5"), "there is no device 5; the program uses 0, 1"),
+    "no device": (arguments("plan", "--device", "5"), "the program does not use device 5. Give one of 0, 1"),
+    "no device to draw": (
+        arguments("viz", "--dag", "5"),
+        "the program does not use device 5. Give one of 0, 1",
+    ),
     "no number": (
         arguments("simulate", "--latency", "soon"),
         "argument --latency: invalid number value: 'soon'",

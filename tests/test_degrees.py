@@ -344,6 +344,6 @@ def test_microbatches_have_an_equal_part_for_each_replica() -> None:
     sizes = [[len(part) for part in compiled.at(size).dag.microbatches() or ()] for size in (16, 12, 6)]
     assert sizes == [[2] * 8, [2, 2, 1, 1] * 2, [1, 1, 1] * 2]
     with pytest.raises(
-        piper.DirectiveError, match=r"the batch has 7 samples, .*the first batch had 16.*drop_last=True"
+        piper.DirectiveError, match=r"the batch has 7 samples, .*The first batch had 16.*drop_last=True"
     ):
         compiled.at(7)

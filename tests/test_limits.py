@@ -66,7 +66,9 @@ def test_what_is_no_file_or_too_large(read: Callable[[Any], object], tmp_path: P
     soon(lambda: read(tmp_path / "pipe"), "it is a pipe or a device. Give a file")
     soon(lambda: read("/dev/zero"), "it is a pipe or a device. Give a file")
     soon(lambda: read(tmp_path), "it is a directory")
-    soon(lambda: read(tmp_path / "large"), f"it has {2**30} bytes; at most {limits.FILE} are read")
+    soon(
+        lambda: read(tmp_path / "large"), f"it has {2**30} bytes. Give a file of at most {limits.FILE} bytes"
+    )
     soon(lambda: read("\0"), "cannot be read")
 
 
@@ -91,16 +93,16 @@ def test_what_is_no_file_or_too_large(read: Callable[[Any], object], tmp_path: P
             r"devices, for each rank",
         ),
         (lambda: schedules.one_f_one_b(2, 4, devices="01"), "devices='01'. Give one device"),
-        (lambda: schedules.one_f_one_b(2, 4, devices=[[0], [[1]]]), "give one device"),
+        (lambda: schedules.one_f_one_b(2, 4, devices=[[0], [[1]]]), "Give one device"),
         (lambda: schedules.one_f_one_b(2, 4, tag="MB"), "tag and dim_name are both 'MB'"),
         (lambda: schedules.one_f_one_b(None, 4), "stages=None. Give an integer >= 1"),
         (lambda: parse([piper.Place(filter={}, devices=[0])] * 10_001), "at most 10000 directives"),
         (
             lambda: parse([piper.Split(filter={}, dim_name="MB", num_microbatches=10**9)]),
-            "give at most 100000",
+            "Give at most 100000",
         ),
         (lambda: parse([piper.Place(filter={"PP": 10**5000}, devices=[0])]), "a int that cannot be shown"),
-        (lambda: parse([piper.Place(filter={}, devices=[10**6])]), "give indices below 65536"),
+        (lambda: parse([piper.Place(filter={}, devices=[10**6])]), "Give indices below 65536"),
         (
             lambda: parse([piper.ShardExperts(filter={}, devices=[[0, 1], 2])]),
             r"directive 0 \(shard_experts\): field 'devices': 2 is "
@@ -108,7 +110,7 @@ def test_what_is_no_file_or_too_large(read: Callable[[Any], object], tmp_path: P
         ),
         (
             lambda: parse([piper.Replicate(filter={}, devices=[0, 1], bucket_size=float("inf"))]),
-            "inf. Give a number of MB",
+            "inf is not a size. Give a number of MB",
         ),
         (lambda: Link(10**400), "latency is a?"),
     ],

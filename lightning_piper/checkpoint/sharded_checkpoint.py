@@ -204,7 +204,7 @@ def _check_range(part: TensorRange) -> None:
         raise PiperError(
             f"elements {part.start}:{part.stop} of {part.key}, whose shape is {list(part.shape)}, are given "
             f"as a tensor of shape {list(part.tensor.shape)}. Give a tensor with one dimension and the same "
-            "number of elements [PIPER-K002]"
+            "number of elements [PIPER-K013]"
         )
 
 

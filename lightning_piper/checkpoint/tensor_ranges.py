@@ -144,7 +144,7 @@ class SaveRanges(SavePlanner):
                 if self.specs.setdefault(key, spec) != spec:
                     raise PiperError(
                         f"saving a sharded checkpoint: {key} is {spec} on rank {rank}, but {self.specs[key]} on "
-                        "a lower rank. Make buffers and optimizer states equal on all ranks [PIPER-K002]"
+                        "a lower rank. Make buffers and optimizer states equal on all ranks [PIPER-K013]"
                     )
         plans = [
             replace(plan, items=items, planner_data=None)
@@ -233,7 +233,7 @@ def _chunks(
         if not holding:
             raise PiperError(
                 f"saving a sharded checkpoint: no process holds elements {start}:{stop} of {key}, which has "
-                f"{numel} elements. Save with checkpoint='consolidated', and report this [PIPER-K002]"
+                f"{numel} elements. Save with checkpoint='consolidated', and report this [PIPER-K013]"
             )
         yield start, stop, tuple(sorted({rank for _, _, rank in holding}))
 

@@ -46,3 +46,9 @@ def compact(count: int) -> str:
         return f"{count:,}"
     unit, size = next((unit, size) for unit, size in _COUNTS.items() if count >= _ROUNDS_UP * size)
     return f"{count / size:.3g}{unit}"
+
+
+def counted(n: int, what: str) -> str:
+    """Return a number with its noun: `1 program`, `2,612,532 programs` or `2 processes`."""
+    plural = "" if n == 1 else "es" if what.endswith(("s", "x", "ch")) else "s"
+    return f"{n:,} {what}{plural}"

@@ -35,7 +35,7 @@ def read_text(path: str | PathLike[str], limit: int = FILE) -> str:
             "it is a directory" if stat.S_ISDIR(found.st_mode) else "it is a pipe or a device. Give a file"
         )
     if found.st_size > limit:
-        raise ValueError(f"it has {found.st_size} bytes; at most {limit} are read")
+        raise ValueError(f"it has {found.st_size} bytes. Give a file of at most {limit} bytes")
     return Path(path).read_bytes().decode("utf-8-sig")
 
 

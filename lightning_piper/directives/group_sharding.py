@@ -58,7 +58,7 @@ class Sharding(Directive):
         if len(sizes) > 1 or sizes[0] < 2:
             self.refuse(
                 "devices",
-                f"the groups have {sizes} devices",
+                f"the groups have the sizes {sizes}",
                 "give groups of one size, of at least two devices [PIPER-D005]",
             )
         counts = Counter(device for group in self.groups() for device in group)

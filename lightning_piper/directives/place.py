@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from lightning_piper.common.limits import is_name, shown
+from lightning_piper.common.units import counted
 from lightning_piper.directives.base import Contract, Directive, register
 from lightning_piper.directives.rewrites.transfers import place_around
 from lightning_piper.directives.split import Split
@@ -64,7 +65,8 @@ class Place(Directive):
         if self.axes:
             if len(shape := _shape(self.devices)) != len(self.axes):
                 found = (
-                    f"{len(self.axes)} names do not fit the {len(shape)} dimensions of {shown(self.devices)}"
+                    f"{shown(self.axes)} has {counted(len(self.axes), 'name')}, but {shown(self.devices)} has "
+                    f"{counted(len(shape), 'dimension')}"
                 )
                 self.refuse(
                     "axes",

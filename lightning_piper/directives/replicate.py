@@ -141,7 +141,7 @@ class Replicate(Directive):
         if len(sizes) > 1 or min(sizes) < 2:
             self.refuse(
                 "devices",
-                f"the groups have {sorted(sizes)} devices",
+                f"the groups have the sizes {sorted(sizes)}",
                 "give groups of one size, of at least two devices [PIPER-D005]",
             )
         replica: dict[int, int] = {}
@@ -306,7 +306,7 @@ class Replicate(Directive):
             self.refuse(
                 "average",
                 f"{shown(self.average)} contradicts an earlier replicate",
-                "give all replicate directives the same average [PIPER-D017]",
+                "give all replicate directives the same average [PIPER-D003]",
             )
         dag.mean_of_replicas = mean
         # An earlier `shard_weights` or `shard_sequences` has already divided the batch over the replicas of its mesh.

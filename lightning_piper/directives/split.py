@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NoReturn
 import networkx as nx
 
 from lightning_piper.common.limits import PASSES, is_name, shown
+from lightning_piper.common.units import counted
 from lightning_piper.directives.base import Contract, Directive, error_at, register
 from lightning_piper.directives.rewrites.transfers import connect, disconnect
 from lightning_piper.ir.dag import TrainingDAG
@@ -187,7 +188,7 @@ class Split(Directive):
     def _refuse_few(self, samples: int, replicas: int) -> NoReturn:
         """Raise the error for a batch with too few samples: each replica needs a sample for each microbatch."""
         count = self.num_microbatches
-        found = f"{samples} samples cannot be split into {count} microbatches"
+        found = f"{counted(samples, 'sample')} cannot be split into {counted(count, 'microbatch')}"
         if replicas == 1:
             self.refuse("num_microbatches", found, f"give at most {samples} [PIPER-D012]")
         self.refuse(

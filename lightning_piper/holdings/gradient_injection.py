@@ -212,7 +212,7 @@ class _PendingGradients:
         """
         if self._grads is None:
             raise ExecutionError(
-                "backward ran twice on the loss of one training step; its gradients can be returned only "
+                "backward ran twice on the loss of one training step, but its gradients can be returned only "
                 "once. Call backward once [PIPER-X005]"
             )
         grads, self._grads = self._grads, None

@@ -212,7 +212,7 @@ def _changed(name: str, how: str) -> PiperError:
     return PiperError(
         f"PiperStrategy: {name!r} comes from piper.from_pretrained and {how}. Its values are read at the first "
         "batch. So change the values with transformers, save them, and give that folder to "
-        "piper.from_pretrained; or replace the whole submodule by one with initial values [PIPER-K009]"
+        "piper.from_pretrained. Or replace the whole submodule by one with initial values [PIPER-K009]"
     )
 
 

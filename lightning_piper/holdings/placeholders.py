@@ -264,7 +264,7 @@ def _refusal(placeholder: Placeholder | None, advice: str, operation: str = "") 
     return PiperError(
         f"PiperStrategy: {where}{': ' * bool(where)}the values of {_name(placeholder)!r} cannot be read or copied "
         f"here, because the parameter is sharded or on another rank. {advice}. For other work, "
-        "trainer.optimizers have the parameters and shards of this process; before the first batch "
+        "trainer.optimizers have the parameters and shards of this process. Before the first batch "
         "(on_fit_start, on_train_start), each process has the whole module. PiperStrategy(capture='never') "
         f"{WHOLE} [PIPER-S007]"
     )

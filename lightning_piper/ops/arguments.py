@@ -149,7 +149,7 @@ def check(facts: Facts, node: Arguments) -> Iterable[str]:
         value.kind != Kind.ARGUMENT for value in values
     ):
         yield (
-            f"{facts.at(node)} joins {', '.join(map(facts.named, node.inputs))}; it joins one output of a "
+            f"{facts.at(node)} joins {', '.join(map(facts.named, node.inputs))}, but it joins one output of a "
             "region"
         )
         return

@@ -128,7 +128,7 @@ def check(facts: Facts, node: Chunk) -> Iterable[str]:
         facts.parts[node.id, i] = {node.slice: weight}
     if len(node.inputs) != len(interface.inputs) or len(node.outputs) != len(interface.outputs):
         yield (
-            f"{facts.at(node)} has {len(node.inputs)} inputs and {len(node.outputs)} outputs; its region has "
+            f"{facts.at(node)} has {len(node.inputs)} inputs and {len(node.outputs)} outputs, but its region has "
             f"{len(interface.inputs)} and {len(interface.outputs)}"
         )
         return
@@ -210,7 +210,7 @@ def _state(facts: Facts, node: Chunk) -> Iterable[str]:
         if not facts.dag.code.goes_on(name):
             if ref is not None:
                 yield (
-                    f"{facts.at(node)} reads buffer {name} from {facts.named(ref)}; it changes once in a "
+                    f"{facts.at(node)} reads buffer {name} from {facts.named(ref)}, but it changes once in a "
                     "step, for all samples"
                 )
         elif ref is None:
@@ -228,7 +228,7 @@ def _params(facts: Facts, node: Chunk) -> Iterable[str]:
     """Parameters must come from a gather of the bucket that contains them."""
     names = facts.dag.interface(node).params
     if len(node.params) not in (0, len(names)):
-        yield f"{facts.at(node)} has {len(node.params)} sources of parameters; its region reads {len(names)}"
+        yield f"{facts.at(node)} has {len(node.params)} sources of parameters, but its region reads {len(names)}"
         return
     for name, ref in zip(names, node.params, strict=False):
         if ref is None:

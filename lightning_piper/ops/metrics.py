@@ -221,7 +221,7 @@ def reported(facts: Facts) -> Iterable[str]:
     """Every metric must reach the report once, and the report must reach every device."""
     reports = list(facts.dag.of_type(StepReport))
     if len(reports) != 1:
-        yield f"there are {len(reports)} reports of the loss; there must be one"
+        yield f"there are {len(reports)} reports of the loss, but one is needed"
         return
     refs, devices = reports[0].inputs, facts.dag.devices()
     if reports[0].devices != devices:

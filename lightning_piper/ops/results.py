@@ -26,7 +26,7 @@ def check(facts: Facts, node: Result) -> Iterable[str]:
     value = facts.dag.value(ref)
     if len(node.inputs) != 1 or value.kind != Kind.RESULT:
         yield (
-            f"{facts.at(node)} returns {', '.join(map(facts.named, node.inputs))}; it takes one result of a "
+            f"{facts.at(node)} returns {', '.join(map(facts.named, node.inputs))}, but it takes one result of a "
             "region"
         )
     elif (parts := facts.parts.get(ref, {})) != {whole: 1}:

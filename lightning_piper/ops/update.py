@@ -139,7 +139,7 @@ def check_update(facts: Facts, node: Update) -> Iterable[str]:
     if value.kind == Kind.BUFFER:
         if len(node.inputs) != 1:
             yield (
-                f"buffers {names_of(value.names)}: {facts.at(node)} has {len(node.inputs)} values; it needs "
+                f"buffers {names_of(value.names)}: {facts.at(node)} has {len(node.inputs)} values, but it needs "
                 "the last one alone"
             )
         last = max(facts.parts[node.inputs[0]]).stop

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_piper.common.units import counted
 from lightning_piper.directives.rewrites.transfers import place_around
 from lightning_piper.directives.rewrites.unplaced_regions import without_device
 from lightning_piper.errors import DirectiveError
@@ -36,8 +37,8 @@ def complete(dag: TrainingDAG) -> None:
     for chunk in dag.of_type(Chunk):
         if len(chunk.devices) != len(dag.mesh.group_ranks):
             raise DirectiveError(
-                f"{chunk.label} is on {len(chunk.devices)} devices, {list(chunk.devices)} (directive "
-                f"{chunk.placed_by}), but the program has {dag.replicas} replica(s). Add a replicate that "
+                f"{chunk.label} is on {counted(len(chunk.devices), 'device')}, {list(chunk.devices)} (directive "
+                f"{chunk.placed_by}), but the program has {counted(dag.replicas, 'replica')}. Add a replicate that "
                 "divides the batch over them, or place it on one [PIPER-D009]"
             )
     for update in dag.of_type(Update):

@@ -117,7 +117,7 @@ class DevicePlan:
                 raise VerificationError(
                     f"%{reader.id} {reader.label} on device {self.device} reads %{ref[0]}.{ref[1]} "
                     f"{maker.label}, which is on device {','.join(map(str, maker.devices)) or 'none'} only. "
-                    "If you wrote a directive, add a send and a receive between the nodes; otherwise report "
+                    "If you wrote a directive, add a send and a receive between the nodes. Otherwise, report "
                     "this [PIPER-V002]"
                 )
             produce = operation_of(maker).produce

@@ -345,7 +345,7 @@ class BatchCheck:
         if what == "numbers or strings" and self._world.count > 1:
             error = BatchError(
                 "the processes drew batches with different numbers or strings in training batch "
-                f"{self._steps - 1} of this fit{found}; numbers and strings are a part of the captured step, "
+                f"{self._steps - 1} of this fit{found}. Numbers and strings are a part of the captured step, "
                 "and all replicas run the same step. Convert them in the collate function to tensors (a "
                 "tensor without dimensions is passed whole), or, if the step does not read them, to a list "
                 "with an entry for each sample. Or remove them from the batch, or use "

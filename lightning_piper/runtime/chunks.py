@@ -255,7 +255,7 @@ class ChunkBinder:
                 if found:
                     of = out.names[found[0]] if out.kind == Kind.GRAD else "a value from an earlier region"
                     raise ExecutionError(
-                        f"the gradient of {of} has a NaN, which Trainer(detect_anomaly=True) refuses; the "
+                        f"the gradient of {of} has a NaN, which Trainer(detect_anomaly=True) refuses. The "
                         f"region begins at {source}. Train this batch with a plain Trainer on one device: "
                         "there, torch names the operation [PIPER-X003]"
                     )

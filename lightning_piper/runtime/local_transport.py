@@ -142,7 +142,7 @@ class LocalEndpoint:
         if instruction.node not in self._irecv:
             raise ExecutionError(
                 f"device {self._plan.device}: {instruction.where} has nothing to wait for: no endpoint "
-                "started it. If you added an operation, start its communication before the wait; otherwise "
+                "started it. If you added an operation, start its communication before the wait. Otherwise, "
                 "report this [PIPER-X001]"
             )
         box, slot, device = self._transport.box(self._irecv[instruction.node]), instruction.into, self._device

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from lightning_piper.common.limits import DEVICES, PASSES, integer, is_name, shown
+from lightning_piper.common.units import counted
 from lightning_piper.directives import Directive, Order, Place, Split
 from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.filters import Filter
@@ -56,7 +57,7 @@ def program_of(
     places = _devices_of_ranks(name, range(len(rows)) if devices is None else devices)
     if len(places) != len(rows):
         raise DirectiveError(
-            f"{name}: {len(places)} devices for {len(rows)} ranks. Give one device, or one group, for each "
+            f"{name}: {counted(len(places), 'device')} for {counted(len(rows), 'rank')}. Give one device, or one group, for each "
             "rank [PIPER-D020]"
         )
     where: dict[int, dict[int, set[int]]] = {}  # stage -> rank -> microbatches
@@ -156,7 +157,7 @@ def checked_counts(name: str, **given: int) -> Iterator[int]:
         found.append(number)
     if 2 * found[0] * found[1] > PASSES:
         raise DirectiveError(
-            f"{name}: {found[0]} stages with {found[1]} microbatches. Give fewer: a step has at most "
+            f"{name}: {counted(found[0], 'stage')} with {counted(found[1], 'microbatch')}. Give fewer: a step has at most "
             f"{PASSES} passes, two for each stage and microbatch [PIPER-D020]"
         )
     return iter(found)
@@ -170,7 +171,7 @@ def ranks_of(name: str, stages: int, stages_per_device: int) -> int:
     """
     if stages % stages_per_device:
         raise DirectiveError(
-            f"{name}: {stages} stages, {stages_per_device} on each rank. Give a multiple of "
+            f"{name}: {counted(stages, 'stage')}, {stages_per_device} on each rank. Give a multiple of "
             f"{stages_per_device} stages [PIPER-D020]"
         )
     return stages // stages_per_device

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter, deque
 
 from lightning_piper.common.argument_names import checks_names
+from lightning_piper.common.units import counted
 from lightning_piper.directives import Directive
 from lightning_piper.errors import DirectiveError
 from lightning_piper.schedules.actions import Action, Devices, Row, checked_counts, program_of, ranks_of
@@ -45,7 +46,7 @@ def dualpipev(
     ranks = ranks_of("dualpipev", stages, 2)
     if microbatches < stages:
         raise DirectiveError(
-            f"dualpipev: {microbatches} microbatches for {stages} stages. Give at least {stages} [PIPER-D020]"
+            f"dualpipev: {counted(microbatches, 'microbatch')} for {counted(stages, 'stage')}. Give at least {stages} [PIPER-D020]"
         )
     return program_of(dualpipev_rows(ranks, microbatches), microbatches, devices, tag, dim_name, "dualpipev")
 
@@ -85,7 +86,7 @@ def dualpipe(
     pairs = ranks_of("dualpipe", stages, 2)
     if microbatches % 2 or microbatches < 2 * stages:
         raise DirectiveError(
-            f"dualpipe: {microbatches} microbatches for {stages} stages. Give an even number of at least "
+            f"dualpipe: {counted(microbatches, 'microbatch')} for {counted(stages, 'stage')}. Give an even number of at least "
             f"{2 * stages}, half of them for each direction [PIPER-D020]"
         )
     half = microbatches // 2

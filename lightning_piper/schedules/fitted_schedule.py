@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from lightning_piper.common.argument_names import checks_names
 from lightning_piper.common.limits import integer, shown
+from lightning_piper.common.units import counted
 from lightning_piper.directives import Directive
 from lightning_piper.errors import DirectiveError
 from lightning_piper.schedules.actions import Action, Devices, Row, checked_counts, one_by_one, program_of
@@ -150,7 +151,7 @@ def _ranks(stages: int, ranks: object) -> list[int]:
     numbers = [rank for rank in found if rank is not None]
     if len(numbers) != stages or len(found) != stages or sorted(set(numbers)) != [*range(len(set(numbers)))]:
         raise DirectiveError(
-            f"fitted: ranks={shown(ranks)} for {stages} stages. Give the rank of each stage, counted from 0 "
+            f"fitted: ranks={shown(ranks)} for {counted(stages, 'stage')}. Give the rank of each stage, counted from 0 "
             "without gaps, such as [0, 1, 1, 0] [PIPER-D022]"
         )
     return numbers
@@ -172,7 +173,7 @@ def _memory(ranks: int, memory: object) -> list[int | None]:
     ]
     if len(found) != ranks or odd:
         raise DirectiveError(
-            f"fitted: memory={shown(memory)} for {ranks} ranks. Give bytes, an integer >= 0, or one for "
+            f"fitted: memory={shown(memory)} for {counted(ranks, 'rank')}. Give bytes, an integer >= 0, or one for "
             "each rank [PIPER-D022]"
         )
     return found

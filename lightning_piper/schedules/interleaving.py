@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_piper.common.units import counted
 from lightning_piper.directives import Directive
 from lightning_piper.errors import DirectiveError
 from lightning_piper.schedules.actions import (
@@ -59,7 +60,7 @@ def interleaved_one_f_one_b(
     rounds = max(1, microbatches // ranks)
     if microbatches % rounds:
         raise DirectiveError(
-            f"{name}: {microbatches} microbatches on {ranks} ranks run in {rounds} rounds of equal size. "
+            f"{name}: {counted(microbatches, 'microbatch')} on {counted(ranks, 'rank')} run in {rounds} rounds of equal size. "
             f"Give a multiple of {rounds}, such as {microbatches - microbatches % rounds} [PIPER-D020]"
         )
     return program_of(

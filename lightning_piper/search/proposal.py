@@ -206,7 +206,7 @@ def _check_arguments(
         raise SearchError(f"search: check={shown(check)}. Give 'static', 'run' or 'off' [PIPER-P001]")
     if unknown := options.keys() - OPTIONS:
         raise SearchError(
-            f"search: there is no argument {min(unknown)!r}; options are {', '.join(OPTIONS)} [PIPER-P001]"
+            f"search: the argument {min(unknown)!r} is unknown. Give one of {', '.join(OPTIONS)} [PIPER-P001]"
         )
     check_asked(devices, objective, **options)
     if memory is not None:

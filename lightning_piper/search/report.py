@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
-from lightning_piper.common.units import duration
+from lightning_piper.common.units import counted, duration
 from lightning_piper.search.estimate import Estimate
 from lightning_piper.search.space import Candidate, Space
 from lightning_piper.simulate.durations import Number
@@ -145,11 +145,6 @@ def _less_kept(candidate: Candidate) -> list[str]:
         if n:
             found.append(f"the {which} stage {what}s" if n == 1 else f"the {which} {n} stages {what}")
     return found
-
-
-def counted(n: int, what: str) -> str:
-    """Return a number with its noun: `1 program`, or `2,612,532 programs`."""
-    return f"{n:,} {what}{'s' * (n != 1)}"
 
 
 def _levels(candidate: Candidate) -> str:

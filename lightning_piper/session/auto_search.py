@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from lightning_piper.capture import as_before
-from lightning_piper.common.units import duration
+from lightning_piper.common.units import counted, duration
 from lightning_piper.errors import PiperError, SearchError
 from lightning_piper.holdings.elementwise import NotElementwise, Untried, sees_others, state_keys
 from lightning_piper.processes.batch_join import BatchJoin
@@ -32,7 +32,7 @@ from lightning_piper.search.costs.optimizers import states_of
 from lightning_piper.search.costs.parameters import like
 from lightning_piper.search.costs.workload import Workload
 from lightning_piper.search.proposal import TOO_LARGE, Proposal, search
-from lightning_piper.search.report import counted, described, size
+from lightning_piper.search.report import described, size
 from lightning_piper.search.space import Candidate
 from lightning_piper.session.available_memory import memory_of
 from lightning_piper.session.concurrent_measurement import measured_together

@@ -20,6 +20,7 @@ import torch
 
 from lightning_piper.capture import difference
 from lightning_piper.capture.cutting.chunk_compiler import ChunkCompiler
+from lightning_piper.common.units import counted
 from lightning_piper.compiler import Compiled
 from lightning_piper.directives import Directive, Place, replicas_of
 from lightning_piper.errors import CaptureError, DirectiveError, PiperError
@@ -549,8 +550,8 @@ def check_placed(program: Sequence[Directive], processes: int) -> None:
 def _check_number(devices: int, processes: int) -> None:
     if devices != processes:
         raise PiperError(
-            f"the directives place the step on {devices} logical device(s), but the Trainer runs "
-            f"{processes} process(es). Give Trainer(devices={devices}), or run all devices in one process "
+            f"the directives place the step on {counted(devices, 'logical device')}, but the Trainer runs "
+            f"{counted(processes, 'process')}. Give Trainer(devices={devices}), or run all devices in one process "
             "with PiperStrategy(transport='local') and devices=1 [PIPER-S003]"
         )
 

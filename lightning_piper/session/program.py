@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_piper.common.units import counted
 from lightning_piper.directives import Directive, Place, Replicate, parse
 from lightning_piper.directives.program import Annotations, annotations_of
 from lightning_piper.errors import DirectiveError
@@ -92,7 +93,7 @@ def for_fit(
         return _parsed(found, f"{name}.{ATTRIBUTE}")
     if not searched:
         say(
-            f"PiperStrategy has no directives, so it uses data parallelism over {devices} device(s). To give "
+            f"PiperStrategy has no directives, so it uses data parallelism over {counted(devices, 'device')}. To give "
             f"directives, use PiperStrategy(directives=[...]), {name}.{ATTRIBUTE}, or a JSON file that "
             f"{VARIABLE} names. PiperStrategy({AUTO!r}) searches for a program"
         )

@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_piper.capture import as_before
 from lightning_piper.capture.proxies.batch_changes import contents
+from lightning_piper.common.units import counted
 from lightning_piper.compiler import Compiled
 from lightning_piper.directives import Order, Recompute
 from lightning_piper.errors import PiperError, VerificationError
@@ -313,7 +314,7 @@ def _number_of_processes(compiled: Compiled) -> Iterator[str]:
         if re.search(r"(world_size|num_devices|num_nodes)\b", answer.where):
             yield (
                 f"{compiled.step.name} reads {answer.where}. It counts {processes} processes, which hold "
-                f"stages or shards of {replicas} replica(s), so the step computes something else than on one "
+                f"stages or shards of {counted(replicas, 'replica')}, so the step computes something else than on one "
                 f"device. Count replicas instead: this program has {replicas} [PIPER-W009]"
             )
             return

@@ -290,7 +290,7 @@ def read_durations(path: str | PathLike[str]) -> dict[str, Number]:
         ) from None
     if not isinstance(content, dict):
         raise SimulationError(
-            f"durations file {name_of(path)} holds a {type(content).__name__}; it must hold an object such "
+            f"durations file {name_of(path)} holds a {type(content).__name__}. Write an object such "
             f'as {{"F": 1, "B": 2}} [PIPER-T001]'
         )
     return content

@@ -109,5 +109,5 @@ def _devices(facts: Facts, node: Node) -> Iterable[str]:
         if not good:
             yield (
                 f"{facts.at(node)} reads {facts.dag.value(ref).label} of {facts.at(source)}, which lies on "
-                f"device {','.join(map(str, source.devices))}; a send and a receive between them are missing"
+                f"device {','.join(map(str, source.devices))}, without a send and a receive between them"
             )

@@ -28,7 +28,7 @@ def dot_graph(dag: TrainingDAG, device: int) -> str:
         )
     if not isinstance(device, int) or device not in dag.devices():
         raise PiperError(
-            f"the training DAG has no device {shown(device)}; it has {', '.join(map(str, dag.devices()))}"
+            f"the training DAG has no device {shown(device)}. Give one of {', '.join(map(str, dag.devices()))}"
             " [PIPER-A002]"
         )
     lines = [

@@ -151,9 +151,9 @@ REFUSED: list[tuple[list[Any], str]] = [
                     "on one of [[0, 1]]"),
     ([placed(), replicate([0, 2])], "[[0, 2]] does not contain the group [0, 1], on which F[PP=0] is "
                                     "placed. Give the place"),
-    ([placed(), replicate([0])], "field 'devices': the groups have [1] devices. Give groups of one size, of at "
+    ([placed(), replicate([0])], "field 'devices': the groups have the sizes [1]. Give groups of one size, of at "
                                  "least two devices"),
-    ([placed(), replicate([[0, 1], [2, 3, 4]])], "the groups have [2, 3] devices"),
+    ([placed(), replicate([[0, 1], [2, 3, 4]])], "the groups have the sizes [2, 3]"),
     ([placed(), replicate([[0, 1], [1, 0]])], "device 1 is replica 1 in one group and replica 0 in another."),
     ([placed(), replicate([])], "[] is not a list of distinct devices"),
     ([placed(), replicate([[0, 1], 2])], "2 is not a list of distinct devices"),
@@ -179,7 +179,7 @@ REFUSED: list[tuple[list[Any], str]] = [
             replicate((1, 0), {"PP": 1})],
         "directive 3 (replicate): field 'devices': device 1 is replica 0 here and 1 in an earlier directive",
     ),
-    ([placed()], "F[PP=0] is on 2 devices, [0, 1] (directive 0), but the program has 1 replica(s). Add a "
+    ([placed()], "F[PP=0] is on 2 devices, [0, 1] (directive 0), but the program has 1 replica. Add a "
                  "replicate"),
     ([placed((0, 1), PP=0), placed((2,), PP=1)], "Place all regions on groups of one size"),
 ]  # fmt: skip

@@ -196,10 +196,10 @@ def test_each_region_has_its_own_mesh() -> None:
             TWICE,
             ["dp"],
             "ep",
-            r"field 'axes': 1 names do not fit the 2 dimensions of \[\[0, 1\], \[2, 3\]\]. Give one name for each "
+            r"field 'axes': .* has 1 name, but \[\[0, 1\], \[2, 3\]\] has 2 dimensions. Give one name for each "
             r"level",
         ),
-        ([[0, 1], [2]], ["dp", "ep"], "ep", r"field 'axes': 2 names do not fit the 0 dimensions of"),
+        ([[0, 1], [2]], ["dp", "ep"], "ep", r"field 'axes': .* has 2 names, but .* has 0 dimensions"),
         (
             TWICE,
             ["dp", "dp"],

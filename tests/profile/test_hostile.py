@@ -93,7 +93,7 @@ def test_a_large_file_is_not_read(tab: Tab, logs: Path) -> None:
     os.truncate(logs / "one" / "piper" / "step_0.json", LIMIT)
     assert tab.get("one", "step_0.json")[0] == 200
     os.truncate(logs / "one" / "piper" / "step_0.json", 1500 << 20)
-    assert error_of(tab) == f"has {1500 << 20} bytes; files of more than {LIMIT} are not shown"
+    assert error_of(tab) == f"has {1500 << 20} bytes, more than the {LIMIT} that the tab reads"
     with pytest.raises(PiperError, match=f"a file of a recording may have at most {LIMIT} bytes"):
         read_json(logs / "one" / "piper" / "step_0.json")
 

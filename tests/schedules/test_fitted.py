@@ -157,7 +157,7 @@ def test_the_least_memory_is_enough() -> None:
 
 
 def test_names_and_devices_are_checked() -> None:
-    with pytest.raises(DirectiveError, match=r"^fitted: 1 devices for 2 ranks"):
+    with pytest.raises(DirectiveError, match=r"^fitted: 1 device for 2 ranks"):
         fitted([EVEN] * 2, 2, devices=[0])
     with pytest.raises(DirectiveError, match=r"^fitted: tag and dim_name are both 'PP'"):
         fitted([EVEN] * 2, 2, tag="PP", dim_name="PP")

@@ -172,7 +172,7 @@ def test_programs_are_json_and_devices_and_tags_are_the_users(builder: Callable[
     assert rows(program)[::-1] == list(csv.reader(io.StringIO(to_csv(moved, tag="STAGE", dim_name="UB"))))
     with pytest.raises(
         DirectiveError,
-        match=rf"^{builder.__name__}: 1 devices for {ranks} ranks. Give one device, or one group",
+        match=rf"^{builder.__name__}: 1 device for {ranks} ranks. Give one device, or one group",
     ):
         builder(4, 8, devices=[0])
 
@@ -189,7 +189,7 @@ def test_programs_are_json_and_devices_and_tags_are_the_users(builder: Callable[
         (interleaved_one_f_one_b, (4, 4, 0), "stages_per_device=0. Give an integer >= 1"),
         (zbv, (3, 8), "3 stages, 2 on each rank. Give a multiple of 2 stages"),
         (v_half, (3, 8), "3 stages, 2 on each rank. Give a multiple of 2 stages"),
-        (v_min, (1, 8), "1 stages, 2 on each rank. Give a multiple of 2 stages"),
+        (v_min, (1, 8), "1 stage, 2 on each rank. Give a multiple of 2 stages"),
         (v_min, (True, 8), "stages=True. Give an integer >= 1"),
         (zb_h2, (2, -1), "microbatches=-1. Give an integer >= 1"),
         (dualpipev, (3, 8), "3 stages, 2 on each rank. Give a multiple of 2 stages"),

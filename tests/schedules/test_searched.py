@@ -86,7 +86,7 @@ def test_two_schedules_cannot_have_one_name() -> None:
 
 
 def test_an_unknown_schedule_is_refused() -> None:
-    with pytest.raises(DirectiveError, match=r"give one of .*zbv"):
+    with pytest.raises(DirectiveError, match=r"Give one of .*zbv"):
         piper.parallel(pp=2, schedule="waves_of_a_test")
 
 

@@ -141,7 +141,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "no data types": ({"flops": {}}, r"flops is \{\}. Give an object"),
     "a data type that is none": ({"flops": {"Tensor": 1}}, "flops has 'Tensor', which is not a data type"),
     "a negative rate": ({"flops": {"float32": -1}}, "flops of 'float32' is -1"),
-    "no links": ({"links": []}, "give a list of at least one link"),
+    "no links": ({"links": []}, "Give a list of at least one link"),
     "links of no devices": (
         {"links": [LINK | {"devices": 0}]},
         r"links\[0\]: devices is 0. Give an integer >= 1",

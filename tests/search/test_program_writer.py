@@ -8,11 +8,12 @@ import pytest
 import torch
 
 import lightning_piper as piper
+from lightning_piper.common.units import counted
 from lightning_piper.search import Candidate, Layout
 from lightning_piper.search.costs.blocks import blocks_of
 from lightning_piper.search.program_writer import shown, write
 from lightning_piper.search.proposal import _params
-from lightning_piper.search.report import counted, described
+from lightning_piper.search.report import described
 from lightning_piper.simulate import simulate
 from tests.search.nets import GPT, Module, tokens
 

@@ -87,7 +87,7 @@ def test_refusals(tmp_path: Path) -> None:
         from_recording(tmp_path, workload, [[0, 1], [1]])
     with pytest.raises(
         PiperError,
-        match=r"from_recording\(stages=\.\.\.\): 1 stages, but the recorded program has PP=\[0, 1\]",
+        match=r"from_recording\(stages=\.\.\.\): 1 stage, but the recorded program has PP=\[0, 1\]",
     ):
         from_recording(tmp_path, workload, [list(range(7))])
     with pytest.raises(PiperError, match="there is no recording in"):

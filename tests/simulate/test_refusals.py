@@ -113,7 +113,7 @@ def test_durations_from_a_file(tmp_path: Path) -> None:
     path.write_text('{"F": 1.5, "B": 3}')
     assert read_durations(path) == {"F": 1.5, "B": 3}
     path.write_text("[1]")
-    with pytest.raises(SimulationError, match="holds a list; it must hold an object such as"):
+    with pytest.raises(SimulationError, match=r"holds a list. Write an object such as"):
         read_durations(path)
     path.write_text("{")
     with pytest.raises(SimulationError, match="cannot be read as JSON"):

@@ -362,7 +362,7 @@ EDITS = [
     Edit("mlp", receive_of_another_channel,
          r"recv %\d+ on device 1 .* receives from send %\d+ on device 0 .*, which does not send to "
          r"it", runs=False),
-    Edit("mlp", two_receives_of_one_send, r"send %\d+ on device 0 .* has 2 receives; it needs "
+    Edit("mlp", two_receives_of_one_send, r"send %\d+ on device 0 .* has 2 receives, but it needs "
                                           r"one", runs=False),
     Edit("conv", state_of_an_early_slice,
          r"F\[PP=0,MB=2\] .* reads buffer one.1.running_mean from buffer .* of F\[PP=0\], not from the "
@@ -389,7 +389,7 @@ EDITS = [
          r"missing", runs=False),
     Edit("mlp", reduction_without_a_member,
          r"report %\d+ on device 0,1 reads metrics.* of allreduce %\d+ on device 1", runs=False),
-    Edit("mlp", report_removed, r"there are 0 reports of the loss; there must be one", runs=False),
+    Edit("mlp", report_removed, r"there are 0 reports of the loss, but one is needed", runs=False),
     Edit("mlp", report_doubled, r"there are 2 reports of the loss", runs=False),
     Edit("mlp", update_removed, r"second.weight is used on device 1, but no update reaches it there"),
     Edit("one device", update_removed, r"second.weight is used on device 0, but no update reaches it there"),

@@ -49,5 +49,5 @@ def test_a_users_tags_are_quoted() -> None:
 
 
 def test_a_device_that_is_not_there() -> None:
-    with pytest.raises(PiperError, match="the training DAG has no device 2; it has 0, 1"):
+    with pytest.raises(PiperError, match=r"the training DAG has no device 2. Give one of 0, 1"):
         dot_graph(pipeline("gpipe", 2, 1).dag, 2)

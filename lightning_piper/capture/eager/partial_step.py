@@ -293,7 +293,7 @@ class _RemainderStep(TracedStep):
         if known.spec is None or known.spec.structure != spec.structure:
             raise CaptureError(
                 f"self.{call.key[0]} returns another structure for some batches. Return the same "
-                "structure for every batch; only the shapes of tensors may differ [PIPER-C022]"
+                "structure for every batch. Only the shapes of tensors may differ [PIPER-C022]"
             )
         return tensors, known
 

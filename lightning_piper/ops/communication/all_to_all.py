@@ -141,7 +141,7 @@ def check(facts: Facts, node: AllToAll) -> Iterable[str]:
         return
     wanted = 1 if node.direction == COUNTS or experts.even else 3
     if len(node.inputs) != wanted:
-        yield f"{facts.at(node)} has {len(node.inputs)} inputs; it needs {wanted}"
+        yield f"{facts.at(node)} has {len(node.inputs)} inputs, but it needs {wanted}"
         return
     value, made = dag.value(node.inputs[0]), node.outputs[0]
     at_source, away = (), ((node.axis, Sharded(0)),)

@@ -108,7 +108,7 @@ def _check(facts: Facts, node: GatherSamples | ScatterSamples, way: str) -> Iter
     facts.forward(node)
     if (node.mesh, node.axis) != (dag.mesh, DATA):
         found = f"{facts.named(ref)} along {node.axis} of {node.mesh}"
-        yield f"{facts.at(node)} exchanges {found}; the batch is divided over {dag.replicas} replicas"
+        yield f"{facts.at(node)} exchanges {found}, but the batch is divided over {dag.replicas} replicas"
     origin = facts.origins.get(ref)
     if origin is None or dag.code.interface_of(origin[:2]).outputs[origin[2]].exchange != way:
         yield f"{facts.at(node)} exchanges {facts.named(ref)}, but no node reads the result"

@@ -101,7 +101,7 @@ def check_send(facts: Facts, node: Send) -> Iterable[str]:
     yield from _same(facts, node)
     users = facts.dag.users(node)
     if len(users) != 1 or not isinstance(users[0], Recv):
-        yield f"{facts.at(node)} has {len(users)} receives; it needs one"
+        yield f"{facts.at(node)} has {len(users)} receives, but it needs one"
 
 
 def check_recv(facts: Facts, node: Recv) -> Iterable[str]:

@@ -87,7 +87,7 @@ def check(facts: Facts, node: Total) -> Iterable[str]:
         )
     if (node.mesh, node.axis) != (dag.mesh, DATA):
         found = f"{facts.named(node.inputs[0])} along {node.axis} of {node.mesh}"
-        yield f"{facts.at(node)} sums {found}; the batch is divided over {dag.replicas} replicas"
+        yield f"{facts.at(node)} sums {found}, but the batch is divided over {dag.replicas} replicas"
     if (*carries(made), made.tensors, made.placement) != (*carries(value), value.tensors, Replicated()):
         yield (
             f"{facts.at(node)} describes its output differently from the sum of {facts.named(node.inputs[0])}"

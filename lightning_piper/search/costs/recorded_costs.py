@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from lightning_piper.common.limits import is_number, shown
+from lightning_piper.common.units import counted
 from lightning_piper.errors import PiperError
 from lightning_piper.profile.files import read_json, steps_in
 from lightning_piper.search.costs.workload import Block, Work, Workload
@@ -75,7 +76,7 @@ def from_recording(
     if {stage for stage, _ in recorded} != set(range(len(stages))):
         there = sorted({stage for stage, _ in recorded})
         raise PiperError(
-            f"from_recording(stages=...): {len(stages)} stages, but the recorded program has {tag}={there}. "
+            f"from_recording(stages=...): {counted(len(stages), 'stage')}, but the recorded program has {tag}={there}. "
             "Give the blocks of each recorded stage [PIPER-R002]"
         )
     blocks = list(workload.blocks)

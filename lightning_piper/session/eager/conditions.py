@@ -159,8 +159,8 @@ def summary_of(devices: int, problem: str) -> str:
     reason = reason if len(reason) <= LINE else f"{reason[:LINE]}..."
     where = "1 device" if devices == 1 else f"{devices} devices, data-parallel like DDP"
     return (
-        f"PiperStrategy: training_step runs uncaptured on {where}, so Piper checks no graph and no plan; "
-        f"reason: {reason}"
+        f"PiperStrategy: training_step runs uncaptured on {where}, so Piper checks no graph and no plan. "
+        f"Reason: {reason}"
     )
 
 

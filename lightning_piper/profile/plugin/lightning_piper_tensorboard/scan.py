@@ -118,7 +118,7 @@ def read(run: RecordedRun, name: str) -> bytes:
         if not stat.S_ISREG(found.st_mode):
             raise Refused("is not a regular file")
         if found.st_size > LIMIT:
-            raise Refused(f"has {found.st_size} bytes; files of more than {LIMIT} are not shown")
+            raise Refused(f"has {found.st_size} bytes, more than the {LIMIT} that the tab reads")
         with open(handle, "rb", closefd=False) as file:
             return file.read(found.st_size)
     finally:
