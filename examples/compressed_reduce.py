@@ -43,7 +43,7 @@ class Compressed(ops.Collective):
     all other members."""
 
     op: ClassVar[str] = "compressed_reduce"
-    colour: ClassVar[str] = "#8fd3c8"
+    color: ClassVar[str] = "#8fd3c8"
     sums: ClassVar[bool] = True
 
     nbytes = property(lambda self: self.bucket.numel * 2 * len(self.members))

@@ -30,7 +30,7 @@ def whole_batch_norms(every: bool) -> Iterator[None]:
     Args:
         every: Whether all other batch norms also use the statistics of the whole batch.
     """
-    with _forward_of_synchronised(_over_whole), _WholeBatch() if every else contextlib.nullcontext():
+    with _forward_of_synchronized(_over_whole), _WholeBatch() if every else contextlib.nullcontext():
         yield
 
 
@@ -39,12 +39,12 @@ def plain_batch_norms() -> Iterator[None]:
     """Return a context in which `nn.SyncBatchNorm` is a plain batch norm. Use this context only if this
     process has the samples of the whole batch.
     """
-    with _forward_of_synchronised(nn.BatchNorm1d.forward):
+    with _forward_of_synchronized(nn.BatchNorm1d.forward):
         yield
 
 
 @contextlib.contextmanager
-def _forward_of_synchronised(forward: Any) -> Iterator[None]:
+def _forward_of_synchronized(forward: Any) -> Iterator[None]:
     own = nn.SyncBatchNorm.forward
     nn.SyncBatchNorm.forward = forward  # type: ignore[method-assign]
     try:

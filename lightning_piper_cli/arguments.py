@@ -162,7 +162,7 @@ def _add_search(sub: argparse.ArgumentParser) -> None:
     """Add the options of `search`, other than the module and the batch."""
     sub.add_argument("--devices", type=int, required=True, metavar="N", help="number of devices")
     sub.add_argument(
-        "--objective", choices=("time", "memory"), default="time", help="what to minimise (default: time)"
+        "--objective", choices=("time", "memory"), default="time", help="what to minimize (default: time)"
     )
     sub.add_argument(
         "--check",

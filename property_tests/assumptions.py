@@ -101,7 +101,7 @@ def per_class(m: Net, h: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return h - h.new_zeros(CLASSES, WIDTH).index_add(0, y, h)[y]
 
 
-def quantised(h: Tensor, scale: Tensor) -> Tensor:
+def quantized(h: Tensor, scale: Tensor) -> Tensor:
     return h + (torch.round(h / scale) * scale - h).detach()
 
 
@@ -179,7 +179,7 @@ KEEPING: dict[str, Middle] = {
     "mean of features": lambda m, h, x, y: h - h.mean(1, keepdim=True),
     "nearest code": nearest,
     "own indices": lambda m, h, x, y: h[torch.arange(len(h))],
-    "quantised rows": lambda m, h, x, y: quantised(h, h.detach().abs().amax(1, keepdim=True) / 127),
+    "quantized rows": lambda m, h, x, y: quantized(h, h.detach().abs().amax(1, keepdim=True) / 127),
     "RMS norm": lambda m, h, x, y: F.rms_norm(h, (WIDTH,)),
     "rows normed": lambda m, h, x, y: normed(h),
     "size of a tensor": lambda m, h, x, y: h + torch.full((len(x), 1), 0.5, dtype=h.dtype),
@@ -190,7 +190,7 @@ KEEPING: dict[str, Middle] = {
     "weights' Gram matrix": lambda m, h, x, y: h @ (m.last.weight.T @ m.last.weight),
     # linear in the gradient
     "gradient reversed": backward(lambda grad: -0.5 * grad),
-    "hook centres features": hooked(lambda grad: grad - grad.mean(1, keepdim=True)),
+    "hook centers features": hooked(lambda grad: grad - grad.mean(1, keepdim=True)),
     "hook removes NaN": hooked(lambda grad: torch.nan_to_num(grad)),
     "hook scales": hooked(lambda grad: grad * 0.5),
     # state of the step
@@ -206,7 +206,7 @@ BREAKING: dict[str, Middle] = {
     "gradient normed": backward(lambda grad: grad / (grad.norm() + 1e-12)),
     "gradient of rows normed": backward(lambda grad: normed(grad)),
     "hook adds": hooked(lambda grad: grad + 0.01),
-    "hook centres samples": hooked(lambda grad: grad - grad.mean(0)),
+    "hook centers samples": hooked(lambda grad: grad - grad.mean(0)),
     "hook clamps": hooked(lambda grad: grad.clamp(-0.01, 0.01)),
     "hook norms": hooked(lambda grad: grad / (grad.norm() + 1e-12)),
     "hook takes signs": hooked(lambda grad: grad.sign() * 1e-3),
@@ -214,7 +214,7 @@ BREAKING: dict[str, Middle] = {
     "attention over samples": lambda m, h, x, y: F.scaled_dot_product_attention(h[None], h[None], h[None])[0],
     "average pool over samples": lambda m, h, x, y: F.avg_pool1d(h.T[None], 3, 1, 1)[0].T,
     "batch norm": lambda m, h, x, y: F.batch_norm(h, None, None, training=True),
-    "centred": lambda m, h, x, y: h - h.mean(0),
+    "centered": lambda m, h, x, y: h - h.mean(0),
     "convolution over samples": lambda m, h, x, y: convolved(h.T).T,
     "cumulative maximum": lambda m, h, x, y: h.cummax(0).values,
     "cumulative sum of samples": lambda m, h, x, y: h.cumsum(0),
@@ -239,7 +239,7 @@ BREAKING: dict[str, Middle] = {
     "norm of all": lambda m, h, x, y: h / h.norm(),
     "number of positives": lambda m, h, x, y: h * (h.detach() > 0).sum() / 10,
     "one solution": lambda m, h, x, y: torch.linalg.solve(h.T @ h + torch.eye(WIDTH, dtype=h.dtype), h.T).T,
-    "quantised": lambda m, h, x, y: quantised(h, h.detach().abs().max() / 127),
+    "quantized": lambda m, h, x, y: quantized(h, h.detach().abs().max() / 127),
     "range": lambda m, h, x, y: (h - h.min()) / (h.max() - h.min() + 1e-6),
     "samples flipped": lambda m, h, x, y: 0.7 * h + 0.3 * h.flip(0),
     "samples reversed": lambda m, h, x, y: h + h[torch.arange(len(h) - 1, -1, -1)],
@@ -249,7 +249,7 @@ BREAKING: dict[str, Middle] = {
     "samples sorted by a feature": lambda m, h, x, y: h[h[:, 0].argsort()],
     "softmax of all": lambda m, h, x, y: torch.softmax(h.flatten(), 0).view_as(h),
     "softmax over samples": lambda m, h, x, y: torch.softmax(h, 0),
-    "standardised": lambda m, h, x, y: h / (h.std(0) + 1e-3),
+    "standardized": lambda m, h, x, y: h / (h.std(0) + 1e-3),
     "threshold": lambda m, h, x, y: torch.where(h > h.mean(), h, 0.5 * h),
     "third quantile": lambda m, h, x, y: h - h.quantile(0.75, dim=0),
     # state that samples change
@@ -387,7 +387,7 @@ def adversarial(m: Net, h: Tensor, p: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(m.last(h + 0.1 * grad.detach().sign()), y)
 
 
-def centred_teacher(m: Net, h: Tensor, p: Tensor, y: Tensor) -> Tensor:
+def centered_teacher(m: Net, h: Tensor, p: Tensor, y: Tensor) -> Tensor:
     teacher = torch.softmax((h.detach() - m.average) / 0.1, -1)
     m.average.mul_(0.9).add_(0.1 * h.detach().mean(0))
     return -(teacher * torch.log_softmax(h, -1)).sum(-1).mean()
@@ -413,7 +413,7 @@ KEEPING_LOSSES: dict[str, Loss] = {
     ),
     "cosine embedding": lambda m, h, p, y: F.cosine_embedding_loss(h, h.detach().sin(), torch.ones_like(y)),
     "dice of samples": dice(-1),
-    "distance to centres": beside(lambda m, h, p, y: (h - m.table(y)).square().sum(-1).mean()),
+    "distance to centers": beside(lambda m, h, p, y: (h - m.table(y)).square().sum(-1).mean()),
     "focal": weighed(lambda p: (1 - torch.softmax(p, -1).amax(-1)).square()),
     "hinge": lambda m, h, p, y: F.multi_margin_loss(p, y),
     "Huber": lambda m, h, p, y: F.huber_loss(p, F.one_hot(y, CLASSES).to(p.dtype)),
@@ -461,7 +461,7 @@ BREAKING_LOSSES: dict[str, Loss] = {
     "log sum exp": lambda m, h, p, y: torch.logsumexp(each(p, y), 0),
     "loss over itself": lambda m, h, p, y: F.cross_entropy(p, y) / F.cross_entropy(p, y).detach(),
     "median loss": lambda m, h, p, y: each(p, y).median(),
-    "normalised targets": lambda m, h, p, y: (
+    "normalized targets": lambda m, h, p, y: (
         (p[:, 0] - (y - y.to(p.dtype).mean()) / (y.to(p.dtype).std() + 1e-6)).square().mean()
     ),
     "number of positives": lambda m, h, p, y: F.cross_entropy(p, y) * (h > 0).sum() / 10,
@@ -496,7 +496,7 @@ BREAKING_LOSSES: dict[str, Loss] = {
     # steps in the direction of gradients; one device's loss scale decides
     "adversarial": beside(adversarial),
     # state
-    "centred teacher": beside(centred_teacher),
+    "centered teacher": beside(centered_teacher),
     # values that decide shapes
     "Gaussian": lambda m, h, p, y: F.gaussian_nll_loss(p[:, 0], y.to(p.dtype), p[:, 1].exp()),
     "a mask as an index": bool_mask,

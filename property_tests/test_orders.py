@@ -47,7 +47,7 @@ def orders(draw: Any) -> tuple[int, int, list[Directive], str]:
     builder = draw(st.sampled_from(BUILDERS[: -1 if stages == 4 else None]))
     count = draw(st.sampled_from([4, 8])) if builder != "dualpipe" else 4
     rows = list(csv.reader(io.StringIO(schedules.to_csv(getattr(schedules, builder)(stages, count)))))
-    kind = draw(st.sampled_from(["neighbours", "neighbours", "any", "shuffled"]))
+    kind = draw(st.sampled_from(["neighbors", "neighbors", "any", "shuffled"]))
     for _ in range(draw(st.integers(0, 6))):
         row = draw(st.sampled_from(rows))
         i = draw(st.integers(0, len(row) - 2))

@@ -121,8 +121,8 @@ def routings(draw: Any, experts: int, top: int, size: int) -> Tensor:
     seed = draw(st.integers(0, 2**16))
     generator = torch.Generator().manual_seed(seed)
     scores = torch.rand(size, TOKENS, experts, generator=generator) ** draw(st.sampled_from([1, 8]))
-    favour = torch.tensor(draw(st.lists(st.floats(0, 1), min_size=experts, max_size=experts)))
-    return (scores * favour + torch.arange(experts) * 1e-6).topk(top).indices
+    favor = torch.tensor(draw(st.lists(st.floats(0, 1), min_size=experts, max_size=experts)))
+    return (scores * favor + torch.arange(experts) * 1e-6).topk(top).indices
 
 
 @st.composite

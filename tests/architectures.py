@@ -57,7 +57,7 @@ def about_images(draw: torch.Generator) -> Batch:
     return {"input_ids": found, "labels": found, "pixel_values": images(draw)}
 
 
-def labelled(draw: torch.Generator) -> Batch:
+def labeled(draw: torch.Generator) -> Batch:
     return {
         "pixel_values": images(draw),
         "labels": torch.randint(0, 3, (SAMPLES,), generator=draw),
@@ -101,7 +101,7 @@ ARCHITECTURES = {
         text,
     ),
     "vit": Architecture(
-        "ViTForImageClassification", lambda hf: hf.ViTConfig(**VISION, **NO_DROPOUT, num_labels=3), labelled
+        "ViTForImageClassification", lambda hf: hf.ViTConfig(**VISION, **NO_DROPOUT, num_labels=3), labeled
     ),
     "whisper": Architecture("WhisperForConditionalGeneration", _whisper, speech),
     "clip": Architecture(

@@ -56,6 +56,13 @@ RULES: dict[str, re.Pattern[str]] = {
         r"(its|one)self\b|\b(is|are) at (work|rest)\b|\bto the letter\b",
         re.IGNORECASE,
     ),
+    "American spelling": re.compile(
+        r"(colour|behaviour|neighbour|favour|honour|labell|signall|misspelt|licence|judgement)\w*|\bcentre|\bgrey\b"
+        r"|(optim|initial|serial|normal|recogn|organ|synchron|general|special|minim|maxim|token|quant|material)"
+        r"is(e|ed|es|ing|ation)\b",
+        re.IGNORECASE,
+    ),
+    "one number": re.compile(r"[a-z]\((s|es)\)"),
     "a word of the field": re.compile(
         r"\brehears\w+|\bhands? (on|out)\b|\bkept back\b|\breckons? with\b|\bknows? of\b|\bsamples "
         r"meet\b|\bin pieces\b|\b(room|rooms|border|borders)\b|\bstand-ins?\b|\bstands? in for\b",

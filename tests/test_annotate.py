@@ -87,7 +87,7 @@ def test_contexts_nest_and_the_innermost_wins_for_one_tag() -> None:
     assert tags(Net(run)) == [{"PP": 0}, {"PP": 0, "EP": 2}, {"PP": 5, "EP": 2}, {"PP": 0}]
 
 
-def test_one_region_for_neighbours_with_equal_tags_and_another_after_an_interruption() -> None:
+def test_one_region_for_neighbors_with_equal_tags_and_another_after_an_interruption() -> None:
     def run(net: Net, x: Tensor) -> Tensor:
         with annotate("PP", 0):
             x = net.layers[0](x)

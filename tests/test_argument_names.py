@@ -1,4 +1,4 @@
-"""A misspelt argument is an error with the accepted names and the nearest one, in Python as in JSON."""
+"""A misspelled argument is an error with the accepted names and the nearest one, in Python as in JSON."""
 
 from __future__ import annotations
 

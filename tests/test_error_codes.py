@@ -9,11 +9,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from lightning_piper import errors
+from tests.prose import RULES
 from tests.test_warnings import literal, pattern, texts, trees
 
 ROOT = Path(__file__).parents[1]
 CLASSES = {name for name, cls in vars(errors).items() if isinstance(cls, type)} | {"NoRoom"}
 CODE = re.compile(r"\[PIPER-([A-Z](?:\d{3}|\0))\]")
+JOINED = re.compile(
+    r"; (give|name|use|move|place|remove|set|let|choose|return|put|select|accepted are|otherwise)\b"
+)
 # Calls whose message comes from another error or function, which has the code.
 WRAPPERS = {
     "CaptureError(SKIPPED)",
@@ -73,6 +77,15 @@ def without_one_code(modules: Iterable[ast.Module]) -> list[str]:
     ]
 
 
+def badly_written(modules: Iterable[ast.Module]) -> list[str]:
+    """Return the messages that join fact and fix by a semicolon, count as "device(s)", or are not American."""
+    return [
+        text
+        for text in map(said, calls(modules))
+        if any(rule.search(text) for rule in (JOINED, RULES["American spelling"], RULES["one number"]))
+    ]
+
+
 def sections() -> list[str]:
     return re.findall(
         r"^### PIPER-(\S+)$", (ROOT / "docs/codes.md").read_text(encoding="utf-8"), re.MULTILINE
@@ -114,6 +127,14 @@ def test_messages_without_one_code_are_noticed() -> None:
     )
     wrong = [ast.unparse(node).removeprefix("raise ") for node in module.body[:4]]
     assert sorted(without_one_code([module])) == sorted(wrong)
+
+
+def test_messages_keep_the_rules_of_the_page_on_style() -> None:
+    assert badly_written(trees()) == []
+    for text in ("x is 0; give 1", "the behaviour of x", "2 device(s)"):
+        assert badly_written([ast.parse(f"raise PiperError('{text} [PIPER-S001]')")]) == [
+            f"{text} [PIPER-S001]"
+        ]
 
 
 def test_each_code_is_explained_once_and_used() -> None:

@@ -53,16 +53,16 @@ def demo() -> Case:
 
 
 class Language(L.LightningModule):
-    """A model that predicts tokens. With `labelled`, the model computes the loss, in float32 regardless of
+    """A model that predicts tokens. With `labeled`, the model computes the loss, in float32 regardless of
     its dtype.
     """
 
-    def __init__(self, model: nn.Module, labelled: bool = False) -> None:
+    def __init__(self, model: nn.Module, labeled: bool = False) -> None:
         super().__init__()
-        self.model, self.labelled = model, labelled
+        self.model, self.labeled = model, labeled
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        if self.labelled:
+        if self.labeled:
             return self.model(**batch).loss
         logits = self.model(input_ids=batch["input_ids"]).logits
         return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
@@ -72,7 +72,7 @@ def tokens() -> dict[str, Tensor]:
     return {name: torch.randint(11, (4, 6)) for name in ("input_ids", "labels")}
 
 
-def gpt2(labelled: bool = False) -> Case:
+def gpt2(labeled: bool = False) -> Case:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
         vocab_size=11,
@@ -86,7 +86,7 @@ def gpt2(labelled: bool = False) -> Case:
         embd_pdrop=0.0,
         attn_pdrop=0.0,
     )
-    module = Language(transformers.GPT2LMHeadModel(config), labelled)
+    module = Language(transformers.GPT2LMHeadModel(config), labeled)
     stages = [["*.wte", "*.wpe", "*.h.0"], ["*.h.1", "*.ln_f", "model.lm_head"]]
     piper.annotate_modules(module, "PP", stages)
     return module, tokens()
@@ -208,7 +208,7 @@ def test_models_of_independent_samples_give_what_one_device_gives(make: Callable
 
 def test_a_loss_in_float32_couples_nothing() -> None:
     """Inside of a model in float64 it rounds as single precision does; no operation looks across samples."""
-    report = Captured(lambda: gpt2(labelled=True)).verify(PROGRAMS["PP2"]())
+    report = Captured(lambda: gpt2(labeled=True)).verify(PROGRAMS["PP2"]())
     found = report.rows[3].before
     assert found.verdict == "equal within rounding" and 1e-12 < found.distance <= found.allowed < 1e-5
     assert report.couplings == () and report.verdict == "verified"

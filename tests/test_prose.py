@@ -13,6 +13,8 @@ BROKEN = {
     "name the actor": "The step is refused.",
     "a noun, not a pronoun": "The size is that of the batch.",
     "no archaic idiom": "The trace begins anew.",
+    "American spelling": "The behaviour changes.",
+    "one number": "It has 2 device(s).",
     "a word of the field": "The rank hands on its value.",
 }
 

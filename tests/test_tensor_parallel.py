@@ -208,7 +208,7 @@ def test_keys_go_round_in_models_of_hugging_face():
     assert labels.count("shift.cp") == 2 * 2 * 3  # of both layers
 
 
-class Penalised(L.LightningModule):
+class Penalized(L.LightningModule):
     """Two gates. One of the first gate's tensors is needed whole."""
 
     def __init__(self, name: str) -> None:
@@ -226,7 +226,7 @@ class Penalised(L.LightningModule):
 
 @pytest.mark.parametrize(("name", "left"), [("down.weight", {"down.weight"}), ("up.bias", {"up.weight"})])
 def test_a_weight_that_is_needed_whole_itself_is_left(name, left):
-    module, batch = Penalised(name).double(), torch.randn(4, 8, dtype=torch.float64)
+    module, batch = Penalized(name).double(), torch.randn(4, 8, dtype=torch.float64)
     (_, shard) = program = piper.tensor_parallel(module, batch, 2)
     assert not left & shard.params.keys() and {"other.weight", "last.weight"} & shard.params.keys()
     assert piper.verify(module, batch, program).verdict == "verified"

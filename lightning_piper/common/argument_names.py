@@ -1,4 +1,4 @@
-"""The names of arguments and fields, and the nearest name to a misspelt one."""
+"""The names of arguments and fields, and the nearest name to a misspelled one."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def problem_of(function: Callable[..., Any], given: Iterable[str]) -> str | None
 
 
 def checks_names(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function to name the accepted arguments if a keyword argument is misspelt.
+    """Decorate a function to name the accepted arguments if a keyword argument is misspelled.
 
     The decorated function raises a DirectiveError.
     """

@@ -313,7 +313,7 @@ def _summed(dag: TrainingDAG, cycle: Cycle) -> Cause:
     if not any(isinstance(dag.nodes[node], Total) for node, _ in cycle):
         return None
     cause = (
-        "statistics of the whole batch (a synchronised batch norm) need the earlier parts of the step for "
+        "statistics of the whole batch (a synchronized batch norm) need the earlier parts of the step for "
         "all microbatches first"
     )
     advice = (

@@ -473,7 +473,7 @@ def _initialize_one(
                 reset()
         except Exception as error:
             raise PiperError(
-                f"submodule {path!r} ({type(part).__name__}) cannot be initialised: {error}. Correct its "
+                f"submodule {path!r} ({type(part).__name__}) cannot be initialized: {error}. Correct its "
                 f"reset_parameters(), or {HOOK} of the LightningModule [PIPER-S009]"
             ) from error
     for name in group:
@@ -481,13 +481,13 @@ def _initialize_one(
         old = absent[name]
         if (value.shape, value.dtype) != (old.shape, old.dtype) or value.is_meta:
             raise PiperError(
-                f"initialising submodule {path!r} has replaced the tensor {name!r}. Fill the existing "
+                f"initializing submodule {path!r} has replaced the tensor {name!r}. Fill the existing "
                 "tensor in place instead [PIPER-S009]"
             )
         unwritten = name in names and value._version == versions[name] and value.numel() > 0
         if unwritten and bool((_bytes(value) == UNWRITTEN).all()):
             raise PiperError(
-                f"{name!r} is on the meta device, and initialising submodule {path!r} "
+                f"{name!r} is on the meta device, and initializing submodule {path!r} "
                 f"({type(part).__name__}) leaves it without values. Fill all tensors of the submodule in its "
                 f"reset_parameters(), or in {HOOK} of the LightningModule [PIPER-S009]"
             )

@@ -46,7 +46,7 @@ class StoreInstruction(HostCopy):
     """An instruction that copies a bundle to the host, without waiting."""
 
     op: ClassVar[str] = "store"
-    colour: ClassVar[str] = "#d5c4a1"
+    color: ClassVar[str] = "#d5c4a1"
     to_host: ClassVar[bool] = True
 
 
@@ -55,7 +55,7 @@ class FetchInstruction(HostCopy):
     """An instruction that copies a bundle back from the host, without waiting."""
 
     op: ClassVar[str] = "fetch"
-    colour: ClassVar[str] = "#c9b38c"
+    color: ClassVar[str] = "#c9b38c"
     paced: ClassVar[bool] = True
 
 

@@ -19,7 +19,7 @@ Channel = tuple[int, int]  # (sending device, receiving device)
 Group = tuple[tuple[int, ...], str]  # devices that communicate together, and the name of their communicator
 
 
-def neighbours(members: tuple[int, ...], steps: int = 1) -> tuple[Channel, ...]:
+def neighbors(members: tuple[int, ...], steps: int = 1) -> tuple[Channel, ...]:
     """Return the channels on which each member of a ring sends to the member that is `steps` further, such as
     `((0, 1), (1, 2), (2, 0))`. Return an empty tuple if this member is the sender itself."""
     far = steps % len(members)
@@ -51,7 +51,7 @@ class Instruction:
 
     Attributes:
         op: The operation, as texts, figures and recordings name it.
-        colour: The colour in figures of a device's work; None for bookkeeping.
+        color: The color in figures of a device's work; None for bookkeeping.
         paced: Whether the instruction begins only after the last chunk that was issued before it is done,
             even if its own stream could begin earlier. An earlier begin would only fill memory earlier.
         node: Id of the DAG node to which the instruction belongs.
@@ -63,7 +63,7 @@ class Instruction:
     """
 
     op: ClassVar[str]
-    colour: ClassVar[str | None] = None
+    color: ClassVar[str | None] = None
     paced: ClassVar[bool] = False
 
     node: int
@@ -128,7 +128,7 @@ class Collective(Instruction):
     rings: ClassVar[int] = 1
     direct: ClassVar[bool] = False
     sums: ClassVar[bool] = False
-    colour: ClassVar[str] = "#b4a7d6"
+    color: ClassVar[str] = "#b4a7d6"
 
     members: tuple[int, ...]
     communicator: str
@@ -137,7 +137,7 @@ class Collective(Instruction):
     @property
     def routes(self) -> tuple[Channel, ...]:
         """The messages that travel at the same time. A member divides its bytes evenly among its messages."""
-        return neighbours(self.members)
+        return neighbors(self.members)
 
     @property
     def group(self) -> Group:

@@ -79,7 +79,7 @@ class FailureWatch:
         progress: Returns how far this process has come; None if it does not train.
 
     Attributes:
-        signalled: Called with a rank, in the watch's thread, when this rank reports that it received a
+        signaled: Called with a rank, in the watch's thread, when this rank reports that it received a
             signal.
 
     Raises:
@@ -95,7 +95,7 @@ class FailureWatch:
         # set when the fit has ended on this process, and when there is a verdict
         self._over, self._judged = threading.Event(), threading.Event()
         self._first: tuple[int, str] | None = None  # the verdict: the first process to fail, and why
-        self.signalled: Callable[[int], object] = lambda rank: None
+        self.signaled: Callable[[int], object] = lambda rank: None
         server = _listen(host) if world.is_rank_zero else None
         port, token = world.broadcast(
             None if server is None else (server.getsockname()[1], secrets.token_hex())
@@ -124,7 +124,7 @@ class FailureWatch:
 
     def pass_on(self) -> None:
         """Report to the other processes that this process received a signal."""
-        _send(self._line, {"signalled": self._world.rank})
+        _send(self._line, {"signaled": self._world.rank})
 
     def report(self, error: BaseException) -> bool:
         """Report to the other processes that this process has failed, and wait for the verdict.
@@ -167,8 +167,8 @@ class FailureWatch:
                 break
             if "where" in message:
                 _send(self._line, {**place_of(self._fitting), "progress": self._progress()})
-            if "signalled" in message and message["signalled"] != self._world.rank:
-                self.signalled(message["signalled"])
+            if "signaled" in message and message["signaled"] != self._world.rank:
+                self.signaled(message["signaled"])
             if "left" in message:
                 lead_left, lead = True, message["left"]
         self._line.close()
@@ -302,7 +302,7 @@ class _Judge:
             if rank == RANK_ZERO:
                 self._tell({"left": message["progress"]})
             self._drop(line)
-        elif "signalled" in message:
+        elif "signaled" in message:
             self._tell(message)
         elif "at" in message:
             self.places[rank] = message

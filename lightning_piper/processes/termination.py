@@ -63,7 +63,7 @@ class Termination:
         threading.Thread(target=self._listen, args=(arrives,), name="piper-signals", daemon=True).start()
         self._restore.callback(leaves.close)
         self._restore.callback(signal.set_wakeup_fd, before)
-        self._watch.signalled = self._note
+        self._watch.signaled = self._note
 
     def trains(self) -> None:
         """Record that the first step is about to run. From now on, processes end between batches."""
@@ -81,7 +81,7 @@ class Termination:
     def end(self) -> None:
         """Stop listening and restore the previous signal state, because the run is over."""
         self._over.set()
-        self._watch.signalled = lambda rank: None
+        self._watch.signaled = lambda rank: None
         self._restore.close()
         world.refuse_exchanges(None)
 

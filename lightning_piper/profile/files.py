@@ -6,7 +6,7 @@ these keys::
     version, kind="plan", directives [JSON objects], verification (text or null), samples
     rows    [[device, stream], ...]
     nodes   {id: {label, kind, tags, devices, stream, bytes, origin, placed_by, text}}
-    colours {kind of a box or node: "#rrggbb"}
+    colors {kind of a box or node: "#rrggbb"}
     edges   [[from, to, 1 if it carries data or 0, index of the directive that ordered it or null], ...]
     step    the planned step: the plan in virtual time, each instruction with its recorded duration
 
@@ -48,14 +48,14 @@ from lightning_piper.plan import instructions as ins
 from lightning_piper.plan.plan import Plan
 from lightning_piper.simulate.engine import Trace
 from lightning_piper.simulate.figures import Simulation
-from lightning_piper.viz.colours import BOOKKEEPING, colour, rank
+from lightning_piper.viz.colors import BOOKKEEPING, color, rank
 
 VERSION = 1
 FOLDER = "piper"
 # Maximum bytes of a file to read: about a million boxes. The TensorBoard tab has the same limit.
 LIMIT = 64 << 20
 
-WAITING, IDLE = "#e58a8a", "#f4f1ec"  # colours of time without computation
+WAITING, IDLE = "#e58a8a", "#f4f1ec"  # colors of time without computation
 
 Row = tuple[int, str]  # (device, stream)
 
@@ -77,7 +77,7 @@ def plan_json(compiled: Compiled, step: Mapping[str, Any], verification: str | N
         "directives": [directive.to_json() for directive in compiled.program],
         "verification": verification,
         "rows": [list(row) for row in rows_of(compiled.plans)],
-        "colours": _colours(dag),
+        "colors": _colors(dag),
         "nodes": {str(i): _node(dag, node) for i, node in dag.nodes.items()},
         "edges": sorted(edges, key=lambda edge: edge[:2]),
         "step": step,
@@ -85,18 +85,18 @@ def plan_json(compiled: Compiled, step: Mapping[str, Any], verification: str | N
 
 
 # Operations of instructions (`Instruction.op`) that do not have boxes, or whose boxes have their node's
-# colour.
+# color.
 _WITHOUT_BOX = ("run", "send", "retire", "post", "wait")
 
 
-def _colours(dag: TrainingDAG) -> dict[str, str]:
+def _colors(dag: TrainingDAG) -> dict[str, str]:
     """Return kind of a box or node -> "#rrggbb", in the order of a legend."""
     nodes = {node.kind if isinstance(node, Chunk) else node.label: node for node in dag.nodes.values()}
     found = {}
     for kind, node in sorted(nodes.items(), key=lambda item: rank(item[0])):
-        found[kind] = colour(kind) if isinstance(node, Chunk) or node.communicates else BOOKKEEPING
+        found[kind] = color(kind) if isinstance(node, Chunk) or node.communicates else BOOKKEEPING
     operations = sorted(op for op in INSTRUCTIONS if op not in _WITHOUT_BOX)
-    return {**found, **{op: colour(op) for op in operations}, "wait": WAITING, "idle": IDLE}
+    return {**found, **{op: color(op) for op in operations}, "wait": WAITING, "idle": IDLE}
 
 
 def _node(dag: TrainingDAG, node: Node) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""torch.profiler in recorded steps: operators and kernels, labelled with their node."""
+"""torch.profiler in recorded steps: operators and kernels, labeled with their node."""
 
 from __future__ import annotations
 

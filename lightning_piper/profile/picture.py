@@ -7,7 +7,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from lightning_piper.simulate import Simulation
 from lightning_piper.viz.boxes import indices, is_chunk, rows_of
-from lightning_piper.viz.colours import colour
+from lightning_piper.viz.colors import color
 
 ROW, GAP, TOP, LEFT = 22, 4, 26, 130  # pixels
 
@@ -31,7 +31,7 @@ def picture(simulation: Simulation, title: str, width: int = 1600) -> np.ndarray
         for span in spans:
             x, end = LEFT + float(span.start) * scale, LEFT + float(span.end) * scale
             draw.rectangle(
-                (x, y, max(end, x + 1), y + ROW), colour(span.kind), "#666666" if end - x > 4 else None
+                (x, y, max(end, x + 1), y + ROW), color(span.kind), "#666666" if end - x > 4 else None
             )
             text = ".".join(indices(span)) if is_chunk(span) else ""
             if text and draw.textlength(text, font) < end - x - 4:

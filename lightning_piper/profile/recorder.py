@@ -117,17 +117,17 @@ class StepRecorder:
             switched = self._accelerator is not None and instruction.stream != stream
             stream = instruction.stream
             parts[switched:] = bind(i, parts[switched:])
-            observed += parts if not self._labels else [self._labelled(instruction, part) for part in parts]
+            observed += parts if not self._labels else [self._labeled(instruction, part) for part in parts]
         return observed
 
-    def _labelled(self, instruction: Instruction, bound: Bound) -> Bound:
+    def _labeled(self, instruction: Instruction, bound: Bound) -> Bound:
         name = f"%{instruction.node} {instruction.op} {instruction.label}"
 
-        def labelled() -> object:
+        def labeled() -> object:
             with torch.profiler.record_function(name):
                 return bound()
 
-        return labelled
+        return labeled
 
 
 def _clocked(plan: Plan, room: InstructionTimes, i: int, parts: list[Bound]) -> list[Bound]:

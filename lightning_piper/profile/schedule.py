@@ -21,7 +21,7 @@ class Schedule:
         active: The number of steps after the `warmup` steps that are recorded (default: 3).
         repeat: The number of cycles (default: 1); 0 is unlimited.
         kernels: Whether active steps also run torch.profiler on every process, with operators and kernels
-            labelled by node.
+            labeled by node.
 
     Raises:
         PiperError: A number is invalid.

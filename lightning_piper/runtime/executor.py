@@ -331,10 +331,9 @@ class Executor:
             where = self.plan.instructions[self._source[position]].where
             lacks_memory = isinstance(error, torch.OutOfMemoryError)
             kind, number = (OutOfMemoryError, "X002") if lacks_memory else (ExecutionError, "X001")
-            raise kind(
-                f"device {self.plan.device}: {where} failed: {str(error) or type(error).__name__}"
-                f" [PIPER-{number}]"
-            ) from error
+            said = str(error) or type(error).__name__
+            code = "" if isinstance(error, PiperError) and error.code else f" [PIPER-{number}]"
+            raise kind(f"device {self.plan.device}: {where} failed: {said}{code}") from error
         finally:
             self._streams.leave()
         self.position = position

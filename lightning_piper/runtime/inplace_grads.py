@@ -71,7 +71,7 @@ def destinations_of(plan: Plan, sums: bool) -> dict[int, GradDestination]:
 
     A chunk can write there if only one instruction reads its bundle, on the stream of the chunk, and if this
     instruction is a pack. If `sums` is set, the instruction may also be an addition. Then all terms of the sum
-    must fulfil the condition, and the chunk of the first term must run first.
+    must fulfill the condition, and the chunk of the first term must run first.
     """
     makers = {
         slot: (i, each)

@@ -52,7 +52,7 @@ def in_order(plan: Plan) -> list[Channel | Group]:
 
     Any two devices connect their common communicators in the same order, so they cannot wait for each other.
     The order lets communicators without a common device connect at the same time. Channels between i and j
-    are sorted by i xor j, because different pairs with the same xor do not share a device. The neighbours in
+    are sorted by i xor j, because different pairs with the same xor do not share a device. The neighbors in
     a pipeline of n stages have about log n different values of i xor j. Groups are sorted by stream, because
     the groups on one stream rarely share devices.
     """

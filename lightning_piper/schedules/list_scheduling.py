@@ -117,8 +117,8 @@ class PartialSchedule:
     def key(self) -> object:
         """Return a value that is equal for two states only if both can continue with the same passes at the
         same times."""
-        travelling = (*map(tuple, self._there), *map(tuple, self._queues.values()), *self._free.values())
-        return (*self.forward, *self.backward, *self.weights, *self.clock, *self.taken, *travelling)
+        traveling = (*map(tuple, self._there), *map(tuple, self._queues.values()), *self._free.values())
+        return (*self.forward, *self.backward, *self.weights, *self.clock, *self.taken, *traveling)
 
     def start(self, stage: int, kind: str) -> Number | None:
         """Return when the stage's next pass of this kind could start. None if its input has not been made or
@@ -200,16 +200,16 @@ class PartialSchedule:
     def _read(self, rank: int, slot: int) -> None:
         """Read the message of a pass, and advance the rank's clock to its arrival. This receives all messages
         that were sent before it on its channel."""
-        neighbour = self._chain.ranks[slot // 2 + (1 if slot % 2 else -1)]
+        neighbor = self._chain.ranks[slot // 2 + (1 if slot % 2 else -1)]
         if not self._there[slot]:
-            channel = (neighbour, rank)
+            channel = (neighbor, rank)
             queue = self._queues[channel]
             while not self._there[slot]:
                 sent, other, transfer = queue.popleft()
                 self._free[channel] = max(sent, self._free[channel], self.taken[rank]) + transfer
                 self._there[other].append(self._free[channel])
         time = self._there[slot].popleft()
-        if neighbour != rank:
+        if neighbor != rank:
             self.taken[rank] = max(self.taken[rank], time)
         self.clock[rank] = max(self.clock[rank], time)
 
@@ -289,7 +289,7 @@ def _choice(
     """Return the step that a rank runs next under its rule, and its start. None if it cannot run any step
     yet.
 
-    Among the options that start soon enough, the rule's favourite kind wins, and then the latest stage for an
+    Among the options that start soon enough, the rule's favorite kind wins, and then the latest stage for an
     F, or the earliest stage for other passes.
     """
     # (start, index of the kind in `rule.prefer`, s, kind): s is the stage, or -stage if the kind is F.

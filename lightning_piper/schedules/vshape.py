@@ -216,5 +216,5 @@ def _sources(action: Action, stages: int) -> list[Action]:
     if kind == "BW":
         return [Action(stage, "BI", mb)]
     before = [Action(stage, "F", mb)] if kind == "BI" else []
-    neighbour = stage - 1 if kind == "F" else stage + 1
-    return [*before, Action(neighbour, kind, mb)] if 0 <= neighbour < stages else before
+    neighbor = stage - 1 if kind == "F" else stage + 1
+    return [*before, Action(neighbor, kind, mb)] if 0 <= neighbor < stages else before

@@ -44,7 +44,7 @@ UNIT = 200  # to expand a choice costs 1 + stages x (microbatches + 100) / UNIT 
 ROWS = 400  # the first visit of a layout costs 1 unit of the budget, and 1 for each ROWS forward passes
 STEPS = 50  # enumerating cuts costs 1 unit of the budget for each STEPS stages considered
 BEGIN = 400  # largest number of layouts that `_begin` tries for each size of the tensor axis
-REFINED, NEIGHBOURS = 5, 150  # `_refine` tries up to 150 neighbours, from each of the 5 best candidates
+REFINED, NEIGHBORS = 5, 150  # `_refine` tries up to 150 neighbors, from each of the 5 best candidates
 PASSES = 2500  # largest number of forward passes of a layout that `_begin` tries
 FIRST = 2000  # `_first` gives up after it has considered this many stages
 # Called after each branch of the first phase. Gets the number of estimated candidates, the lowest bound of
@@ -179,15 +179,15 @@ class Search:
         self._even_ones.sort()
 
     def _refine(self) -> None:
-        """Try the neighbours of the best candidates, and move to each neighbour that is better.
+        """Try the neighbors of the best candidates, and move to each neighbor that is better.
 
-        A neighbour differs in one of these ways: one boundary is moved by a block. Some or all stages have a
+        A neighbor differs in one of these ways: one boundary is moved by a block. Some or all stages have a
         different level. One stage less recomputes or offloads. Or one stage offloads instead of recomputing,
         or recomputes instead of offloading.
-        With different levels, a further neighbour recomputes and offloads only as many stages as necessary.
+        With different levels, a further neighbor recomputes and offloads only as many stages as necessary.
         """
         for _, candidate in heapq.nsmallest(REFINED, self.tried.values()):
-            left = NEIGHBOURS
+            left = NEIGHBORS
             beside = self._beside(candidate)
             while left and (other := next(beside, None)) is not None:
                 left -= 1
@@ -203,7 +203,7 @@ class Search:
         return self.tried[candidate[:4]][0]
 
     def _beside(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Yield the neighbours of a candidate; see `_refine`."""
+        """Yield the neighbors of a candidate; see `_refine`."""
         layout, levels, again, away, cuts = candidate
         for other in self._other_levels(layout, levels):
             yield candidate._replace(levels=other)

@@ -418,7 +418,7 @@ def saved_bytes(
 
 
 def _border(costs: Costs, spans: Sequence[Span]) -> Number:
-    """Return the bytes of the largest message between a rank with these stages and its neighbours; 0 if it
+    """Return the bytes of the largest message between a rank with these stages and its neighbors; 0 if it
     has all blocks."""
     ends = [block for i, j in spans for block in (i, j) if 0 < block < costs.blocks]
     return max((costs.output[block - 1] for block in ends), default=0)

@@ -20,7 +20,7 @@ from lightning_piper.schedules.searched_schedules import SEARCHED
 from lightning_piper.search.estimate import AGAIN, AWAY, PLAIN, Way
 from lightning_piper.search.rows import BI, BW, B, F, Rows, rows_of
 
-GROUPS = 10  # number of groups of neighbouring ranks; a group has one weight
+GROUPS = 10  # number of groups of neighboring ranks; a group has one weight
 STATES = 3  # number of the largest states of each rank that become inequalities
 Array = NDArray[np.float64]
 Key = tuple[str, int, int, int]  # (schedule, stages on each rank, ranks, microbatches)
@@ -81,7 +81,7 @@ def table_of(key: Key) -> Table:
     over the replicas.
 
     Each rank gives memory inequalities: of the states in which it keeps most, of its host, and of the update
-    of its parameters. The ranks are divided into `GROUPS` groups of neighbours. Of each inequality, the table
+    of its parameters. The ranks are divided into `GROUPS` groups of neighbors. Of each inequality, the table
     has the mean over the ranks of a group.
     """
     rows = rows_of(*key)

@@ -22,7 +22,7 @@ rank, they count with such a block.
 
 The bound holds for any weights. The best weights solve a linear program, the dual of a relaxation in which
 parts of a block may lie in several stages. A few steps of the simplex method come close, and the weights
-after each step give a bound. To make this program small, neighbouring ranks share one weight, and similar
+after each step give a bound. To make this program small, neighboring ranks share one weight, and similar
 blocks count as equal. The weights are then evaluated for the original blocks.
 """
 

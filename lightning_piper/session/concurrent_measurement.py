@@ -74,9 +74,9 @@ def measured_together(
         n: Collectives(*(_link_of(world, n, large, each) for each in (_sums, _scatters, _gathers)))
         for n in degrees
     }
-    local, neighbours = world.on_this_machine()
-    most = max(world.gather(neighbours))
-    at_once = min(world.gather(_cores(world, neighbours)))
+    local, neighbors = world.on_this_machine()
+    most = max(world.gather(neighbors))
+    at_once = min(world.gather(_cores(world, neighbors)))
     step = _step_of(world, min(PARAMS, sum(p.requires_grad for p in module.parameters())))
     workload: Workload | None = None
     failure: Exception | None = None
@@ -141,12 +141,12 @@ def _step_of(world: World, params: int) -> float:
     return max(world.gather(median(times[1:])))
 
 
-def _cores(world: World, neighbours: int) -> int:
+def _cores(world: World, neighbors: int) -> int:
     """Return how many of this machine's processes can compute at once: all processes with an accelerator, or
-    as many as the cores allow. `neighbours` is the number of processes on this machine."""
+    as many as the cores allow. `neighbors` is the number of processes on this machine."""
     if world.device.type != "cpu":
-        return neighbours
-    return max(1, min(neighbours, len(os.sched_getaffinity(0)) // torch.get_num_threads()))
+        return neighbors
+    return max(1, min(neighbors, len(os.sched_getaffinity(0)) // torch.get_num_threads()))
 
 
 # Takes the members and the bytes to exchange. Returns a function that runs the exchange.
@@ -154,7 +154,7 @@ Exchange = Callable[[Members, torch.Tensor], Callable[[], object]]
 
 
 def _link_of(world: World, members: int, large: int, exchange: Exchange) -> Link:
-    """Measure the latency and the bandwidth of an exchange within groups of neighbouring ranks, with a small
+    """Measure the latency and the bandwidth of an exchange within groups of neighboring ranks, with a small
     and a large tensor. All groups measure at once. Collective.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from lightning_piper.common.limits import integer, shown
 from lightning_piper.errors import SimulationError
-from lightning_piper.ops.instruction import neighbours
+from lightning_piper.ops.instruction import neighbors
 from lightning_piper.plan.instructions import Channel, Collective, SendInstruction
 from lightning_piper.simulate.durations import Number, checked
 
@@ -85,8 +85,8 @@ class HierarchicalRing:
 
     Attributes:
         nodes: For each node, the members on it.
-        inside: The link between neighbours of a ring on one node.
-        across: The link between neighbours of a ring across the nodes.
+        inside: The link between neighbors of a ring on one node.
+        across: The link between neighbors of a ring across the nodes.
     """
 
     nodes: tuple[tuple[int, ...], ...]
@@ -102,14 +102,14 @@ class HierarchicalRing:
             (each - 1) * self.inside.latency,
             Fraction((each - 1) * nbytes, each),
             self.inside.bandwidth,
-            tuple(route for node in self.nodes for route in neighbours(node)),
+            tuple(route for node in self.nodes for route in neighbors(node)),
             1,
         )
         across = Phase(
             (count - 1) * self.across.latency,
             Fraction((count - 1) * nbytes, count * each),
             self.across.bandwidth,
-            tuple(route for ring in zip(*self.nodes, strict=True) for route in neighbours(ring)),
+            tuple(route for ring in zip(*self.nodes, strict=True) for route in neighbors(ring)),
             1,
         )
         if instruction.rings == 2:
@@ -147,7 +147,7 @@ class Network:
     Attributes:
         link: The link of every channel and group without an entry.
         channels: (sending device, receiving device) -> link.
-        groups: Devices of a group -> the link between neighbours in its ring, or its hierarchical ring.
+        groups: Devices of a group -> the link between neighbors in its ring, or its hierarchical ring.
         host: The link between each device and its host's memory. A copy takes the time of one message on it.
         shared: Links that exchanges share (default: exchanges do not delay each other). An exchange with a
             duration in the table of durations does not use them.
@@ -218,7 +218,7 @@ class Network:
         """Return the link of the collective's group. If this is a hierarchical ring, but the collective does
         not go around a ring of all members, return the ring's link `across`."""
         link = self.groups.get(instruction.members, self.link)
-        around = not instruction.direct and instruction.routes == neighbours(instruction.members)
+        around = not instruction.direct and instruction.routes == neighbors(instruction.members)
         return link.across if isinstance(link, HierarchicalRing) and not around else link
 
     def phases(self, instruction: SendInstruction | Collective) -> list[Phase]:

@@ -206,7 +206,7 @@ def uncapturable(
     """
     if not module.automatic_optimization:
         return (
-            "manual optimisation (automatic_optimization=False), because a captured training step is one "
+            "manual optimization (automatic_optimization=False), because a captured training step is one "
             "forward and one backward pass. Return the loss, and leave backward and optimizer steps to the "
             "Trainer"
         )

@@ -23,6 +23,13 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
+# A batch norm has updated its statistics, and LBFGS moves the parameters between two calls of its closure.
+CHANGED = (
+    "buffers may have values of this step, and so may parameters if the optimizer calls its closure twice"
+)
+RESUME = "Resume from a checkpoint of an earlier step"
+
+
 @dataclass
 class _Pending:
     """The flag of a step whose value the host has not read yet.
@@ -102,10 +109,10 @@ class NanGuard:
         if not pending.flag.item():
             return
         after = (
-            "The optimizer has skipped this update, so the parameters are good"
+            f"The optimizer has skipped this update, but {CHANGED}. {RESUME}"
             if pending.skipped
-            else "The parameters include this update, so resume from the last checkpoint. To skip such an "
-            "update on the device, use an optimizer with fused=True"
+            else f"The parameters include this update. {RESUME}. To skip such an update on the device, use an "
+            "optimizer with fused=True"
         )
         raise ExecutionError(
             f"PiperStrategy: a gradient of step {pending.step} was NaN or infinite. {after}. "
@@ -177,7 +184,7 @@ class NanGuard:
             ExecutionError(
                 f"PiperStrategy: the gradient of {found[0]!r}{more} is NaN or infinite in step "
                 f"{self._module.global_step}. {cause}. "
-                "The parameters do not include this update, so a checkpoint of them is good. "
+                f"The optimizer has not applied this gradient, but {CHANGED}. {RESUME}. "
                 "To train despite such gradients, pass PiperStrategy(stop_on_nan=False) [PIPER-X006]"
             ),
         )

@@ -38,7 +38,7 @@ BLOCKS = {
     "nested": "a part of the block carries a second tag, EP",
     "bare": "no parameters at all",
     "attention": "softmax over positions",
-    "norm": "layer normalisation",
+    "norm": "layer normalization",
     "batchnorm": "statistics over the batch, and buffers that the step changes",
     "synced": "statistics over the whole batch, of all its microbatches and replicas",
     "gathered": "adds a term to the loss that compares all samples of the batch, and logs it",

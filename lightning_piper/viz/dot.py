@@ -9,7 +9,7 @@ from lightning_piper.errors import PiperError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Node
 from lightning_piper.ops.communication.p2p import Recv, Send
-from lightning_piper.viz.colours import BOOKKEEPING, COMMUNICATION, colour
+from lightning_piper.viz.colors import BOOKKEEPING, COMMUNICATION, color
 
 
 def dot_graph(dag: TrainingDAG, device: int) -> str:
@@ -71,7 +71,7 @@ def _label(node: Node, device: int) -> str:
 
 def _fill(node: Node) -> str:
     if isinstance(node, Chunk):
-        return colour(node.kind)
+        return color(node.kind)
     return COMMUNICATION if node.stream != "compute" else BOOKKEEPING
 
 

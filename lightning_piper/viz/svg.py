@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape
 
 from lightning_piper.simulate import Simulation, Span
 from lightning_piper.viz.boxes import Row, indices, is_chunk, rows_of
-from lightning_piper.viz.colours import colour, rank
+from lightning_piper.viz.colors import color, rank
 
 _ROW, _GAP, _DEVICE_GAP, _TOP, _BOTTOM, _RIGHT = 24, 4, 10, 40, 34, 20  # pixels
 _LETTER = 6.2  # width of a letter in pixels, in the font below
@@ -28,7 +28,7 @@ def svg_chart(simulation: Simulation) -> str:
 
     Each span that takes time is a box. The box of a chunk shows the indices of the chunk's tags, such as
     stage and microbatch, if it is wide enough. The tooltip of each box shows its name, times and node. The
-    colour of a box shows the pass or the operation.
+    color of a box shows the pass or the operation.
     """
     rows = rows_of(simulation)
     titles = [f"device {device}  {stream}" for device, stream in rows]
@@ -96,7 +96,7 @@ def _box(span: Span, left: float, y: float, height: float, scale: float) -> str:
     title = f"{about} on device {span.device}, stream {span.stream}: {times}, node %{span.node}{by}"
     box = (
         f'<g><title>{_clean(title)}</title><rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" '
-        f'height="{height:.2f}" fill="{colour(span.kind)}"/>'
+        f'height="{height:.2f}" fill="{color(span.kind)}"/>'
     )
     text = ".".join(indices(span)) if is_chunk(span) else ""
     if text and len(text) * _LETTER < width and height == _ROW:
@@ -120,13 +120,13 @@ def _lanes(spans: Sequence[Span]) -> list[int]:
 
 
 def _legend(simulation: Simulation, rows: dict[Row, list[Span]], left: int) -> list[str]:
-    """Return the SVG elements of the legend: a colour for each kind of span in the rows, and the step time,
+    """Return the SVG elements of the legend: a color for each kind of span in the rows, and the step time,
     the share of the bubble and the share of exposed communication."""
     kinds = sorted({span.kind for spans in rows.values() for span in spans}, key=rank)
     parts, x = [], float(left)
     for kind in kinds:
         parts.append(
-            f'<rect x="{x:.1f}" y="10" width="14" height="14" fill="{colour(kind)}" stroke="#666" '
+            f'<rect x="{x:.1f}" y="10" width="14" height="14" fill="{color(kind)}" stroke="#666" '
             'stroke-width=".5"/>'
         )
         parts.append(f'<text x="{x + 19:.1f}" y="21">{_clean(kind)}</text>')

@@ -46,10 +46,10 @@ mutation("batches in different orders", "devices disagree about the order of a b
         leaves if self.plan.device == 0 else [x.flip(0) for x in leaves], seed, scale)))  # fmt: skip
 
 
-@mutation("devices initialised differently", "copies of one parameter begin with different "
+@mutation("devices initialized differently", "copies of one parameter begin with different "
                                              "values", "strategy-like", INIT,
           scenario="tied over two")  # fmt: skip
-def _devices_initialised_differently(original: Function, seeded: Seeded) -> Function:
+def _devices_initialized_differently(original: Function, seeded: Seeded) -> Function:
     def init(self: Any, plan: Any, step: Any, params: Mapping[str, torch.Tensor], *args: Any) -> None:
         if plan.device:
             params = {

@@ -68,7 +68,7 @@ mutation("zeros for inputs", "the model trains on zeros", "executor", BEGIN)(
 mutation("wrong batch leaf", "inputs and targets are exchanged", "executor", BEGIN)(
     _leaves(lambda leaves: leaves[::-1])
 )
-mutation("labels rolled", "every sample has its neighbour's target", "executor", BEGIN)(
+mutation("labels rolled", "every sample has its neighbor's target", "executor", BEGIN)(
     _leaves(lambda leaves: [*leaves[:-1], leaves[-1].roll(1, 0)]))  # fmt: skip
 
 

@@ -140,7 +140,7 @@ def _replicas_in_reverse(original: Function, seeded: Seeded) -> Function:
     return join
 
 
-@mutation("rows of another replica", "each replica gets the gradients of its neighbour's rows", "executor",
+@mutation("rows of another replica", "each replica gets the gradients of its neighbor's rows", "executor",
           (gather_samples._Scatter, "parts"), scenario=SCENARIO)  # fmt: skip
 def _of_another_replica(original: Function, seeded: Seeded) -> Function:
     def parts(self: Any, state: Any) -> Any:

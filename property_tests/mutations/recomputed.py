@@ -289,10 +289,10 @@ def _draws_anew_executed(original: Function, seeded: Seeded) -> Function:
 # What backward passes compute again
 
 
-@mutation("neighbour of a kept value", "of the values that are kept, two change "
+@mutation("neighbor of a kept value", "of the values that are kept, two change "
                                        "places", "rewrite", (capture_chunks, "extract"),
           scenario=BY_NAME, recapture=True)  # fmt: skip
-def _neighbour(original: Function, seeded: Seeded) -> Function:
+def _neighbor(original: Function, seeded: Seeded) -> Function:
     def extract(p: Any, *args: Any) -> Any:
         for i, (out, nodes) in enumerate(p.outputs):
             alike = (

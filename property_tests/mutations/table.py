@@ -1,6 +1,6 @@
 """What a seeded bug is, and the table of all of them.
 
-A mutation is a small named patch of behaviour: a function of the package is replaced by one that does
+A mutation is a small named patch of behavior: a function of the package is replaced by one that does
 something wrong. The patched function tells the `Seeded` it was given each time it really does wrong, so that
 a mutation that never bites is noticed.
 """

@@ -37,7 +37,7 @@ def _dropped(which: Callable[[Chunk], bool]) -> Wrap:
     return wrap
 
 
-mutation("statistics of the batch not summed", "each part of the batch is normalised by its "
+mutation("statistics of the batch not summed", "each part of the batch is normalized by its "
                                                "own", "rewrite", (build, "_total"),
          scenario=SCENARIO)(_dropped(lambda chunk: chunk.kind == "F"))  # fmt: skip
 mutation("gradient of statistics not summed", "each part of the batch gets what it has done to the "

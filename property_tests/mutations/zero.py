@@ -511,7 +511,7 @@ for _name, _what, _edit, _scenario in (
         "sharded optimizer",
     ),
     (
-        "shard of the neighbour delivered",
+        "shard of the neighbor delivered",
         "the optimizer takes its shard for that of another replica",
         _every(ins.Deliver, lambda x: {} if x.shard is None else {"shard": 1 - x.shard}),
         "sharded optimizer",

@@ -51,7 +51,7 @@ MEET: dict[str, tuple[Loss, str]] = {
     ),
     "pairs": (lambda net, x, y: (net(x)[:, None] - net(x)[None]).abs().mean(), "sub"),
     "distances": (lambda net, x, y: torch.cdist(net(x), y).mean(), "cdist"),
-    "centred": (lambda net, x, y: (net(x) - net(x).mean(0)).square().mean(), "pow"),
+    "centered": (lambda net, x, y: (net(x) - net(x).mean(0)).square().mean(), "pow"),
     "around the mean": (lambda net, x, y: (net(x) - net(x).mean()).square().mean(), "pow"),
     "shares": (lambda net, x, y: ((net(x).exp() / net(x).exp().sum()).log() * y).mean(), "log"),
     "scaled": (lambda net, x, y: F.mse_loss(net(x) / (net(x).std(0) + 1e-3), y), "mse_loss"),
@@ -110,7 +110,7 @@ KINDS: dict[str, tuple[Step, str, Step]] = {
             weight=1 / (1 + F.one_hot(y.argmax(1), 2).sum(0)).to(h.dtype)), "nll",
         lambda own, h, y: F.cross_entropy(h, y.argmax(1), weight=torch.tensor([0.3, 0.7], dtype=h.dtype)),
     ),
-    "normalised targets": (
+    "normalized targets": (
         lambda own, h, y: F.mse_loss(h, (y - y.mean(0)) / y.std(0)), "mse_loss",
         lambda own, h, y: F.mse_loss(h, (y - y.mean(1, keepdim=True)) / y.std(1, keepdim=True)),
     ),
@@ -151,7 +151,7 @@ KINDS: dict[str, tuple[Step, str, Step]] = {
         lambda own, h, y: (h.sum(1) * torch.arange(6)).mean(), "mul", lambda own, h,
         y: (h * torch.arange(2)).mean(),
     ),
-    "neighbours": (
+    "neighbors": (
         lambda own, h, y: F.avg_pool1d(h.t()[None], 3, 1, 1).square().mean(), "avg_pool",
         lambda own, h, y: F.avg_pool1d(h[:, None], 1).square().mean(),
     ),

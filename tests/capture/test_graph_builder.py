@@ -73,7 +73,7 @@ def checkpointed(net: Net, x: Tensor) -> Tensor:
     return checkpoint(lambda y: torch.sin(net.second(y)), x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
-def penalised(net: Net, x: Tensor) -> Tensor:
+def penalized(net: Net, x: Tensor) -> Tensor:
     return x + torch.autograd.grad(net.second(x).square().sum(), x, create_graph=True)[0]
 
 
@@ -107,7 +107,7 @@ PLAIN: dict[str, Callable[[Net, Tensor], Tensor]] = {
 }
 
 
-DIFFERENTIABLE = {"a gradient in the loss": penalised, "a gradient inside": attacked, "a hook": hooked}
+DIFFERENTIABLE = {"a gradient in the loss": penalized, "a gradient inside": attacked, "a hook": hooked}
 
 
 def changed_view(net: Net, x: Tensor) -> Tensor:

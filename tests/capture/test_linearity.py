@@ -101,7 +101,7 @@ LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
     ),
     "sorted": passing(lambda x, g: torch.zeros_like(g).scatter(1, x.argsort(1), g)),
     "as_doubles": passing(lambda x, g: g.double().cumsum(1).flip(1).to(g.dtype)),
-    "centred": hooked(lambda g: g - g.mean(0)),
+    "centered": hooked(lambda g: g - g.mean(0)),
     "without_nan": hooked(lambda g: torch.where(torch.isnan(g), torch.zeros_like(g), torch.nan_to_num(g))),
     "in_place": hooked(lambda g: g.mul_(0.5).masked_fill_(g.new_ones(8, dtype=torch.bool), 0)),
     "row": hooked(lambda g: first_row(g, 0.0)),

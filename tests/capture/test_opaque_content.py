@@ -29,7 +29,7 @@ from tests.strategy.graphs import Encoding, Graph, graph
 ONE = [piper.Place(filter={}, devices=[0])]
 
 
-class Colour(enum.Enum):
+class Color(enum.Enum):
     RED = 1
 
 
@@ -46,7 +46,7 @@ def reading(use: Callable[[Any], Any]) -> Named:
     return module
 
 
-CARRIED = [Path("a"), np.array([object()]), np.array(["a"]), datetime.date(2020, 1, 2), {1, "a"}, Colour.RED,
+CARRIED = [Path("a"), np.array([object()]), np.array(["a"]), datetime.date(2020, 1, 2), {1, "a"}, Color.RED,
     np.float32(2),
            Foreign(), print, [Foreign()] * 4, lambda: 3]  # fmt: skip
 
@@ -82,7 +82,7 @@ PLAIN: dict[str, tuple[Any, Any, Callable[[Any], Any]]] = {
     ),
     "set": ({1, 2}, {2, 3}, sum),
     "member": ({1, 2}, {2, 3}, lambda x: 2.0 if 3 in x else 1.0),
-    "enum": (Colour.RED, None, lambda x: x.value),
+    "enum": (Color.RED, None, lambda x: x.value),
     "scalar": (np.float32(2), np.float32(3), lambda x: torch.ones(()) * x),
     "scaled": (np.float32(2), np.float32(3), lambda x: x * torch.ones(())),
     "array": (np.arange(3.0), np.arange(3.0) + 1, lambda x: torch.as_tensor(x).sum()),
@@ -90,7 +90,7 @@ PLAIN: dict[str, tuple[Any, Any, Callable[[Any], Any]]] = {
     "text": (Path("a"), Path("b"), lambda x: float(len(f"{x}{x!s}") + (f"{x}" == "a"))),
     "list": (["a", "b", "c", "d"], ["a", "b", "c", "dd"], lambda x: float(sum(map(len, x)))),
     "numbers": ([1, 2, 3, 4], [1, 2, 3, 5], lambda x: torch.tensor(x).sum()),
-    "key": (Colour.RED, None, lambda x: {Colour.RED: 3.0}[x]),
+    "key": (Color.RED, None, lambda x: {Color.RED: 3.0}[x]),
 }
 
 

@@ -89,7 +89,7 @@ def test_dtypes_strides_and_sizes(shape: str, level: dict[str, Any]) -> None:
         assert bucket is not None and {spec.dtype for spec in bucket.tensors} == {bucket.dtype}
 
 
-class Cancelling(L.LightningModule):
+class Canceling(L.LightningModule):
     """The gradients of four samples are 64, 0.25, 0.25 and -64: their sum is 0.5 in float32, but not in
     bfloat16.
     """
@@ -105,7 +105,7 @@ class Cancelling(L.LightningModule):
 
 @pytest.mark.parametrize("level", [{}, *LEVELS], ids=["none", *NAMES])
 def test_reduce_dtype(level: dict[str, Any]) -> None:
-    module, batch = Cancelling(), torch.tensor([[256.0], [1.0], [1.0], [-256.0]], dtype=torch.bfloat16)
+    module, batch = Canceling(), torch.tensor([[256.0], [1.0], [1.0], [-256.0]], dtype=torch.bfloat16)
     step = capture(module, batch)
     model = Captured(None, module, batch, step, {"weight": module.weight.detach()}, [batch])  # type: ignore[arg-type]
     sums = {}

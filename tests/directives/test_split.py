@@ -255,7 +255,7 @@ def test_a_smaller_batch_has_fewer_microbatches(size: int, expected: list[str]) 
     )
 
 
-def test_a_smaller_batch_still_refuses_a_misspelt_microbatch() -> None:
+def test_a_smaller_batch_still_refuses_a_misspelled_microbatch() -> None:
     with pytest.raises(
         DirectiveError, match=r"directive 3 \(order\): field 'filters\[1\]': {PP: 0, MB: 4, PASS: F} matches"
     ):

@@ -396,7 +396,7 @@ def test_a_dimension_of_one_element_stands_before_the_divided_one(degree):
     assert shapes["down.weight"] == (1, 16 // degree) and shapes["scale"] == (1, 1, 8 // degree)
 
 
-class Labelled(L.LightningModule):
+class Labeled(L.LightningModule):
     """A model whose labels are one row for all samples."""
 
     def __init__(self) -> None:
@@ -423,14 +423,14 @@ def test_what_is_exchanged_is_the_same_for_all_sizes(microbatches):
         divided([0, 1], params={}, values={"*": 1}),
     ]
     if microbatches == 2:
-        assert piper.verify(Labelled().double(), batch, program).verdict == "verified"
+        assert piper.verify(Labeled().double(), batch, program).verdict == "verified"
         return
     with pytest.raises(
         CaptureError,
         match=r"for 1 samples than for 4 .*: the exchange of its sharded tensors, .*, of more than one "
         r"sample",
     ):
-        piper.compile(Labelled().double(), batch, program)
+        piper.compile(Labeled().double(), batch, program)
 
 
 class SecondAlone(L.LightningModule):

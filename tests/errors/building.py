@@ -37,8 +37,8 @@ def registered(**members: Any) -> None:
 
 
 CASES: Cases = [
-    Case("a misspelt argument of a directive", lambda: piper.Replicate(shard_param=True)),
-    Case("a misspelt argument of the strategy", lambda: piper.PiperStrategy(zero_stage=3)),
+    Case("a misspelled argument of a directive", lambda: piper.Replicate(shard_param=True)),
+    Case("a misspelled argument of the strategy", lambda: piper.PiperStrategy(zero_stage=3)),
     Case("the file does not exist", lambda: parse("program.json")),
     file("a key occurs twice", '[{"op": "place", "filter": {}, "devices": [0], "devices": [1]}]'),
     file("NaN or Infinity, which JSON does not have", '[{"op": "replicate", "filter": {}, "devices": [0, '

@@ -106,11 +106,6 @@ CASES: Cases = [
     step("the step returns None, to skip a batch", "return None"),
     step("the loss does not depend on a parameter", "return loss.detach()"),
     step("tensors whose shapes do not fit (errors of the step itself stay unchanged)", "loss = loss + h @ h"),
-    step("a tensor that the previous step kept in an object",
-         "keep = self.config; loss = loss + getattr(keep, 'h', h).mean(); keep.h = h.detach()",
-         ("self.seen, ", "self.config, self.seen, "),
-         ("= [], torch.ones(())", "= type('Config', (), {})(), [], "
-                                                                               "torch.ones(())")),
     step("a sparse gradient", "loss = loss + self.embed(torch.zeros(len(x), dtype=torch.long)).mean()",
          ("self.seen, ", "self.embed = nn.Embedding(5, 4, sparse=True)\n        self.seen, ")),
     step("a sparse buffer", "pass",

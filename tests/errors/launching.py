@@ -160,7 +160,7 @@ CASES: Cases = [
          "JSON", lambda: from_environment(written("program.json", "[{]"))),
     Case("the module's `piper_directives` are wrong", lambda: from_module([{"op": "plaice"}])),
     refused('`transport="local"` with several devices', devices=2),
-    refused("manual optimisation", "pass", MANUAL),
+    refused("manual optimization", "pass", MANUAL),
     refused("the step draws its own batches", "pass", ("self, batch, batch_idx", "self, dataloader_iter"),
             ("x, y = batch", "(x, y), _, _ = next(dataloader_iter)")),
     refused("a plugin that replaces layers of the module", plugins=[Layers()]),

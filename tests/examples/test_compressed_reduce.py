@@ -109,7 +109,7 @@ def test_it_appears_with_its_own_name(compiled: piper.Compiled) -> None:
     assert "compressedreduce" in str(compiled.dag)
     step = simulate(compiled.dag, compiled.plans, {"F": 1, "B": 2})
     assert "compressed_reduce" in {span.kind for span in step.timeline}
-    assert plan_json(compiled, {}, None)["colours"]["compressed_reduce"] == "#8fd3c8"
+    assert plan_json(compiled, {}, None)["colors"]["compressed_reduce"] == "#8fd3c8"
 
 
 def test_verify_names_the_bound() -> None:

@@ -142,7 +142,7 @@ def test_the_shapes_of_the_parameters_decide(kind, shape):
 
 def test_marks_decide():
     optimizer = made(own.Chosen, {}, shapes=((5, 3), (5, 3)))
-    chosen(optimizer)[0][1].normalised = True
+    chosen(optimizer)[0][1].normalized = True
     with pytest.raises(NotElementwise, match="got other values") as caught:
         keys_of(optimizer)
     assert caught.value.param is chosen(optimizer)[0][1]
@@ -218,7 +218,7 @@ def test_what_cannot_be_tried_is_not_taken_for_good(kind, options, words):
 
 def test_settings_beside_the_defaults_count():
     optimizer = made(own.Optional, {})
-    optimizer.normalised = True
+    optimizer.normalized = True
     with pytest.raises(NotElementwise, match="got other values"):
         keys_of(optimizer)
 

@@ -130,7 +130,7 @@ def write_large(run: Path, count: int) -> None:
     devices = {str(device): {**figures, **curves} for device in range(8)}
     shares = {"bubble_fraction": 0.1, "exposed_fraction": 0.1, "directives": []}
     step = {"step_time": each * 1e-4, **shares, "devices": devices, "boxes": boxes}
-    colours = {"F": "#9cc3e6", "B": "#f6b26b", "send": "#c9c9c9", "recv": "#c9c9c9"}
+    colors = {"F": "#9cc3e6", "B": "#f6b26b", "send": "#c9c9c9", "recv": "#c9c9c9"}
     edges = [[node, node + 1, 1, None] for node in range(len(boxes) - 1)]
     common = {
         "version": 1,
@@ -138,7 +138,7 @@ def write_large(run: Path, count: int) -> None:
         "rows": rows,
         "nodes": nodes,
         "edges": edges,
-        "colours": colours,
+        "colors": colors,
     }
     (folder / "plan.json").write_text(json.dumps({**common, "kind": "plan", "step": step}))
     fixed = {str(device): {"parameters": 1, "optimizer": 1} for device in range(8)}

@@ -163,7 +163,7 @@ STEPS: list[tuple[str, Any]] = [
 PLANS: list[tuple[str, Any]] = [
     ("nodes", []), ("nodes.0", None), ("nodes.0.label", {}), ("nodes.0.tags", None), ("nodes.0.devices", "0"),
     ("nodes.0.origin", 5),
-    ("rows", None), ("rows.0", 1), ("colours.F", "url(http://elsewhere)"), ("colours", None),
+    ("rows", None), ("rows.0", 1), ("colors.F", "url(http://elsewhere)"), ("colors", None),
     ("edges", [[0, 10**6, 1, None]]),
     ("edges", [[0, 1]]), ("directives", None), ("step", {}), ("version", None),
 ]  # fmt: skip

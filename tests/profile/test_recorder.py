@@ -109,9 +109,9 @@ def test_torch_profiler_sees_the_nodes() -> None:
     with torch.profiler.profile(acc_events=True) as profile:
         recorded(found, labels=True)
     chunk = next(i for i in found[1].plan.instructions if isinstance(i, Run))
-    labelled = [event for event in profile.events() if event.name == f"%{chunk.node} run {chunk.label}"]
-    assert len(labelled) == 1
-    inside = {child.name for child in labelled[0].cpu_children}
+    labeled = [event for event in profile.events() if event.name == f"%{chunk.node} run {chunk.label}"]
+    assert len(labeled) == 1
+    inside = {child.name for child in labeled[0].cpu_children}
     assert any(name.startswith("aten::") for name in inside)
 
 

@@ -238,7 +238,7 @@ def test_zooming_shows_less_in_more_detail(browser: Browser, site: Site) -> None
 
 
 def test_ten_thousand_boxes_are_drawn_about_as_fast_as_rectangles(browser: Browser) -> None:
-    """Compared with bare rectangles of four colours, as many, drawn by turns: how fast the machine is does
+    """Compared with bare rectangles of four colors, as many, drawn by turns: how fast the machine is does
     not matter.
     """
     shown(browser, "large")

@@ -90,7 +90,7 @@ def test_an_unknown_schedule_is_refused() -> None:
         piper.parallel(pp=2, schedule="waves_of_a_test")
 
 
-def test_a_misspelt_argument_of_a_builder_names_the_accepted_ones() -> None:
+def test_a_misspelled_argument_of_a_builder_names_the_accepted_ones() -> None:
     for builder in (piper.schedules.one_f_one_b, piper.schedules.dualpipe):
         with pytest.raises(
             DirectiveError, match=rf"{builder.__name__}\(num_microbatches=.*Did you mean 'microbatches'"

@@ -508,7 +508,7 @@ def test_a_budget_that_ends_with_a_bound_of_zero_proves_nothing() -> None:
 
 
 def test_axes_lie_on_the_links_of_their_distance() -> None:
-    """Where neighbours are joined better, the axis that moves more is numbered first."""
+    """Where neighbors are joined better, the axis that moves more is numbered first."""
     for inside, params in ((True, 10**6), (False, 0)):
         links = ((2, searching_link(10**9)), (4, searching_link(1000)))
         hardware = replace(problem(0).hardware, links=links, memory=10**9, collectives={}, at_once=None)

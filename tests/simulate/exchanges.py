@@ -19,7 +19,7 @@ from lightning_piper.ir.values import TensorSpec
 from lightning_piper.ops.communication.all_to_all import AllToAllInstruction
 from lightning_piper.ops.communication.gather_samples import GatherSamplesInstruction
 from lightning_piper.ops.communication.reduce import ReduceScatterInstruction
-from lightning_piper.ops.instruction import neighbours
+from lightning_piper.ops.instruction import neighbors
 from lightning_piper.plan.instructions import (
     AllGatherInstruction,
     AllReduceInstruction,
@@ -66,7 +66,7 @@ class Shift(Collective):
 
     @property
     def routes(self) -> tuple[tuple[int, int], ...]:
-        return neighbours(self.members, self.steps)
+        return neighbors(self.members, self.steps)
 
     @property
     def nbytes(self) -> int:

@@ -89,7 +89,7 @@ def _simclr(s: Step, h: Tensor, p: Tensor, y: Tensor) -> Tensor:
     )
 
 
-def _normalised_targets(s: Step, h: Tensor, p: Tensor, y: Tensor) -> Tensor:
+def _normalized_targets(s: Step, h: Tensor, p: Tensor, y: Tensor) -> Tensor:
     target = y.to(p.dtype)
     return (p[:, 0] - (target - target.mean()) / (target.std() + 1e-6)).square().mean()
 
@@ -101,12 +101,12 @@ def _through_gradients(s: Step, h: Tensor, p: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(h, s.last.weight - 0.5 * g), y)
 
 
-def _penalises_gradients(s: Step, h: Tensor, p: Tensor, y: Tensor) -> Tensor:
+def _penalizes_gradients(s: Step, h: Tensor, p: Tensor, y: Tensor) -> Tensor:
     (g,) = torch.autograd.grad(torch.tanh(p).sum(), h, create_graph=True)
     return F.cross_entropy(p, y) + (g.norm() - 1).square()
 
 
-def _quantises(s: Step, h: Tensor, x: Tensor, y: Tensor) -> Tensor:
+def _quantizes(s: Step, h: Tensor, x: Tensor, y: Tensor) -> Tensor:
     scale = h.detach().abs().max() / 127
     return h + (torch.round(h / scale) * scale - h).detach()
 
@@ -145,13 +145,13 @@ NAMED: dict[str, Callable[[], Step]] = {
     "a view of halves": lambda: Step(lambda s, h, x, y: torch.softmax(h.reshape(2, -1), 0).reshape(h.shape)),
     "the largest loss": lambda: Step(loss=lambda s, h, p, y: F.cross_entropy(p, y, reduction="none").max()),
     "a deviation": lambda: Step(loss=lambda s, h, p, y: F.cross_entropy(p, y, reduction="none").std()),
-    "targets normalised": lambda: Step(loss=_normalised_targets),
+    "targets normalized": lambda: Step(loss=_normalized_targets),
     "gradients of gradients": lambda: Step(loss=_through_gradients),
-    "a gradient penalty": lambda: Step(loss=_penalises_gradients),
+    "a gradient penalty": lambda: Step(loss=_penalizes_gradients),
     "an embedding by frequency": lambda: Step(
         lambda s, h, x, y: h + F.embedding(y, s.table.weight, scale_grad_by_freq=True)
     ),
-    "quantisation": lambda: Step(_quantises),
+    "quantization": lambda: Step(_quantizes),
     "a norm of all": lambda: Step(lambda s, h, x, y: h / h.norm()),
     "robust weights": lambda: Step(loss=_worst_group),
     "the largest of each feature": lambda: Step(lambda s, h, x,

@@ -135,7 +135,7 @@ class Pruned(Net):
         return [ModelPruning("l1_unstructured", amount=0.5, use_lottery_ticket_hypothesis=False)]
 
 
-class Centres(Net):
+class Centers(Net):
     """Gradients, and decays weights by their norms: with what only replicas have."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -153,7 +153,7 @@ class Centres(Net):
 
 
 IN_BETWEEN = (FreezesInBetween, TakesTurns)  # these accumulate two batches for each update
-DROPPED, LATER, CALLBACKS = (SetsNone, Zeroes, Clears), (Unfreezes, Adds), (Tuned, Pruned, Centres)
+DROPPED, LATER, CALLBACKS = (SetsNone, Zeroes, Clears), (Unfreezes, Adds), (Tuned, Pruned, Centers)
 KINDS = {kind.__name__: kind for kind in (*DROPPED, *LATER, *CALLBACKS, *IN_BETWEEN, Replaces)}
 ROWS = [
     *((kind.__name__, level) for kind in DROPPED for level in LEVELS),

@@ -64,7 +64,7 @@ def named(seed: int) -> Graph:
 
 
 class Messages(L.LightningModule):
-    """A network in which each node gets the sum of its neighbours, and in which a graph's value is the mean
+    """A network in which each node gets the sum of its neighbors, and in which a graph's value is the mean
     of its nodes.
     """
 

@@ -24,7 +24,7 @@ class Net(L.LightningModule):
         for name, value in {
             "count": torch.zeros(()),
             "queue": torch.randn(5, 8),
-            "centre": torch.zeros(8),
+            "center": torch.zeros(8),
         }.items():
             self.register_buffer(name, value)
         self.double()
@@ -73,7 +73,7 @@ def similarities(net: Net, x: Tensor, y: Tensor) -> Tensor:
     return (h @ h.T).softmax(-1).diagonal().log().neg().mean()
 
 
-def standardised(net: Net, x: Tensor, y: Tensor) -> Tensor:
+def standardized(net: Net, x: Tensor, y: Tensor) -> Tensor:
     h = net.first(x)
     return F.mse_loss(net.last((h - h.mean(0)) / (h.std(0) + 1e-5)), y)
 
@@ -83,7 +83,7 @@ def correlation(net: Net, x: Tensor, y: Tensor) -> Tensor:
     return -F.cosine_similarity(h - h.mean(), y[:, 0] - y[:, 0].mean(), dim=0)
 
 
-def neighbours(net: Net, x: Tensor, y: Tensor) -> Tensor:
+def neighbors(net: Net, x: Tensor, y: Tensor) -> Tensor:
     h = out(net, x)
     return F.mse_loss(h, y) + (h[1:] - h[:-1]).square().mean()
 
@@ -169,11 +169,11 @@ def by_frequency(net: Net, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(net.last(rows + net.hidden(x)), y)
 
 
-def normalised_targets(net: Net, x: Tensor, y: Tensor) -> Tensor:
+def normalized_targets(net: Net, x: Tensor, y: Tensor) -> Tensor:
     return mse(net, x, (y - y.mean(0)) / (y.std(0) + 1e-6))
 
 
-def quantised(net: Net, x: Tensor, y: Tensor) -> Tensor:
+def quantized(net: Net, x: Tensor, y: Tensor) -> Tensor:
     h = net.hidden(x)
     scale = h.detach().abs().max() / 127
     return F.mse_loss(net.last(h + (torch.round(h / scale) * scale - h).detach()), y)
@@ -247,7 +247,7 @@ def hooked(hook: Callable[[Tensor], Tensor]) -> Step:
     return step
 
 
-def penalised(net: Net, x: Tensor, y: Tensor) -> Tensor:
+def penalized(net: Net, x: Tensor, y: Tensor) -> Tensor:
     inputs = x.clone().requires_grad_()
     (grad,) = torch.autograd.grad(out(net, inputs).sum(), inputs, create_graph=True)
     return mse(net, x, y) + ((grad.norm(2, 1) - 1) ** 2).mean()
@@ -261,10 +261,10 @@ def counted(net: Net, x: Tensor, y: Tensor) -> Tensor:
     return mse(net, x, y) * (1 + net.count * 0.1)
 
 
-def centred(net: Net, x: Tensor, y: Tensor) -> Tensor:
+def centered(net: Net, x: Tensor, y: Tensor) -> Tensor:
     h = net.hidden(x)
-    net.centre.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
-    return F.mse_loss(net.last(h - net.centre.clone()), y)
+    net.center.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+    return F.mse_loss(net.last(h - net.center.clone()), y)
 
 
 def queued(net: Net, x: Tensor, y: Tensor) -> Tensor:
@@ -325,11 +325,11 @@ def focal(net: Net, x: Tensor, y: Tensor) -> Tensor:
 # With microbatches and with replicas: the result differs from that of one device, and there is a warning.
 NAMED: dict[str, Step] = {
     **{f.__name__: f for f in (
-        sinkhorn, similarities, standardised, correlation, neighbours, running_mean, groups, mixup, rolled,
+        sinkhorn, similarities, standardized, correlation, neighbors, running_mean, groups, mixup, rolled,
         pooled, group_norm,
         instance_norm, attention, fourier, gram, barlow, triplets, halves, two_views, inner_step,
         by_frequency,
-        normalised_targets, quantised, ranked, sorted_outputs, hard_examples, variances, explained, dice,
+        normalized_targets, quantized, ranked, sorted_outputs, hard_examples, variances, explained, dice,
         entropy_of_mean,
         balanced_experts, first_few,
     )},
@@ -347,10 +347,10 @@ NAMED: dict[str, Step] = {
 NOT_LINEAR: dict[str, Step] = {
     "signs": signs,
     "clamped": hooked(lambda grad: grad.clamp(-0.001, 0.001)),
-    "normalised": hooked(lambda grad: grad / (grad.norm() + 1e-8)),
+    "normalized": hooked(lambda grad: grad / (grad.norm() + 1e-8)),
 }
 # With microbatches the result differs, and there is a warning. With replicas the step is not captured.
-STATE: dict[str, Step] = {"centred": centred, "queued": queued, "scaled by an average": scaled_by_average}
+STATE: dict[str, Step] = {"centered": centered, "queued": queued, "scaled by an average": scaled_by_average}
 # Refused with microbatches. With replicas the step is not captured.
 PYTHON: dict[str, Step] = {"attribute": attribute, "kept losses": kept_losses}
 # The result is that of one device, and there is no message.
@@ -361,7 +361,7 @@ EQUAL: dict[str, Step] = {
     "masked": masked,
     "focal": focal,
     "counted": counted,
-    "a gradient penalty": penalised,
+    "a gradient penalty": penalized,
     "a hook that halves": hooked(lambda grad: grad * 0.5),
     "cross entropy": lambda net, x, y: F.cross_entropy(out(net, x), y.argmax(1)),
     "two means": lambda net, x, y: F.smooth_l1_loss(out(net, x), y) + F.l1_loss(out(net, x), y),

@@ -235,7 +235,7 @@ TABLE: dict[str, Row] = {
     "Adam, not foreach": (Fitted, whole(optim.Adam, 0.01, foreach=False)),
     "SGD, Nesterov": (Fitted, whole(optim.SGD, 0.1, momentum=0.9, nesterov=True, weight_decay=0.01)),
     "SGD, maximize": (Fitted, whole(optim.SGD, 0.01, maximize=True)),
-    "RMSprop, centred": (Fitted, whole(optim.RMSprop, 0.01, centered=True, momentum=0.9)),
+    "RMSprop, centered": (Fitted, whole(optim.RMSprop, 0.01, centered=True, momentum=0.9)),
     "RAdam, decoupled decay": (Fitted, whole(optim.RAdam, 0.01, weight_decay=0.1, decoupled_weight_decay=True)),
 }  # fmt: skip
 

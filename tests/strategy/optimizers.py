@@ -26,17 +26,17 @@ class Lamb(torch.optim.Optimizer):
 
 
 class Optional(torch.optim.Optimizer):
-    """SGD, or normalised steps where a setting beside the defaults says so."""
+    """SGD, or normalized steps where a setting beside the defaults says so."""
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr})
-        self.normalised = False
+        self.normalized = False
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
-                p.sub_(p.grad / (p.grad.norm() if self.normalised else 1.0), alpha=group["lr"])
+                p.sub_(p.grad / (p.grad.norm() if self.normalized else 1.0), alpha=group["lr"])
 
 
 class Sharp(torch.optim.Optimizer):
@@ -210,7 +210,7 @@ class Chosen(Ruled):
     """Norms count where a mark on the parameter says so."""
 
     def change(self, p: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
-        return grad / grad.norm() if getattr(p, "normalised", False) else grad
+        return grad / grad.norm() if getattr(p, "normalized", False) else grad
 
 
 class Lion(Ruled):

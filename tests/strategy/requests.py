@@ -1,4 +1,4 @@
-"""The errors of a fit over processes for requests that it cannot fulfil, and the results of collectives in
+"""The errors of a fit over processes for requests that it cannot fulfill, and the results of collectives in
 hooks. They run in one launch together with the trials of `options`.
 """
 

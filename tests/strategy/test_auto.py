@@ -241,7 +241,7 @@ def train_choices(rank: int, folder: str) -> dict[str, Any]:
 
 
 def test_what_nobody_asked_for_keeps_the_module_whole(tmp_path):
-    """Where links favour a pipeline. Without room for replicas there is one; for an optimizer that needs
+    """Where links favor a pipeline. Without room for replicas there is one; for an optimizer that needs
     whole gradients there are replicas, also where any program is allowed.
     """
     for outcome in launch_trainings(2, train_choices, tmp_path, str(tmp_path)):

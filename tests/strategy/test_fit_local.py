@@ -181,7 +181,7 @@ def test_batches_of_other_shapes_are_captured_anew():
     {"gradient_clip_val": 0.05},
 ])  # fmt: skip
 @sharing_captures
-def test_options_of_the_optimisation(options):
+def test_options_of_the_optimization(options):
     results = []
     for strategy, more in (("auto", options), (local(), options), (local(), {})):
         module, loader = make("tied")

@@ -196,11 +196,11 @@ class Replacing(Partial):
 
 
 @pytest.mark.parametrize("kind, message", [
-    (Partial, "'1.mask' is on the meta device, and initialising submodule '1' .Partial. leaves it without "
+    (Partial, "'1.mask' is on the meta device, and initializing submodule '1' .Partial. leaves it without "
               "values"),
     (Replacing, "has replaced the tensor '1.weight'"),
 ])  # fmt: skip
-def test_what_is_not_initialised_is_refused(kind, message):
+def test_what_is_not_initialized_is_refused(kind, message):
     module = on_the_meta_device(lambda: nn.Sequential(nn.Linear(2, 2), kind()))
     with pytest.raises(piper.PiperError, match=message):
         drawn(module)

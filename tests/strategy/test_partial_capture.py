@@ -209,7 +209,7 @@ class Late(Branch):
         return loss + hidden.mean()
 
 
-class Penalised(Branch):
+class Penalized(Branch):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(self.body(batch[0]) * self.temperature, batch[1])
         return loss + sum(x.pow(2).sum() for x in self.body.parameters())
@@ -310,7 +310,7 @@ REFUSED = {
         piper.PiperError,
         "reads the result of self.body.first(...), which was passed to another captured call",
     ),
-    Penalised: (
+    Penalized: (
         piper.PiperError,
         "reads 'body.first.weight', which belongs to a module whose call is captured",
     ),

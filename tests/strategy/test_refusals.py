@@ -153,7 +153,7 @@ class Finetuned(MLP):
 @pytest.mark.parametrize(
     "module, options, message",
     [
-        (Manual, {}, "manual optimisation"),
+        (Manual, {}, "manual optimization"),
         (Two, {}, "Lightning|optimizers"),
         (Iterating, {}, "dataloader_iter"),
         (Meta, {}, "'gain' of submodule '' .Meta. is on the meta device"),

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_piper.simulate import Link, Network, Simulation, simulate
 from lightning_piper.viz import svg_chart
-from lightning_piper.viz.colours import colour
+from lightning_piper.viz.colors import color
 from tests.simulate.programs import pipeline
 
 NS = "{http://www.w3.org/2000/svg}"
@@ -43,16 +43,16 @@ def test_boxes_are_where_the_simulation_says() -> None:
     assert title.endswith(", directive 3")
     first, shown = next(value for t, value in by_title.items() if t.startswith("F[PP=0,MB=0]"))
     second, _ = by_title[title]
-    assert shown == "0.0" and first["fill"] == colour("F")
+    assert shown == "0.0" and first["fill"] == color("F")
     assert float(second["x"]) == pytest.approx(float(first["x"]) + float(first["width"]), abs=0.02)
     backward = next(attributes for t, (attributes, _) in by_title.items() if t.startswith("B[PP=0,MB=0]"))
     assert float(backward["width"]) == pytest.approx(2 * float(first["width"]), abs=0.02) and backward[
         "fill"
-    ] == colour("B")
+    ] == color("B")
     assert backward["y"] == first["y"]
 
 
-def test_rows_axis_and_legend_are_labelled() -> None:
+def test_rows_axis_and_legend_are_labeled() -> None:
     root = ET.fromstring(svg_chart(result()))
     texts = [t.text for t in root.iter(f"{NS}text")]
     for wanted in ("device 0  compute", "device 2  recv", "F", "B", "send", "recv", "reduce", "0", "2", "20"):

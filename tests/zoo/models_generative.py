@@ -249,7 +249,7 @@ class Coupling(nn.Module):
 
 
 class RealNVP(L.LightningModule):
-    """A normalising flow, in bits per dimension."""
+    """A normalizing flow, in bits per dimension."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,7 +276,7 @@ class RealNVP(L.LightningModule):
 
 data = tensors(normal(SAMPLES, 8), normal(SAMPLES, seed=1))
 KINDS = [
-    Kind("gan", "manual optimisation, two optimizers, `toggle_optimizer`", GAN, data, data),
+    Kind("gan", "manual optimization, two optimizers, `toggle_optimizer`", GAN, data, data),
     Kind("wgan_gp", "gradient penalty; one optimizer steps at every second batch", WGANGP, data),
     Kind("vae", "logs `.item()`", VAE, data, data),
     Kind("beta_vae", "a counter anneals the loss; it is in the checkpoint", BetaVAE, data, data),

@@ -317,11 +317,11 @@ KINDS = [
     Kind("extra_keys", "a dict with tensors, numbers and text", ExtraKeys, data),
     Kind("skipping", "`training_step` returns None for some batches", Skipping, data),
     Kind("lbfgs", "an optimizer that calls the closure several times", LBFGS, data),
-    Kind("several_optimizers", "manual optimisation, two optimizers with "
+    Kind("several_optimizers", "manual optimization, two optimizers with "
                                "schedulers", SeveralOptimizers, data),
     Kind("warmup", "`optimizer_step` overridden", Warmup, data),
     Kind("own_clipping", "`configure_gradient_clipping` overridden", OwnClipping, data),
-    Kind("manual_accumulation", "manual optimisation that steps at every second "
+    Kind("manual_accumulation", "manual optimization that steps at every second "
                                 "batch", ManualAccumulation, data),
     Kind("accumulation", "`accumulate_grad_batches`, clipping", Classifier, data,
          options={"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),

@@ -222,7 +222,7 @@ class LoRA(L.LightningModule):
 
 
 class CLIP(L.LightningModule):
-    """Manual optimisation of two towers, with a temperature that is learned and kept in bounds."""
+    """Manual optimization of two towers, with a temperature that is learned and kept in bounds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -351,14 +351,14 @@ def pad_together(items: list[Tensor]) -> Tensor:
     return nn.utils.rnn.pad_sequence([x[x != PAD] for x in items], batch_first=True, padding_value=PAD)
 
 
-def labelled(mask: bool) -> list[Any]:
+def labeled(mask: bool) -> list[Any]:
     ids, labels = padded_texts(), integers(3, SAMPLES, seed=6)
     more = [{"attention_mask": (x != PAD).long()} if mask else {} for x in ids]
     return [{"input_ids": x, "labels": y, **m} for x, y, m in zip(ids, labels, more, strict=True)]
 
 
 masked, pairs = samples(masked_texts()), tensors(integers(VOCAB, SAMPLES, LENGTH, low=1), padded_texts())
-texts, attended = samples(labelled(False)), samples(labelled(True))
+texts, attended = samples(labeled(False)), samples(labeled(True))
 KINDS = [
     Kind("masked_lm", "`ignore_index`; groups of parameters, warm-up", MaskedLM, masked, masked),
     Kind("causal_lm", "batches padded to their longest, tied weights, gradient norm in a hook", CausalLM,
@@ -368,7 +368,7 @@ KINDS = [
          single=("val_acc",)),
     Kind("seq2seq", "teacher forcing by `random`", Seq2Seq, pairs, pairs),
     Kind("lora", "frozen base; a checkpoint of the trained part only", LoRA, texts),
-    Kind("clip", "manual optimisation with clipping; parameter clamped in the step; the loss compares all "
+    Kind("clip", "manual optimization with clipping; parameter clamped in the step; the loss compares all "
                  "samples", CLIP,
          tensors(normal(SAMPLES, 10), padded_texts())),
     Kind("layer_drop", "layers skipped by `random`", LayerDrop, texts, texts),

@@ -167,8 +167,8 @@ class SemiSupervised(Classifier):
     """Two loaders at once: few labels, many samples without."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch["labelled"]
-        (u,) = batch["unlabelled"]
+        x, y = batch["labeled"]
+        (u,) = batch["unlabeled"]
         supervised = F.cross_entropy(self(x), y)
         with torch.no_grad():
             target = (self(u) / 0.5).softmax(-1)
@@ -179,7 +179,7 @@ class SemiSupervised(Classifier):
 
 
 class Sharpness(Classifier):
-    """Sharpness-aware minimisation: two backward passes for each step."""
+    """Sharpness-aware minimization: two backward passes for each step."""
 
     def __init__(self, rho: float = 0.05) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class Sharpness(Classifier):
 
 
 class VQVAE(L.LightningModule):
-    """A codebook in buffers, which the step moves towards what it encodes."""
+    """A codebook in buffers, which the step moves toward what it encodes."""
 
     def __init__(self, codes: int = 5) -> None:
         super().__init__()
@@ -277,7 +277,7 @@ class SeveralLoaders(Classifier):
 def both() -> Any:
     some = tensors(inputs[:16], label[:16])()
     return CombinedLoader(
-        {"labelled": some, "unlabelled": tensors(normal(SAMPLES, 6, seed=4))()}, "max_size_cycle"
+        {"labeled": some, "unlabeled": tensors(normal(SAMPLES, 6, seed=4))()}, "max_size_cycle"
     )
 
 
@@ -294,7 +294,7 @@ KINDS = [
     Kind("backbone_finetuning", "BackboneFinetuning", FineTuned, data, drifts=True),
     Kind("averaged_weights", "`p.data` replaced for validation", AveragedWeights, data, data),
     Kind("semi_supervised", "CombinedLoader of two sets", SemiSupervised, both),
-    Kind("sharpness", "manual optimisation, two backward passes, parameters moved between", Sharpness, data),
+    Kind("sharpness", "manual optimization, two backward passes, parameters moved between", Sharpness, data),
     Kind("vqvae", "a codebook in buffers that the step changes", VQVAE, data),
     Kind("maml", "`functional_call`, gradients through gradient steps", MAML, data),
     Kind("several_loaders", "two validation sets; a copy of the best "

@@ -1,6 +1,6 @@
 """Temporarily replace a graph's symbols by numbers.
 
-`SymbolicStep` analyses the terms of the loss (`weigh`) meanwhile: the analysis needs numbers, but its result
+`SymbolicStep` analyzes the terms of the loss (`weigh`) meanwhile: the analysis needs numbers, but its result
 holds at all sizes.
 """
 

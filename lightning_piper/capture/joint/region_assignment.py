@@ -273,7 +273,7 @@ def _places(
         if node.target in ENDS or node in joined:
             what, act = "a tensor that is sharded along an axis", "Move the computation"
             if node.target is TOTAL:
-                what = "a sum over the whole batch (the statistics of a synchronised batch norm)"
+                what = "a sum over the whole batch (the statistics of a synchronized batch norm)"
                 act = "Use a norm over each row (a layer norm), or move the computation"
             elif node.target is GATHER or node in joined:
                 what = "a value computed from gathered samples"

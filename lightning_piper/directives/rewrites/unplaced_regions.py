@@ -33,14 +33,14 @@ def without_device(dag: TrainingDAG) -> tuple[str, str] | None:
     before = next((r for r in reversed(dag.regions[: first.index]) if r.index in placed), None)
     after = next((r for r in dag.regions[first.index + 1 :] if r.index in placed), None)
     reads = next((name for name in dag.interface(chunks[0]).params if name in readers), None)
-    neighbour = before or after if reads is None else dag.regions[readers[reads]]
+    neighbor = before or after if reads is None else dag.regions[readers[reads]]
     found = f"the program places some regions but leaves {len(unplaced)} without a device: "
     found += "; ".join(f"{dag.regions[chunk.region].label} ({_shown(dag, chunk)})" for chunk in chunks)
-    if first.tags or neighbour is None or not neighbour.tags:
+    if first.tags or neighbor is None or not neighbor.tags:
         tag = next((tag for region in dag.regions for tag in region.tags), "PP")
         condition = json.dumps(dict(first.tags) or {tag: "-"})
         return found, f"add a place whose filter selects it ({condition}) [PIPER-D009]"
-    tag, number = next(iter(neighbour.tags.items()))
+    tag, number = next(iter(neighbor.tags.items()))
     stage = "a stage next to it" if reads is None else f"the stage that has {reads}"
     advice = f"annotate this code as a part of {stage}: with piper.annotate({tag!r}, {number})"
     if dag.program.degrees is None:

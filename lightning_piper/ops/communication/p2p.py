@@ -55,7 +55,7 @@ class SendInstruction(Instruction):
     """
 
     op: ClassVar[str] = "send"
-    colour: ClassVar[str] = "#c9c9c9"
+    color: ClassVar[str] = "#c9c9c9"
     channel: Channel
     tensors: tuple[TensorSpec, ...]
 

@@ -37,7 +37,7 @@ from lightning_piper.ops.base import (
 from lightning_piper.ops.communication.all_to_all import AllToAll
 from lightning_piper.ops.communication.reduce import AllReduceInstruction, bind_all_reduce, summed
 from lightning_piper.ops.facts import Facts, Origin
-from lightning_piper.ops.instruction import Channel, Collective, Instruction, all_pairs, neighbours
+from lightning_piper.ops.instruction import Channel, Collective, Instruction, all_pairs, neighbors
 from lightning_piper.ops.reference import Made, Reference, sum_in_order
 
 NAMES = {
@@ -136,7 +136,7 @@ class ShiftInstruction(RedistributeInstruction):
 
     @property
     def routes(self) -> tuple[Channel, ...]:
-        return neighbours(self.members, self.steps)
+        return neighbors(self.members, self.steps)
 
 
 @dataclass(frozen=True, kw_only=True)

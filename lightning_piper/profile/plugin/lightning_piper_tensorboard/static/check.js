@@ -60,7 +60,7 @@ export function checkPlan(plan) {
   version(plan);
   expect(Array.isArray(plan.directives), "directives", plan.directives);
   list(plan.rows, "rows", (row, where) => expect(Array.isArray(row) && isNumber(row[0]) && typeof row[1] === "string", where, row));
-  table(plan.colours, "colours", (colour, where) => expect(/^#[0-9a-f]{3,8}$/i.test(colour), where, colour));
+  table(plan.colors, "colors", (color, where) => expect(/^#[0-9a-f]{3,8}$/i.test(color), where, color));
   table(plan.nodes, "nodes", (node, where) => {
     numbers(node, ["bytes"], where);
     for (const name of ["label", "kind", "stream"]) expect(typeof node[name] === "string", `${where}.${name}`, node[name]);

@@ -25,7 +25,7 @@ function figures(record, step) {
 const value = (found) => make("td", {}, found ? found[1](found[0]) : "-");
 
 /** Return a cell with `after` minus `before`, also as a share of `before`; "-" if one of them is missing. Both
- * are entries of `figures`. With `tells`, the colour shows that a smaller value is better. */
+ * are entries of `figures`. With `tells`, the color shows that a smaller value is better. */
 function difference(before, after, tells) {
   if (!before || !after) return make("td", {}, "-");
   const [[from, text], [to]] = [before, after], more = to - from;

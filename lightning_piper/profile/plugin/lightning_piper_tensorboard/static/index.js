@@ -4,7 +4,7 @@
 import {checkName, checkPlan, checkRecord} from "./check.js";
 import {KINDS, Memory} from "./memory.js";
 import {sideBySide} from "./compared.js";
-import {about, deviceTable, directiveTable, make, neighbourhood, summary} from "./panels.js";
+import {about, deviceTable, directiveTable, make, neighborhood, summary} from "./panels.js";
 import {Timeline, navigate, seconds} from "./timeline.js";
 
 const REFRESH = 10_000;  // milliseconds between two looks for new recordings
@@ -89,7 +89,7 @@ const isWait = (kind) => kind === "wait" || kind === "idle";
 function timeline(title, id, {plan, record}, step) {
   const short = (node, kind) => isWait(kind) ? "" : (plan.nodes[node].label.match(/=([^,\]]*)/g) || []).map((x) => x.slice(1)).join(".");
   const canvas = make("canvas", {id});
-  const chart = new Timeline(canvas, state.view, plan.colours, short);
+  const chart = new Timeline(canvas, state.view, plan.colors, short);
   chart.show(plan.rows, step.boxes);
   navigate(canvas, state.view, () => state.whole, redraw);
   canvas.addEventListener("mousemove", (event) => {
@@ -122,15 +122,15 @@ function tip(event, text) {
 
 function choose(plan, node) {
   for (const chart of state.charts) chart.chosen = chart.plan === plan ? node : null;  // another program has other nodes
-  const panel = neighbourhood(plan, node, plan.colours, (next) => choose(plan, next));
+  const panel = neighborhood(plan, node, plan.colors, (next) => choose(plan, next));
   state.parts.node.replaceChildren(make("h2", {}, `node %${node}`), panel);
   redraw();
 }
 
 function legend(both) {
   const kinds = new Set(both.flatMap(({record}) => record.step.boxes.map((box) => box[4])));
-  const colours = Object.assign({}, ...both.map(({plan}) => plan.colours).reverse());
-  return Object.entries(colours).filter(([kind]) => kinds.has(kind)).map(([kind, colour]) => make("span", {}, make("i", {colour}), kind));
+  const colors = Object.assign({}, ...both.map(({plan}) => plan.colors).reverse());
+  return Object.entries(colors).filter(([kind]) => kinds.has(kind)).map(([kind, color]) => make("span", {}, make("i", {color}), kind));
 }
 
 function memory(title, id, {record}) {
@@ -151,7 +151,7 @@ function build(one, other) {
   const of = other ? [" of A", " of B"] : [""];
   const name = ({run, record}) => `${run}, step ${record.number}`;
   const beside = other ? [make("h2", {}, `A: ${name(one)}; B: ${name(other)}`), sideBySide(one, other)] : [];
-  const bands = KINDS.map(([kind, colour]) => make("span", {}, make("i", {colour}), kind));
+  const bands = KINDS.map(([kind, color]) => make("span", {}, make("i", {color}), kind));
   state.parts.body.replaceChildren(
     make("div", {class: "legend"}, ...legend(other ? [one, other] : [one])),
     ...beside,

@@ -4,12 +4,12 @@ import {bytes} from "./memory.js";
 import {seconds} from "./timeline.js";
 
 /** Make an element with attributes and children (elements or text). An attribute `onclick` or similar is a
- * listener, and `colour` is the background. */
+ * listener, and `color` is the background. */
 export function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
-    else if (name === "colour") element.style.background = value;
+    else if (name === "color") element.style.background = value;
     else element.setAttribute(name, value);
   }
   element.append(...children);
@@ -19,7 +19,7 @@ export function make(tag, attributes = {}, ...children) {
 export const percent = (share) => `${(100 * share).toFixed(1)}%`;
 
 /** Return a cell with the text of `value`, "value → other" if `other` is given, or "→ other" if `value` is
- * undefined. The colour shows that less is better. */
+ * undefined. The color shows that less is better. */
 function cell(value, other, text) {
   if (other === undefined) return make("td", {}, text(value));
   if (value === undefined) return make("td", {}, `→ ${text(other)}`);
@@ -95,15 +95,15 @@ export function about(plan, id) {
 
 /** Return an element with a node. On its left are the nodes that it waits for, and on its right the nodes that
  * wait for it. A click on one of these nodes calls `choose` with its id. */
-export function neighbourhood(plan, id, colours, choose) {
+export function neighborhood(plan, id, colors, choose) {
   const side = (title, edges, end) => make("div", {}, make("em", {}, edges.length ? title : `${title} nothing`), ...edges.map((edge) => {
     const node = plan.nodes[edge[end]];
     const why = [edge[2] ? "data" : "order only", ...(edge[3] === null ? [] : [`directive ${edge[3]}`])].join(", ");
-    const button = make("button", {colour: colours[node.kind] || "#eee", onclick: () => choose(edge[end])}, `%${edge[end]} ${node.label} `);
+    const button = make("button", {color: colors[node.kind] || "#eee", onclick: () => choose(edge[end])}, `%${edge[end]} ${node.label} `);
     button.append(make("em", {}, `@${node.devices.join(",")} ${why}`));
     return button;
   }));
-  const middle = make("div", {}, make("article", {colour: colours[plan.nodes[id].kind] || "#eee"}, ...about(plan, id).flatMap((line) => [line, make("br")])));
+  const middle = make("div", {}, make("article", {color: colors[plan.nodes[id].kind] || "#eee"}, ...about(plan, id).flatMap((line) => [line, make("br")])));
   return make("div", {class: "node", id: "node"}, side("waits for", plan.edges.filter((edge) => edge[1] === id), 0), middle,
     side("before", plan.edges.filter((edge) => edge[0] === id), 1));
 }

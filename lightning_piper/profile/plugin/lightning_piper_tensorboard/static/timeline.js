@@ -52,10 +52,10 @@ export function seconds(time, span = Math.abs(time)) {
 }
 
 export class Timeline {
-  /** `view` is {start, end} in seconds, and all timelines share this object. `colours` is {kind: colour}.
+  /** `view` is {start, end} in seconds, and all timelines share this object. `colors` is {kind: color}.
    * `name(node, kind)` returns the text of a box. */
-  constructor(canvas, view, colours, name) {
-    Object.assign(this, {canvas, view, colours, name, layout: {rows: [], height: 0, count: 0}, chosen: null});
+  constructor(canvas, view, colors, name) {
+    Object.assign(this, {canvas, view, colors, name, layout: {rows: [], height: 0, count: 0}, chosen: null});
   }
 
   show(rows, boxes) {
@@ -91,7 +91,7 @@ export class Timeline {
   }
 
   drawLane(pen, lane, scale) {
-    const {view, colours, chosen} = this;
+    const {view, colors, chosen} = this;
     const boxes = lane.boxes, height = lane.height - (lane.height > 6 ? 1 : 0);
     let pixel = -1, drawn = 0;
     for (let i = firstAfter(boxes, view.start); i < boxes.length && boxes[i][1] < view.end; i++) {
@@ -101,7 +101,7 @@ export class Timeline {
       const narrow = right - x < 1;
       if (narrow && Math.floor(x) === pixel) continue;
       pixel = narrow ? Math.floor(x) : -1;
-      pen.fillStyle = colours[kind] || "#b4a7d6";
+      pen.fillStyle = colors[kind] || "#b4a7d6";
       pen.fillRect(x, lane.y, narrow ? 1 : right - x - (right - x > 4 ? 0.6 : 0), height);
       drawn++;
       if (node === chosen) {

@@ -1,5 +1,5 @@
-"""One colour for each kind of work, light enough for black text. An operation's colour is in the class of its
-instruction (`Instruction.colour`).
+"""One color for each kind of work, light enough for black text. An operation's color is in the class of its
+instruction (`Instruction.color`).
 """
 
 from __future__ import annotations
@@ -9,25 +9,25 @@ from lightning_piper.ops.communication.p2p import SendInstruction
 from lightning_piper.ops.instruction import Collective
 
 BOOKKEEPING = "#ececec"
-COMMUNICATION = SendInstruction.colour
+COMMUNICATION = SendInstruction.color
 _PASSES = {"F": "#9cc3e6", "B": "#f6b26b", "BI": "#ffd966", "BW": "#a9d18e"}
 _OTHER_PASS = "#d5a6bd"
 
 
-def colour(kind: str) -> str:
-    """Return the colour of a kind of work as a hexadecimal RGB code, such as `#9cc3e6`.
+def color(kind: str) -> str:
+    """Return the color of a kind of work as a hexadecimal RGB code, such as `#9cc3e6`.
 
     Args:
         kind: a pass (`F`), an instruction (`send`), or another kind in `simulate.Span.kind`. An unknown name
-            in capitals gets the colour of other passes, and any other unknown name the colour of collectives.
+            in capitals gets the color of other passes, and any other unknown name the color of collectives.
     """
     if kind in _PASSES:
         return _PASSES[kind]
     if kind in INSTRUCTIONS:
-        return INSTRUCTIONS[kind].colour or BOOKKEEPING
+        return INSTRUCTIONS[kind].color or BOOKKEEPING
     if kind == "recv":
         return COMMUNICATION
-    return _OTHER_PASS if kind.isupper() else Collective.colour
+    return _OTHER_PASS if kind.isupper() else Collective.color
 
 
 def rank(kind: str) -> tuple[int, str]:
