@@ -123,7 +123,7 @@ def test_slow_links_change_the_order() -> None:
         (([], 4), "costs=[]. Give a StageCosts for each stage, such as [StageCosts(1, 1, 1)] * 4"),
         (([1, 2], 4), "costs=[1, 2]. Give a StageCosts"),
         (([EVEN] * 2, 0), "microbatches=0. Give an integer >= 1"),
-        (([EVEN] * 1000, 1000), "1000 stages with 1000 microbatches. Give fewer"),
+        (([EVEN] * 1000, 1000), "1,000 stages with 1,000 microbatches. Give fewer"),
         (
             ([EVEN] * 2, 4, [0, 2]),
             "ranks=[0, 2] for 2 stages. Give the rank of each stage, counted from 0 without gaps, such as "
