@@ -332,8 +332,8 @@ class Executor:
             lacks_memory = isinstance(error, torch.OutOfMemoryError)
             kind, number = (OutOfMemoryError, "X002") if lacks_memory else (ExecutionError, "X001")
             said = str(error) or type(error).__name__
-            code = "" if isinstance(error, PiperError) and error.code else f" [PIPER-{number}]"
-            raise kind(f"device {self.plan.device}: {where} failed: {said}{code}") from error
+            shown_code = "" if isinstance(error, PiperError) and error.code else f" [PIPER-{number}]"
+            raise kind(f"device {self.plan.device}: {where} failed: {said}{shown_code}") from error
         finally:
             self._streams.leave()
         self.position = position
