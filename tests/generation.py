@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 import lightning_piper as piper
 from lightning_piper.errors import PiperError
+from lightning_piper.processes import failure
 from lightning_piper.session import available_memory
 from tests.pretrained import KINDS, STAGES, VOCABULARY
 from tests.strategy.fitting import QUIET
@@ -370,8 +371,9 @@ def write_lengths(rank: int, writer: str, program: str, batches: int) -> dict[An
     return {"lengths": lengths, "logged": trainer.callback_metrics["length"].item()}
 
 
-def misuse(rank: int, kinds: list[str]) -> dict[Any, Any]:
-    """Return kind of `Misuse` -> the error."""
+def misuse(rank: int, kinds: list[str], seconds: float = failure.ALONE) -> dict[Any, Any]:
+    """Return kind of `Misuse` -> the error. After `seconds`, a process that waits alone in a call is an error."""
+    failure.ALONE, failure.EVERY = seconds, min(seconds, failure.EVERY)
     found: dict[Any, Any] = {}
     for kind in kinds:
         try:

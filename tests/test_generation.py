@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests import generation
-from tests.distributed.processes import launch_trainings
+from tests.distributed.processes import launch_trainings, run_ranks
 from tests.generation import PROGRAMS, WRITERS, Writer
 from tests.pretrained import by_transformers, saved
 
@@ -140,6 +140,17 @@ def test_errors_of_whole_module(tmp_path):
         assert re.match(
             rf"{line}the whole module needs .* more memory on rank 0, which has 0", rank["memory"]
         )
+
+
+@pytest.mark.long
+def test_whole_module_on_one_rank_ends_with_an_error(tmp_path):
+    first, second = run_ranks(2, generation.misuse, tmp_path, ["one rank"], 0.5, joined=False)
+    assert first.exitcode == 1
+    assert re.search(
+        r"rank 0 ends, .*: it waits in piper\.whole_module at .*generation\.py:\d+, which all ranks must call",
+        first.said,
+    )
+    assert second.exitcode == 0 and "it waits in piper.whole_module" in second.result["one rank"]
 
 
 def test_without_memory_for_the_whole_module_the_first_batch_is_an_error(tmp_path):

@@ -9,6 +9,8 @@ from collections.abc import Callable
 # Identifier of a waiting thread -> identifier of the thread that it waits for. The failure watch reports
 # where the awaited thread is, and not where the waiting thread is.
 AWAITED: dict[int, int] = {}
+# Identifier of a thread -> the call in which it waits until all processes have made this call.
+MEETING: dict[int, str] = {}
 
 
 class BackgroundThread:

@@ -12,7 +12,8 @@ process keeps a connection to rank 0, where one thread decides which process fai
   failed first. Otherwise, after a timeout, a process that is not waiting for any process failed first. If
   there is no such process, the process that reported first failed first.
 - Every few seconds, rank 0 asks all processes where they are. This detects a process that left the training
-  loop while another process waits for it in a batch (`progress`).
+  loop while another process waits for it in a batch (`progress`). It also detects a process that waits in a
+  call that all processes must make (`MEETING`), while all other processes wait for something else.
 
 Rank 0 sends the verdict to all processes. Each process adds the verdict to its own error. The watch ends a
 process that has not ended by itself a few seconds later.
@@ -31,7 +32,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from subprocess import Popen
@@ -45,7 +46,7 @@ from lightning_piper.capture.python_state.name_scan import is_users
 from lightning_piper.common.user_lines import shown_line
 from lightning_piper.errors import PiperError
 from lightning_piper.processes import agreement
-from lightning_piper.processes.background import AWAITED
+from lightning_piper.processes.background import AWAITED, MEETING
 from lightning_piper.processes.progress import Progress, parted
 from lightning_piper.processes.world import RANK_ZERO, World
 from lightning_piper.runtime.same_machine.forks import in_forks
@@ -54,6 +55,7 @@ GRACE = 5.0  # seconds after the verdict in which a process may end by itself, b
 SETTLE = 2.0  # seconds from the first report of a failed communication to the verdict
 PATIENCE = 5.0  # seconds that a process waits for rank 0's answer
 EVERY = 5.0  # seconds between two requests for the places of all processes
+ALONE = 60.0  # seconds in which all processes wait at the same places, until a call that only some made is an error
 HERE = "127.0.0.1"  # rank 0's address if all processes are on one machine: it needs no host name
 LENGTH = 4  # bytes of the length prefix that `Connection.send_bytes` puts before a short message
 LONGEST = 2000  # characters of an error that are sent; a message is then one write, whichever thread sends it
@@ -230,6 +232,7 @@ class _Judge:
         self._until: float | None = None
         self._asks = time.monotonic() + EVERY  # when to ask all processes where they are
         self._before: dict[int, Message] = {}  # the places of the previous request
+        self._since = time.monotonic()  # since when all processes wait at these places
 
     def run(self) -> None:
         """Receive the messages of all processes, and send a verdict once it is due."""
@@ -336,11 +339,30 @@ class _Judge:
         waiting = all(
             rank in self.ended or (rank in places and places[rank]["waits"]) for rank in range(self._size)
         )
-        if waiting and places == self._before and (found := parted(self.progress)) is not None:
-            self._judge(*found, parted=True)
-            return
+        if waiting and places == self._before:
+            found = parted(self.progress)
+            if found is None and time.monotonic() - self._since >= ALONE:
+                found = self._unmet(places)
+            if found is not None:
+                self._judge(*found, parted=True)
+                return
+        else:
+            self._since = time.monotonic()
         self._before, self.places = places, {}
         self._tell({"where": True})
+
+    def _unmet(self, places: Mapping[int, Message]) -> tuple[int, str] | None:
+        """Return a rank that waits in a call that another rank has not made, and the explanation; None if there
+        is no such rank."""
+        meeting = {rank: call for rank, place in sorted(places.items()) if (call := place.get("meeting"))}
+        others = [rank for rank in range(self._size) if rank not in meeting]
+        if not meeting or not others:
+            return None
+        rank, call = next(iter(meeting.items()))
+        return rank, (
+            f"it waits in {call}, which all ranks must call, but rank {others[0]} waits for something else. Call "
+            "it on all ranks, and ask for the rank inside of the block [PIPER-S007]"
+        )
 
     def _judge(self, rank: int, why: str, parted: bool = False) -> None:
         """Send the verdict, unless a verdict was sent before.
@@ -418,14 +440,18 @@ def waited(error: BaseException) -> bool:
 def place_of(thread: int) -> Message:
     """Return where a thread is. If it waits for another thread (`AWAITED`), return where that thread is.
 
-    The result has the line of code ("at"), and whether this code only communicates ("waits").
+    The result has the line of code ("at"), whether this code only communicates ("waits"), and the call that all
+    processes must make, if the thread waits in one ("meeting").
     """
+    meeting = MEETING.get(thread)
     thread = AWAITED.get(thread, thread)
     frame = sys._current_frames().get(thread)
     if frame is None:
         return {"waits": False, "at": "its thread has ended"}
     code = frame.f_code
-    return {"waits": _waits(code), "at": f"{code.co_filename}:{frame.f_lineno}, in {code.co_name}"}
+    at = f"{code.co_filename}:{frame.f_lineno}, in {code.co_name}"
+    place = {"waits": _waits(code), "at": at}
+    return place if meeting is None else {**place, "meeting": meeting}
 
 
 def _waits(code: CodeType) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from lightning_piper.common.user_lines import user_frame
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.distributed_marks import parts_of
+from lightning_piper.processes.background import MEETING
 from lightning_piper.session.available_memory import lacks_memory
 
 NAME = "piper.whole_module"
@@ -47,7 +49,11 @@ def whole_module(module: pl.LightningModule) -> Iterator[None]:
         yield
         return
     strategy: Any = module.trainer.strategy
-    calls = strategy.world.gather(NAME)
+    MEETING[threading.get_ident()] = where
+    try:
+        calls = strategy.world.gather(NAME)
+    finally:
+        del MEETING[threading.get_ident()]
     if any(call != NAME for call in calls):
         raise PiperError(
             f"{where}: not all processes have called it, but each process has a part of the module. Call it on all "

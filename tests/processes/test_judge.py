@@ -270,6 +270,25 @@ def test_who_goes_on_after_the_fit_of_another_has_been_left(judge):
     assert look(judge, progress(6, 3, 0), ended) == 1
 
 
+def test_who_waits_for_all_in_a_call_that_others_have_not_made(judge, monkeypatch):
+    def look_once(*meeting: str | None, at: str = "a collective") -> Any:
+        judge.places = {rank: {"waits": True, "at": at, "meeting": call} for rank, call in enumerate(meeting)}
+        judge._look()
+        return None if judge.verdict is None else judge.verdict["why"]
+
+    call = "piper.whole_module at here.py:3"
+    assert all(look_once(None, call) is None for _ in range(3))  # others may still come
+    monkeypatch.setattr(failure, "ALONE", 0.0)
+    assert all(look_once(call, call) is None for _ in range(3))
+    assert all(look_once(None, None) is None for _ in range(3))
+    assert look_once(None, call, at="another place") is None
+    assert (
+        look_once(None, call, at="another place")
+        == f"it waits in {call}, which all ranks must call, but rank 0 "
+        "waits for something else. Call it on all ranks, and ask for the rank inside of the block [PIPER-S007]"
+    )
+
+
 def test_who_has_ended_and_left_the_others_is_named_when_their_communication_breaks(ranks):
     ranks.connect(0, 1, 2)
     _send(ranks.lines[1], {"over": True, "progress": LEFT})
