@@ -40,7 +40,8 @@ class Loaders:
 
     def __init__(self) -> None:
         self._content: Mapping[str, Any] | None = None  # of the checkpoint; None without one
-        self._left: list[tuple[Any, int] | None] = []  # loader and batches, for each loader of the checkpoint
+        # For each loader of the checkpoint: the loader, and how many batches are left. None if that is not known.
+        self._left: list[tuple[Any, int] | None] = []
         self._local: dict[str, Any] | None = None  # this process's entry of the next checkpoint
         self._begun = (0, 0)  # an epoch, and how many of its batches an earlier fit has done
         # States of loaders before each of the last batches was drawn. None: as at the start of the fit.
@@ -96,13 +97,15 @@ class Loaders:
                 f"the checkpoint has the positions of {len(saved)} training loaders, but this fit has more. "
                 "Resume with the same loaders, or from a checkpoint at the end of an epoch [PIPER-K012]"
             )
-        entry, left = saved[index], None
+        entry: Mapping[str, Any] = saved[index]
+        left: int | None = None
         if "states" in entry:
             self._load_state(loader, entry, world)
+            left = None if self._content["running"] else 0
             if "problem" in entry:
                 self._warn(entry["problem"], world)
         elif not self._content["running"]:
-            pass
+            left = 0  # if the epoch has ended
         elif "taken" in entry:
             sampler, position = epoch_sampler(loader), Position.read(entry)
             if sampler is None:
@@ -118,7 +121,8 @@ class Loaders:
             )
         else:
             self._warn(entry["problem"], world)
-        self._left.append(None if left is None else (loader, left))
+        sized = drawn_length(loader, 1.0) is not None
+        self._left.append((loader, left) if left is not None and sized else None)
 
     def _load_state(self, loader: Any, entry: Mapping[str, Any], world: World) -> None:
         """Load the state of this process's replica.
@@ -157,35 +161,40 @@ class Loaders:
         ]
         entries = [{k: x for k, x in entry.items() if k != "states"} for entry in content["loaders"]]
         self._local = {**content, "loaders": entries, "states": states}
-        if not content["running"]:
+        if not content["running"] and not counts.is_last_batch:  # no batch of the epoch was done
             return
-        done = self._batches_done(trainer)
+        done, undone = self._batches_done(trainer, current.processed), content.get("undone", 0)
         moved = done - current.processed
         for name in COUNTS:
             setattr(current, name, getattr(current, name) + moved)
-            setattr(total, name, getattr(total, name) - content["undone"])
-        self._begun = (_epoch(trainer), done)
-        self._local |= {"batches": done, "undone": 0}
+            setattr(total, name, getattr(total, name) - undone)
+        if content["running"]:
+            self._begun = (_epoch(trainer), done)
+            self._local |= {"batches": done, "undone": 0}
 
-    def _batches_done(self, trainer: pl.Trainer) -> int:
-        """Return how many batches of this fit's size were done in the running epoch. If the samples that are
-        left make no batch, end the epoch."""
+    def _batches_done(self, trainer: pl.Trainer, processed: int) -> int:
+        """Return how many batches of this fit's size were done in the epoch of the checkpoint. If the samples
+        that are left make no batch, end the epoch.
+
+        Args:
+            processed: How many batches of the earlier fit's size were done, also since the last update.
+        """
         assert self._content is not None
         known = [each for each in self._left if each is not None]
         if not known or len(known) < len(self._left):
-            done: int = self._content["batches"]
+            done: int = self._content.get("batches", processed)
             return done
         warnings.filterwarnings("ignore", message=LIGHTNINGS_WARNING)
         decides = min if self._content["mode"] == "min_size" else max
         loader, left = decides(known, key=lambda each: len(each[0]))
-        done = len(loader) - left
-        if done >= (drawn_length(loader, trainer.limit_train_batches) or 0):
-            trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = True
-            for loader, _ in known:
-                sampler = epoch_sampler(loader)
-                assert sampler is not None
+        done, most = len(loader) - left, drawn_length(loader, trainer.limit_train_batches) or 0
+        if done < most:
+            return done
+        trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = True
+        for sampler in (epoch_sampler(loader) for loader, _ in known):
+            if sampler is not None:
                 sampler.forget()
-        return done
+        return most
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Begin to note the states of loaders, after the Trainer has passed all loaders to `attach`.
@@ -236,8 +245,8 @@ class Loaders:
             self._entry(loader, None if count is None else count - back, running)
             for loader, count in zip(loaders, given, strict=True)
         ]
-        batches = {"batches": counts.processed - undone, "undone": undone, "mode": mode} if running else {}
-        self._local = {"running": running, **batches, "loaders": entries, "states": states}
+        batches = {"batches": counts.processed - undone, "undone": undone} if running else {}
+        self._local = {"running": running, **batches, "mode": mode, "loaders": entries, "states": states}
 
     def _entry(self, loader: Any, given: int | None, running: bool) -> dict[str, Any]:
         sampler = epoch_sampler(loader)

@@ -143,16 +143,18 @@ def fit(
     epochs: int = 1,
     reseed: bool = True,
     more: Sequence[L.Callback] = (),
+    steps: int = -1,
+    make: Callable[[], Seeing] = Seeing,
     **options: Any,
 ) -> Fit:
     """Train one replica, from a checkpoint if there is a path, to the end of the epochs or for `stop` batches."""
     L.seed_everything(7 + (reseed and path is not None))  # the checkpoint has the order, not the seed
-    module, out = Seeing(), folder / f"{replica}.ckpt"
+    module, out = make(), folder / f"{replica}.ckpt"
     callbacks: Sequence[L.Callback] = [] if stop is None else [Stop(stop, out)]
     made, _ = trainer(
         OneOf(how.replicas, replica),
         [*callbacks, *more],
-        max_steps=-1,
+        max_steps=steps,
         max_epochs=epochs,
         accumulate_grad_batches=how.accumulate,
         **options,

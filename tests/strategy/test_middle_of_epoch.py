@@ -4,12 +4,17 @@ replicas.
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import partial
+
+import lightning as L
 import pytest
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import lightning_piper as piper
-from tests.strategy.middle_of_epoch import How, samples, together
+from tests.strategy.middle_of_epoch import How, Seeing, fit, samples, together
 
 S = StatefulDataLoader
 CASES = {
@@ -98,3 +103,108 @@ def test_another_data_set_is_refused(tmp_path):
     with pytest.raises(piper.PiperError, match=r"epoch of 48 samples, but .* has 40 samples") as error:
         together(How(2), 40, tmp_path / "second", path=first[0].path)
     assert "PIPER-K012" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "after, options",
+    [
+        (How(batch_size=32, drop_last=True), {}),
+        (How(batch_size=1), {"limit_train_batches": 8}),
+    ],
+    ids=["left out", "limited"],
+)
+def test_an_epoch_whose_rest_makes_no_batch_ends(after, options, tmp_path):
+    first = together(How(2), LENGTH, tmp_path / "first", 6)  # 24 samples
+    second = together(after, LENGTH, tmp_path / "second", None, first[0].path, epochs=2, **options)
+    assert samples(second, 0) == []
+    assert len(samples(second, 1)) == min(32, 8 * after.batch_size)
+    assert second[0].module.indices == list(range(len(second[0].module.indices)))
+
+
+def test_a_fit_of_a_number_of_steps(tmp_path):
+    """With `max_steps`, Lightning resumes each epoch as one that is not complete."""
+    for stop in (5, 12):  # in the middle, and at the end of the epoch
+        folder = tmp_path / str(stop)
+        folder.mkdir()
+        first = together(How(2), LENGTH, folder / "first", stop)
+        # 12 steps are an epoch of two replicas, 24 an epoch of one.
+        second = together(How(1), LENGTH, folder / "second", None, first[0].path, epochs=-1, steps=stop + 14)
+        taken = [x for epoch in (0, 1) for x in samples(second, epoch)]
+        assert len(taken) == 28
+        if stop == 5:
+            assert sorted(samples(first) + samples(second)) == list(range(LENGTH))
+        else:
+            assert len(set(taken)) == 28 and samples(second, 0) == []
+
+
+@pytest.mark.parametrize("mode", ["max_size_cycle", "min_size", "max_size"])
+def test_several_loaders(mode, tmp_path):
+    """The shorter loader is in its second pass when the fit stops."""
+
+    def loaders(how, replica):
+        parts = {"long": how.loader(LENGTH, replica), "short": how.loader(16, replica)}
+        return partial(CombinedLoader, parts, mode)
+
+    def run(how, stop, path, name):
+        folder = tmp_path / name
+        folder.mkdir()
+        return [
+            fit(how, loaders(how, replica), folder, replica, stop, path, make=Both)
+            for replica in range(how.replicas)
+        ]
+
+    def drawn(fits, name):
+        return [x for each in fits for batch in each.module.drawn.get(name, []) for x in batch]
+
+    stop = 2 if mode == "min_size" else 6
+    first = run(How(2), stop, None, "first")
+    second = run(How(1), None, first[0].path, "second")
+    if mode != "min_size":
+        assert sorted(drawn(first, "long") + drawn(second, "long")) == list(range(LENGTH))
+    short = Counter(drawn(first, "short") + drawn(second, "short")[: 16 - 4 * stop % 16])
+    passes = {"min_size": 1, "max_size": 1, "max_size_cycle": 2}
+    assert set(short.values()) == {passes[mode]} and len(short) == 16
+
+
+class Both(Seeing):
+    """Notes the samples of two loaders."""
+
+    def __init__(self):
+        super().__init__()
+        self.drawn = {}
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch["long"][0]).square().mean()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        for name, part in batch.items():
+            self.drawn.setdefault(name, []).append([] if part is None else part[1].tolist())
+
+
+def test_validation_comes_at_the_same_place_of_the_epoch(tmp_path):
+    first = together(How(2), LENGTH, tmp_path / "first", 8)
+    at = Validated()
+    how = How(1)
+    second = fit(
+        how, partial(how.loader, LENGTH, 0), tmp_path, path=first[0].path, more=[at], make=Evaluated,
+        val_check_interval=0.25,
+    )  # fmt: skip
+    assert at.indices == [17, 23]  # batches 0 to 15 were trained before
+    assert len(samples([second])) == 16
+
+
+class Evaluated(Seeing):
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def val_dataloader(self):
+        return How(shuffle=False).loader(4, 0)
+
+
+class Validated(L.Callback):
+    def __init__(self):
+        self.indices = []
+
+    def on_validation_start(self, trainer, module):
+        if not trainer.sanity_checking:
+            self.indices.append(module.indices[-1])
