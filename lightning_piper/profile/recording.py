@@ -138,9 +138,9 @@ class Recording:
         first = self._schedule.wait + self._schedule.warmup
         if self._world.rank == 0 and 0 < self._count <= first:
             warnings.warn(
-                f"PiperStrategy(profile=...) recorded no step: the fit had {self._count} steps, and step {first} "
+                f"PiperStrategy recorded no step: the fit had {self._count} steps, and step {first} "
                 f"(counted from 0) is the first recorded one. Train longer, or pass "
-                "profile=piper.Schedule(wait=0, warmup=0) [PIPER-W027]",
+                "wait=0 and warmup=0 to piper.Schedule or PiperProfiler [PIPER-W027]",
                 stacklevel=2,
             )
         self._forget()
