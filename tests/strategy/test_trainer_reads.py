@@ -69,6 +69,9 @@ READS: dict[str, Callable[[Any], float]] = {
         type(t.lightning_module) is Reading is t.lightning_module.__class__
     ),
     "a new type": lambda t: float(type("Made", (), {"x": 0.5})().x + isinstance(dict, type)),
+    "isinstance of a tensor": lambda t: float(isinstance(t.found.get("a"), Tensor)),
+    "type of a tensor": lambda t: float(type(t.found.get("a")) is Tensor) + torch.is_tensor(t.found.get("b")),
+    "item of a tensor": lambda t: float(isinstance(t.found["a"].item(), float)) if t.found else 0.5,
     "callable": lambda t: float(callable(t.own)) + 0.5 * callable(t.optimizers[0]),
     "protocols": lambda t: float(isinstance(t.optimizers[0], Iterable)) + 0.5 * isinstance(t.rates, Sized),
     "vars": lambda t: vars(t.own)["_step"],
@@ -183,6 +186,10 @@ REFUSED: dict[str, tuple[Callable[[Any], float], str]] = {
     "call": (lambda t: t.own(), r"calls self.trainer.own\(\)"),
     "operator": (lambda t: t.own @ 0.5, "uses __matmul__ of self.trainer.own"),
     "copy": (lambda t: copy.copy(t.own)._step, "uses a copy of self.trainer.own"),
+    "a tensor's method": (
+        lambda t: float(t.found["a"].sqrt()) if t.found else 0.0,
+        r"reads the tensor self.trainer.found\['a'\]",
+    ),
     "del": (lambda t: delattr(t.own, "_step") or 0.0, "deletes self.trainer.own._step"),  # type: ignore[func-returns-value]
 }
 

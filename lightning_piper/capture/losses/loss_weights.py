@@ -55,6 +55,7 @@ from lightning_piper.capture.losses.factor_guards import add_like, guard_factors
 from lightning_piper.capture.losses.graph_results import GraphResults
 from lightning_piper.capture.losses.linearity import Linearity, linearity
 from lightning_piper.capture.losses.loss_terms import LossTerms
+from lightning_piper.capture.losses.shared_masks import refuse_shared_masks
 from lightning_piper.capture.losses.tangents import LossSum, divide_tangent
 from lightning_piper.capture.losses.whole_values import computation, sources_of
 from lightning_piper.capture.torch_private import _torch
@@ -209,7 +210,13 @@ class _LossWeighting:
     def _find_cross_sample(self, losses: list[Any]) -> Places:
         """Set `_meetings` to the operations that surely mix samples. Set `_met` to the first of them on which
         the loss depends, or else to the first in the backward pass, or else to None. Return the operations
-        that mix samples only if weights cannot combine their values."""
+        that mix samples only if weights cannot combine their values.
+
+        Raises:
+            CaptureError: See `refuse_shared_masks`.
+        """
+        if not self._alike:
+            refuse_shared_masks(self.graph, self.size)
         self._meetings, curved = ({}, {}) if self._alike else cross_sample_operations(self.graph, self.size)
         self._met = (
             (first_cross_sample(losses, self._meetings) or first_in_backward(self._meetings))

@@ -254,12 +254,11 @@ def _tensor_of(value: Any) -> torch.Tensor | None:
     if is_deferred(number):
         found: torch.Tensor = number.tensor
         return found
-    if not isinstance(value, bool | int | float | complex):
+    own = number.value if type(number) is NumberProxy else value
+    if not isinstance(own, bool | int | float | complex):
         return None
     dtype = next(
-        d
-        for d in (torch.bool, torch.int64, torch.float64, torch.complex128)
-        if isinstance(value, _CLASSES[d])
+        d for d in (torch.bool, torch.int64, torch.float64, torch.complex128) if isinstance(own, _CLASSES[d])
     )
     return (
         number.inputs.tensor(number, dtype)

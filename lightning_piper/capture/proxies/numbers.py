@@ -29,6 +29,8 @@ import torch
 from lightning_piper.capture.proxies.proxy_classes import Proxy
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.capture.user_code.replaced_attribute import replaced_attribute
+from lightning_piper.common.user_lines import user_line
+from lightning_piper.errors import CaptureError
 from lightning_piper.ir.values import TensorSpec
 
 # Operations that give the same bits for a Python number and for a tensor without dimensions.
@@ -205,6 +207,9 @@ class NumberProxy(Proxy):
     ) -> None:
         self.inputs, self.key, self.where, self.get, self.value = inputs, key, where, get, value
 
+    def _as_number(self) -> NumberProxy:
+        return NumberProxy(self.inputs, self.key, self.where, self.get, self.value)
+
     def ask(self) -> Any:
         """Return the number's value. During a trace, or if the inputs are `plain`, guard the value."""
         if self.inputs.active or self.inputs.plain:
@@ -226,7 +231,7 @@ class NumberProxy(Proxy):
         have a guard.
         """
         leaves, tree = _torch.tree_flatten((args, kwargs or {}))
-        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+        tensors = [x for x in leaves if isinstance(x, torch.Tensor) and not _is_number(x)]
         fits = function in _TENSOR_OPERATIONS and tensors and not kwargs
         # A Python number does not influence the dtype, but an input of the graph beside other tensors without
         # dimensions would. So these tensors get one dimension.
@@ -234,10 +239,8 @@ class NumberProxy(Proxy):
 
         def known(x: Any) -> Any:
             """Return the argument that the function gets in place of `x`."""
-            if isinstance(x, torch.Tensor) and single:
-                return x.reshape(1)
             if not _is_number(x):
-                return x
+                return x.reshape(1) if single and isinstance(x, torch.Tensor) else x
             if not x.inputs.active:
                 return x.value
             if not fits or isinstance(
@@ -251,7 +254,7 @@ class NumberProxy(Proxy):
         return result.reshape(()) if single else result
 
     # `isinstance` sees the type of the value.
-    __class__ = property(lambda self: type(self.value))
+    __class__ = property(lambda self: torch.Tensor if self.of_tensor else type(self.value))
 
     def __copy__(self) -> NumberProxy:
         return self
@@ -292,7 +295,13 @@ class NumberProxy(Proxy):
         if name.startswith("__"):
             raise AttributeError(name)
         if self.of_tensor and name in _UNCHANGING:
-            return lambda: self
+            return self._as_number if name in ("item", "tolist") else lambda: self
+        if self.of_tensor and hasattr(torch.Tensor, name):
+            raise CaptureError(
+                f"{user_line()}: the step uses .{name} of the tensor {self.where}, which is not part of the module. "
+                "Compute with its number instead (.item()), or keep a copy of it in a buffer (register_buffer), "
+                "and write the buffer in a hook [PIPER-C004]"
+            )
         return getattr(self.ask(), name)
 
 
@@ -352,7 +361,7 @@ def _apply(function: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -
     )
     key = (name, tuple(map(form, args)), tuple((k, form(x)) for k, x in sorted(kwargs.items())))
     made = NumberProxy(numbers[0].inputs, key, ", ".join(dict.fromkeys(x.where for x in numbers)), get, value)
-    made.of_tensor = any(x.of_tensor for x in numbers)
+    made.of_tensor = any(x.of_tensor for x in numbers) and not name.startswith("math.")
     return made
 
 

@@ -113,7 +113,7 @@ class ObjectReads:
             number = self.inputs.source(where, where, lambda: _item(get))
             if type(number) is NumberProxy:
                 number.of_tensor = True
-            return number
+                return number
         raise CaptureError(
             f"{user_line()}: {self._step} reads the tensor {where}, which is not part of the module. "
             "Keep a copy of it in a buffer (register_buffer), and write the buffer in a hook [PIPER-C004]"
