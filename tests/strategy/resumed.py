@@ -30,6 +30,15 @@ def replicas(**sharded: bool) -> list[Directive]:
     ]
 
 
+def groups_of_replicas() -> list[Directive]:
+    """Two groups of two replicas. Each group has all shards."""
+    return [
+        piper.Place(filter={}, devices=[0, 1, 2, 3]),
+        piper.Split(filter={}, dim_name="MB", num_microbatches=2),
+        Replicate(filter={}, bucket_size=0.0005, zero=3, shard_size=2),
+    ]
+
+
 def stages_of_replicas(first: dict[str, bool], second: dict[str, bool]) -> list[Directive]:
     return [
         *(piper.Place(filter={"PP": stage}, devices=group) for stage, group in enumerate(GROUPS)),
@@ -54,6 +63,7 @@ ZERO1, ZERO2, ZERO3 = {"shard_optimizer": True}, {"shard_grads": True}, {"shard_
 HOW = {
     "PP2 x DP2 ZeRO-3": How(lambda: stages_of_replicas(ZERO3, ZERO3), 4, 2),
     "PP2 x DP2 ZeRO-1 and 3": How(lambda: stages_of_replicas(ZERO1, ZERO3), 4, 2),
+    "DP2 x 2 ZeRO-3": How(groups_of_replicas, 4, 4),
     "DP2 ZeRO-2": How(lambda: replicas(**ZERO2), 2, 2),
     "DP2 ZeRO-3": How(lambda: replicas(**ZERO3), 2, 2),
     "DP2": How(lambda: replicas(), 2, 2),

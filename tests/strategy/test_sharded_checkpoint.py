@@ -29,11 +29,13 @@ from tests.strategy.scenarios import equal
 CHAIN = [
     "PP2 x DP2 ZeRO-3",
     "one device",
+    "DP2 x 2 ZeRO-3",
     "DP2 ZeRO-2",
     "PP2 x DP2 ZeRO-1 and 3",
     "DP2 ZeRO-3, one process",
     "PP2",
     "DP2",
+    "DP2 x 2 ZeRO-3",
     "PP2 x DP2 ZeRO-3",
 ]
 
