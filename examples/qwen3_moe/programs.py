@@ -39,6 +39,7 @@ def program(
     zero: int = 1,
     experts: int = 1,
     stream: str = "alltoall",
+    bucket_size: float = 25,
 ) -> list[piper.Directive]:
     """Return a pipeline with replicas, ZeRO and divided experts.
 
@@ -49,10 +50,11 @@ def program(
         zero: The level of ZeRO, 0 to 3.
         experts: The number of devices that divide the experts. 1 does not divide them.
         stream: The stream of the exchanges of tokens.
+        bucket_size: MB of gradients in one sum.
     """
     builder, per_rank = SCHEDULES[schedule]
     made = builder(per_rank * len(groups), microbatches, devices=groups)
-    made.append(piper.Replicate(zero=zero))
+    made.append(piper.Replicate(zero=zero, bucket_size=bucket_size))
     if experts > 1:
         made.append(piper.ShardExperts(filter={"EP": "*"}, devices=parts(groups, experts), stream=stream))
     return made

@@ -47,10 +47,10 @@ def test_figures_of_a_data_sheet() -> None:
 
 
 def test_devices_share_the_network_of_a_node() -> None:
-    """P4d: 4 x 100 Gb/s for 8 devices are 6.25 GB/s for each, or at most 12.5 GB/s for one."""
+    """P4d: 100 Gb/s for two devices are 6.25 GB/s for each, or 12.5 GB/s for one."""
     found = Hardware.read("a100-p4d")
     assert found.link(0, 7).bandwidth == 300e9 and found.link(7, 8).bandwidth == 6.25e9
-    assert found.shared == (SharedBandwidth(1, 300e9, 300e9), SharedBandwidth(8, 50e9, 12.5e9))
+    assert found.shared == (SharedBandwidth(1, 300e9, 300e9), SharedBandwidth(2, 12.5e9, 12.5e9))
     assert Hardware.read("a100-80gb-sxm").link(7, 8).bandwidth == 25e9
 
 
@@ -69,8 +69,8 @@ def exchanged(members: tuple[int, ...], nbytes: int) -> Any:
 
 
 def test_the_network_of_plans() -> None:
-    """Among 16 devices on two nodes, a sum is a hierarchical ring, and eight messages share what leaves a
-    node.
+    """Among 16 devices on two nodes, a sum is a hierarchical ring, and each two devices share a network
+    card.
     """
     members = tuple(range(16))
     plans = exchanged(members, 64 * 10**9)
@@ -82,19 +82,18 @@ def test_the_network_of_plans() -> None:
     alone = 2 * 7 * (5e-6 + 8 / 300) + 2 * (1e-5 + 4 / 12.5)
     assert network.collective(plans[0].instructions[0]) == pytest.approx(alone)
     ports = [link for link in network.shared if len(link.devices) == 1]
-    cards = [link for link in network.shared if len(link.devices) == 8]
+    cards = [link for link in network.shared if len(link.devices) == 2]
     assert [link.devices for link in ports] == [[device] for device in members]
     assert all(len(link.peers or ()) == 7 and link.bandwidth == 300e9 for link in ports)
     assert [(link.devices, sorted(link.peers or ())) for link in cards] == [
-        (list(members[:8]), list(members[8:])),
-        (list(members[8:]), list(members[:8])),
+        ([first, first + 1], list(members[8:] if first < 8 else members[:8])) for first in members[::2]
     ]
     # Of groups with one member on a node, or with unequal numbers, the ring takes the links across nodes.
     for odd in ((0, 8), (0, 1, 8)):
         assert Hardware.read("a100-p4d").network(exchanged(odd, 8)).groups[odd] == Link(1e-5, 12.5e9)
 
 
-def test_eight_devices_that_send_have_an_eighth_of_the_cards_each() -> None:
+def test_two_devices_that_send_have_half_of_a_card_each() -> None:
     """They have 6.25 GB/s each, and a hierarchical ring has that across nodes."""
     plans = exchanged(tuple(range(16)), 64 * 10**9)
     network = Hardware.read("a100-p4d").network(plans)

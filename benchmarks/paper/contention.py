@@ -1,0 +1,60 @@
+"""R6: how much longer exchanges of tokens take while the replicas sum gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks.paper.setting import compiled, simulated
+from benchmarks.paper.step_times import LARGE, SMALL
+from benchmarks.paper.table import show
+from lightning_piper.simulate.engine import Span, Trace
+
+PAPER = 1.46
+
+
+def exchanges(trace: Trace) -> Iterator[tuple[Span, bool]]:
+    """Yield the exchanges of tokens of each device, and whether a sum of the device runs during the whole
+    exchange. Exchanges during a part of which a sum runs are left out."""
+    sums: dict[int, list[Span]] = {}
+    for span in trace.spans:
+        if span.kind in ("reduce", "reduce_scatter") and span.stream == "reduce":
+            sums.setdefault(span.device, []).append(span)
+    for span in trace.spans:
+        if span.kind == "all_to_all":
+            own = sums.get(span.device, [])
+            if any(each.start <= span.start and span.end <= each.end for each in own):
+                yield span, True
+            elif not any(each.start < span.end and span.start < each.end for each in own):
+                yield span, False
+
+
+def slowdown(trace: Trace) -> tuple[float, float, int]:
+    """Return the mean seconds of an exchange without a sum at the same time, and with one, and how many
+    exchanges have one. Exchanges of counts are too short to matter, and are left out."""
+    found = [(float(span.end - span.start), during) for span, during in exchanges(trace)]
+    longest = max(time for time, _ in found)
+    found = [(time, during) for time, during in found if time > longest / 10]
+    means = []
+    for kind in (False, True):
+        times = [time for time, during in found if during is kind]
+        means.append(sum(times) / len(times) if times else 0.0)
+    return means[0], means[1], sum(during for _, during in found)
+
+
+def r6() -> None:
+    """Print how much longer exchanges of tokens take while gradients are summed, and what helps."""
+    rows = []
+    for setting in (SMALL, LARGE):
+        for name, options in (
+            ("all-reduce beside the exchanges", {"zero": 0}),
+            ("reduce-scatter beside the exchanges (ZeRO-1)", {"zero": 1}),
+            ("one stream for both", {"zero": 0, "stream": "reduce"}),
+            ("buckets of 1 GB", {"zero": 0, "bucket": 1000}),
+        ):
+            trace = simulated(setting, compiled(setting, "interleaved 1F1B", **options))  # type: ignore[arg-type]
+            alone, during, count = slowdown(trace)
+            ratio = f"{during / alone:.2f}" if during else ""
+            rows.append(
+                [setting.size, name, 1e3 * alone, 1e3 * during, count, ratio, PAPER, float(trace.end)]
+            )
+    show(["model", "", "alone ms", "during a sum ms", "exchanges", "ratio", "paper", "step s"], rows)

@@ -1,0 +1,82 @@
+"""The parts of the page of the paper's claims: calibration, limits of memory, and what counts as overlap."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("transformers", minversion="5.0")
+
+from benchmarks.paper.contention import slowdown
+from benchmarks.paper.lines import BUILDERS, length
+from benchmarks.paper.memory import Peak, line, peaks
+from benchmarks.paper.setting import FORWARD, Setting, captured, compiled, durations, in_turn, simulated
+from lightning_piper import Order, schedules
+from lightning_piper.simulate.engine import Span, Trace
+
+TINY = Setting("tiny", ranks=2, replicas=2, samples=1, experts=2)
+
+
+@pytest.mark.parametrize("each", [1, 2])
+def test_a_middle_stage_takes_the_calibrated_time(each: int) -> None:
+    """Also if each rank has two stages, which together have the layers of one stage of 1F1B."""
+    stages = each * TINY.ranks
+    regions = captured(TINY, stages).at(TINY.samples).regions
+    middle = [r.index for r in regions if r.tags["PP"] // each == TINY.ranks // 2]
+    full, fast = durations(TINY, stages), durations(TINY, stages, head=True)
+    if each == 2:
+        # The last rank of the tiny model has the middle stage and the output layer.
+        assert sum(fast[r, "F"] for r in middle) < sum(full[r, "F"] for r in middle)
+    assert sum(full[r, "F"] for r in middle) == pytest.approx(FORWARD)
+
+
+@pytest.mark.long
+def test_links_that_take_longer_lengthen_the_step() -> None:
+    made = compiled(TINY, "DualPipeV")
+    ends = [
+        float(simulated(TINY, made, TINY.hardware(share).network(made.plans)).end) for share in (1, 0.001)
+    ]
+    assert ends[0] < ends[1]
+
+
+def test_passes_in_turn_are_the_same_passes_without_overlap() -> None:
+    orders = [each for each in schedules.dualpipev(4, 4) if isinstance(each, Order)]
+    for order in orders:
+        flat = in_turn(order).filters
+        passes = [one for g in order.filters for one in (g if isinstance(g, list) else [g])]
+        assert flat == passes
+    assert any(isinstance(group, list) for order in orders for group in order.filters)
+
+
+def test_the_first_microbatch_that_does_not_fit() -> None:
+    peak = line(10e9 + 2 * 1e9, 10e9 + 4 * 1e9, (2, 4))
+    assert peak == Peak(10e9, 1e9)
+    assert peak.first == (31, 71)  # 40 and 80 GB fit exactly 30 and 70 sequences
+    assert Peak(41e9, 1e9).first == (1, 40)
+
+
+def test_exchanges_beside_a_sum_are_told_apart() -> None:
+    def span(kind: str, start: float, end: float, device: int = 0) -> Span:
+        return Span(device, "reduce" if kind == "reduce" else "alltoall", start, end, 0, "", kind, None)
+
+    spans = [
+        span("reduce", 10, 20),
+        span("all_to_all", 0, 1),
+        span("all_to_all", 12, 14),
+        span("all_to_all", 9, 12),  # a part of it is beside the sum
+        span("all_to_all", 12, 15, device=1),  # the sum is on another device
+        span("all_to_all", 30, 30.01),  # counts
+    ]
+    assert slowdown(Trace(spans=spans)) == (2, 2, 1)
+
+
+def test_programs_are_no_longer_than_the_papers() -> None:
+    assert all(0 < sum(map(length, functions)) <= paper for functions, paper in BUILDERS.values())
+    assert length(length) == 10  # without its docstring
+
+
+def test_memory_grows_by_two_stage_bytes_with_a_window_of_gathers() -> None:
+    """Parameters, gradients and two states of Adam, half of each. Plain replicas need twice as much."""
+    two, four, eight = peaks(3)
+    assert (eight - four) / 4 == 2 and (four - two) / 2 <= 2.01
+    two, four, eight = peaks(0)
+    assert (eight - four) / 4 == (four - two) / 2 == 4
