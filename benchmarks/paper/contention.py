@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from benchmarks.paper.setting import compiled, simulated
 from benchmarks.paper.step_times import LARGE, SMALL
@@ -10,6 +11,11 @@ from benchmarks.paper.table import show
 from lightning_piper.simulate.engine import Span, Trace
 
 PAPER = 1.46
+WAYS: dict[str, dict[str, Any]] = {
+    "sums beside the exchanges": {},
+    "one stream for both": {"stream": "reduce"},
+    "sums of 1 GB": {"bucket": 1000},
+}
 
 
 def exchanges(trace: Trace) -> Iterator[tuple[Span, bool]]:
@@ -42,19 +48,15 @@ def slowdown(trace: Trace) -> tuple[float, float, int]:
 
 
 def r6() -> None:
-    """Print how much longer exchanges of tokens take while gradients are summed, and what helps."""
-    rows = []
-    for setting in (SMALL, LARGE):
-        for name, options in (
-            ("all-reduce beside the exchanges", {"zero": 0}),
-            ("reduce-scatter beside the exchanges (ZeRO-1)", {"zero": 1}),
-            ("one stream for both", {"zero": 0, "stream": "reduce"}),
-            ("buckets of 1 GB", {"zero": 0, "bucket": 1000}),
-        ):
-            trace = simulated(setting, compiled(setting, "interleaved 1F1B", **options))  # type: ignore[arg-type]
-            alone, during, count = slowdown(trace)
-            ratio = f"{during / alone:.2f}" if during else ""
-            rows.append(
-                [setting.size, name, 1e3 * alone, 1e3 * during, count, ratio, PAPER, float(trace.end)]
-            )
-    show(["model", "", "alone ms", "during a sum ms", "exchanges", "ratio", "paper", "step s"], rows)
+    """Print how much longer exchanges of tokens take while the replicas sum gradients, and what helps."""
+
+    def rows() -> Iterator[list[object]]:
+        for setting in (LARGE, SMALL):
+            for name, options in WAYS.items():
+                trace = simulated(setting, compiled(setting, "interleaved 1F1B", zero=0, **options))
+                alone, during, count = slowdown(trace)
+                ratio = f"{during / alone:.2f}" if during else ""
+                about = [setting.size, name, 1e3 * alone, 1e3 * during, count]
+                yield [*about, ratio, PAPER, float(trace.end)]
+
+    show(["model", "", "alone ms", "during a sum ms", "exchanges", "ratio", "paper", "step s"], rows())

@@ -19,9 +19,9 @@ from benchmarks.paper.setting import Setting, compiled
 from benchmarks.paper.table import show
 from lightning_piper.compiler import Compiled
 from lightning_piper.simulate import Network
-from lightning_piper.simulate.durations import DEFAULT, WorkDurations
+from lightning_piper.simulate.durations import DEFAULT, Number, WorkDurations
 from lightning_piper.simulate.engine import run_in_virtual_time
-from lightning_piper.simulate.memory import curves
+from lightning_piper.simulate.memory import Curve, curves
 
 GB = 10**9
 
@@ -31,11 +31,13 @@ class Held(NamedTuple):
 
     Attributes:
         params: The parameters of the device's stages, whole.
-        values: The peak of the step's values.
+        fixed: Gradients and gathered parameters at the peak of the step's values.
+        growing: All other values at the peak, which grow in proportion to the samples.
     """
 
     params: int
-    values: int
+    fixed: int
+    growing: int
 
 
 def held(made: Compiled, devices: range) -> list[Held]:
@@ -44,47 +46,37 @@ def held(made: Compiled, devices: range) -> list[Held]:
     found = []
     for device in devices:
         params = sum(made.step.params[name].spec.nbytes for name in made.params_on(device))
-        found.append(Held(params, max(n for _, n in curves(made.dag, made.plans[device], trace)[0])))
+        memory, kinds, _ = curves(made.dag, made.plans[device], trace)
+        moment, peak = max(memory, key=lambda point: point[1])
+        fixed = sum(_at(kinds[kind], moment) for kind in ("gradients", "gathered"))
+        found.append(Held(params, fixed, peak - fixed))
     return found
+
+
+def _at(curve: Curve, moment: Number) -> int:
+    """Return the value of a curve at a time."""
+    return next((n for time, n in reversed(curve) if time <= moment), 0)
 
 
 def total(found: Held, zero: int, replicas: int) -> float:
     """Return the bytes of parameters, optimizer states and values of one device."""
     params = found.params / replicas if zero == 3 else found.params
-    return params + 2 * found.params / (replicas if zero else 1) + found.values
+    return params + 2 * found.params / (replicas if zero else 1) + found.fixed + found.growing
 
 
-class Peak(NamedTuple):
-    """The peak of a device as a function of the sequences of a microbatch: `base + each * samples` bytes."""
-
-    base: float
-    each: float
-
-    @property
-    def first(self) -> tuple[int, int]:
-        """The smallest microbatch that does not fit into 40 GB, and into 80 GB."""
-        small, large = (max(1, math.floor((n * GB - self.base) / self.each) + 1) for n in (40, 80))
-        return small, large
+def first(base: float, each: float, memory: float) -> int:
+    """Return the smallest microbatch that does not fit if `n` sequences need `base + each * n` bytes."""
+    return max(1, math.floor((memory - base) / each) + 1)
 
 
-def line(small: float, large: float, sizes: tuple[int, int]) -> Peak:
-    """Return the peak through two points. Activations grow in proportion to the samples."""
-    each = (large - small) / (sizes[1] - sizes[0])
-    return Peak(small - each * sizes[0], each)
-
-
-def r3(sizes: tuple[int, int] = (4, 8)) -> None:
+def r3(samples: int = 16) -> None:
     """Print the smallest microbatches of the 9B model on PP8 x DP4 that do not fit, for each level of ZeRO.
 
     "Kept gathered" is a system that does not reshard between the microbatches of a step: a device has whole
     gradients, and with ZeRO-3 also the gathered parameters of all its layers.
     """
-    points: dict[int, list[list[Held]]] = {}
-    for samples in sizes:
-        setting = Setting("9B", 8, 4, samples)
-        for zero in (1, 2, 3):
-            points.setdefault(zero, []).append(held(compiled(setting, "1F1B", zero), range(setting.ranks)))
-    replicas, rows = 4, []
+    setting, rows = Setting("9B", 8, 4, samples), []
+    plans = {zero: held(compiled(setting, "1F1B", zero), range(setting.ranks)) for zero in (1, 2, 3)}
     for name, zero, plan, gathered, paper in (
         ("ZeRO-1", 1, 1, False, "nothing fits"),
         ("ZeRO-2", 2, 2, False, "32"),
@@ -92,15 +84,15 @@ def r3(sizes: tuple[int, int] = (4, 8)) -> None:
         ("ZeRO-3", 3, 3, False, "40"),
         ("ZeRO-3, kept gathered", 3, 1, True, "12"),
     ):
-        peaks = [
-            line(*(total(p, zero, replicas) + gathered * p.params for p in pair), sizes)
-            for pair in zip(*points[plan], strict=True)
+        lines = [
+            (total(p, zero, setting.replicas) - p.growing + gathered * p.params, p.growing / samples)
+            for p in plans[plan]
         ]
-        small, large = (min(peak.first[i] for peak in peaks) for i in (0, 1))
-        worst = min(range(len(peaks)), key=lambda i: peaks[i].first)
-        base, each = (x / GB for x in peaks[worst])
-        rows.append([name, f"rank {worst}: {base:.1f} + {each:.2f} b", small, large, paper])
-    show(["9B, PP8 x DP4", "GB at b sequences", "first not in 40 GB", "in 80 GB", "paper"], rows)
+        limits = [min(first(*each, memory) for each in lines) for memory in (40 * GB, 80 * GB)]
+        worst = min(range(len(lines)), key=lambda i: first(*lines[i], 40 * GB))
+        base, each = (x / GB for x in lines[worst])
+        rows.append([name, f"rank {worst}: {base:.1f} + {each:.2f} n", *limits, paper])
+    show(["9B, PP8 x DP4", "GB of n sequences", "first not in 40 GB", "in 80 GB", "paper"], rows)
 
 
 class Layers(L.LightningModule):

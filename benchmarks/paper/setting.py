@@ -2,8 +2,7 @@
 
 The number is `FORWARD`, the time of the forward pass of a stage of 1F1B. The time of each pass is the sum of
 the times of its operations on an A100 (the longer of arithmetic and memory traffic), times one factor. The
-factor is such that the forward pass of a middle stage takes `FORWARD`. The paper's times include no other
-number that this page uses to calibrate.
+factor is such that the forward pass of a middle stage takes `FORWARD`. Nothing else is calibrated.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from lightning_piper.ir.regions import PassKey
 from lightning_piper.plan.instructions import Run
 from lightning_piper.search.costs.analytic_costs import costs_of
 from lightning_piper.search.costs.operation_costs import seconds
-from lightning_piper.simulate import Hardware, IssueCost, Network
+from lightning_piper.simulate import Hardware, Network
 from lightning_piper.simulate.durations import WorkDurations
 from lightning_piper.simulate.engine import Trace, run_in_virtual_time
 
@@ -42,7 +41,6 @@ class Setting(NamedTuple):
         replicas: The number of replicas, each on a node of its own.
         samples: The sequences of a microbatch of one replica.
         experts: The number of devices that divide the experts.
-        forward: Seconds of the forward pass of a middle stage of 1F1B.
     """
 
     size: str
@@ -50,7 +48,6 @@ class Setting(NamedTuple):
     replicas: int
     samples: int
     experts: int = 1
-    forward: float = FORWARD
 
     @property
     def microbatches(self) -> int:
@@ -90,7 +87,7 @@ def roofline(setting: Setting, stages: int) -> dict[PassKey, float]:
 def durations(setting: Setting, stages: int, head: bool = False) -> dict[PassKey, float]:
     """Return the seconds of each pass of a microbatch.
 
-    The forward passes of a middle stage of 1F1B take `setting.forward`. With several stages on each rank,
+    The forward passes of a middle stage of 1F1B take `FORWARD` seconds. With several stages on each rank,
     `stages // setting.ranks` consecutive stages have the layers of one stage of 1F1B.
 
     Args:
@@ -103,13 +100,13 @@ def durations(setting: Setting, stages: int, head: bool = False) -> dict[PassKey
     middle = range(setting.ranks // 2 * each, (setting.ranks // 2 + 1) * each)
     regions = captured(setting, stages).at(setting.samples).regions
     full = sum(times[r.index, "F"] for r in regions if r.tags["PP"] in middle)
-    made = {key: t * setting.forward / full for key, t in times.items()}
+    made = {key: t * FORWARD / full for key, t in times.items()}
     if head:
         last = regions[-1].index
         layer = max(r.index for r in regions if r.tags["PP"] == stages - 2)
         for kind in ("F", "B", "BI", "BW"):
             extra = times[last, kind] - times.get((layer, kind), 0)
-            made[last, kind] -= extra * (setting.forward / full - 1)
+            made[last, kind] -= extra * (FORWARD / full - 1)
     return made
 
 
@@ -152,8 +149,6 @@ def simulated(
     setting: Setting,
     made: Compiled,
     network: Network | None = None,
-    issue: IssueCost | None = None,
-    fixed: dict[int, float] | None = None,
     head: bool = False,
 ) -> Trace:
     """Run a step in virtual time, in seconds.
@@ -162,8 +157,6 @@ def simulated(
         setting: The setting.
         made: The compiled program.
         network: The links (default: the links of the setting's hardware, which exchanges share).
-        issue: The time that hosts need to issue instructions (default: no time).
-        fixed: Node -> its duration, in place of the calculated one.
         head: As for `durations`.
     """
     stages = 1 + max(chunk.tags["PP"] for chunk in made.dag.of_type(Chunk))
@@ -172,9 +165,6 @@ def simulated(
     table = {
         f"%{c.id}": times.get((c.region, c.kind), times[c.region, c.kind[0]]) for c in made.dag.of_type(Chunk)
     }
-    table |= {f"%{node}": time for node, time in (fixed or {}).items()}
     chunks = [i.node for plan in made.plans.values() for i in plan.instructions if isinstance(i, Run)]
     work = WorkDurations(made.dag, table, chunks)
-    return run_in_virtual_time(
-        made.dag, made.plans, work, network or setting.hardware().network(made.plans), issue
-    )
+    return run_in_virtual_time(made.dag, made.plans, work, network or setting.hardware().network(made.plans))

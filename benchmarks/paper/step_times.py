@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from typing import Any
 
-from benchmarks.paper.setting import FORWARD, Setting, compiled, simulated
+from benchmarks.paper.setting import Setting, compiled, simulated
 from benchmarks.paper.table import compared, gain, percent, show
 from lightning_piper.compiler import Compiled
 from lightning_piper.simulate import Network
@@ -12,13 +14,11 @@ from lightning_piper.simulate import Network
 LARGE = Setting("9B", ranks=4, replicas=4, samples=4, experts=4)
 SMALL = Setting("1B", ranks=8, replicas=4, samples=32, experts=4)
 # Assumptions that the tables change one at a time: name -> arguments of `seconds`.
-CHANGED: dict[str, dict[str, object]] = {
+CHANGED: dict[str, dict[str, Any]] = {
     "as calibrated": {},
     "the output layer runs at the full speed of an A100": {"head": True},
-    "links across nodes reach half of their bandwidth": {"links": 0.5},
     "links across nodes reach a quarter of their bandwidth": {"links": 0.25},
     "links take no time": {"links": None},
-    "a forward pass takes 30 ms (fused kernels)": {"forward": 0.030},
 }
 
 
@@ -26,7 +26,6 @@ def seconds(
     setting: Setting,
     made: Compiled,
     links: float | None = 1,
-    forward: float = FORWARD,
     head: bool = False,
     one_stream: bool = False,
 ) -> float:
@@ -36,62 +35,73 @@ def seconds(
         setting: The setting.
         made: The compiled program.
         links: The part of their bandwidth that links across nodes reach. None: links take no time.
-        forward: Seconds of the forward pass of a middle stage of 1F1B.
         head: Whether the output layer and the loss run at the full speed of an A100.
         one_stream: Whether a device sends and receives on one stream.
     """
     network = Network() if links is None else setting.hardware(links).network(made.plans)
     if one_stream:
         network = dataclasses.replace(network, communicators={"send": "pair", "recv": "pair"})
-    return float(simulated(setting._replace(forward=forward), made, network, head=head).end)
+    return float(simulated(setting, made, network, head).end)
 
 
 def r1() -> None:
     """Print how much faster interleaved 1F1B is than 1F1B, and what one stream for messages costs."""
-    rows = []
-    for setting in (SMALL, LARGE):
-        plain, interleaved = (compiled(setting, name) for name in ("1F1B", "interleaved 1F1B"))
-        for name, changed in CHANGED.items():
-            times = [seconds(setting, made, **changed) for made in (plain, interleaved)]  # type: ignore[arg-type]
-            rows.append([setting.size, name, *times, *compared(gain(*times), 5)])
-        times = [seconds(setting, made, one_stream=True) for made in (plain, interleaved)]
-        rows.append([setting.size, "one stream for sends and receives", *times, *compared(gain(*times), -14)])
-    show(["model", "assumption", "1F1B s", "interleaved s", "gain", "paper", "points"], rows)
+
+    def rows() -> Iterator[list[object]]:
+        for setting in (LARGE, SMALL):
+            plain, interleaved = (compiled(setting, name) for name in ("1F1B", "interleaved 1F1B"))
+            for name, changed in CHANGED.items():
+                times = [seconds(setting, made, **changed) for made in (plain, interleaved)]
+                yield [setting.size, name, *times, *compared(gain(*times), 5)]
+            times = [seconds(setting, made, one_stream=True) for made in (plain, interleaved)]
+            yield [setting.size, "one stream for sends and receives", *times, *compared(gain(*times), -14)]
+
+    show(["model", "assumption", "1F1B s", "interleaved s", "gain", "paper", "points"], rows())
 
 
 def r2() -> None:
     """Print what ZeRO-1 costs against replicas that keep the whole optimizer state."""
-    rows = []
-    for ranks in (1, 8):
-        setting = Setting("1B", ranks, replicas=2, samples=8)
-        whole, sharded = (seconds(setting, compiled(setting, "1F1B", zero)) for zero in (0, 1))
-        rows.append([f"PP{ranks} x DP2", whole, sharded, *compared(gain(whole, sharded), 0)])
-    show(["1B", "DP s", "ZeRO-1 s", "gain", "paper", "points"], rows)
+
+    def rows() -> Iterator[list[object]]:
+        for ranks in (1, 8):
+            setting = Setting("1B", ranks, replicas=2, samples=8)
+            whole, sharded = (seconds(setting, compiled(setting, "1F1B", zero)) for zero in (0, 1))
+            yield [f"PP{ranks} x DP2", whole, sharded, *compared(gain(whole, sharded), 0)]
+
+    show(["1B", "DP s", "ZeRO-1 s", "gain", "paper", "points"], rows())
 
 
 def r4() -> None:
     """Print how much faster DualPipeV with overlapped passes is, and without the overlap."""
-    rows = []
-    for setting, other, paper in ((SMALL, "1F1B", 13), (LARGE, "interleaved 1F1B", 10)):
-        plain, overlapped = (compiled(setting, name) for name in (other, "DualPipeV"))
-        for name, changed in CHANGED.items():
-            times = [seconds(setting, made, **changed) for made in (plain, overlapped)]  # type: ignore[arg-type]
-            rows.append([setting.size, name, other, *times, *compared(gain(*times), paper)])
-        times = [seconds(setting, plain), seconds(setting, compiled(setting, "DualPipeV", overlaps=False))]
-        about = [setting.size, "passes of an overlap group run in turn", other, *times]
-        rows.append(about + (compared(gain(*times), 3) if paper == 13 else [percent(gain(*times)), "", ""]))
-    show(["model", "assumption", "against", "its s", "DualPipeV s", "gain", "paper", "points"], rows)
+
+    def rows() -> Iterator[list[object]]:
+        for setting, other, paper in ((LARGE, "interleaved 1F1B", 10), (SMALL, "1F1B", 13)):
+            plain, overlapped = (compiled(setting, name) for name in (other, "DualPipeV"))
+            for name, changed in CHANGED.items():
+                times = [seconds(setting, made, **changed) for made in (plain, overlapped)]
+                yield [setting.size, name, other, *times, *compared(gain(*times), paper)]
+            times = [
+                seconds(setting, plain),
+                seconds(setting, compiled(setting, "DualPipeV", overlaps=False)),
+            ]
+            found = compared(gain(*times), 3) if paper == 13 else [percent(gain(*times)), "", ""]
+            yield [setting.size, "passes of an overlap group run in turn", other, *times, *found]
+
+    show(["model", "assumption", "against", "its s", "DualPipeV s", "gain", "paper", "points"], rows())
 
 
 def r5() -> None:
     """Print the throughput of 1F1B as the cluster grows."""
-    rows, first = [], 0.0
-    for ranks in (4, 8):
-        for replicas in (1, 2, 4):
-            setting = Setting("9B", ranks, replicas, samples=4)
-            time = seconds(setting, compiled(setting, "1F1B", zero=0))
-            rate = setting.replicas * setting.microbatches * setting.samples / time
-            first = first or rate / ranks
-            share = rate / (ranks * replicas) / first
-            rows.append([f"PP{ranks} x DP{replicas}", ranks * replicas, time, rate, f"{share:.0%}"])
-    show(["9B", "GPUs", "step s", "sequences/s", "of linear"], rows)
+
+    def rows() -> Iterator[list[object]]:
+        first = 0.0
+        for ranks in (4, 8):
+            for replicas in (1, 2, 4):
+                setting = Setting("9B", ranks, replicas, samples=4)
+                time = seconds(setting, compiled(setting, "1F1B", zero=0))
+                rate = setting.replicas * setting.microbatches * setting.samples / time
+                first = first or rate / ranks
+                share = rate / (ranks * replicas) / first
+                yield [f"PP{ranks} x DP{replicas}", ranks * replicas, time, rate, f"{share:.0%}"]
+
+    show(["9B", "GPUs", "step s", "sequences/s", "of linear"], rows())

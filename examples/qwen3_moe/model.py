@@ -86,8 +86,8 @@ class Qwen3Moe(L.LightningModule):
         made = self.model(tokens, output_router_logits=True)
         loss = F.cross_entropy(made.logits.flatten(0, 1), targets.flatten())
         balance = torch.stack([self._balance(x, len(tokens)) for x in made.router_logits]).mean()
-        self.log("train_loss", loss)
-        self.log("balance_loss", balance)
+        self.log("train_loss", loss.detach())
+        self.log("balance_loss", balance.detach())
         return loss + AUXILIARY * balance
 
     def _balance(self, logits: Tensor, samples: int) -> Tensor:

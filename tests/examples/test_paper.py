@@ -8,7 +8,7 @@ pytest.importorskip("transformers", minversion="5.0")
 
 from benchmarks.paper.contention import slowdown
 from benchmarks.paper.lines import BUILDERS, length
-from benchmarks.paper.memory import Peak, line, peaks
+from benchmarks.paper.memory import first, held, peaks
 from benchmarks.paper.setting import FORWARD, Setting, captured, compiled, durations, in_turn, simulated
 from lightning_piper import Order, schedules
 from lightning_piper.simulate.engine import Span, Trace
@@ -48,10 +48,17 @@ def test_passes_in_turn_are_the_same_passes_without_overlap() -> None:
 
 
 def test_the_first_microbatch_that_does_not_fit() -> None:
-    peak = line(10e9 + 2 * 1e9, 10e9 + 4 * 1e9, (2, 4))
-    assert peak == Peak(10e9, 1e9)
-    assert peak.first == (31, 71)  # 40 and 80 GB fit exactly 30 and 70 sequences
-    assert Peak(41e9, 1e9).first == (1, 40)
+    assert [first(10e9, 1e9, memory) for memory in (40e9, 80e9)] == [31, 71]  # 30 and 70 fit exactly
+    assert first(41e9, 1e9, 40e9) == 1
+
+
+@pytest.mark.long
+def test_growing_memory_is_proportional_to_the_samples() -> None:
+    for zero in (1, 3):
+        one, two = (held(compiled(TINY._replace(samples=n), "1F1B", zero), range(2)) for n in (2, 4))
+        for small, large in zip(one, two, strict=True):
+            assert large.fixed == small.fixed
+            assert large.growing == pytest.approx(2 * small.growing, rel=0.01)
 
 
 def test_exchanges_beside_a_sum_are_told_apart() -> None:
