@@ -101,7 +101,9 @@ class Compiled:
         """
         number = integer(size)
         if number is None or not 0 < number < INDEX:
-            raise CaptureError(f"Compiled.at(size={shown(size)}): give a number of samples >= 1 [PIPER-A001]")
+            raise CaptureError(
+                f"Compiled.at(size={shown(size)}) is not usable. Give a number of samples >= 1 [PIPER-A001]"
+            )
         return self if number == self.dag.size else self._sized(self.step, number, verify)
 
     def shaped(
@@ -271,17 +273,17 @@ def compile(
         kind = torch.device(device)
     except (RuntimeError, TypeError, ValueError, OverflowError):
         raise CaptureError(
-            f"compile(device={shown(device)}): give a device type, such as 'cpu' or 'cuda' [PIPER-A001]"
+            f"compile(device={shown(device)}) is not usable. Give a device type, such as 'cpu' or 'cuda' [PIPER-A001]"
         ) from None
     if not isinstance(verify, bool):
-        raise CaptureError(f"compile(verify={shown(verify)}): give True or False [PIPER-A001]")
+        raise CaptureError(f"compile(verify={shown(verify)}) is not usable. Give True or False [PIPER-A001]")
     if not isinstance(step, str):
         raise CaptureError(
-            f"compile(step={shown(step)}): give the name of a step, such as 'validation_step' [PIPER-A001]"
+            f"compile(step={shown(step)}) is not usable. Give the name of a step, such as 'validation_step' [PIPER-A001]"
         )
     if not callable(context):
         raise CaptureError(
-            f"compile(context={shown(context)}): give a function that makes a context manager [PIPER-A001]"
+            f"compile(context={shown(context)}) is not usable. Give a function that makes a context manager [PIPER-A001]"
         )
     captured = capture(module, batch, kind, context, step, history=history)
     try:
@@ -401,7 +403,7 @@ def verify(module: nn.Module, batch: Any, directives: Any, *, seed: int = 0) -> 
             f"verify: the module is a {type(module).__name__}. Give a LightningModule [PIPER-A001]"
         )
     if integer(seed) is None:
-        raise CaptureError(f"verify(seed={shown(seed)}): give an integer [PIPER-A001]")
+        raise CaptureError(f"verify(seed={shown(seed)}) is not usable. Give an integer [PIPER-A001]")
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     try:
         return verify_step(capture(module, batch, device=device), module, batch, program, seed=seed)

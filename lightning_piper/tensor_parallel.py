@@ -44,7 +44,7 @@ def tensor_parallel(module: nn.Module, batch: Any, degree: int, *, sequence: boo
     """
     if (number := integer(degree)) is None or number < 2:
         raise PiperError(
-            f"tensor_parallel(degree={shown(degree)}): give a number of devices >= 2 [PIPER-D024]"
+            f"tensor_parallel(degree={shown(degree)}) is not usable. Give a number of devices >= 2 [PIPER-D024]"
         )
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     step = capture(module, batch, device.type if device.type != "meta" else "cpu")

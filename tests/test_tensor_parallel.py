@@ -60,7 +60,7 @@ class Alone(L.LightningModule):
 def test_what_is_needed_whole_stays_whole():
     with pytest.raises(PiperError, match="no weight of Alone can be sharded over 2 devices"):
         piper.tensor_parallel(Alone(), torch.randn(4, 4), 2)
-    with pytest.raises(PiperError, match="give a number of devices >= 2"):
+    with pytest.raises(PiperError, match="Give a number of devices >= 2"):
         piper.tensor_parallel(Alone(), torch.randn(4, 4), 1)
 
 

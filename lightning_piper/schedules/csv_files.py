@@ -202,7 +202,7 @@ def to_csv(
         rank = ranks.pop()
         if ranks or rank in rows:
             raise DirectiveError(
-                f"to_csv: directive {index} (order): field 'filters': orders "
+                f"to_csv: directive {index} (order): field 'filters': the order names "
                 f"{'several ranks' if ranks else 'a rank that an earlier order has ordered'}. Give one order "
                 "for each rank [PIPER-D021]"
             )

@@ -189,12 +189,17 @@ def simulate(
     planned = isinstance(plans, Mapping) and all(isinstance(plan, Plan) for plan in plans.values())
     if not isinstance(dag, TrainingDAG) or not planned:
         raise SimulationError(
-            "simulate: give the dag and the plans of lightning_piper.compile's result [PIPER-T003]"
+            "simulate: the dag or the plans are not from a compiled program. Give compiled.dag and compiled.plans "
+            "of lightning_piper.compile's result [PIPER-T003]"
         )
     if network is not None and not isinstance(network, Network):
-        raise SimulationError(f"simulate(network={limits.shown(network)}): give a Network [PIPER-T003]")
+        raise SimulationError(
+            f"simulate(network={limits.shown(network)}) is not usable. Give a Network [PIPER-T003]"
+        )
     if issue is not None and not isinstance(issue, IssueCost):
-        raise SimulationError(f"simulate(issue={limits.shown(issue)}): give an IssueCost [PIPER-T003]")
+        raise SimulationError(
+            f"simulate(issue={limits.shown(issue)}) is not usable. Give an IssueCost [PIPER-T003]"
+        )
     chunks = [i.node for plan in plans.values() for i in plan.instructions if isinstance(i, Run)]
     work = WorkDurations(dag, durations, chunks)
     return figures(dag, plans, run_in_virtual_time(dag, plans, work, network or Network(), issue))

@@ -37,7 +37,7 @@ class IssueCost:
             checked(f"IssueCost: the time{op and f' of {shown(op)}'}", time)
         if (integer(self.devices) or 0) < 1:
             raise SimulationError(
-                f"IssueCost(devices={shown(self.devices)}): give the number of devices of one thread, at least "
+                f"IssueCost(devices={shown(self.devices)}) is not usable. Give the number of devices of one thread, at least "
                 "1 [PIPER-T003]"
             )
 

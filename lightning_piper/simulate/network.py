@@ -67,7 +67,7 @@ class SharedLink:
         for name, devices in (("devices", self.devices), ("peers", self.peers or (0,))):
             if not isinstance(devices, Collection) or not devices or None in map(integer, devices):
                 raise SimulationError(
-                    f"SharedLink({name}={shown(devices)}): give a list of devices such as [0, 1] [PIPER-T003]"
+                    f"SharedLink({name}={shown(devices)}) is not usable. Give a list of devices such as [0, 1] [PIPER-T003]"
                 )
 
     def reaches(self, device: int) -> bool:
@@ -175,22 +175,24 @@ class Network:
         }
         for name, link in single.items():
             if not isinstance(link, Link):
-                raise SimulationError(f"Network({name}={shown(link)}): give a Link [PIPER-T003]")
+                raise SimulationError(
+                    f"Network({name}={shown(link)}) is not usable. Give a Link [PIPER-T003]"
+                )
         for name, (links, kind) in several.items():
             if not isinstance(links, Mapping) or not all(isinstance(link, kind) for link in links.values()):
                 raise SimulationError(
-                    f"Network({name}={shown(links)}): give a mapping from devices to Links [PIPER-T003]"
+                    f"Network({name}={shown(links)}) is not usable. Give a mapping from devices to Links [PIPER-T003]"
                 )
         if not isinstance(self.shared, Sequence) or not all(isinstance(x, SharedLink) for x in self.shared):
             raise SimulationError(
-                f"Network(shared={shown(self.shared)}): give a list of SharedLinks [PIPER-T003]"
+                f"Network(shared={shown(self.shared)}) is not usable. Give a list of SharedLinks [PIPER-T003]"
             )
         names = self.communicators
         if not isinstance(names, Mapping) or not all(
             isinstance(name, str) for item in names.items() for name in item
         ):
             raise SimulationError(
-                f"Network(communicators={shown(names)}): give a mapping from streams to names, such as "
+                f"Network(communicators={shown(names)}) is not usable. Give a mapping from streams to names, such as "
                 '{"send": "pair", "recv": "pair"} [PIPER-T003]'
             )
 

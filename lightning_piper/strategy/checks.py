@@ -187,7 +187,7 @@ def checked_timeout(timeout: object) -> timedelta:
             timeout = timedelta(seconds=timeout)
     if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
         raise PiperError(
-            f"PiperStrategy(timeout={shown(timeout)}): give a positive datetime.timedelta, or a positive "
+            f"PiperStrategy(timeout={shown(timeout)}) is not usable. Give a positive datetime.timedelta, or a positive "
             "number of seconds [PIPER-S001]"
         )
     return timeout
@@ -336,7 +336,7 @@ def checked_backend(given: str | None, device: torch.device, processes: int) -> 
             f"PiperStrategy(process_group_backend={given!r}): processes with {device.type} devices exchange "
             f"tensors by {own}, because {given} cannot send tensors between such devices. Leave "
             f"process_group_backend out, or use {own!r} or 'cpu:{HOST},{device.type}:{own}'. Several "
-            "processes cannot share a device: give each process its own device, or use transport='local'"
+            "processes cannot share a device. Give each process its own device, or use transport='local'"
             " [PIPER-S001]"
         )
     return given or own

@@ -144,7 +144,7 @@ def grad_norm(
     p = float(norm_type)
     if not p > 0:
         raise PiperError(
-            f"grad_norm(norm_type={norm_type!r}): give a number above zero, or 'inf' [PIPER-S008]"
+            f"grad_norm(norm_type={norm_type!r}) is not usable. Give a number above zero, or 'inf' [PIPER-S008]"
         )
     found = norms_of_each(fit.ownership, strategy.world, p)
     named = {f"grad_{p}_norm{group_separator}{name}": norm for name, norm in found.items()}

@@ -50,7 +50,7 @@ class SpikeRecorder(pl.Callback):
     def __init__(self, folder: str | os.PathLike[str], factor: float = 3.0, window: int = 100) -> None:
         if not factor > 1 or window < 1:
             raise PiperError(
-                f"SpikeRecorder(factor={factor!r}, window={window!r}): give a factor above 1 and a window of "
+                f"SpikeRecorder(factor={factor!r}, window={window!r}) is not usable. Give a factor above 1 and a window of "
                 "at least one batch [PIPER-S001]"
             )
         self._folder, self._factor = Path(folder), factor

@@ -91,10 +91,12 @@ class Spec:
             values = getattr(self, field)
             if not isinstance(values, tuple) or not all(type(value) is kind for value in values):
                 raise PiperError(
-                    f"Spec({field}={shown(values)}): give a tuple of {kind.__name__} [PIPER-A001]"
+                    f"Spec({field}={shown(values)}) is not usable. Give a tuple of {kind.__name__} [PIPER-A001]"
                 )
         if not isinstance(self.exact, bool):
-            raise PiperError(f"Spec(exact={shown(self.exact)}): give True or False [PIPER-A001]")
+            raise PiperError(
+                f"Spec(exact={shown(self.exact)}) is not usable. Give True or False [PIPER-A001]"
+            )
         if len(self.blocks) != len(self.stages) or not self.blocks:
             raise PiperError(
                 f"Spec: {len(self.blocks)} blocks with {len(self.stages)} stages. Give one stage for each block, "
@@ -380,7 +382,7 @@ def _check(name: str, spec: object, **numbers: object) -> None:
     for what, number in numbers.items():
         if type(number) is not int or not 0 <= number <= LARGEST:
             raise PiperError(
-                f"{name}({what}={shown(number)}): give an integer from 0 to {LARGEST} [PIPER-A001]"
+                f"{name}({what}={shown(number)}) is not usable. Give an integer from 0 to {LARGEST} [PIPER-A001]"
             )
 
 

@@ -35,7 +35,7 @@ def text_chart(simulation: Simulation, width: int = 120) -> str:
         )
     if not isinstance(width, int) or not 0 < width <= WIDTH:
         raise PiperError(
-            f"text_chart(width={shown(width)}): give a number of characters from 1 to {WIDTH} [PIPER-A001]"
+            f"text_chart(width={shown(width)}) is not usable. Give a number of characters from 1 to {WIDTH} [PIPER-A001]"
         )
     rows = {
         row: chunks

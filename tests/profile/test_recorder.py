@@ -128,12 +128,14 @@ def test_phases() -> None:
 
 @pytest.mark.parametrize(("field", "value"), [("wait", -1), ("active", 0), ("repeat", 1.5), ("warmup", True)])
 def test_a_schedule_that_cannot_be_is_refused(field: str, value: object) -> None:
-    with pytest.raises(PiperError, match=rf"Schedule\({field}={value!r}\): give a whole number"):
+    with pytest.raises(
+        PiperError, match=rf"Schedule\({field}={value!r}\) is not usable. Give a whole number"
+    ):
         Schedule(**{field: value})  # type: ignore[arg-type]
 
 
 def test_the_strategy_refuses_what_is_no_schedule() -> None:
-    with pytest.raises(PiperError, match=r"profile='yes'.*give True, or a lightning_piper.profile.Schedule"):
+    with pytest.raises(PiperError, match=r"profile='yes'.*Give True, or a lightning_piper.profile.Schedule"):
         piper.PiperStrategy([], profile="yes")  # type: ignore[arg-type]
 
 

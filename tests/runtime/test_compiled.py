@@ -124,7 +124,7 @@ def test_the_report_names_the_reason_of_each_code() -> None:
 
 
 @pytest.mark.parametrize("given, text", [
-    (3, r"PiperStrategy\(compile=3\): give True, False, or a dict"),
+    (3, r"PiperStrategy\(compile=3\) is not usable. Give True, False, or a dict"),
     ({"max_autotun": True}, "Inductor has no option 'max_autotun'"),
 ])  # fmt: skip
 def test_other_options_are_refused(given: Any, text: str) -> None:

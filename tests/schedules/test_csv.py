@@ -122,12 +122,12 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         ),
         (
             [*gpipe(2, 2), gpipe(2, 2)[-1]],
-            r"directive 5 \(order\): .* orders a rank that an earlier order has ordered. Give one order for "
+            r"directive 5 \(order\): .* names a rank that an earlier order has ordered. Give one order for "
             r"each rank",
         ),
         (
             [*gpipe(2, 2)[:3], Order(filters=[{"PP": s, "MB": 0, "PASS": "F"} for s in (0, 1)])],
-            r"directive 3 \(order\): .* orders several ranks. Give",
+            r"directive 3 \(order\): .* names several ranks. Give",
         ),
     ],
 )

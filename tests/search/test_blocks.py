@@ -183,7 +183,7 @@ def test_stages_are_programs() -> None:
     compiled = piper.compile(annotated, batch, program)
     assert compiled.params_on(1) == set(cut.params[3]) | set(cut.params[4])
     for borders in ([1, 1], [0, 3], [3, 99]):
-        with pytest.raises(CaptureError, match="give increasing numbers of blocks"):
+        with pytest.raises(CaptureError, match="Give increasing numbers of blocks"):
             cut.stages(borders)
 
 

@@ -400,7 +400,7 @@ def test_what_is_measured() -> None:
     assert Fraction(found.blocks[1].work[1, 1].saved) * SAMPLES != found.blocks[0].work[SAMPLES, 1].saved
     with pytest.raises(CaptureError, match="the batch has only 4 samples"):
         measured(module, batch, samples=(5,))
-    with pytest.raises(CaptureError, match=r"samples=\(0,\)\): give numbers of samples >= 1"):
+    with pytest.raises(CaptureError, match=r"samples=\(0,\)\) is not usable. Give numbers of samples >= 1"):
         measured(module, batch, samples=(0,))
 
 

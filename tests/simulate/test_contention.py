@@ -281,11 +281,14 @@ def test_messages_that_share_a_communicator_take_turns() -> None:
     ("build", "message"),
     [
         (lambda: SharedLink([0], 0), "bandwidth is 0. Give a number from 1e-15"),
-        (lambda: SharedLink([], 1), r"SharedLink\(devices=\[\]\): give a list of devices"),
+        (lambda: SharedLink([], 1), r"SharedLink\(devices=\[\]\) is not usable. Give a list of devices"),
         (lambda: SharedLink(7, 1), r"SharedLink\(devices=7\)"),  # type: ignore[arg-type]
         (lambda: SharedLink([0], 1, ["a"]), r"SharedLink\(peers=\['a'\]\)"),  # type: ignore[list-item]
-        (lambda: Network(shared=[Link()]), r"Network\(shared=\[Link.*: give a list of SharedLinks"),  # type: ignore[list-item]
-        (lambda: Network(communicators={"send": 1}), "give a mapping from streams to names"),  # type: ignore[dict-item]
+        (
+            lambda: Network(shared=[Link()]),
+            r"Network\(shared=\[Link.* is not usable. Give a list of SharedLinks",
+        ),  # type: ignore[list-item]
+        (lambda: Network(communicators={"send": 1}), "Give a mapping from streams to names"),  # type: ignore[dict-item]
     ],
 )
 def test_links_that_cannot_be_shared(build: Any, message: str) -> None:

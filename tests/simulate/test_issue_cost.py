@@ -68,8 +68,11 @@ def test_operations_with_times_of_their_own() -> None:
     [
         (lambda: IssueCost(-1), "IssueCost: the time is -1. Give 0, or a number"),
         (lambda: IssueCost({"run": "fast"}), "IssueCost: the time of 'run' is 'fast'"),
-        (lambda: IssueCost(1, devices=0), r"IssueCost\(devices=0\): give the number of devices"),
-        (lambda: run(5), r"simulate\(issue=5\): give an IssueCost"),  # type: ignore[arg-type]
+        (
+            lambda: IssueCost(1, devices=0),
+            r"IssueCost\(devices=0\) is not usable. Give the number of devices",
+        ),
+        (lambda: run(5), r"simulate\(issue=5\) is not usable. Give an IssueCost"),  # type: ignore[arg-type]
     ],
 )
 def test_costs_that_cannot_be(build: Any, message: str) -> None:

@@ -38,7 +38,7 @@ def checked_options(value: Any) -> Mapping[str, Any] | None:
         return {} if value else None
     if not isinstance(value, Mapping):
         raise PiperError(
-            f"PiperStrategy(compile={shown(value)}): give True, False, or a dict of Inductor's options"
+            f"PiperStrategy(compile={shown(value)}) is not usable. Give True, False, or a dict of Inductor's options"
             " [PIPER-S001]"
         )
     unknown = sorted(map(str, value.keys() - _torch_inductor.inductor_options()))

@@ -77,7 +77,7 @@ class BlockCut:
         ends = [0, *borders, len(self.names)]
         if any(a >= b for a, b in itertools.pairwise(ends)):
             raise CaptureError(
-                f"stages({shown(borders)}): give increasing numbers of blocks from 1 to {len(self.names) - 1}"
+                f"stages({shown(borders)}) is not usable. Give increasing numbers of blocks from 1 to {len(self.names) - 1}"
                 " [PIPER-C024]"
             )
         return [[name for group in self.groups[a:b] for name in group] for a, b in itertools.pairwise(ends)]

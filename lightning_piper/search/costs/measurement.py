@@ -65,7 +65,7 @@ def measured(
         Exception: The step cannot be traced for any number in `samples`. The error is the error of the trace.
     """
     if integer(calls) is None or calls < 1:
-        raise CaptureError(f"measured(calls={shown(calls)}): give an integer >= 1 [PIPER-P005]")
+        raise CaptureError(f"measured(calls={shown(calls)}) is not usable. Give an integer >= 1 [PIPER-P005]")
     cut = cut or blocks_of(module, batch)
     leaves = flatten(batch)[0]
     if any(x.is_meta for x in (*leaves, *cut.module.parameters())):
