@@ -19,6 +19,7 @@ from torch import nn
 from lightning_piper.capture import capture
 from lightning_piper.common.argument_names import checks_names
 from lightning_piper.common.limits import DEVICES, integer, shown
+from lightning_piper.common.units import counted
 from lightning_piper.directives import Directive, Place, Replicate, ShardExperts, ShardSequences
 from lightning_piper.directives.base import set_degrees
 from lightning_piper.directives.sequence import applied_order
@@ -133,12 +134,14 @@ class Degrees:
             ]
             product = " x ".join(f"{name}={getattr(self, name)}" for name in named)
             must = (
-                f"give degrees whose product is {devices}"
+                f"Give degrees whose product is {devices}"
                 if self.dp
-                else f"give degrees whose product divides {devices}"
+                else f"Give degrees whose product divides {devices}"
             )
             needed = f" = {others * found.replicas}" if len(named) > 1 and self.dp else ""
-            raise DirectiveError(f"degrees {product}{needed} on {devices} devices: {must} [PIPER-D023]")
+            raise DirectiveError(
+                f"degrees {product}{needed} do not fit {counted(devices, 'device')}. {must} [PIPER-D023]"
+            )
         return found
 
     def program(self, module: nn.Module | None = None, batch: Any = None) -> Written:
@@ -342,8 +345,7 @@ def parallel(
     )
     if tp > 1 and module is None:
         raise DirectiveError(
-            f"parallel(tp={tp}): give module and batch, because tensor parallelism shards the weights of "
-            "the module [PIPER-D023]"
+            f"parallel(tp={tp}) shards the weights of a module, but gets no module. Give module and batch [PIPER-D023]"
         )
     if module is None:
         return [each for each in degrees.directives().directives if not _is_untagged(each)]

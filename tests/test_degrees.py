@@ -165,7 +165,7 @@ def test_cuts_are_even() -> None:
         ({"dp": (4, 0), "zero": 3}, "Give .groups of replicas, replicas of a group"),
         ({"zero": 4}, "Give a ZeRO stage from 0 to 3"),
         ({"schedule": "other"}, "1f1b, interleaved"),
-        ({"tp": 2}, "give module and batch"),
+        ({"tp": 2}, "Give module and batch"),
         ({"tp": 2, "cp": 2}, "give only one of them"),
         ({"dp": 3, "ep": 2}, "is a multiple of 2"),
         ({"recompute": 1}, "True or False"),
@@ -179,9 +179,9 @@ def test_wrong_degrees_are_refused(degrees: dict[str, Any], message: str) -> Non
 def test_the_product_is_the_number_of_devices() -> None:
     found = requested_degrees(None, pp=2, tp=2)
     assert found is not None and found.for_devices(8).dp == 2
-    with pytest.raises(piper.DirectiveError, match="pp=2 x tp=2 on 6 devices"):
+    with pytest.raises(piper.DirectiveError, match="pp=2 x tp=2 do not fit 6 devices"):
         found.for_devices(6)
-    with pytest.raises(piper.DirectiveError, match="pp=2 x dp=2 = 4 on 8"):
+    with pytest.raises(piper.DirectiveError, match="pp=2 x dp=2 = 4 do not fit 8 devices"):
         piper.PiperStrategy(pp=2, dp=2)._degrees.for_devices(8)  # type: ignore[union-attr]
 
 
@@ -194,7 +194,7 @@ def test_groups_of_replicas() -> None:
     assert requested_degrees("zero3", dp=[2, 4]) == requested_degrees(None, dp=(2, 4), zero=3)
     found = requested_degrees("zero2", dp=[2, 2], pp=2)
     assert found is not None and found.for_devices(8) == found and str(found) == "pp=2, dp=(2, 2), zero=2"
-    with pytest.raises(piper.DirectiveError, match=r"pp=2 x dp=\(2, 2\) = 8 on 4 devices"):
+    with pytest.raises(piper.DirectiveError, match=r"pp=2 x dp=\(2, 2\) = 8 do not fit 4 devices"):
         found.for_devices(4)
     assert piper.parallel(dp=(1, 4), zero=3) == piper.parallel(dp=4, zero=3)
     piper.verify(Net(), batch(), piper.parallel(pp=2, dp=(2, 2), zero=3, microbatches=2)).require()
@@ -281,12 +281,14 @@ def test_degrees_of_a_step_that_gathers_samples(degrees: dict[str, Any]) -> None
 
 
 def test_the_strategy_refuses_wrong_degrees_at_once() -> None:
-    with pytest.raises(piper.DirectiveError, match="pp=0"):
+    with pytest.raises(piper.DirectiveError, match="pp is 0"):
         piper.PiperStrategy(pp=0)
 
 
 def test_the_trainer_refuses_degrees_for_another_number_of_devices() -> None:
-    with pytest.raises(piper.DirectiveError, match=r"pp=3 x dp=2 = 6 on 4 devices: give degrees whose"):
+    with pytest.raises(
+        piper.DirectiveError, match=r"pp=3 x dp=2 = 6 do not fit 4 devices. Give degrees whose"
+    ):
         L.Trainer(accelerator="cpu", devices=4, strategy=piper.PiperStrategy(pp=3, dp=2), logger=False)
     L.Trainer(accelerator="cpu", devices=6, strategy=piper.PiperStrategy(pp=3, dp=2), logger=False)
 

@@ -22,6 +22,7 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.types import _Stateful as Stateful
 from torch.utils.data import DataLoader
 
+from lightning_piper.common.units import counted
 from lightning_piper.errors import PiperError
 from lightning_piper.processes.world import World
 from lightning_piper.strategy import _lightning
@@ -144,10 +145,10 @@ class Loaders:
         elif self._content["running"]:
             raise PiperError(
                 f"the checkpoint is in the middle of an epoch and has the states of {len(states)} replicas' "
-                f"loaders with num_workers={workers}, which the training loader {type(loader).__name__} of "
-                f"{world.count} replicas with num_workers={getattr(loader, 'num_workers', None)} cannot load. "
-                "Resume with as many replicas and workers, or from a checkpoint at the end of an epoch, or "
-                "give the loader a method load_replica_states(states, replica, replicas) [PIPER-K012]"
+                f"loaders with num_workers={workers}. The training loader {type(loader).__name__} of "
+                f"{counted(world.count, 'replica')} with num_workers={getattr(loader, 'num_workers', None)} "
+                "cannot load them. Resume with as many replicas and workers, or from a checkpoint at the end of "
+                "an epoch. Or give the loader a method load_replica_states(states, replica, replicas) [PIPER-K012]"
             )
 
     def _begin_epoch(self, trainer: pl.Trainer, world: World) -> None:
