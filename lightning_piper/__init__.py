@@ -6,6 +6,7 @@ from lightning_piper.averages import mean
 from lightning_piper.compiler import Compiled, compile, verify
 from lightning_piper.degrees import parallel
 from lightning_piper.directives import (
+    ChunkLoss,
     Directive,
     Offload,
     Order,
@@ -31,6 +32,7 @@ from lightning_piper.tensor_parallel import tensor_parallel
 
 __all__ = [
     "CaptureError",
+    "ChunkLoss",
     "Compiled",
     "Directive",
     "DirectiveError",

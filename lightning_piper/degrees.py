@@ -20,7 +20,7 @@ from lightning_piper.capture import capture
 from lightning_piper.common.argument_names import checks_names
 from lightning_piper.common.limits import DEVICES, integer, shown
 from lightning_piper.common.units import counted
-from lightning_piper.directives import Directive, Place, Replicate, ShardExperts, ShardSequences
+from lightning_piper.directives import ChunkLoss, Directive, Place, Replicate, ShardExperts, ShardSequences
 from lightning_piper.directives.base import set_degrees
 from lightning_piper.directives.sequence import applied_order
 from lightning_piper.errors import DirectiveError, PiperError
@@ -61,6 +61,7 @@ class Degrees:
     schedule: str = "1f1b"
     microbatches: int | None = None
     recompute: bool = False
+    chunk_loss: bool = False
 
     def __post_init__(self) -> None:
         for name in ("pp", "dp", "tp", "cp", "ep", "microbatches"):
@@ -85,8 +86,9 @@ class Degrees:
             )
         if not isinstance(self.schedule, str) or SHORT.get(self.schedule, self.schedule) not in SEARCHED:
             _refuse("schedule", self.schedule, f"give one of {', '.join([*SHORT, *SEARCHED])}")
-        if not isinstance(self.recompute, bool):
-            _refuse("recompute", self.recompute, "give True or False")
+        for name in ("recompute", "chunk_loss"):
+            if not isinstance(getattr(self, name), bool):
+                _refuse(name, getattr(self, name), "give True or False")
         if sum(degree > 1 for degree in (self.tp, self.cp, self.ep)) > 1:
             found = ", ".join(
                 f"{name}={getattr(self, name)}" for name in ("tp", "cp", "ep") if getattr(self, name) > 1
@@ -172,9 +174,9 @@ class Degrees:
             written = write(self._candidate(()), (), params, None if module is not None else 0)
         else:
             written = write_stages(self._candidate(self._cuts(cut, module, batch)), cut, params)
-        return dataclasses.replace(
-            written, directives=self._with_lines(self._with_groups(written.directives))
-        )
+        chunks = (ChunkLoss(),) if self.chunk_loss else ()
+        lines = self._with_lines(self._with_groups(written.directives))
+        return dataclasses.replace(written, directives=(*lines, *chunks))
 
     def _annotates(self, module: nn.Module, batch: Any) -> bool:
         """Return whether the module annotates its stages itself.
@@ -300,6 +302,7 @@ def parallel(
     schedule: str = "1f1b",
     microbatches: int | None = None,
     recompute: bool = False,
+    chunk_loss: bool = False,
     module: nn.Module | None = None,
     batch: Any = None,
 ) -> list[Directive]:
@@ -323,6 +326,7 @@ def parallel(
         schedule: "1f1b", "interleaved", or the name of a builder of `lightning_piper.schedules`.
         microbatches: Microbatches of each replica (default: twice `pp`, or 1 without a pipeline).
         recompute: Keep only the inputs of each stage, and run its forward pass again for the backward pass.
+        chunk_loss: Compute a cross entropy of a linear layer without the scores of all rows at once (`ChunkLoss`).
         module: A LightningModule. With `pp` above 1, and if its step has no PP annotation, Piper cuts it into
             stages of similar calculated cost, and annotates the modules of this object.
         batch: The batch of one step.
@@ -342,6 +346,7 @@ def parallel(
         schedule=schedule,
         microbatches=microbatches,
         recompute=recompute,
+        chunk_loss=chunk_loss,
     )
     if tp > 1 and module is None:
         raise DirectiveError(

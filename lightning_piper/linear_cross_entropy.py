@@ -88,11 +88,11 @@ def _check(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -
     given = {"input": input, "linear_weight": weight, "target": target, "linear_bias": bias}
     for name, value in given.items():
         if not isinstance(value, Tensor) and (name != "linear_bias" or value is not None):
-            _refuse(f"{name} is {type(value).__name__}", "give a tensor")
+            _refuse(f"{name} is {type(value).__name__}", "Give a tensor")
     if target.is_floating_point() or target.dtype is torch.bool:
         _refuse(
             f"target is {target.dtype}",
-            "give the class of each row as an integer. For probabilities, use torch.nn.functional.cross_entropy",
+            "Give the class of each row as an integer. For probabilities, use torch.nn.functional.cross_entropy",
         )
     fits = weight.ndim == 2 and input.ndim > 0 and input.shape[:-1] == target.shape
     if (
@@ -104,25 +104,25 @@ def _check(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -
         _refuse(
             f"input {list(input.shape)}, linear_weight {list(weight.shape)}{beside} and target "
             f"{list(target.shape)} do not fit",
-            "give input [..., in], linear_weight [classes, in], linear_bias [classes] and target [...]",
+            "Give input [..., in], linear_weight [classes, in], linear_bias [classes] and target [...]",
         )
     tensors = [x for x in (input, weight, bias) if x is not None]
     if not torch.is_autocast_enabled(input.device.type) and len({x.dtype for x in tensors}) > 1:
         found = ", ".join(str(x.dtype) for x in tensors)
-        _refuse(f"input, linear_weight and linear_bias are {found}", "give them one dtype")
+        _refuse(f"input, linear_weight and linear_bias are {found}", "Give them one dtype")
 
 
 def _check_options(reduction: str, ignore_index: int, label_smoothing: float, chunk: int | None) -> None:
     """Raise a `CaptureError` if an argument that is not a tensor has a value that is not valid."""
     if reduction not in REDUCTIONS:
-        _refuse(f"reduction={shown(reduction)}", "give 'mean', 'sum' or 'none'")
+        _refuse(f"reduction is {shown(reduction)}", "Give 'mean', 'sum' or 'none'")
     if integer(ignore_index) is None:
-        _refuse(f"ignore_index={shown(ignore_index)}", "give an integer")
+        _refuse(f"ignore_index is {shown(ignore_index)}", "Give an integer")
     if not isinstance(label_smoothing, int | float) or not 0 <= label_smoothing <= 1:
-        _refuse(f"label_smoothing={shown(label_smoothing)}", "give a number from 0 to 1")
+        _refuse(f"label_smoothing is {shown(label_smoothing)}", "Give a number from 0 to 1")
     if chunk is not None and ((number := integer(chunk)) is None or number < 1):
-        _refuse(f"chunk={shown(chunk)}", "give a number of rows >= 1")
+        _refuse(f"chunk is {shown(chunk)}", "Give a number of rows >= 1")
 
 
 def _refuse(found: str, advice: str) -> NoReturn:
-    raise CaptureError(f"linear_cross_entropy: {found}; {advice} [PIPER-C013]")
+    raise CaptureError(f"linear_cross_entropy: {found}. {advice} [PIPER-C013]")

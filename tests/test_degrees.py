@@ -169,6 +169,7 @@ def test_cuts_are_even() -> None:
         ({"tp": 2, "cp": 2}, "give only one of them"),
         ({"dp": 3, "ep": 2}, "is a multiple of 2"),
         ({"recompute": 1}, "True or False"),
+        ({"chunk_loss": 1}, "True or False"),
     ],
 )
 def test_wrong_degrees_are_refused(degrees: dict[str, Any], message: str) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -226,6 +227,106 @@ def test_training_is_that_of_one_device(form, program):
     assert own.losses == pytest.approx(one.losses, rel=0, abs=1e-12) and one.losses[0] != one.losses[-1]
     for name, x in own.state_dict().items():
         assert torch.allclose(x, one.state_dict()[name], rtol=0, atol=1e-12), name
+
+
+def chunked(program: dict[str, Any]) -> dict[str, Any]:
+    """Return the program with losses in chunks, which Piper finds in the step."""
+    if "directives" in program:
+        return {"directives": [*program["directives"], piper.ChunkLoss(chunk=5)]}
+    return {**program, "chunk_loss": True}
+
+
+FOUND = [(form, program) for form in ("plain", "bias") for program in PROGRAMS]
+
+
+@pytest.mark.filterwarnings("error:.*PIPER")
+@pytest.mark.parametrize("form, program", marked(FOUND, [("plain", "pp2"), ("bias", "ring")]))
+def test_a_found_loss_trains_as_on_one_device(form, program):
+    own = module(form, whole=True)
+    fit(own, piper.PiperStrategy(**chunked(PROGRAMS[program]), transport="local"))
+    one = alone(form)
+    assert own.losses == pytest.approx(one.losses, rel=0, abs=1e-12)
+    for name, x in own.state_dict().items():
+        assert torch.allclose(x, one.state_dict()[name], rtol=0, atol=1e-12), name
+
+
+class Step(L.LightningModule):
+    """A head of 30 classes, and one of several losses."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.embed = kind, nn.Embedding(30, 8)
+        self.head = nn.Linear(8, 30, bias=kind == "bias")
+        if kind == "frozen":
+            self.head.requires_grad_(False)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        tokens, target = batch
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.kind == "autocast"):
+            scores = self.head(self.embed(tokens).tanh())
+        rows = scores.flatten(0, 1), target.flatten()
+        match self.kind:
+            case "shifted":  # as in transformers
+                return F.cross_entropy(
+                    scores[:, :-1].contiguous().view(-1, 30), target[:, 1:].contiguous().view(-1)
+                )
+            case "summed":
+                return F.cross_entropy(*rows, reduction="sum", ignore_index=0)
+            case "weighted":
+                return (F.cross_entropy(*rows, reduction="none") * target.flatten()).mean()
+            case "accuracy":
+                self.log("accuracy", (rows[0].argmax(-1) == rows[1]).double().mean())
+            case "smooth":
+                return F.cross_entropy(*rows, label_smoothing=0.1)
+            case "class weights":
+                return F.cross_entropy(*rows, weight=torch.ones(30, dtype=scores.dtype))
+            case "penalty":
+                return F.cross_entropy(*rows) + 1e-4 * scores.logsumexp(-1).square().mean()
+            case "other dimension":
+                return F.cross_entropy(scores.mT, target)
+        return F.cross_entropy(rows[0].to(torch.float32) if self.kind == "autocast" else rows[0], rows[1])
+
+
+def step(kind: str) -> tuple[Step, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    target = torch.randint(30, (4, 6))
+    target[0, 2] = {"weighted": 1, "summed": 0}.get(kind, IGNORED)
+    made = Step(kind) if kind == "autocast" else Step(kind).double()
+    return made, (torch.randint(30, (4, 6)), target)
+
+
+def operations(compiled: Any) -> list[Any]:
+    return [node for code in compiled.step.at(4).code.values() for node in code.graph.nodes]
+
+
+KINDS = ("plain", "bias", "frozen", "shifted", "summed", "weighted", "autocast")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loss_is_found_and_verified(kind):
+    own, batch = step(kind)
+    program = [piper.ChunkLoss(chunk=4), *piper.parallel(dp=2)]
+    assert piper.verify(own, batch, program).verdict == "verified"
+    found = [node.target for node in operations(piper.compile(own, batch, program))]
+    assert chunked_scores.SCORES_OF in found and chunked_scores.SCORES_BACKWARD in found
+    assert torch.ops.aten._log_softmax.default not in found
+
+
+@pytest.mark.parametrize("kind", ["accuracy", "smooth", "class weights", "penalty", "other dimension"])
+def test_a_loss_of_another_form_is_an_error(kind):
+    own, batch = step(kind)
+    with pytest.raises(
+        piper.CaptureError, match=r"chunk_loss: training_step has no cross entropy.*PIPER-D026"
+    ):
+        piper.compile(own, batch, [piper.ChunkLoss()])
+
+
+def test_a_wrong_replacement_is_not_verified(monkeypatch):
+    """The loss divides by the rows of a chunk."""
+    original = chunked_scores._log_sum
+    monkeypatch.setattr(chunked_scores, "_log_sum", lambda scores: original(scores) / len(scores))
+    own, batch = step("plain")
+    assert piper.verify(own, batch, [piper.ChunkLoss(chunk=4)]).verdict != "verified"
 
 
 def fit_all(rank: int, programs: tuple[str, ...]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Directives. Each file defines one rewrite of the training DAG, with its fields and its checks."""
 
 from lightning_piper.directives.base import Directive, known, register
+from lightning_piper.directives.chunk_loss import ChunkLoss
 from lightning_piper.directives.offload import Offload
 from lightning_piper.directives.order import Order
 from lightning_piper.directives.place import Place
@@ -12,6 +13,7 @@ from lightning_piper.directives.split import Split, accumulating
 from lightning_piper.directives.tensor_shards import ShardSequences, ShardWeights
 
 __all__ = [
+    "ChunkLoss",
     "Directive",
     "Offload",
     "Order",

@@ -14,6 +14,7 @@ OF_TENSORS = ("shard_weights", "shard_sequences")  # the ops of the directives t
 FOLLOWS: Mapping[str, frozenset[str]] = {
     kind: frozenset(earlier)
     for kind, earlier in {
+        "chunk_loss": (),
         "place": (),
         "split": (),
         "place of microbatches": ("split",),

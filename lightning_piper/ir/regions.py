@@ -436,6 +436,11 @@ class Step(Protocol):
         """Return the same step with backward passes that recompute some of their inputs."""
         ...
 
+    def chunking_losses(self, chunk: int) -> Step:
+        """Return the same step with the scores of a cross entropy of a linear layer computed for `chunk` rows at a
+        time (0: see `placements.chunked_scores`)."""
+        ...
+
     def at(self, size: int, degrees: tuple[int, ...] = ()) -> StepCode:
         """Return the step's code for a batch of `size` samples. The first call for a size may trace the step.
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Interpreter, Node
 
-from lightning_piper.common.operation_families import RESHAPES
+from lightning_piper.common.operation_families import NLL, RESHAPES
 from lightning_piper.errors import CaptureError, VerificationError
 from lightning_piper.ir.values import Partial, Placement, Sharded
 from lightning_piper.placements.attention import ATTENTION
@@ -276,12 +276,22 @@ def _sizes_of_view(node: Node, rule: Rule) -> dict[tuple[Node, int], int]:
     return found
 
 
+# Loss -> the position of the scores among its tensor inputs. Dimension 1 of the scores has the classes.
+_CLASSES: dict[Any, int] = dict.fromkeys(NLL, 0) | {
+    aten.nll_loss_backward.default: 1,
+    aten.nll_loss2d_backward.default: 1,
+}
+
+
 def _bound(x: Node) -> int:
     """Return the upper bound (exclusive) of random integers for an input: the number of rows or classes if
     the input is the index of a lookup."""
     target, _ = x.meta["reads"]
     if target in LOOKUPS:
         return int(next(y for y in x.graph.nodes if y.meta.get("reads") == (target, 2)).meta["val"].shape[0])
+    if target in _CLASSES:
+        scores = next(y for y in x.graph.nodes if y.meta.get("reads") == (target, _CLASSES[target]))
+        return int(shape_of(scores)[1])
     if target is aten.embedding.default:
         return int(next(iter(x.graph.nodes)).meta["val"].shape[0])
     if target is aten.embedding_dense_backward.default:

@@ -84,7 +84,7 @@ class PiperStrategy(EvaluatingStrategy):
             variable is not set, it uses the module's `piper_directives`. If the module does not have this
             attribute, it uses data parallelism over all processes. "auto" is like the default, but a search
             may replace data parallelism at the first batch. Each process then still draws its own data.
-        pp, dp, tp, cp, ep, zero, schedule, microbatches, recompute: The program as parallel degrees
+        pp, dp, tp, cp, ep, zero, schedule, microbatches, recompute, chunk_loss: The program as parallel degrees
             instead of `directives`. `lightning_piper.parallel` explains them. By default, `dp` follows from
             the number of processes. Directives that depend on the module are written at the first batch.
         verify: `static` checks every rewrite and plan without running it. `first_batch` also runs the
@@ -98,8 +98,7 @@ class PiperStrategy(EvaluatingStrategy):
         timeout: How long a process waits for other processes before communication fails: a `timedelta` or a
             number of seconds.
         start_method: Only `popen`, which starts one new Python process for each device.
-        process_group_backend: Backend of the default process group (default: `gloo` on CPU, `nccl` on CUDA).
-            CUDA devices need NCCL.
+        process_group_backend: Backend of the default process group (default: `gloo` on CPU; CUDA needs `nccl`).
         checkpoint: The form of a fit's checkpoints. `consolidated` is a plain Lightning checkpoint, which one
             process gathers and writes. `sharded` is a directory, in which every process writes its own part.
             A fit can load both forms. If its step runs uncaptured, it saves and loads only `consolidated`.
@@ -114,8 +113,7 @@ class PiperStrategy(EvaluatingStrategy):
         whole: With "auto", each process keeps the whole module as long as replicas fit into memory. Hooks and
             callbacks can read, change and run it as under DDP. False allows the search any program, which may
             be faster.
-        stop_on_nan: Whether to stop before an update if a gradient is NaN or infinite, on any process. False
-            trains on, as under DDP.
+        stop_on_nan: Whether to stop before an update if a gradient is NaN or infinite on any process.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As for
             Lightning's own strategies.
 
@@ -139,6 +137,7 @@ class PiperStrategy(EvaluatingStrategy):
         schedule: str | None = None,
         microbatches: int | None = None,
         recompute: bool | None = None,
+        chunk_loss: bool | None = None,
         verify: Verify = "static",
         transport: Literal["process", "local", "simulated"] = "process",
         profile: Schedule | bool | None = None,
@@ -173,6 +172,7 @@ class PiperStrategy(EvaluatingStrategy):
             schedule=schedule,
             microbatches=microbatches,
             recompute=recompute,
+            chunk_loss=chunk_loss,
         )
         super().__init__(
             None if degrees else directives,

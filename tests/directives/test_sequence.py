@@ -22,6 +22,7 @@ from tests.tensors import compiled_for, grid
 
 ORDER = piper.Order(filters=[{"PASS": "F"}, {"PASS": "B"}])
 OF_KIND: dict[str, Directive] = {
+    "chunk_loss": piper.ChunkLoss(),
     "place": piper.Place([0]),
     "split": piper.Split(2),
     "place of microbatches": piper.Place([0], filter={"MB": 0}),

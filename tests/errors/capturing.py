@@ -149,6 +149,8 @@ CASES: Cases = [
     Case("the step's operations depend on the batch size, in microbatches", resized),
     Case("a metric object gets more tensors of more samples, in microbatches", resized_metric),
     Case("`linear_cross_entropy` of tensors that do not fit", lambda: scored(input=torch.ones(2, 3, 8))),
+    Case("`chunk_loss` of a step without a cross entropy of a linear layer",
+         lambda: compile_step(capture(net("pass"), batch()), (piper.ChunkLoss(),))),
     Case("`linear_cross_entropy` of probabilities", lambda: scored(target=torch.ones(3, 10))),
     Case("`linear_cross_entropy` of a module instead of its weight",
          lambda: scored(linear_weight=nn.Linear(8, 10))),

@@ -88,6 +88,14 @@ class EagerStep:
             "[PIPER-C019]"
         )
 
+    def chunking_losses(self, chunk: int) -> EagerStep:
+        """Raise the `CaptureError` for a program that computes the losses of an uncaptured step in chunks."""
+        raise CaptureError(
+            f"{self.name} runs uncaptured, so Piper does not know its losses and cannot compute them in chunks. "
+            "Remove the chunk_loss directive and call piper.linear_cross_entropy, or change the step so that Piper "
+            "captures it [PIPER-C019]"
+        )
+
     @property
     def said(self) -> TraceText:
         """The step as text, which is equal on all processes that run the same step."""

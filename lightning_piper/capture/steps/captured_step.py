@@ -20,6 +20,7 @@ from lightning_piper.capture.joint.sizes import SizeSymbols, Specs
 from lightning_piper.capture.joint.trace_text import TraceText, difference, text_of
 from lightning_piper.capture.joint.traced_graph import TracedGraph
 from lightning_piper.capture.losses.batch_dependence import copy_graph
+from lightning_piper.capture.losses.loss_chunks import chunk_losses
 from lightning_piper.capture.losses.loss_weights import WeightedStep, weigh
 from lightning_piper.capture.metrics.sample_independence import sample_independent_arguments
 from lightning_piper.capture.proxies.batch import BatchSpec
@@ -77,12 +78,15 @@ class CapturedStep:
             each change of placement. Empty if no tensors are sharded.
         recomputed: For some regions, the values that backward passes compute again instead of reading saved
             values.
+        chunk: Rows whose scores exist at once in a cross entropy of a linear layer; 0: see
+            `placements.chunked_scores`. None: such losses compute all scores at once.
     """
 
     name = TracedStep.name
     executed = ""
     divisions: tuple[Division, ...] = ()
     recomputed: tuple[Recomputation, ...] = ()
+    chunk: int | None = None
     _whole: CapturedStep | None = None  # the step on whole tensors, if this is a `member`; otherwise None
 
     def __init__(
@@ -179,6 +183,13 @@ class CapturedStep:
         other = copy.copy(self)
         other.recomputed, other._codes, other._shaped = (*self.recomputed, recomputation), {}, {}
         other._symbolic = SymbolicTraces()
+        return other
+
+    def chunking_losses(self, chunk: int) -> CapturedStep:
+        """Return a copy of the step that computes the scores of each cross entropy of a linear layer for `chunk`
+        rows at a time (0: see `placements.chunked_scores`)."""
+        other = copy.copy(self)
+        other.chunk, other._codes, other._shaped = chunk, {}, {}
         return other
 
     @cached_property
@@ -390,12 +401,13 @@ class CapturedStep:
 
     def _by_substitution(self, size: int) -> StepCode | None:
         """Return the code from a trace that has symbols for sizes. Return None if no such trace serves this
-        size, if the batch must not be cut, or if tensors are sharded (`divisions`).
+        size, if the batch must not be cut, if tensors are sharded (`divisions`), or if losses are computed in
+        chunks.
 
         A new symbolic trace is made if dimensions other than the number of samples differ from the first
         trace, or if code exists for `MANY_SIZES` numbers of samples. The number of such traces is limited.
         """
-        if self.batch_spec.undivided is not None or self.divisions:
+        if self.batch_spec.undivided is not None or self.divisions or self.chunk is not None:
             return None
         numbers = self.reads.inputs.specs()
         found = self._symbolic.find(self._specs(size) + numbers, size)
@@ -465,6 +477,12 @@ class CapturedStep:
         if len(self._graphs) < 2:  # copied, because `weigh` changes the graph
             self._graphs[size] = copy_graph(traced.graph), specs[len(self.batch_spec.specs) :]
         weighed = weigh(traced, size, self.canonical, other_size)
+        if self.chunk is not None and not chunk_losses(weighed.graph, self.chunk) and weighed.tangents:
+            raise CaptureError(
+                f"chunk_loss: {self.name} has no cross entropy of a linear layer that Piper can compute in chunks. The "
+                "scores must have two dimensions, without class weights and label smoothing, and nothing else may "
+                "read them. Call piper.linear_cross_entropy, or remove the directive [PIPER-D026]"
+            )
         divided = self._divide(weighed)
         regions, passes, split_passes, routed = cut(
             weighed, self.canonical, None if whole is None else whole.routed, self.recomputed
