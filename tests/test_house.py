@@ -150,6 +150,7 @@ PACKAGES = {
         "place",
         "offload",
         "order",
+        "chunk_loss",
         "recompute",
         "replicate",
         "group_sharding",
