@@ -148,7 +148,7 @@ def _explain(args: argparse.Namespace) -> str:
         lines = [compiled.explain(args.node)]
     except KeyError as error:
         raise UsageError(
-            error.args[0].replace("print(compiled.dag) lists them", "`lightning-piper plan` shows them")
+            error.args[0].replace("Run print(compiled.dag) to list", "Run `lightning-piper plan` to list")
         ) from None
     if args.log_dir is not None:
         lines += [f"  {line}" for line in when_it_ran(compiled, args.node, args.log_dir)]

@@ -350,8 +350,8 @@ EDITS = [
     Edit("experts", wrong_region, r"F\[PP=1,EP=0,MB=0\] .* where its region reads activation add of "
                                   r"F\[PP=1,EP=0\]"),
     Edit("mlp", transfer_removed,
-         r"F\[PP=1,MB=0\] .* on device 1 .* reads activation:tanh of F\[PP=0,MB=0\] .* lies on device 0; .* "
-         r"are missing",
+         r"F\[PP=1,MB=0\] .* on device 1 .* reads activation:tanh of F\[PP=0,MB=0\] .* lies on device 0, "
+         r"without a send and a receive",
          runs=False),
     Edit("mlp", chunk_moved,
          r"B\[PP=1,MB=0\] %\d+ on device 0 .* reads saved:BI of F\[PP=1,MB=0\] .* which lies on device "
@@ -385,8 +385,8 @@ EDITS = [
     Edit("logs", metrics_of_a_region_reported_twice, r"report .* does not take every region's metrics "
                                                      r"exactly once"),
     Edit("mlp", report_of_what_only_one_device_has,
-         r"report %\d+ on device 0,1 reads metrics.* which lies on device 1; a send and .* "
-         r"missing", runs=False),
+         r"report %\d+ on device 0,1 reads metrics.* which lies on device 1, without a send "
+         r"and", runs=False),
     Edit("mlp", reduction_without_a_member,
          r"report %\d+ on device 0,1 reads metrics.* of allreduce %\d+ on device 1", runs=False),
     Edit("mlp", report_removed, r"there are 0 reports of the loss, but one is needed", runs=False),
