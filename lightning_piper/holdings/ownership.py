@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from lightning_piper.capture import has_gradient_hooks
+from lightning_piper.common.tensor_versions import Version, changed_tensors, tensor_versions
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.distributed_marks import PARTS
@@ -77,7 +78,7 @@ class Ownership:
         # name -> the module's original tensor, without data until `restore`
         self._before: dict[str, torch.Tensor] = {}
         # (name, placeholder, version of the placeholder) of each sharded parameter
-        self._versions: list[tuple[str, torch.Tensor, int]] = []
+        self._versions: list[Version] = []
         # with all devices in one process: (bucket, part) -> flat tensor of this part of divided parameters
         self._parts: dict[tuple[Bucket, int], torch.Tensor] = {}
 
@@ -515,7 +516,7 @@ class Ownership:
         """Record the versions of the placeholders of sharded parameters. `check_unwritten` compares with
         these, and finds later changes."""
         found = {name: x for name, x in self.params.items() if x.is_meta and self.tensor_map.is_sharded(name)}
-        self._versions = [(name, x, x._version) for name, x in found.items()]
+        self._versions = tensor_versions(found)
 
     def check_unwritten(self) -> None:
         """Check that placeholders of sharded parameters were not changed, because their local shards would
@@ -525,15 +526,15 @@ class Ownership:
             PiperError: A user's hook, or other code between the steps, has changed a placeholder in place or
                 registered a gradient hook on it.
         """
-        for name, tensor, version in self._versions:
+        for name, tensor, _ in self._versions:
             if has_gradient_hooks(tensor):
                 self._refuse_hook(name)
-            if tensor._version != version:
-                raise PiperError(
-                    f"PiperStrategy: parameter {name!r} was changed in place, but the parameter is sharded, "
-                    "so the change would be lost. Change the local shards, in the param_groups of "
-                    "trainer.optimizers, or change the parameter before the first batch [PIPER-S007]"
-                )
+        if changed := changed_tensors(self._versions):
+            raise PiperError(
+                f"PiperStrategy: parameter {changed[0]!r} was changed in place, but the parameter is sharded, "
+                "so the change would be lost. Change the local shards, in the param_groups of "
+                "trainer.optimizers, or change the parameter before the first batch [PIPER-S007]"
+            )
 
     def _refuse_hook(self, name: str) -> None:
         raise PiperError(

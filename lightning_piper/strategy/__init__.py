@@ -7,9 +7,8 @@ which has a registry and classes separate from `lightning`.
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning_utilities.core import rank_zero
 
-from lightning_piper.strategy.checkpoints import consolidate
+from lightning_piper.strategy.checkpoints import consolidate, last_checkpoint
 from lightning_piper.strategy.compatibility import grad_norm
-from lightning_piper.strategy.last_checkpoint import last_checkpoint
 from lightning_piper.strategy.spikes import SpikeRecorder
 from lightning_piper.strategy.strategy import PiperStrategy
 from lightning_piper.strategy.whole_module import whole_module

@@ -6,23 +6,26 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import nn
 
 from lightning_piper.checkpoint.files import MANIFEST
-from lightning_piper.checkpoint.locations import is_writable, location_of
+from lightning_piper.checkpoint.locations import checkpoints_in, is_remote, is_writable, location_of
 from lightning_piper.checkpoint.records import check_records
 from lightning_piper.checkpoint.sharded_checkpoint import Saving, open_checkpoint, read_whole
 from lightning_piper.checkpoint.snapshot import HostRoom, snapshot
 from lightning_piper.checkpoint.state import Loading, referenced, resolved
 from lightning_piper.checkpoint.tensor_ranges import TensorRange
-from lightning_piper.common.lightning_packages import is_exactly
+from lightning_piper.common.lightning_packages import is_a, is_exactly
 from lightning_piper.common.module_copies import finalized
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.distributed_marks import parts_of
@@ -341,3 +344,40 @@ def consolidate(path: str | os.PathLike[str], out: str | os.PathLike[str], weigh
     opened = open_checkpoint(os.fspath(path), World(0, 1, torch.device("cpu")), weights_only)
     content = resolved(opened.common, read_whole(opened, sorted(referenced(opened.common))))
     save_in_one_go(TorchCheckpointIO(), content, os.fspath(out), None)
+
+
+def last_checkpoint(folder: str | os.PathLike[str], name: str = "last") -> str | None:
+    """Return the newest complete checkpoint in a folder. Pass it to `fit(ckpt_path=...)`.
+
+    Use it for remote folders. `fit(ckpt_path="last")` of Lightning 2.6 looks for their addresses on the disk, finds
+    nothing, and the training starts from the beginning.
+
+    Args:
+        folder: A local folder, or an address such as "s3://bucket/run".
+        name: The beginning of the checkpoints' names.
+
+    Returns:
+        The path or address. None if there is no complete checkpoint, so that the fit starts from the beginning.
+    """
+    times = {path: location_of(path).saved_at() for path in checkpoints_in(folder, name)}
+    complete = {path: time for path, time in times.items() if time is not None}
+    return max(complete, key=complete.__getitem__, default=None)
+
+
+def warn_of_unused_last(trainer: pl.Trainer) -> None:
+    """Warn if a fit starts from the beginning although its remote folder has a last checkpoint."""
+    if trainer.ckpt_path is not None or not trainer.is_global_zero:
+        return
+    for callback in trainer.checkpoint_callbacks:
+        if not is_a(callback, ModelCheckpoint) or not callback.save_last or not callback.dirpath:
+            continue
+        folder, found = os.fspath(callback.dirpath), None
+        with suppress(Exception):  # the first save reports a store that cannot be read
+            found = last_checkpoint(folder) if is_remote(folder) else None
+        if found is not None:
+            warnings.warn(
+                f"this fit starts from the beginning, but {found} is a checkpoint. Lightning's "
+                "ckpt_path='last' does not find remote checkpoints: to resume, pass "
+                f"fit(ckpt_path=lightning_piper.strategy.last_checkpoint({folder!r})) [PIPER-W028]",
+                stacklevel=2,
+            )

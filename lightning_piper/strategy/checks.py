@@ -29,8 +29,7 @@ from lightning_piper.common.limits import is_number, shown
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.materialization import Known, is_on_meta, without_initial_values
 from lightning_piper.session.verification import ACCEPTED
-from lightning_piper.strategy.checkpoints import is_behind
-from lightning_piper.strategy.last_checkpoint import warn_of_unused_last
+from lightning_piper.strategy.checkpoints import is_behind, warn_of_unused_last
 
 # Argument of `PiperStrategy` that accepts only a few texts -> these texts.
 CHOICES = {

@@ -42,8 +42,8 @@ from lightning_piper.strategy import _lightning
 from lightning_piper.strategy.checkpoints import Restored, of_files
 from lightning_piper.strategy.checks import check_averages, check_evaluation
 from lightning_piper.strategy.compatibility import Averages, count_once, resume, suspend
-from lightning_piper.strategy.data import draw_seed
 from lightning_piper.strategy.guard import NanGuard
+from lightning_piper.strategy.loading.data import draw_seed
 from lightning_piper.strategy.phases import Evaluating, Fitting, Idle, Starting
 from lightning_piper.strategy.precision import check_precision
 from lightning_piper.strategy.process_management import OverProcesses

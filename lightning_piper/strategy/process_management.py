@@ -32,8 +32,8 @@ from lightning_piper.processes.tracebacks import print_short_tracebacks
 from lightning_piper.processes.world import World, end_groups_at_exit, leave_groups_at_exit, store_of_attempt
 from lightning_piper.strategy import _lightning
 from lightning_piper.strategy.checks import checked_backend
-from lightning_piper.strategy.data import agree_on_loader
-from lightning_piper.strategy.loaders import Loaders
+from lightning_piper.strategy.loading.data import agree_on_loader
+from lightning_piper.strategy.loading.loaders import Loaders
 from lightning_piper.strategy.phases import Idle, Phase, copied
 
 T = TypeVar("T")

@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from lightning_piper.common.tensor_versions import changed_tensors, tensor_versions
 from lightning_piper.common.user_lines import user_frame
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.distributed_marks import parts_of
@@ -67,12 +68,11 @@ def whole_module(module: pl.LightningModule) -> Iterator[None]:
     with contextlib.ExitStack() as whole:
         with torch.inference_mode(False):
             whole.enter_context(parts.whole_everywhere())
-        before = [(name, x, x._version) for name, x in module.named_parameters()]
+        versions = tensor_versions(dict(module.named_parameters()))
         yield
-        for name, x, version in before:
-            if x._version != version:
-                raise PiperError(
-                    f"{where}: {name!r} was changed in the block, but other processes would not get the new "
-                    "values. Change parameters outside of the block, in the param_groups of trainer.optimizers"
-                    " [PIPER-S007]"
-                )
+        if changed := changed_tensors(versions):
+            raise PiperError(
+                f"{where}: {changed[0]!r} was changed in the block, but other processes would not get the new "
+                "values. Change parameters outside of the block, in the param_groups of trainer.optimizers"
+                " [PIPER-S007]"
+            )

@@ -226,7 +226,7 @@ def test_a_batch_without_common_samples_is_taken_whole(batch: Any) -> None:
     ]  # fmt: skip
     piper.verify(Whole(), batch, ONE)
     for program, says in (
-        (SPLIT, "directive 1 .*'num_microbatches': 2"),
+        (SPLIT, "directive 1 .*'num_microbatches': the batch cannot be split into 2"),
         (REPLICAS, "directive 1 .*'devices': .*2 replicas"),
     ):
         with pytest.raises(piper.DirectiveError, match=says) as refused:

@@ -18,8 +18,8 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Sa
 from torchdata.stateful_dataloader.sampler import RandomSampler as TorchdataRandomSampler
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-from lightning_piper.strategy.epoch_order import EpochOrder, Position
-from lightning_piper.strategy.epoch_sampler import EpochSampler
+from lightning_piper.strategy.loading.epoch_order import EpochOrder, Position
+from lightning_piper.strategy.loading.epoch_sampler import EpochSampler
 
 # `STEPS=500` is the number of examples that was run once.
 EXAMPLES = int(os.environ.get("STEPS", 0)) or (500 if settings.default.max_examples > 100 else 60)

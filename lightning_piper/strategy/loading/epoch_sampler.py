@@ -18,7 +18,7 @@ from torch.utils.data import (
 
 from lightning_piper.errors import PiperError
 from lightning_piper.strategy._lightning import wrapped_sampler, wrapped_samples
-from lightning_piper.strategy.epoch_order import EpochOrder, Position
+from lightning_piper.strategy.loading.epoch_order import EpochOrder, Position
 
 # torchdata's loader has samplers of its own, with the order of torch's.
 TORCHDATA = "torchdata.stateful_dataloader.sampler"

@@ -26,10 +26,10 @@ from lightning_piper.common.units import counted
 from lightning_piper.errors import PiperError
 from lightning_piper.processes.world import World
 from lightning_piper.strategy import _lightning
-from lightning_piper.strategy._datasets import forget_state, has_shuffle_buffer
-from lightning_piper.strategy.data import drawn_length
-from lightning_piper.strategy.epoch_order import Position
-from lightning_piper.strategy.epoch_sampler import EpochSampler, epoch_sampler, problem_of
+from lightning_piper.strategy.loading._datasets import forget_state, has_shuffle_buffer
+from lightning_piper.strategy.loading.data import drawn_length
+from lightning_piper.strategy.loading.epoch_order import Position
+from lightning_piper.strategy.loading.epoch_sampler import EpochSampler, epoch_sampler, problem_of
 
 COUNTS = ("ready", "started", "processed", "completed")
 LIGHTNINGS_WARNING = "You're resuming from a checkpoint that ended before the epoch ended"
