@@ -446,7 +446,7 @@ def test_a_fit_says_why_it_runs_uncaptured(caplog):
     strategy = piper.PiperStrategy(capture="never")
     assert _told(caplog, strategy, *make("mlp"))[-1] == [
         "PiperStrategy: training_step runs uncaptured on 1 device, so Piper checks no graph and no plan. "
-        "reason: capture='never'"
+        "Reason: capture='never'"
     ]
 
 
