@@ -196,7 +196,7 @@ REFUSED = (
     "cannot be sharded evenly",
     "matches",
     "would be sharded along",
-    "shard each dimension along one",
+    "Shard each dimension along one",
 )
 # where regions have parts of other runs, and microbatches as many samples as runs
 OF_RUNS = "has another structure"

@@ -536,7 +536,7 @@ def test_sizes_are_read(text: Any, nbytes: float) -> None:
     "value", ["", "GiB", "-1GiB", "1 GigaByte", "0", "0GiB", "1e9", None, True, float("nan"), -3, [1]]
 )
 def test_other_sizes_are_refused(value: Any) -> None:
-    with pytest.raises(SearchError, match="give bytes above 0"):
+    with pytest.raises(SearchError, match="Give bytes above 0"):
         bytes_of(value)
 
 
@@ -551,7 +551,7 @@ def test_other_sizes_are_refused(value: Any) -> None:
     ({"workload": None}, "Give a Workload"),
     ({"hardware": None}, "Give a Hardware"),
     ({"schedules": ("fast",)}, "schedules=.*Give some of gpipe"),
-    ({"levels": (4,)}, "levels=.*give some of 0, 1, 2, 3"),
+    ({"levels": (4,)}, "levels=.*Give some of 0, 1, 2, 3"),
     ({"gap": -1}, "gap=-1"),
     ({"budget": 0}, "budget=0"),
     ({"margin": "much"}, "margin='much'"),
