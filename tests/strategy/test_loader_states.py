@@ -223,7 +223,7 @@ def test_another_number_of_replicas_needs_a_method(tmp_path):
 def test_another_number_of_workers_is_refused(tmp_path):
     how = Of(kind=StatefulDataLoader, workers=1)
     first = together(how, LENGTH, tmp_path / "first", 4)
-    with pytest.raises(piper.PiperError, match=r"num_workers=1, which the training loader .* num_workers=2"):
+    with pytest.raises(piper.PiperError, match=r"num_workers=1. The training loader .* num_workers=2"):
         together(Of(kind=StatefulDataLoader, workers=2), LENGTH, tmp_path / "second", path=first[0].path)
 
 
