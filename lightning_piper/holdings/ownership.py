@@ -513,8 +513,7 @@ class Ownership:
         self._note_versions()
 
     def _note_versions(self) -> None:
-        """Record the versions of the placeholders of sharded parameters. `check_unwritten` compares with
-        these, and finds later changes."""
+        """Record the versions of the placeholders of sharded parameters, for `check_unwritten`."""
         found = {name: x for name, x in self.params.items() if x.is_meta and self.tensor_map.is_sharded(name)}
         self._versions = tensor_versions(found)
 
@@ -591,8 +590,8 @@ class Ownership:
             assert part is not None and into is not None
             with torch.no_grad():
                 into.copy_(part)
-        else:
-            self._world.move(part, source, target, into=into)
+            return
+        self._world.move(part, source, target, into=into)
 
     def _get(self, name: str) -> torch.Tensor:
         return tensor_at(self.places[name])

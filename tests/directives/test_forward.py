@@ -237,7 +237,7 @@ EDITS = {
         lambda dag: dag.remove(list(dag.of_type(Result))),
         "returns results nothing, where the step returns",
     ),
-    "something else": (exchange, "returns log largest of F.PP=1.; it takes one result of a region"),
+    "something else": (exchange, "returns log largest of F.PP=1., but it takes one result of a region"),
     "some samples": (shrink, "samples 4:8 are missing"),
     "nothing is logged": (
         lambda dag: dag.remove(list(dag.of_type(Metrics))),

@@ -270,7 +270,14 @@ def net(replicas: int = 1) -> Net:
 
 
 class Data(Dataset[Any]):
-    def __init__(self, samples: int = SAMPLES, seed: int = 0) -> None:
+    """Random samples.
+
+    Args:
+        period: After so many samples, the same samples come again.
+    """
+
+    def __init__(self, samples: int = SAMPLES, seed: int = 0, period: int = 1000) -> None:
+        self.samples, self.period, samples = samples, period, min(samples, period)
         g = torch.Generator().manual_seed(seed)
         self.x, self.y = (
             torch.randn(samples, 6, generator=g, dtype=torch.float64),
@@ -281,9 +288,10 @@ class Data(Dataset[Any]):
         self.targets = [[" ".join(WORDS[i] for i in row[n % 3 :]) + " here"] for n, row in enumerate(words)]
 
     def __len__(self) -> int:
-        return len(self.x)
+        return self.samples
 
     def __getitem__(self, i: int) -> Any:
+        i %= self.period
         return self.x[i], self.y[i], self.texts[i], self.targets[i]
 
 
@@ -296,15 +304,16 @@ def loader(replicas: int, samples: int = SAMPLES, seed: int = 0) -> DataLoader[A
     return DataLoader(Data(samples, seed), batch_size=BATCH // replicas, collate_fn=collate)
 
 
-def training_loader(replicas: int, processes: int) -> DataLoader[Any]:
+def training_loader(replicas: int, processes: int, period: int = 1000) -> DataLoader[Any]:
     """A loader in the order of the samples, also over replicas."""
+    data = Data(period=period)
     if replicas == 1:
-        return loader(1)
+        return DataLoader(data, batch_size=BATCH, collate_fn=collate)
     replica = int(os.environ["LOCAL_RANK"]) * replicas // processes
     sampler: DistributedSampler[Any] = DistributedSampler(
-        Data(), num_replicas=replicas, rank=replica, shuffle=False
+        data, num_replicas=replicas, rank=replica, shuffle=False
     )
-    return DataLoader(Data(), batch_size=BATCH // replicas, sampler=sampler, collate_fn=collate)
+    return DataLoader(data, batch_size=BATCH // replicas, sampler=sampler, collate_fn=collate)
 
 
 class Logged(L.Callback):
@@ -401,9 +410,13 @@ class Runs:
         return {"fitted": fitted.found, "tested": tested.found, "seen": module.seen}
 
     def resumed(self) -> dict[str, Any]:
-        """Resume in the middle of an epoch, from a checkpoint with states of metrics."""
+        """Resume in the middle of an epoch, from a checkpoint with states of metrics.
+
+        A plain Trainer begins the loader again, so the third batch has the samples of the first.
+        """
         path = self.folder / "middle.ckpt"
-        before, after, data = Logged(path), Logged(), training_loader(self.replicas, self.devices)
+        before, after = Logged(path), Logged()
+        data = training_loader(self.replicas, self.devices, period=2 * BATCH)
         self.trainer(before, max_epochs=1, limit_val_batches=0).fit(persistent(net(self.replicas)), data)
         module = persistent(net(self.replicas))
         self.trainer(after, max_epochs=2, limit_val_batches=0).fit(module, data, ckpt_path=path)
