@@ -11,7 +11,7 @@ Version = tuple[str, torch.Tensor, int]
 
 
 def tensor_versions(tensors: Mapping[str, torch.Tensor]) -> list[Version]:
-    """Return the versions of named tensors, for `changed_tensors`."""
+    """Return the versions of named tensors. `changed_tensors` takes them."""
     return [(name, x, x._version) for name, x in tensors.items()]
 
 

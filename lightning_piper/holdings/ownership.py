@@ -513,7 +513,7 @@ class Ownership:
         self._note_versions()
 
     def _note_versions(self) -> None:
-        """Record the versions of the placeholders of sharded parameters, for `check_unwritten`."""
+        """Record the versions of the placeholders of sharded parameters. `check_unwritten` compares them."""
         found = {name: x for name, x in self.params.items() if x.is_meta and self.tensor_map.is_sharded(name)}
         self._versions = tensor_versions(found)
 
