@@ -348,9 +348,9 @@ def parallel(
         recompute=recompute,
         chunk_loss=chunk_loss,
     )
-    if tp > 1 and module is None:
+    if (tp > 1 and module is None) or (module is None) != (batch is None):
         raise DirectiveError(
-            f"parallel(tp={tp}) shards the weights of a module, but gets no module. Give module and batch [PIPER-D023]"
+            f"parallel(tp={tp}) needs a module and a batch of it to shard weights. Give module and batch [PIPER-D023]"
         )
     if module is None:
         return [each for each in degrees.directives().directives if not _is_untagged(each)]

@@ -91,10 +91,15 @@ def _ends(counts: torch.Tensor) -> torch.Tensor:
 def _ranges(counts: torch.Tensor, rows: int) -> list[tuple[int, int]]:
     """Return (first row, row after the last) of each expert. Raise CountsError if the counts do not fit."""
     sizes = counts.tolist()
-    if sum(sizes) != rows or min(sizes, default=0) < 0:
+    if min(sizes, default=0) < 0:
         raise CountsError(
-            f"grouped_linear: counts {sizes} add up to {sum(sizes)}, but x has {rows} rows. counts[e] "
-            "is the number of rows of expert e [PIPER-C014]"
+            f"grouped_linear: counts {sizes} has a negative number. Give the number of rows of each expert, >= 0 "
+            "[PIPER-C014]"
+        )
+    if sum(sizes) != rows:
+        raise CountsError(
+            f"grouped_linear: counts {sizes} add up to {sum(sizes)}, but x has {rows} rows. Give the number of rows "
+            "of each expert [PIPER-C014]"
         )
     ends = list(itertools.accumulate(sizes, initial=0))
     return list(itertools.pairwise(ends))

@@ -58,7 +58,7 @@ class StageCosts:
             value = getattr(self, name)
             if not is_number(value) and not (name == "backward" and value is None):
                 raise DirectiveError(
-                    f"StageCosts({name}={shown(value)}). Give a time, a number >= 0, from 1e-15 to 1e15"
+                    f"StageCosts({name}={shown(value)}). Give a time: 0, or a number from 1e-15 to 1e15"
                     " [PIPER-D022]"
                 )
         for name in ("saved", "saved_for_weights", "static"):

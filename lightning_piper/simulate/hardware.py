@@ -115,7 +115,8 @@ class Hardware:
             ) from None
         except (OSError, ValueError) as error:
             raise SimulationError(
-                f"hardware file {name_of(name)} cannot be read as JSON: {error} [PIPER-T002]"
+                f"hardware file {name_of(name)} cannot be read as JSON: {error}. Give the path of a file "
+                "in JSON [PIPER-T002]"
             ) from None
         return _hardware(f"hardware file {name_of(name)}", content)
 

@@ -386,7 +386,7 @@ def check_start_method(start_method: object) -> None:
     """
     if not isinstance(start_method, str) or start_method != "popen":
         raise PiperError(
-            f"PiperStrategy(start_method={shown(start_method)}): a spawned or forked worker cannot "
-            "return a module whose parameters are on several processes. Use 'popen' (the script runs "
-            "once for each device), torchrun, or transport='local' [PIPER-S001]"
+            f"PiperStrategy(start_method={shown(start_method)}): Piper supports only 'popen' (the "
+            "script runs once for each device), because a spawned or forked worker cannot return a sharded "
+            "module. Leave start_method out. In a notebook, also give transport='local' [PIPER-S001]"
         )

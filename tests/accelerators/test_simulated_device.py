@@ -131,7 +131,7 @@ def test_communicators_that_share_a_queue_stop_each_other_where_the_check_says_s
     else:
         with pytest.raises(
             VerificationError,
-            match=r"share hardware queues, and in one queue these wait for each other: \w+ %\d+",
+            match=r"share a hardware queue\. In one queue, these collectives wait for each other: \w+ %\d+",
         ):
             check_queues(batches[0].plans, queues)
         assert found is not None and "the simulated accelerator cannot continue: " in found

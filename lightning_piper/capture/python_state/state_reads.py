@@ -444,7 +444,7 @@ def refuse_drawing(step: str, drawn: RandomDraw, run: Callable[[], Any]) -> Capt
             sys.settrace(tracing)
     where = f"{found}: " if found else ""
     return CaptureError(
-        f"{where}{step} draws random numbers in Python (random, numpy.random, or a seed of torch's). A "
-        "captured step would reuse the first ones in every step. Draw them with torch, as tensors "
-        "(torch.rand, torch.randint, torch.bernoulli), or in the collate function [PIPER-C005]"
+        f"{where}{step} draws random numbers in Python (random, numpy.random), or sets or reads torch's seed. A "
+        "captured step would reuse the first numbers in every step. Draw them in the collate function, or with "
+        "torch as tensors (torch.rand, torch.randint, torch.bernoulli), without a seed [PIPER-C005]"
     )

@@ -97,6 +97,6 @@ def run_symbolically(plans: Mapping[int, Plan], image: Callable[[int], int] = la
     if stuck:
         shown = "; ".join(f"device {d} waits in {plans[d].instructions[position[d]].where}" for d in stuck)
         raise VerificationError(
-            f"the plans deadlock: {shown}. Remove or reverse an order that lists one of these passes "
-            "[PIPER-V004]"
+            f"the plans deadlock: {shown}. If you wrote an order of these nodes, remove or reverse it. "
+            "If you added an operation, check its lowering. Otherwise, report this [PIPER-V004]"
         )

@@ -226,7 +226,12 @@ def _check_groups(plans: Mapping[int, Plan], image: Image) -> None:
         for i, instruction in enumerate(plan.instructions):
             if isinstance(instruction, Collective):
                 if plan.device not in instruction.members:
-                    _refuse(plan.device, i, instruction, f"it is not a member of group {instruction.members}")
+                    _refuse(
+                        plan.device,
+                        i,
+                        instruction,
+                        f"device {plan.device} is not a member of the group {instruction.members}",
+                    )
                 orders.setdefault(instruction.group, {}).setdefault(plan.device, []).append(instruction.node)
     for group, by_device in sorted(orders.items()):
         members, stream = group

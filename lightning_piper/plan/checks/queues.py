@@ -42,8 +42,8 @@ def check_queues(plans: Mapping[int, Plan], queues: int = QUEUES) -> None:
     found = graph.circle()
     if found:
         raise VerificationError(
-            f"more than {queues} communicators on a device share hardware queues, and in one queue these "
-            f"wait for each other: {found}. Place their work on fewer groups of devices [PIPER-V004]"
+            f"a device has more than {queues} communicators, so some share a hardware queue. In one queue, these "
+            f"collectives wait for each other: {found}. Use fewer groups of devices in the program [PIPER-V004]"
         )
 
 
