@@ -21,7 +21,7 @@ from tests.strategy.models import MLP, make, vectors
     ({"transport": "pigeon"}, "transport='pigeon'.*'process', 'local'"),
     ({"timeout": "30"}, "timeout='30'.*number of seconds"),
     ({"timeout": timedelta(0)}, "positive"),
-    ({"start_method": "spawn"}, "start_method='spawn'.*torchrun"),
+    ({"start_method": "spawn"}, "start_method='spawn'.*only 'popen'"),
     ({"start_method": "fork"}, "transport='local'"),
 ])  # fmt: skip
 def test_arguments(options, message):
