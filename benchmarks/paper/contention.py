@@ -20,7 +20,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def exchanges(trace: Trace) -> Iterator[tuple[Span, bool]]:
     """Yield the exchanges of tokens of each device, and whether a sum of the device runs during the whole
-    exchange. Exchanges during a part of which a sum runs are left out."""
+    exchange. An exchange does not count if a sum runs during a part of it."""
     sums: dict[int, list[Span]] = {}
     for span in trace.spans:
         if span.kind in ("reduce", "reduce_scatter") and span.stream == "reduce":
@@ -36,7 +36,7 @@ def exchanges(trace: Trace) -> Iterator[tuple[Span, bool]]:
 
 def slowdown(trace: Trace) -> tuple[float, float, int]:
     """Return the mean seconds of an exchange without a sum at the same time, and with one, and how many
-    exchanges have one. Exchanges of counts are too short to matter, and are left out."""
+    exchanges have one. Exchanges of counts are too short to matter, and do not count."""
     found = [(float(span.end - span.start), during) for span, during in exchanges(trace)]
     longest = max(time for time, _ in found)
     found = [(time, during) for time, during in found if time > longest / 10]
