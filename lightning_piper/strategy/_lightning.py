@@ -45,6 +45,7 @@ behavior it relies on.
 - `combined_loader` in the state of the loop over epochs: states of loaders, of rank 0 alone.
 - `DistributedSamplerWrapper.dataset._sampler`: the user's sampler, whose samples Lightning divides.
   `_sampler_list`: all samples of its current iteration.
+- `_Stateful`: the protocol of loaders with `state_dict` and `load_state_dict`.
 - `_set_sampler_epoch`: calls `set_epoch` of a loader's samplers.
 - `ThroughputMonitor._throughputs`: its measurements by stage. Each has the number of devices.
 """
@@ -71,6 +72,7 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device as move_o
 from lightning.fabric.utilities.seed import _collect_rng_states as collect_rng_states
 from lightning.fabric.utilities.seed import _set_rng_states as set_rng_states
 from lightning.fabric.utilities.throughput import Throughput
+from lightning.fabric.utilities.types import _Stateful as Stateful
 from lightning.pytorch.callbacks import StochasticWeightAveraging, ThroughputMonitor, WeightAveraging
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
@@ -89,6 +91,7 @@ from lightning_piper.processes.progress import Progress, progress
 from lightning_piper.session.replay import added
 
 __all__ = [
+    "Stateful",
     "Strategy",
     "before_updates",
     "collect_rng_states",

@@ -19,7 +19,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities.types import _Stateful as Stateful
 from torch.utils.data import DataLoader
 
 from lightning_piper.common.units import counted
@@ -138,7 +137,7 @@ class Loaders:
             loader.dataset.set_epoch(entry["epoch"])  # a stream loads only a state of its own epoch
         if not alike and hasattr(loader, "load_replica_states"):
             loader.load_replica_states(states, world.replica, world.count)
-        elif alike and isinstance(loader, Stateful):
+        elif alike and isinstance(loader, _lightning.Stateful):
             state = states[world.replica]
             if state is not None:
                 loader.load_state_dict(state)
@@ -214,7 +213,9 @@ class Loaders:
                 "of an epoch [PIPER-K012]"
             )
         self._content = None
-        stateful = [each for each in loaders if epoch_sampler(each) is None and isinstance(each, Stateful)]
+        stateful = [
+            each for each in loaders if epoch_sampler(each) is None and isinstance(each, _lightning.Stateful)
+        ]
         if stateful:
             # A batch may be drawn before the step of the previous batch, or wait for an update.
             ahead = _lightning.batches_ahead(trainer)
@@ -251,7 +252,7 @@ class Loaders:
 
     def _entry(self, loader: Any, given: int | None, running: bool) -> dict[str, Any]:
         sampler = epoch_sampler(loader)
-        if sampler is None and isinstance(loader, Stateful):
+        if sampler is None and isinstance(loader, _lightning.Stateful):
             return _stateful_entry(loader, running)
         if not running:
             return {}
@@ -318,7 +319,7 @@ def _states(loaders: list[Any]) -> list[Any]:
     """Return copies of the states of the loaders whose position only they know. None for other loaders."""
     return [
         copy.deepcopy(each.state_dict())
-        if epoch_sampler(each) is None and isinstance(each, Stateful)
+        if epoch_sampler(each) is None and isinstance(each, _lightning.Stateful)
         else None
         for each in loaders
     ]
