@@ -27,7 +27,9 @@ class Checkpoint(piper.Directive):
     """A directive that makes the backward passes of the regions that `filter` selects read the activations of
     a second forward pass.
 
-        F -> saved -> B      --checkpoint-->      F     F' -> saved -> B        (F' waits for the gradient that B waits for)
+        F -> saved -> B      --checkpoint-->      F     F' -> saved -> B
+
+    `F'` waits for the gradient that `B` waits for.
 
     The second forward pass reads the same inputs, buffers and random seed, so it makes the same bits. Use it
     after place and split.
