@@ -151,7 +151,8 @@ function build(one, other) {
   const of = other ? [" of A", " of B"] : [""];
   const name = ({run, record}) => `${run}, step ${record.number}`;
   const beside = other ? [make("h2", {}, `A: ${name(one)}; B: ${name(other)}`), sideBySide(one, other)] : [];
-  const bands = KINDS.map(([kind, color]) => make("span", {}, make("i", {color}), kind));
+  const bands = make("div", {class: "legend"}, ...KINDS.map(([kind, color]) => make("span", {}, make("i", {color}), kind)));
+  const [heading, strips] = memory(`memory${of[0]}`, "memory", one);
   state.parts.body.replaceChildren(
     make("div", {class: "legend"}, ...legend(other ? [one, other] : [one])),
     ...beside,
@@ -159,8 +160,7 @@ function build(one, other) {
     ...(other ? timeline(`planned${of[1]}`, "planned-other", other, other.plan.step) : []),
     ...timeline(`measured${of[0]}`, "measured", one, record.step),
     ...(other ? timeline(`measured${of[1]}`, "compared", other, compared) : []),
-    make("div", {class: "legend"}, ...bands),
-    ...memory(`memory${of[0]}`, "memory", one),
+    heading, bands, strips,
     ...(other ? memory(`memory${of[1]}`, "memory-other", other) : []),
     state.parts.node,
     make("div", {class: "tables"},
