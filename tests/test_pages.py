@@ -57,6 +57,10 @@ loader = DataLoader(TensorDataset(*batch), batch_size=16)
 """
 MIXTURE = "from tests.moe import Model as Mixture, batch as tokens; module, batch = Mixture(), tokens(8)"
 LAYERS = "module, program = Layers(6, 'LAYER'), [piper.Split(filter={}, dim_name='MB', num_microbatches=2)]"
+SCORED = """
+from tests import packed
+module, batch, program = packed.packed(), next(iter(DataLoader(packed.Rows(), batch_size=8))), []
+"""
 PLACED = "piper.compile(module, batch, [piper.Place(filter={}, devices=[0, 1]), eval(code)])"
 ORDERED = "piper.compile(module, batch, piper.schedules.gpipe(2, 2)[:3] + [eval(code)])"
 SAVED = """
@@ -71,12 +75,13 @@ BEFORE = {
     "docs/checkpoints.md 1": "import torch.distributed.checkpoint as dcp",
     "docs/concepts.md 0": "self, x = SimpleNamespace(encoder=nn.Linear(4, 4)), torch.ones(2, 4)",
     "docs/concepts.md 1": "model = Layers(4)",
-    "docs/directives.md 4": MIXTURE,
-    "docs/directives.md 6": "module, batch = Layers(2), samples()",
-    "docs/directives.md 7": LAYERS,
+    "docs/directives.md 5": MIXTURE,
+    "docs/directives.md 7": "module, batch = Layers(2), samples()",
     "docs/directives.md 8": LAYERS,
-    "docs/directives.md 9": LAYERS + "; program += [piper.Offload(filter={'LAYER': '*'})]",
-    "docs/directives.md 10": "module = Pair()",
+    "docs/directives.md 9": SCORED,
+    "docs/directives.md 10": LAYERS + "; batch = samples()",
+    "docs/directives.md 11": LAYERS + "; program += [piper.Offload(filter={'LAYER': '*'})]",
+    "docs/directives.md 12": "module = Pair()",
     "docs/howto/pretrained.md 0": """
 pytest.importorskip("transformers", minversion="5.0")
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
@@ -174,9 +179,9 @@ from lightning_piper.schedules.searched_schedules import SEARCHED
 assert str(piper.verify(module, samples(), gpipe_in_waves(4, 4))).endswith("verified")
 assert SEARCHED.pop("gpipe_in_waves")
 """,
-    "docs/directives.md 3": PLACED,
-    "docs/directives.md 10": ORDERED,
-    "docs/directives.md 11": ORDERED,
+    "docs/directives.md 4": PLACED,
+    "docs/directives.md 12": ORDERED,
+    "docs/directives.md 13": ORDERED,
     "docs/losses.md 1": """
 Pair.training_step = training_step
 assert str(piper.verify(module, samples(), piper.schedules.one_f_one_b(2, 4))).endswith("verified")
