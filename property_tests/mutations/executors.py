@@ -226,6 +226,25 @@ def _added_into_what_was_sent(original: Function, seeded: Seeded) -> Function:
     return bind_add
 
 
+@mutation("sum overwritten", "each further term replaces the sum", "executor", (BINDERS, ins.Add))
+def _sum_overwritten(original: Function, seeded: Seeded) -> Function:
+    def bind_add(instruction: ins.Add, on: Binding) -> Function:
+        if not instruction.in_place or instruction.bucket is not None:
+            return original(instruction, on)
+        (term,), into, slots = instruction.reads, instruction.into, on.slots
+
+        def overwrite() -> None:
+            for total, x in zip(slots[into], slots[term.slot], strict=True):
+                total.copy_(x)
+            seeded.hit()
+            if term.last:
+                slots[term.slot] = None
+
+        return overwrite
+
+    return bind_add
+
+
 def _instruction(change: Callable[[Any], dict[str, Any]]) -> Wrap:
     """An instruction is bound as if it said something else."""
 

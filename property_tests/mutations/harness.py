@@ -60,7 +60,7 @@ def first_layer(mutation: Mutation) -> Caught | None:
     fixed = SCENARIOS.values() if mutation.scenario is None else [SCENARIOS[mutation.scenario]]
     for scenario in fixed if not mutation.processes else ():
         with mutation.patch() as seeded:
-            caught = _on(scenario, mutation)
+            caught = caught_on(scenario, mutation)
         if caught is not None:
             assert seeded.hits, f"{mutation.name} did nothing, yet {caught}"
             return caught
@@ -72,7 +72,8 @@ def first_layer(mutation: Mutation) -> Caught | None:
     return caught
 
 
-def _on(scenario: Scenario, mutation: Mutation) -> Caught | None:
+def caught_on(scenario: Scenario, mutation: Mutation) -> Caught | None:
+    """Return the layer, short of real processes, that notices a mutation on one scenario; None if none does."""
     try:
         built = layers.static(scenario, mutation.recapture)
     except PiperError as error:  # nothing else: a static check that stumbles has not found anything
@@ -138,4 +139,14 @@ def _short(message: str) -> str:
     return text if len(text) <= 110 else text[:107] + "..."
 
 
-__all__ = ["FILES", "LAYERS", "TABLE", "Caught", "control", "first_layer", "on_processes", "summary"]
+__all__ = [
+    "FILES",
+    "LAYERS",
+    "TABLE",
+    "Caught",
+    "caught_on",
+    "control",
+    "first_layer",
+    "on_processes",
+    "summary",
+]

@@ -15,10 +15,11 @@ from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk
+from lightning_piper.ir.values import Kind
 from lightning_piper.ops.communication import all_to_all
 from lightning_piper.ops.communication.all_to_all import AllToAll
 from lightning_piper.ops.communication.bucket import Pack
-from lightning_piper.ops.communication.reduce import ReduceScatter
+from lightning_piper.ops.communication.reduce import AllReduce, ReduceScatter
 from lightning_piper.ops.update import Accumulate, Update
 from lightning_piper.plan import instructions as ins
 from lightning_piper.plan.instructions import Instruction
@@ -93,6 +94,17 @@ def _sum_bypassed(dag: TrainingDAG) -> Iterable[object]:
     return _bypass(dag, [n for n in dag.of_type(ReduceScatter) if n.outputs[0].others])
 
 
+def _router_bypassed(dag: TrainingDAG) -> Iterable[object]:
+    return _bypass(
+        dag,
+        [
+            node
+            for node in dag.of_type(AllReduce)
+            if any(name.endswith("router.weight") for name in node.outputs[0].names)
+        ],
+    )
+
+
 def _first_term_twice(dag: TrainingDAG) -> Iterable[object]:
     for total in dag.of_type(Accumulate):
         if total.outputs[0].others and len(total.inputs) > 1:
@@ -141,6 +153,11 @@ _rewrite_bug(
     "rows stay at their source", "experts get the rows of their own device alone", _stays("dispatch")
 )
 _rewrite_bug("rows stay at their experts", "what experts made is not brought back", _stays("combine"))
+_rewrite_bug(
+    "gradients stay at their experts",
+    "what experts made of gradients is not brought back",
+    lambda dag: _bypass(dag, [x for x in _moves(dag, "combine") if x.outputs[0].kind == Kind.COTANGENT]),
+)
 _rewrite_bug("places stay at their experts", "full boxes are not brought back", _stays("combine"), EVEN)
 _rewrite_bug(
     "counts stay at their source", "experts are told the counts of their own device", _stays("counts")
@@ -159,6 +176,9 @@ _rewrite_bug(
     "experts owned twice", "two groups are the same, and some devices own nothing", _owned_twice, TWICE
 )
 _rewrite_bug("experts not summed", "who own the same experts keep their own sums", _sum_bypassed, TWICE)
+_rewrite_bug(
+    "router not summed", "each replica keeps its own gradient of the router", _router_bypassed, TWICE
+)
 _rewrite_bug(
     "experts of a microbatch twice", "a microbatch counts twice in the experts' gradient", _first_term_twice
 )

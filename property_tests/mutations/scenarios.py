@@ -21,7 +21,7 @@ from lightning_piper.directives import (
     ShardExperts,
     Split,
 )
-from lightning_piper.schedules import one_f_one_b, zero_bubble
+from lightning_piper.schedules import interleaved_one_f_one_b, one_f_one_b, zero_bubble
 from lightning_piper.testing import POOL, Case, Model, Spec, case, make_batch
 
 
@@ -183,6 +183,11 @@ _ALL = (
              [*one_f_one_b(2, 3), Recompute(filter={}, keep=["*mm"])]),
     Scenario("computed again, a fraction", Spec(("attention", "norm"), (0, 1)), 5,
              [*one_f_one_b(2, 3), Recompute(filter={}, keep=0.3)]),
+    Scenario("interleaved", Spec(("linear",) * 4, (0, 1, 2, 3)), 4, interleaved_one_f_one_b(4, 4)),
+    Scenario("zero bubble in replicas", Spec(("linear", "residual"), (0, 1)), 8,
+             [*zero_bubble(2, 2, devices=[[0, 2], [1, 3]]), _replicate([0, 2], [1, 3])]),
+    Scenario("groups of shards", POOL[4], 8, [*_groups([0, 1, 2, 3]), _split(2),
+                                             _replicate([0, 1, 2, 3], shard_grads=True, shard_size=2)]),
     Scenario("random numbers kept", Spec(("dropout", "attention"), (0, 1)), 5,
              [*one_f_one_b(2, 3), Recompute(filter={}, keep=0.0)]),
 )  # fmt: skip

@@ -47,6 +47,10 @@ def _own_part_alone(self: Any, state: Any, parts: list[Any], together: Function)
     return together([p if i == self._own else torch.zeros_like(p) for i, p in enumerate(parts)])
 
 
+def _in_bfloat16(self: Any, state: Any, parts: list[Any], together: Function) -> Any:
+    return together([tuple(x.bfloat16().to(x.dtype) for x in part) for part in parts])
+
+
 def _once(self: Any, state: Any, parts: list[Any], together: Function) -> Any:
     """The first step's result, also in all later ones."""
     if "remembered" not in self.__dict__:
@@ -77,6 +81,9 @@ mutation(
 )(_together(_own_part_alone))
 mutation("buckets summed without the others", "a replica's gradient is its own", "executor", SUMMED,
          scenario="replicas")(_together(_own_part_alone))  # fmt: skip
+mutation("buckets summed in bfloat16", "gradients lose most of their digits before their "
+                                       "sum", "executor", SUMMED,
+         scenario="replicas")(_together(_in_bfloat16))  # fmt: skip
 mutation("gathered once for all steps", "what was gathered in the first step is used in the "
                                         "second", "executor", GATHERED,
          scenario="sharded parameters")(_together(_once))  # fmt: skip

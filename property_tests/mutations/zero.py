@@ -12,9 +12,10 @@ from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.values import Partial, Replicated, Sharded
 from lightning_piper.ops.communication.gather import AllGather, Parameters
-from lightning_piper.ops.communication.reduce import AllReduce, ReduceScatter
+from lightning_piper.ops.communication.reduce import AllReduce, AllReduceShards, ReduceScatter
 from lightning_piper.ops.metrics import Metrics, StepReport
-from lightning_piper.passes import elimination
+from lightning_piper.ops.update import Accumulate
+from lightning_piper.passes import completion, elimination
 from lightning_piper.plan import device as device_plan
 from lightning_piper.plan import instructions as ins
 from lightning_piper.plan import order
@@ -329,6 +330,31 @@ def _tied_gradient_of_one_group(original: Function, seeded: Seeded) -> Function:
 
     return reduce
 
+
+def _last_term_unsummed(dag: TrainingDAG) -> Iterable[object]:
+    """The last microbatch is added after the sum over the replicas."""
+    for total in dag.of_type(Accumulate):
+        last = dag.nodes[total.inputs[-1][0]]
+        if isinstance(last, ReduceScatter):
+            dag.rewire(total, inputs=(*total.inputs[:-1], last.inputs[0]))
+            yield total
+
+
+for _name, _what, _change, _scenario in (
+    (
+        "last microbatch added after the sum",
+        "of the last microbatch, each replica has its own gradient alone",
+        _last_term_unsummed,
+        "sharded gradients",
+    ),
+    (
+        "sum over groups forgotten",
+        "each group of replicas steps with the gradient of its own samples",
+        lambda dag: _bypass(dag, list(dag.of_type(AllReduceShards))),
+        "groups of shards",
+    ),
+):
+    _rewrite_bug(_name, _what, (completion, "weigh"), _change, _scenario)
 
 # The compiler
 
