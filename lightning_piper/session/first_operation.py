@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ Found = tuple[int, int, str]  # how certain the cause is (0: most), position in 
 
 @dataclass(frozen=True)
 class LastStep:
-    """The captured step that ran last, which can run again.
+    """The captured step that runs now or ran last, which can run again.
 
     Attributes:
         runtime: The runtime on which it ran.
@@ -43,10 +43,21 @@ class LastStep:
     scale: float
     running: Callable[[Step], contextlib.AbstractContextManager[None]]
 
-    def again(self, see: See) -> StepResult:
-        """Run the step again, operation by operation. Collective."""
+    def run(self, sums: bool, digest: int) -> StepResult:
+        """Run the step as planned. `sums` and `digest` are `last` and `digest` of `ProcessRuntime.run`.
+        Collective."""
         with self.running(self.prepared.compiled.step):
-            return self.runtime.run_watched(self.prepared, see, self.leaves, self.seed, self.scale)
+            return self.runtime.run(self.prepared, self.leaves, self.seed, self.scale, sums, digest)
+
+    @contextlib.contextmanager
+    def again(self, see: See) -> Iterator[StepResult]:
+        """Run the step again, operation by operation. Buffers get their values back at the end of the context.
+        Collective."""
+        with (
+            self.running(self.prepared.compiled.step),
+            self.runtime.run_watched(self.prepared, see, self.leaves, self.seed, self.scale) as result,
+        ):
+            yield result
 
     def first_nonfinite(self, tensors: Mapping[str, torch.Tensor], world: World) -> str | None:
         """Return a text about the first NaN or infinity of the step; None if the step makes neither. If its
@@ -63,16 +74,16 @@ class LastStep:
             executor.restore_buffers()
         given = [(f"tensor {i} of the batch", x) for i, x in enumerate(self.leaves)]
         found = nan_in(given, tensors, world)
-        causes, order = NonFinite(), _order(self.prepared)
+        causes, order = NonFinite(), order_of(self.prepared)
 
         def see(at: Instruction, node: Node, inputs: Sequence[torch.Tensor], value: Any) -> None:
             constants = (node.args, dict(node.kwargs))
             causes.see(
-                str(node.target), inputs, value, constants, order[at.node], partial(_described, at, node)
+                str(node.target), inputs, value, constants, order[at.node], partial(described, at, node)
             )
 
-        self.again(see)
-        everyones = [each for own in world.gather([*found, *causes.found]) for each in own]
+        with self.again(see):
+            everyones = [each for own in world.gather([*found, *causes.found]) for each in own]
         return min(everyones)[2] if everyones else None
 
 
@@ -125,25 +136,39 @@ class NonFinite:
 
 
 class WatchedUncaptured(_torch.TorchDispatchMode):
-    """A mode that looks at every operation of an uncaptured step.
+    """A mode that shows every operation of an uncaptured step to `see`, with the arguments of `NonFinite.see`."""
 
-    Attributes:
-        causes: The causes so far.
-        backward: Whether the backward pass runs, which has no lines of the user's code.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, see: Callable[..., None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.causes, self.backward = NonFinite(), False
+        self._see, self._order = see, 0
+        self._backward = False  # the backward pass has no lines of the user's code
+
+    def run(
+        self, step: Callable[[], Any], params: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor | None, Sequence[torch.Tensor | None]]:
+        """Run a step, forward and backward.
+
+        Returns:
+            The loss, and the gradient of each parameter: None if the loss does not depend on it. If the step
+                returns no loss, or one without gradients, None and an empty list.
+        """
+        with torch.enable_grad(), self:
+            result = step()
+            loss = result["loss"] if isinstance(result, Mapping) else result
+            if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
+                return None, []
+            self._backward = True
+            return loss, torch.autograd.grad(loss, params, allow_unused=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         value = func(*args, **(kwargs or {}))
-        name = str(func).removeprefix("aten::").removesuffix(".default")
+        name, backward = str(func).removeprefix("aten::").removesuffix(".default"), self._backward
 
-        def described() -> str:
-            return f"{name} in the backward pass" if self.backward else f"{name} ({user_line()})"
+        def text() -> str:
+            return f"{name} in the backward pass" if backward else f"{name} ({user_line()})"
 
-        self.causes.see(name, tensors_in((args, kwargs)), value, (args, kwargs), 0, described)
+        self._see(name, tensors_in((args, kwargs)), value, (args, kwargs), self._order, text)
+        self._order += 1
         return value
 
 
@@ -172,10 +197,10 @@ def _can_be_infinite(x: torch.Tensor) -> bool:
     return x.layout == torch.strided and (x.is_floating_point() or x.is_complex())
 
 
-def _described(at: Instruction, node: Node) -> str:
+def described(at: Instruction, node: Node) -> str:
     """Return an operation with its pass and the user's line, as messages show it."""
     return f"{str(node.target).removesuffix('.default')} in {at.label} ({own_line(node)})"
 
 
-def _order(prepared: Prepared) -> dict[int, int]:
+def order_of(prepared: Prepared) -> dict[int, int]:
     return {node.id: i for i, node in enumerate(prepared.compiled.plans.order)}

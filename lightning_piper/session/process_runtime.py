@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property, partial
@@ -285,10 +285,12 @@ class ProcessRuntime:
         memory of `x`. Collective."""
         return x if self._transport is None else self._transport.sum(x)
 
+    @contextlib.contextmanager
     def run_watched(
         self, prepared: Prepared, see: See, leaves: Sequence[torch.Tensor], seed: int, scale: float
-    ) -> StepResult:
-        """Run a step again, operation by operation. Change nothing: buffers keep their values. Collective.
+    ) -> Iterator[StepResult]:
+        """Run a step operation by operation, and enter a context with its result. At the end of the context,
+        buffers get their values back. Nothing else changes. Collective.
 
         Args:
             see: Called after each operation of this process's devices.
@@ -297,7 +299,7 @@ class ProcessRuntime:
         last, before = self._last, {name: x.detach().clone() for name, x in self._buffers.items()}
         watched = replace(prepared, executors=self._executors(prepared.compiled, Watch(see)))
         try:
-            return self.run(watched, leaves, seed, scale)
+            yield self.run(watched, leaves, seed, scale)
         finally:
             self._last = last
             for name, old in before.items():
@@ -338,6 +340,11 @@ class ProcessRuntime:
             for name, view, spec in zip(bucket.names, bucket.views(flat), bucket.tensors, strict=True):
                 grads[name] = view.to(spec.dtype, copy=True)
         return grads
+
+    @property
+    def compiles(self) -> bool:
+        """Whether Inductor compiles the code of passes."""
+        return self._settings.compile is not None
 
     @property
     def digest_carrier(self) -> Prepared | None:

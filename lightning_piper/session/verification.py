@@ -27,7 +27,7 @@ from lightning_piper.verify import verify_step
 from lightning_piper.verify.report import Report
 from lightning_piper.verify.trial import Difference, largest_difference
 
-Verify = Literal["static", "first_batch", "each", "off"]
+Verify = Literal["static", "first_batch", "each", "determinism", "off"]
 ACCEPTED = get_args(Verify)
 
 
@@ -43,8 +43,8 @@ def verify_by_execution(
     If the verification fails on one process, all processes raise an error. Collective.
 
     With `first_batch` and `each`, rank 0, which still has the whole module, runs the program on a batch. A
-    warning says if the verdict is `verified except`. With `static`, rank 0 only tries the step on a few
-    samples, and warnings name visible differences from one device.
+    warning says if the verdict is `verified except`. With `static` and `determinism`, rank 0 only tries the step on
+    a few samples, and warnings name visible differences from one device.
 
     Args:
         how: The strategy's argument `verify`.
@@ -63,7 +63,7 @@ def verify_by_execution(
         PiperError: The program cannot run in one process: the module has no values, or the tensors of the
             replicas' batches cannot be joined.
     """
-    if how == "static":
+    if how in ("static", "determinism"):
         found = None if _trial(compiled, world) is None else _tried(compiled, module, leaves, world)
         _warn(list(_plain_to_see(compiled)), found, world)
         return None, found

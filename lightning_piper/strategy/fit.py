@@ -30,6 +30,7 @@ from lightning_piper.processes.settings import Settings, Watched
 from lightning_piper.processes.world import on_host
 from lightning_piper.profile import Recording, Schedule, recording_of
 from lightning_piper.runtime import DigestMismatch, StepResult
+from lightning_piper.session.determinism import run_compared
 from lightning_piper.session.eager.eager_replicas import why_not
 from lightning_piper.session.eager.partial_capture import InPart
 from lightning_piper.session.eager.standalone_module import Standalone
@@ -165,14 +166,14 @@ class Fit:
             check_devices(self.program, self.world)
 
     def _verify_program(self, verify: Verify) -> None:
-        """Verify the program as `PiperStrategy(verify=...)` says. With "static", also prepare the warnings
-        that later captures may give."""
+        """Verify the program as `PiperStrategy(verify=...)` says. With "static" and "determinism", also
+        prepare the warnings that later captures may give."""
         self.report, found = verify_by_execution(
             verify, self.program, self._module, self._leaves, self.world, rank_zero_info
         )
-        self._later: LaterWarnings | None = None
-        if verify == "static":
-            self._later = LaterWarnings(self.program, self._module, self.world, found)
+        warns = verify in ("static", "determinism")
+        self._later = LaterWarnings(self.program, self._module, self.world, found) if warns else None
+        self._runs_thrice = verify == "determinism"
 
     def _distribute_module(self) -> None:
         """Give each process its part of the module, and prepare the first program to run on it."""
@@ -389,6 +390,7 @@ class Fit:
             self._compared
             or self.recording is not None
             or self._tokens is not None
+            or self._runs_thrice
             or not self._check.may_use_digests
         ):
             return None
@@ -488,11 +490,12 @@ class Fit:
     def _run(
         self, prepared: Prepared, number: int, scale: float, sums: bool = True, digest: int = 1
     ) -> StepResult:
-        step = prepared.compiled.step
-        leaves = step.inputs(self._leaves)
-        self.ran = LastStep(self._runtime, prepared, leaves, self.seed + number, scale, self._in_part.running)
-        with self._in_part.running(step):
-            return self._runtime.run(prepared, leaves, self.seed + number, scale, sums, digest)
+        leaves, running = prepared.compiled.step.inputs(self._leaves), self._in_part.running
+        self.ran = LastStep(self._runtime, prepared, leaves, self.seed + number, scale, running)
+        if not self._runs_thrice:
+            return self.ran.run(sums, digest)
+        alone = sums and not self._in_accumulation
+        return run_compared(self.ran, sums, alone, self.ownership.owned_buffers, self.world, self._module)
 
     def nonfinite(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return a tensor of one element that is not 0 if a gradient may be NaN or infinite, on any process.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from lightning_piper.holdings._torch_foreach import any_nonfinite
 from lightning_piper.holdings.remote_gradient import RemoteGradient
 from lightning_piper.processes.world import World, of_rank
 from lightning_piper.runtime.watching import tensors_in
-from lightning_piper.session.first_operation import WatchedUncaptured, nan_in
+from lightning_piper.session.first_operation import NonFinite, WatchedUncaptured, nan_in
 from lightning_piper.strategy import _lightning
 from lightning_piper.strategy.fit import Fit
 from lightning_piper.strategy.phases import Eager, Fitting, Phase
@@ -127,20 +127,16 @@ class NanGuard:
     def _first_uncaptured(self, world: World) -> str | None:
         """Run the last uncaptured step again, and return a text about the first NaN or infinity in it; None
         if there is none, or if the step also steps its optimizers. Collective."""
-        module, watch = self._module, WatchedUncaptured()
+        module, causes = self._module, NonFinite()
         if self._again is None or not module.automatic_optimization:
             return None
         leaves = [(f"tensor {i} of the batch", x) for i, x in enumerate(tensors_in(self._batch))]
         params = [x for x in module.parameters() if x.requires_grad]
         found = nan_in(leaves, dict(module.named_parameters()), world)
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), watch:
+        with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self._random)
-            result = self._again()
-            loss = result["loss"] if isinstance(result, Mapping) else result
-            if isinstance(loss, torch.Tensor) and loss.requires_grad:
-                watch.backward = True
-                torch.autograd.grad(loss, params, allow_unused=True)
-        everyones = [each for own in world.gather([*found, *watch.causes.found]) for each in own]
+            WatchedUncaptured(causes.see).run(self._again, params)
+        everyones = [each for own in world.gather([*found, *causes.found]) for each in own]
         return min(everyones)[2] if everyones else None
 
     def _defer(self, flag: torch.Tensor, optimizer: Optimizer) -> None:

@@ -38,6 +38,7 @@ from lightning_piper.profile import Schedule, schedule_of
 from lightning_piper.search.costs.optimizers import states_of
 from lightning_piper.session.auto_search import choose
 from lightning_piper.session.available_memory import NoRoom, check_room
+from lightning_piper.session.determinism import compare_uncaptured
 from lightning_piper.session.eager.conditions import NOT_CAPTURED, check_may_be, is_as_under_ddp, summary_of
 from lightning_piper.session.eager.standalone_module import Standalone
 from lightning_piper.session.step_times import StepTimes
@@ -89,7 +90,8 @@ class PiperStrategy(EvaluatingStrategy):
             the number of processes. Directives that depend on the module are written at the first batch.
         verify: `static` checks every rewrite and plan without running it. `first_batch` also runs the
             finished program on one batch and compares the result with one device's. `each` also runs and
-            compares the program after every directive, and prints the report. `off` checks nothing.
+            compares the program after every directive, and prints the report. `determinism` is `static`, and
+            runs each training batch three times: different bits are an error. `off` checks nothing.
         transport: `process` has a process for each logical device. `local` runs all of them in this process,
             with `devices=1`. `simulated` is like `local`, on a simulated accelerator that orders its streams
             differently in each step. The result then has the same bits as on a CPU, or there is an error.
@@ -313,20 +315,14 @@ class PiperStrategy(EvaluatingStrategy):
 
     def _choose(self, start: Starting, batch: Any) -> None:
         """Search for a program. `start` keeps its program if the search chooses none. Collective."""
-        assert self.lightning_module is not None
-        choice = choose(
-            self.lightning_module,
-            batch,
-            self.world,
-            self._world_of(()),
-            rank_zero_info,
-            self.optimizers[0],
-            self._keeps_whole,
-        )
+        module, optimizer = self.lightning_module, self.optimizers[0]
+        assert module is not None
+        world, apart = self.world, self._world_of(())
+        choice = choose(module, batch, world, apart, rank_zero_info, optimizer, self._keeps_whole)
         if choice is not None:
             self._join = start.take_over(choice, self._world_of, self._chosen)
             # The prediction is for an optimizer step with one batch.
-            if self.lightning_module.trainer.accumulate_grad_batches == 1:
+            if module.trainer.accumulate_grad_batches == 1:
                 self._times = StepTimes(choice.predicted, rank_zero_info)
 
     def optimizer_step(
@@ -380,14 +376,17 @@ class PiperStrategy(EvaluatingStrategy):
             return self._run_plan(self.phase, batch, *args, **kwargs)
         if not isinstance(self.phase, Eager):
             return super().training_step(batch, *args, **kwargs)
+        step = partial(super().training_step, batch, *args, **kwargs)
         if self._guard is not None:
-            self._guard.note(partial(super().training_step, batch, *args, **kwargs), batch)
+            self._guard.note(step, batch)
         with self.phase.batch_norms():
+            if self._verify == "determinism":
+                compare_uncaptured(step, self.lightning_module, self.world)
             if self.lightning_module.automatic_optimization:
-                return super().training_step(batch, *args, **kwargs)
+                return step()
             self.phase.average()
             try:
-                return super().training_step(batch, *args, **kwargs)
+                return step()
             finally:
                 self.phase.stop_averaging()
 
@@ -486,12 +485,9 @@ class PiperStrategy(EvaluatingStrategy):
                 )
             own = super().optimizer_state(optimizer)
             return {**own, "state": left.state["state"]} if "state" in left.state else dict(left.state)
-        if (
-            self._sharded
-            and isinstance(self.phase, Fitting | Ended)
-            and self.phase.fit.optimizer.optimizer is optimizer
-        ):
-            return optimizer_state(self.phase.fit.optimizer)
+        fit = self.phase.fit if self._sharded and isinstance(self.phase, Fitting | Ended) else None
+        if fit is not None and fit.optimizer.optimizer is optimizer:
+            return optimizer_state(fit.optimizer)
         state = left.full_state(optimizer)
         return super().optimizer_state(optimizer) if state is None else state
 

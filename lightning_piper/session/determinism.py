@@ -1,0 +1,216 @@
+"""Runs a training step three times, and compares all bits of the results (`verify="determinism"`)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Node
+
+from lightning_piper.common.units import counted
+from lightning_piper.errors import ExecutionError, PiperError
+from lightning_piper.ops.instruction import Instruction
+from lightning_piper.processes.world import World
+from lightning_piper.runtime import StepResult
+from lightning_piper.runtime.watching import tensors_in
+from lightning_piper.session.first_operation import LastStep, WatchedUncaptured, described, order_of
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """What one run of an operation read and returned.
+
+    Attributes:
+        order: Its position in the step.
+        text: Its name and its line in the user's code.
+        inputs, result: Digests of the tensors.
+    """
+
+    order: int
+    text: str
+    inputs: bytes
+    result: bytes
+
+
+@dataclass
+class _Run:
+    """One run of a step.
+
+    Attributes:
+        operations: What names an operation in every run -> the operation, in the order in which they ran.
+        results: Name of a gradient, a buffer or the reported values -> its digest.
+    """
+
+    operations: dict[Any, _Operation] = field(default_factory=dict)
+    results: dict[str, bytes] = field(default_factory=dict)
+
+
+def digest(tensors: Sequence[torch.Tensor]) -> bytes:
+    """Return a digest of the bits of tensors: 16 bytes. The bits of a sparse tensor are those of its indices and
+    values."""
+    found = hashlib.blake2b(digest_size=16)
+    for x in tensors:
+        dense = [x.coalesce().indices(), x.coalesce().values()] if x.layout == torch.sparse_coo else [x]
+        for part in dense:
+            bits = part.detach().resolve_conj().resolve_neg().cpu().reshape(-1)
+            found.update(bits.contiguous().view(torch.uint8).numpy().tobytes())
+    return found.digest()
+
+
+def run_compared(
+    last: LastStep,
+    sums: bool,
+    alone: bool,
+    buffers: Mapping[str, torch.Tensor],
+    world: World,
+    module: nn.Module,
+) -> StepResult:
+    """Run a captured step as planned, after two runs operation by operation, and compare all bits. Collective.
+
+    Args:
+        sums: `LastStep.run` explains it.
+        alone: Whether the planned run returns the gradients of this batch alone. If not, the gradients of the
+            first two runs are compared only.
+        buffers: This process's buffers by name.
+        module: The LightningModule, which knows the number of the step.
+
+    Returns:
+        The result of the planned run.
+
+    Raises:
+        ExecutionError: Two runs gave different bits on any process; raised on every process.
+    """
+    first, second = _watched(last, buffers), _watched(last, buffers)
+    _compare(first, second, world, module)
+    result = last.run(sums, digest=1)
+    planned = _results(result, buffers)
+    if not last.runtime.compiles:  # Inductor's code differs from the operations by rounding
+        planned = {name: bits for name, bits in planned.items() if alone or not name.startswith(_GRADIENT)}
+        _compare(_Run({}, planned), first, world, module)
+    return result
+
+
+def compare_uncaptured(step: Callable[[], Any], module: nn.Module, world: World) -> None:
+    """Run an uncaptured step twice, forward and backward, and compare all bits of the loss, the gradients and
+    the buffers. Buffers, gradients and the random numbers of torch stay as they were. Collective.
+
+    Raises:
+        ExecutionError: Both runs gave different bits on any process; raised on every process.
+        PiperError: The step updates parameters itself.
+    """
+    if not module.automatic_optimization:
+        raise PiperError(
+            "PiperStrategy(verify='determinism') cannot run a step with manual optimization "
+            "(automatic_optimization=False) twice, because the step updates parameters. Pass verify='static' "
+            "[PIPER-S002]"
+        )
+    first, second = (_uncaptured(step, module, world.device) for _ in range(2))
+    _compare(first, second, world, module)
+
+
+_GRADIENT = "the gradient of "
+
+
+def _results(result: StepResult, buffers: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+    return {
+        "the loss and the logged values": digest([result.metrics]),
+        **{f"{_GRADIENT}{name!r}": digest([x]) for name, x in result.grads.items()},
+        **{f"buffer {name!r}": digest([x]) for name, x in buffers.items()},
+    }
+
+
+def _watched(last: LastStep, buffers: Mapping[str, torch.Tensor]) -> _Run:
+    """Run a captured step operation by operation. Collective."""
+    found, order = _Run(), order_of(last.prepared)
+
+    def see(at: Instruction, node: Node, inputs: Sequence[torch.Tensor], value: Any) -> None:
+        found.operations[id(at), node.name] = _Operation(
+            order[at.node], described(at, node), digest(inputs), digest(tensors_in(value))
+        )
+
+    with last.again(see) as result:
+        found.results = _results(result, buffers)
+    return found
+
+
+def _uncaptured(step: Callable[[], Any], module: nn.Module, device: torch.device) -> _Run:
+    """Run an uncaptured step, forward and backward."""
+    found = _Run()
+    params = {name: x for name, x in module.named_parameters() if x.requires_grad}
+
+    def see(
+        name: str, inputs: Sequence[torch.Tensor], value: Any, _: Any, order: int, text: Callable[[], str]
+    ) -> None:
+        found.operations[order, name] = _Operation(order, text(), digest(inputs), digest(tensors_in(value)))
+
+    with _kept(module, device):
+        loss, grads = WatchedUncaptured(see).run(step, list(params.values()))
+        if loss is not None:
+            given = {name: x for name, x in zip(params, grads, strict=True) if x is not None}
+            found.results = _results(StepResult(given, loss.detach()), dict(module.named_buffers()))
+    return found
+
+
+@contextmanager
+def _kept(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Give buffers and the state of torch's random numbers back at the end."""
+    before = [(x, x.detach().clone()) for x in module.buffers()]
+    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device.type):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for x, old in before:
+                    x.copy_(old)
+
+
+def _compare(first: _Run, second: _Run, world: World, module: nn.Module) -> None:
+    """Compare two runs on all processes. Collective.
+
+    Raises:
+        ExecutionError: They differ on any process.
+    """
+    different = [name for name, bits in first.results.items() if second.results.get(name) != bits]
+    everyones = world.gather(different)
+    names = list(dict.fromkeys(name for each in everyones for name in each))
+    if not names:
+        return
+    causes = world.gather(_first_difference(first, second))
+    rank, cause = min(
+        ((rank, each) for rank, each in enumerate(causes) if each is not None),
+        key=lambda pair: pair[1][:2],
+        default=(0, None),
+    )
+    more = f" and in {counted(len(names) - 1, 'more result')}" if len(names) > 1 else ""
+    where = f" on rank {rank}" if world.size > 1 else ""
+    why = (
+        "Its operations, run one after another, gave the same bits twice, so the difference comes from the "
+        "order in which the plan runs them, or from an exchange"
+        if cause is None
+        else f"The first operation that {cause[2]} is {cause[3]}{where}"
+    )
+    raise ExecutionError(
+        f"PiperStrategy(verify='determinism'): two runs of step {module.global_step} gave different bits in {names[0]}"
+        f"{more}. {why}. The optimizer has not applied these gradients. Replace the operation, or pass "
+        "Trainer(deterministic=True), which makes torch choose deterministic operations or raise an error "
+        "[PIPER-X007]"
+    )
+
+
+def _first_difference(first: _Run, second: _Run) -> tuple[int, int, str, str] | None:
+    """Return how certain the cause is (0: most), its position, what it did, and its text. None if all
+    operations read and returned the same bits."""
+    later = None
+    for name, here in first.operations.items():
+        there = second.operations.get(name)
+        if there is None or there.inputs != here.inputs:
+            if later is None:
+                later = (1, here.order, "read different values", here.text)
+        elif there.result != here.result and "empty" not in str(name[-1]):
+            return (0, here.order, "read the same values and returned different ones", here.text)
+    return later

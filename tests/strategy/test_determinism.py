@@ -1,0 +1,102 @@
+"""`verify="determinism"` finds a step whose runs give different bits, and names the first operation."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lightning_piper as piper
+from tests.distributed.processes import launch
+from tests.strategy import flaky
+from tests.strategy.fitting import local
+from tests.strategy.flaky import PROGRAMS, Buffered, Hidden, Net, fit
+
+LINE = r"\(\S+flaky\.py:\d+ \(h = flaky"
+pytestmark = pytest.mark.filterwarnings("ignore:Piper could not capture training_step")
+STRATEGIES = {
+    "stages": local,
+    "uncaptured": lambda **options: piper.PiperStrategy(capture="never", **options),
+    "compiled": lambda **options: local(compile=True, **options),
+    "simulated": lambda **options: piper.PiperStrategy(PROGRAMS["stages"], transport="simulated", **options),
+}
+KINDS = [
+    "stages",
+    "uncaptured",
+    *(pytest.param(x, marks=pytest.mark.long) for x in ("compiled", "simulated")),
+]
+
+
+@pytest.fixture(autouse=True)
+def without_process_group():
+    """End the process group that a fit in this process leaves."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def stopped(kind, module, step=2, **options):
+    with pytest.raises(piper.ExecutionError) as raised:
+        fit(STRATEGIES[kind](verify="determinism"), module, **options)
+    error = str(raised.value)
+    assert error.endswith("[PIPER-X007]") and f"two runs of step {step} gave different bits" in error
+    return error
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_operation_with_different_bits_is_named(kind):
+    error = stopped(kind, Net("forward"))
+    where = rf"flaky {LINE}" if kind == "uncaptured" else rf"flaky in F\[PP=0(,MB=0)?\] {LINE}"
+    assert re.search(rf"read the same values and returned different ones is piper_tests[:.]+{where}", error)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_operation_of_the_backward_pass_is_named(kind):
+    error = stopped(kind, Net("backward"))
+    assert "in the gradient of 'first.weight'" in error
+    where = "in the backward pass" if kind == "uncaptured" else r"in B\[PP=0(,MB=\d)?\]"
+    assert re.search(rf"different ones is piper_tests[:.]+flaky_backward {where}", error)
+
+
+@pytest.mark.parametrize("kind", ["stages", "uncaptured"])
+def test_a_buffer_whose_bits_differ_is_an_error(kind):
+    assert "in buffer 'mean'" in stopped(kind, Buffered("forward"))
+
+
+@pytest.mark.parametrize("module", [Net(), Hidden("forward")], ids=["equal", "unused"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_equal_bits_train_as_without_the_check(kind, module):
+    _, losses = fit(STRATEGIES[kind](verify="determinism"), module)
+    _, plain = fit(STRATEGIES[kind](), type(module)(""))
+    assert len(losses) == 4 and all(map(torch.equal, losses, plain))
+
+
+@pytest.mark.parametrize("kind", ["stages", "uncaptured"])
+def test_without_the_check_different_bits_train(kind):
+    assert fit(STRATEGIES[kind](), Net("forward"))[0].global_step == 4
+
+
+def test_batches_of_an_accumulation_are_compared():
+    assert "flaky_backward" in stopped("stages", Net("backward"), step=1, accumulate_grad_batches=2)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_all_processes_name_the_operation_of_one(tmp_path, program):
+    found = launch(2, flaky.train, tmp_path, program, "backward")
+    assert found[0] == found[1] and "flaky_backward" in found[0]
+    assert f"on rank {0 if program == 'stages' else 1}. The optimizer" in found[0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_processes_with_equal_bits_train(tmp_path, program):
+    assert launch(2, flaky.train, tmp_path, program, "") == [None, None]
+
+
+def test_manual_optimization_is_refused():
+    module = Net()
+    module.automatic_optimization = False
+    with pytest.raises(piper.PiperError, match="manual optimization .* twice"):
+        fit(piper.PiperStrategy(verify="determinism"), module)
