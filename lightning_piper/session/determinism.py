@@ -23,7 +23,7 @@ from lightning_piper.session.first_operation import LastStep, WatchedUncaptured,
 
 @dataclass(frozen=True)
 class _Operation:
-    """What one run of an operation read and returned.
+    """One run of an operation: the digests of its inputs and its result.
 
     Attributes:
         order: Its position in the step.
@@ -42,7 +42,8 @@ class _Run:
     """One run of a step.
 
     Attributes:
-        operations: What names an operation in every run -> the operation, in the order in which they ran.
+        operations: Key of an operation, which is the same in every run -> the operation, in the order of
+            this run.
         results: Name of a gradient, a buffer or the reported values -> its digest.
     """
 
@@ -51,8 +52,7 @@ class _Run:
 
 
 def digest(tensors: Sequence[torch.Tensor]) -> bytes:
-    """Return a digest of the bits of tensors: 16 bytes. The bits of a sparse tensor are those of its indices and
-    values."""
+    """Return a digest of the bits of tensors: 16 bytes. A sparse tensor has the bits of its indices and values."""
     found = hashlib.blake2b(digest_size=16)
     for x in tensors:
         dense = [x.coalesce().indices(), x.coalesce().values()] if x.layout == torch.sparse_coo else [x]
@@ -203,7 +203,8 @@ def _compare(first: _Run, second: _Run, world: World, module: nn.Module) -> None
 
 
 def _first_difference(first: _Run, second: _Run) -> tuple[int, int, str, str] | None:
-    """Return how certain the cause is (0: most), its position, what it did, and its text. None if all
+    """Return the first operation that differs: the certainty that it is the cause (0: most certain), its
+    position, how it differs, and its text. None if all
     operations read and returned the same bits."""
     later = None
     for name, here in first.operations.items():
