@@ -113,6 +113,7 @@ PACKAGES = {
         "replay",
         "process_runtime",
         "first_operation",
+        "determinism",
         "pending_step",
         "programs",
         "evaluation",
