@@ -27,7 +27,7 @@ from lightning_piper.profile import PiperProfiler, Schedule
 from lightning_piper.routing import combine, dispatch
 from lightning_piper.sample_gathering import gather_samples
 from lightning_piper.search import search
-from lightning_piper.strategy import PiperStrategy, SpikeRecorder, grad_norm, whole_module
+from lightning_piper.strategy import LocalSGD, PiperStrategy, SpikeRecorder, grad_norm, whole_module
 from lightning_piper.tensor_parallel import tensor_parallel
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "Directive",
     "DirectiveError",
     "ExecutionError",
+    "LocalSGD",
     "Offload",
     "Order",
     "PiperError",

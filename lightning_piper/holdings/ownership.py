@@ -439,19 +439,19 @@ class Ownership:
     def whole_gradients(self) -> dict[str, torch.Tensor]:
         """Return canonical name -> whole gradient in host memory, for all parameters that have a gradient, on
         every process. Collective."""
-        own = {n: x.grad for n, x in self.owned_params.items() if x.grad is not None and self.is_canonical(n)}
+        grads = {name: x.grad for name, x in self.owned_params.items() if x.grad is not None}
+        return self.assembled(grads, everywhere=True)
+
+    def assembled(
+        self, held: Mapping[str, torch.Tensor], everywhere: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """Return canonical name -> whole value in host memory, on rank 0 or everywhere, otherwise {}. `held` has
+        values of the forms in which this process holds these parameters and buffers. Collective."""
         specs, shards = self.tensor_map.specs, self._local_shards
-        parts = self._world.gather(
-            {n: on_host(x if n in shards else flattened(x, specs[n])) for n, x in own.items()}
-        )
-        found: dict[str, torch.Tensor] = {}
-        for name in {name: None for names in parts for name in names}:
-            holders = self.tensor_map.canonical_holders(name)
-            flat = torch.cat(
-                [parts[rank][name] for rank, _ in sorted(holders.items(), key=lambda each: each[1])]
-            )
-            found[name] = self.tensor_map.whole(name, flat)
-        return found
+        own = {name: x for name, x in held.items() if self.is_canonical(name)}
+        flat = {n: on_host(x if n in shards else flattened(x, specs[n])) for n, x in own.items()}
+        parts = self._world.gather(flat) if everywhere else self._world.to_rank_zero(flat)
+        return {} if parts is None else self.tensor_map.joined(parts)
 
     @contextlib.contextmanager
     def whole_on_rank_zero(self) -> Iterator[None]:

@@ -149,6 +149,15 @@ class TensorMap:
         strides."""
         return self._params[name].whole(flat) if name in self._params else view_as(flat, self.specs[name])
 
+    def joined(self, parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Return name -> whole value, from the elements in one dimension that count on each process, by rank."""
+        found: dict[str, torch.Tensor] = {}
+        for name in {name: None for names in parts for name in names}:
+            holders = self.canonical_holders(name)
+            ranks = [rank for rank, _ in sorted(holders.items(), key=lambda each: each[1])]
+            found[name] = self.whole(name, torch.cat([parts[rank][name] for rank in ranks]))
+        return found
+
     def holds_whole(self, name: str, rank: int) -> bool:
         return any(group.bucket is None and rank in group.ranges for group in self.holder_groups[name])
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_piper.accelerators._torch_groups import keep_all_groups
+from lightning_piper.accelerators.kinds import backend_of
 from lightning_piper.common.containers import container_like
 from lightning_piper.errors import PiperError
 from lightning_piper.processes.objects import of_outline, outlined
@@ -31,7 +32,7 @@ RANK_ZERO = 0
 _MEANS = (None, "mean", "avg", dist.ReduceOp.AVG)
 _SUMS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
-# The default group, and the groups for host tensors: (purpose, ranks) -> group. The groups live as long as
+# The default group, and the groups that `World` makes: (purpose, ranks) -> group. The groups live as long as
 # the default group, and all fits and strategies of a process share them.
 _host: tuple[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]] | None = None
 
@@ -56,7 +57,7 @@ def fill(into: torch.Tensor, values: torch.Tensor) -> None:
 
 
 class World:
-    """The processes of a run, seen from one of them.
+    """The processes of a run, seen from one of them, or the processes of one local replica of local SGD.
 
     `broadcast`, `gather`, `to_rank_zero`, `from_rank_zero`, `on_rank_zero` and `decide` are collective, and
     exchange values in host memory.
@@ -68,6 +69,8 @@ class World:
         timeout: Timeout of communication; None for torch's default.
         replicas: For each rank, the data-parallel replica that it belongs to, such as `(0, 0, 1, 1)`. Each
             replica draws its own batches. By default, all processes are one replica.
+        members: For each rank, the process's rank in the run, which also names it in errors. By default, these
+            are all processes of the run.
     """
 
     def __init__(
@@ -77,9 +80,10 @@ class World:
         device: torch.device,
         timeout: timedelta | None = None,
         replicas: Sequence[int] = (),
+        members: Sequence[int] = (),
     ) -> None:
         self.rank, self.size, self.device = rank, size, device
-        self.timeout = timeout
+        self.timeout, self.members = timeout, tuple(members) or tuple(range(size))
         self._purpose = "tensors in host memory"
         self.replicas = tuple(replicas) or (0,) * size
 
@@ -125,22 +129,28 @@ class World:
     def group_of(self, ranks: Iterable[int]) -> dist.ProcessGroup:
         """Return the group of some processes for tensors in host memory. This process must be a member. The
         first use is collective over the members. Raise the error of `refuse_exchanges`, if there is one."""
-        global _host
         if _refused is not None:
             raise _refused
-        default = dist.group.WORLD
-        assert default is not None
-        if _host is None or _host[0] is not default:
-            _host = (default, {})
-        members, groups = tuple(sorted(ranks)), _host[1]
+        members, groups = tuple(sorted(self.members[rank] for rank in ranks)), _groups()
         key = self._purpose, members
         if key not in groups:
             groups[key] = local_group(members, self._purpose, "gloo", self.timeout)
         return groups[key]
 
+    @property
+    def device_group(self) -> dist.ProcessGroup | None:
+        """The group of all processes for tensors on their devices; None for the default group of the run. The
+        first use is collective."""
+        if self.size == dist.get_world_size():
+            return None
+        key = f"tensors on {self.device.type}", self.members
+        if key not in _groups():
+            _groups()[key] = local_group(self.members, key[0], backend_of(self.device), self.timeout)
+        return _groups()[key]
+
     def warn(self, text: str) -> None:
-        """Issue a warning on rank 0 only. The warning names the line that calls this method."""
-        if self.is_rank_zero:
+        """Issue a warning on rank 0 of the run only. The warning names the line that calls this method."""
+        if self.members[self.rank] == RANK_ZERO:
             warnings.warn(text, stacklevel=2)
 
     def broadcast(self, value: T, source: int = RANK_ZERO) -> T:
@@ -148,7 +158,7 @@ class World:
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=source, group=self.host_group)
+        dist.broadcast_object_list(box, src=self.members[source], group=self.host_group)
         return box[0]
 
     def gather(self, value: T, ranks: Sequence[int] | None = None) -> list[T]:
@@ -179,7 +189,7 @@ class World:
         if self.size == 1:
             return [value]
         values: list[Any] | None = [None] * self.size if self.is_rank_zero else None
-        dist.gather_object(value, values, dst=RANK_ZERO, group=self.host_group)
+        dist.gather_object(value, values, dst=self.members[RANK_ZERO], group=self.host_group)
         return values
 
     def from_rank_zero(self, values: list[T] | None) -> T:
@@ -189,7 +199,7 @@ class World:
             assert values is not None
             return values[0]
         box: list[Any] = [None]
-        dist.scatter_object_list(box, values, src=RANK_ZERO, group=self.host_group)
+        dist.scatter_object_list(box, values, src=self.members[RANK_ZERO], group=self.host_group)
         value: T = box[0]
         return value
 
@@ -218,7 +228,8 @@ class World:
         if failure is not None:
             raise failure
         if kind is not None:
-            raise of_rank(RANK_ZERO, kind(f"rank {RANK_ZERO}: {text}"))
+            first = self.members[RANK_ZERO]
+            raise of_rank(first, kind(f"rank {first}: {text}"))
         return result if self.is_rank_zero else shared
 
     def move(
@@ -236,12 +247,12 @@ class World:
         if self.rank == source:
             assert tensor is not None
             if tensor.numel():
-                dist.send(_bytes(tensor.detach().cpu()), target, group=self.host_group)
+                dist.send(_bytes(tensor.detach().cpu()), self.members[target], group=self.host_group)
         elif self.rank == target:
             assert into is not None
             room = torch.empty(into.shape, dtype=into.dtype)
             if room.numel():
-                dist.recv(_bytes(room), source, group=self.host_group)
+                dist.recv(_bytes(room), self.members[source], group=self.host_group)
             fill(into, room.to(into.device))
 
     def move_object(self, value: Any, source: int, target: int) -> Any:
@@ -249,25 +260,33 @@ class World:
         including the source, return None. Large tensors do not pass through a pickle."""
         if source == target:
             return value if self.rank == target else None
+        group = self.host_group
         if self.rank == source:
             outline, tensors = outlined(value)
-            dist.send_object_list([outline], target, group=self.host_group)
+            dist.send_object_list([outline], self.members[target], group=group)
             for tensor in tensors:
-                dist.send(_bytes(tensor), target, group=self.host_group)
+                dist.send(_bytes(tensor), self.members[target], group=group)
         elif self.rank == target:
             box: list[Any] = [None]
-            dist.recv_object_list(box, source, group=self.host_group)
+            dist.recv_object_list(box, self.members[source], group=group)
             moved, tensors = of_outline(box[0])
             for tensor in tensors:
-                dist.recv(_bytes(tensor), source, group=self.host_group)
+                dist.recv(_bytes(tensor), self.members[source], group=group)
             return moved
         return None
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over all processes, in place, and return it. Collective."""
         if self.size > 1:
-            dist.all_reduce(value)
+            dist.all_reduce(value, group=self.device_group)
         return value
+
+    def share(self, tensor: torch.Tensor) -> None:
+        """Copy the tensor of rank 0 into the tensors of all processes. Collective."""
+        if self.size > 1:
+            sent = _bytes(tensor.detach())
+            dist.broadcast(sent, src=self.members[RANK_ZERO], group=self.device_group)
+            fill(tensor, sent.view(tensor.dtype).view(tensor.shape))
 
     def over_replicas(self, value: torch.Tensor, how: Any) -> torch.Tensor:
         """Return the mean, sum, maximum or minimum over the replicas, each of which counts once.
@@ -294,7 +313,7 @@ class World:
         total = value.detach().clone().to(self.device)
         if op == dist.ReduceOp.SUM and self.rank not in self.first_ranks:
             total.zero_()
-        dist.all_reduce(total, op=op)
+        dist.all_reduce(total, op=op, group=self.device_group)
         return (total / self.count if how in _MEANS else total).to(value.device)
 
     def decide(self, decision: bool, all: bool) -> bool:
@@ -304,6 +323,16 @@ class World:
         flag = torch.tensor(int(decision))
         dist.all_reduce(flag, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX, group=self.host_group)
         return bool(flag)
+
+
+def _groups() -> dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]:
+    """Return the groups that belong to the current default group."""
+    global _host
+    default = dist.group.WORLD
+    assert default is not None
+    if _host is None or _host[0] is not default:
+        _host = (default, {})
+    return _host[1]
 
 
 def together(world: World, doing: str, work: Callable[[], T]) -> list[T]:
@@ -328,14 +357,14 @@ def together(world: World, doing: str, work: Callable[[], T]) -> list[T]:
     except Exception as error:
         failure = (
             PiperError,
-            f"{doing} failed on rank {world.rank}: {type(error).__name__}: {error} [PIPER-L001]",
+            f"{doing} failed on rank {world.members[world.rank]}: {type(error).__name__}: {error} [PIPER-L001]",
         )
         cause = error
     outcomes = world.gather((value, failure))
     for rank, (_, failed) in enumerate(outcomes):
         if failed is not None:
             kind, text = failed
-            raise of_rank(rank, kind(text)) from cause
+            raise of_rank(world.members[rank], kind(text)) from cause
     return [value for value, _ in outcomes]
 
 

@@ -74,6 +74,8 @@ class Settings:
         compile: Options with which Inductor compiles the code of passes; None to run this code uncompiled.
         device: The logical device of this process; None if all devices are in this process.
         simulated: Whether all devices are in this process and on a simulated accelerator.
+        everywhere: Under local SGD, all processes of the run, of which each local replica runs the program; otherwise
+            None.
     """
 
     program: Sequence[Directive]
@@ -88,6 +90,7 @@ class Settings:
     compile: Mapping[str, Any] | None = None
     device: int | None = None
     simulated: bool = False
+    everywhere: World | None = None
 
     @property
     def evaluates(self) -> bool:
@@ -142,7 +145,7 @@ class ProcessRuntime:
 
     def __init__(self, settings: Settings, world: World) -> None:
         self._settings, self._world = settings, world
-        self.metric_objects = MetricObjects(world)
+        self.metric_objects = MetricObjects(settings.everywhere or world)
         self._first: Compiled | None = None  # the program that `bind` received
         self._tensor_map: TensorMap | None = None
         self._params: Mapping[str, torch.Tensor] = {}
@@ -191,6 +194,7 @@ class ProcessRuntime:
         for rank, (problem, *_) in enumerate(found):
             if problem is not None:
                 kind, text, late = problem
+                rank = self._world.members[rank]
                 foreign = of_rank(rank, kind(f"rank {rank}: {text}"))
                 if isinstance(foreign, CaptureError):
                     foreign.late = late
@@ -246,8 +250,8 @@ class ProcessRuntime:
         self._first, self._tensor_map = first, own.tensor_map
         self._params, self._buffers, self._shards = own.owned_params, own.owned_buffers, own.shards
         if not self._settings.local:
-            ranks = range(self._world.size)
-            self._transport = ProcessTransport(first.plans, ranks, self._world.device, self._settings.timeout)
+            world, timeout = self._world, self._settings.timeout
+            self._transport = ProcessTransport(first.plans, world.members, world.device, timeout)
 
     def connect(self, compiled: Compiled) -> None:
         """Create the communicators of a program that other processes prepare now and this process has
@@ -267,7 +271,10 @@ class ProcessRuntime:
         if self._compiler is not None and not self._told and (report := self._compiler.report) is not None:
             self._told = True
             warnings.warn(report, stacklevel=2)
-        return Prepared(compiled, executors, Replay(compiled, self.metric_objects))
+        everywhere = self._settings.everywhere
+        firsts = None if everywhere is None else range(0, everywhere.size, self._world.size)
+        replay = Replay(compiled, self.metric_objects, firsts)
+        return Prepared(compiled, executors, replay)
 
     def _executors(self, compiled: Compiled, watch: Watch | None = None) -> list[Executor]:
         """Return new executors of this process's devices, which `watch` watches. Collective like `prepare`."""

@@ -25,7 +25,8 @@ from lightning_piper.runtime import StepResult
 from lightning_piper.session.metric_objects import MetricObjects, owners_of, wanted_by_all
 
 # Keywords of `self.log` that a replayed call leaves out. A plan reports the same values on every process, so
-# reducing these values again would only cost time. The values do not have an autograd graph.
+# reducing these values again would only cost time (under local SGD, `_sync_dist`). The values do not have an autograd
+# graph.
 NOT_REPLAYED = ("sync_dist", "sync_dist_group", "enable_graph")
 
 
@@ -88,12 +89,19 @@ class Replay:
     """Repeats the logging of one compiled program. Every process logs the same values under the same keys, in
     the order of the step.
 
+    Args:
+        compiled: The program.
+        objects: The metric objects that the steps update.
+        firsts: Under local SGD, the first rank of each local replica in the run; None without local SGD.
+
     Attributes:
         dtype: Dtype of the loss; None for a forward-only step.
         tensors: Whether the step logs tensors, not only numbers.
     """
 
-    def __init__(self, compiled: Compiled, objects: MetricObjects) -> None:
+    def __init__(
+        self, compiled: Compiled, objects: MetricObjects, firsts: Sequence[int] | None = None
+    ) -> None:
         names = metric_names(compiled.dag.code)
         ends = list(itertools.accumulate(counts := widths(compiled.dag.code)))
         slices = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
@@ -110,10 +118,11 @@ class Replay:
             }
         self.tensors = len(names) > first_log(compiled.dag.code)
         self._step, self._objects, self._size = compiled.step, objects, compiled.dag.size
-        self._owners, self._wanted = (
-            owners_of(compiled.dag),
-            wanted_by_all(compiled.dag.code.metrics, compiled.step.name),
-        )
+        self._wanted = wanted_by_all(compiled.dag.code.metrics, compiled.step.name)
+        self._owners = {
+            name: tuple(first + rank for first in firsts or (0,) for rank in ranks)
+            for name, ranks in owners_of(compiled.dag).items()
+        }
         # For each log call: its name, a function that returns its value, and the keywords for `self.log`.
         self._calls: list[tuple[str, Callable[[StepResult], Any], dict[str, Any]]] = []
         self._context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
@@ -128,6 +137,8 @@ class Replay:
             if log.name in alike:
                 kwargs["batch_size"] *= compiled.dag.replicas
             kwargs["reduce_fx"] = log.reduce
+            if firsts is not None:
+                kwargs["sync_dist"] = _sync_dist(log.kwargs, compiled.step.name)
             parts = [slices[names.index(name, first_log(compiled.dag.code))] for name in log.outputs]
             self._calls.append((log.name, _value(log, parts, kept, wide), kwargs))
             if log.constant is not None:
@@ -242,6 +253,20 @@ def _value(
         return made if made.dtype in (torch.float32, torch.float64) else made.to(wide)
 
     return value
+
+
+def _sync_dist(given: Mapping[str, Any], step: str) -> bool:
+    """Return whether Lightning averages a logged value over the local replicas of local SGD.
+
+    A value of an epoch is always averaged. A value of each step is averaged only if the user asks for it, because the
+    replicas would communicate in each step.
+
+    Args:
+        given: The keywords of `self.log`.
+        step: Name of the step. Lightning logs on each step by default only in "training_step".
+    """
+    on_step = given.get("on_step")
+    return bool(given.get("sync_dist")) or not (step == "training_step" if on_step is None else on_step)
 
 
 def _dtypes(dag: TrainingDAG) -> dict[str, torch.dtype]:

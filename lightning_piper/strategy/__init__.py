@@ -7,13 +7,22 @@ which has a registry and classes separate from `lightning`.
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning_utilities.core import rank_zero
 
+from lightning_piper.session.local_sgd import LocalSGD
 from lightning_piper.strategy.checkpoints import consolidate, last_checkpoint
 from lightning_piper.strategy.compatibility import grad_norm
 from lightning_piper.strategy.spikes import SpikeRecorder
 from lightning_piper.strategy.strategy import PiperStrategy
 from lightning_piper.strategy.whole_module import whole_module
 
-__all__ = ["PiperStrategy", "SpikeRecorder", "consolidate", "grad_norm", "last_checkpoint", "whole_module"]
+__all__ = [
+    "LocalSGD",
+    "PiperStrategy",
+    "SpikeRecorder",
+    "consolidate",
+    "grad_norm",
+    "last_checkpoint",
+    "whole_module",
+]
 
 log = rank_zero.log
 import pytorch_lightning.strategies  # noqa: E402

@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.callbacks.batch_size_finder import BatchSizeFinder
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import Optimizer
 
@@ -28,6 +29,7 @@ from lightning_piper.common.lightning_packages import is_a
 from lightning_piper.common.limits import is_number, shown
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.materialization import Known, is_on_meta, without_initial_values
+from lightning_piper.session.local_sgd import LocalSGD
 from lightning_piper.session.verification import ACCEPTED
 from lightning_piper.strategy.checkpoints import is_behind, warn_of_unused_last
 
@@ -375,6 +377,70 @@ def check_choices(**arguments: object) -> None:
             raise PiperError(
                 f"PiperStrategy({name}={shown(value)}): accepted are {', '.join(map(repr, accepted))}"
                 " [PIPER-S001]"
+            )
+
+
+def check_local_sgd(
+    local_sgd: object, directives: object, transport: str, checkpoint: str, capture: str
+) -> None:
+    """Check that the strategy's argument `local_sgd` is valid, and that the other arguments fit to it.
+
+    Raises:
+        PiperError: The argument is not a `LocalSGD`, or another argument does not fit to local SGD.
+    """
+    if local_sgd is None:
+        return
+    if not isinstance(local_sgd, LocalSGD):
+        raise PiperError(
+            f"PiperStrategy(local_sgd={shown(local_sgd)}) is not usable. Give "
+            "piper.LocalSGD(replicas=..., every=...) [PIPER-S001]"
+        )
+    for name, value, unusable, why in (
+        ("directives", directives, "auto", "the search does not know local SGD. Give directives or degrees"),
+        ("transport", transport, "local", "one process cannot have different parameters for each replica"),
+        (
+            "transport",
+            transport,
+            "simulated",
+            "one process cannot have different parameters for each replica",
+        ),
+        ("checkpoint", checkpoint, "sharded", "its checkpoints are one file with the states of all replicas"),
+        ("capture", capture, "never", "it trains only captured steps"),
+    ):
+        if isinstance(value, str) and value == unusable:
+            raise PiperError(
+                f"PiperStrategy(local_sgd=..., {name}={value!r}): local SGD does not support {name}={value!r}, "
+                f"because {why}. Remove one of the two arguments [PIPER-S001]"
+            )
+
+
+def check_local_fit(trainer: pl.Trainer, plugin: Precision, searched: bool) -> None:
+    """Check that local SGD supports everything that a fit uses.
+
+    Args:
+        trainer: The Trainer.
+        plugin: Its precision plugin.
+        searched: Whether a search must find the program.
+
+    Raises:
+        PiperError: Something is unsupported.
+    """
+    where = "PiperStrategy(local_sgd=...)"
+    if searched:
+        raise PiperError(
+            f"{where}: the module or PIPER_DIRECTIVES asks for a search, which does not know local SGD. Give "
+            "directives or degrees [PIPER-S002]"
+        )
+    if getattr(plugin, "scaler", None) is not None:
+        raise PiperError(
+            f"{where} with precision {plugin.precision!r}: a replica whose gradients overflow would skip an update "
+            "alone. Use 'bf16-mixed' or '32-true' [PIPER-S002]"
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if is_a(callback, WeightAveraging, StochasticWeightAveraging):
+            raise PiperError(
+                f"{where}: {type(callback).__name__} would average the parameters of each replica apart. Remove "
+                "the callback [PIPER-S002]"
             )
 
 

@@ -146,7 +146,7 @@ def grad_norm(
         raise PiperError(
             f"grad_norm(norm_type={norm_type!r}) is not usable. Give a number above zero, or 'inf' [PIPER-S008]"
         )
-    found = norms_of_each(fit.ownership, strategy.world, p)
+    found = norms_of_each(fit.ownership, fit.world, p)
     named = {f"grad_{p}_norm{group_separator}{name}": norm for name, norm in found.items()}
     if named:
         named[f"grad_{p}_norm_total"] = torch.linalg.vector_norm(torch.stack(list(named.values())), p)

@@ -48,6 +48,8 @@ from lightning_piper.strategy.phases import Evaluating, Fitting, Idle, Starting
 from lightning_piper.strategy.precision import check_precision
 from lightning_piper.strategy.process_management import OverProcesses
 
+SEEDS_APART = 2**32  # difference of the seeds of two local replicas; more than a run has steps
+
 
 class EvaluatingStrategy(OverProcesses):
     """A strategy that runs `validation_step`, `test_step` and `predict_step` as plans over processes.
@@ -109,7 +111,9 @@ class EvaluatingStrategy(OverProcesses):
             PiperError: The processes cannot start.
         """
         if self._degrees is not None and not self._local:
-            self._degrees.for_devices(self.num_processes * self.num_nodes)
+            processes = self.num_processes * self.num_nodes
+            local_sgd = self._local_sgd
+            self._degrees.for_devices(processes if local_sgd is None else local_sgd.processes(processes))
         super().configure_launcher()
 
     def setup_environment(self) -> None:
@@ -186,7 +190,7 @@ class EvaluatingStrategy(OverProcesses):
         self.accelerator.setup(trainer)
         check_precision(plugin)
         self.model = plugin.convert_module(module)
-        processes = 1 if self._local else self.world.size
+        processes = self._program_size
         searched = self._is_searched(module)
         program = for_fit(self._given(), module, processes, rank_zero_info, searched)
         annotations = annotations_for_fit(self._given(), self._annotations, module)
@@ -196,7 +200,7 @@ class EvaluatingStrategy(OverProcesses):
         for handle in annotate_as(module, annotations):
             self._chosen.callback(handle.remove)
         found = {} if self._local else replicas_of(program)
-        world = self._world_of(tuple(found.get(rank, 0) for rank in range(self.world.size)))
+        world = self._world_of(tuple(found.get(rank, 0) for rank in range(processes)))
         # Lightning's precisions use one context for all steps without a backward pass.
         contexts = plugin.train_step_context, plugin.forward_context
         replicas, static = max(found.values(), default=0) + 1, self._verify != "off"
@@ -212,13 +216,15 @@ class EvaluatingStrategy(OverProcesses):
             compile=self._compile,
             device=None if self._local else world.rank,
             simulated=self._simulated,
+            everywhere=None if self._local_sgd is None else self._all_of(world.replicas),
         )
         if restored.sharded is not None and not is_on_meta(module):
             restored.sharded.whole()
         if trainer.ckpt_path is not None:
-            count_once(module, world)
-        drawn, suspended = draw_seed(world), suspend(module, world)
-        seed = drawn if seed is None else seed
+            count_once(module, self._all_of(world.replicas))
+        drawn, suspended = draw_seed(self.world), suspend(module, world)
+        # The local replicas of local SGD draw different random numbers. A checkpoint has the seed of replica 0.
+        seed = (drawn if seed is None else seed) + self._local_replica * SEEDS_APART
         self._averages = averages = Averages(trainer, self._in_ranges)
 
         def distributed(own: Ownership) -> None:
@@ -242,7 +248,7 @@ class EvaluatingStrategy(OverProcesses):
         if the strategy has no degrees."""
         if self._degrees is None or self._local:
             return self._degrees
-        return self._degrees.for_devices(self.world.size)
+        return self._degrees.for_devices(self._program_size)
 
     def _given(self) -> list[Directive] | None:
         """Return the directives passed to the strategy, or the directives of its degrees, without the
@@ -334,7 +340,8 @@ class EvaluatingStrategy(OverProcesses):
                         self.phase.standalone.materialize()
             self.lightning_module.to(self.root_device)
         elif not parts.whole:
-            if (lacking := lacks_memory(self.lightning_module, self.world)) is not None:
+            assert isinstance(self.phase, Evaluating | Starting | Fitting)
+            if (lacking := lacks_memory(self.lightning_module, self.phase.standalone.world)) is not None:
                 raise PiperError(
                     f"PiperStrategy: {step} runs uncaptured, but {lacking}. Change the step so that Piper can "
                     f"capture it. It was not captured because of: {self._eager_steps[step]} [PIPER-S013]"
@@ -358,12 +365,15 @@ class EvaluatingStrategy(OverProcesses):
         (`session.evaluation.Evaluation.expect`).
         """
         evaluation, module = self.phase.evaluation, self.lightning_module
-        if evaluation is None or self.world.count == 1:
+        if evaluation is None:
             return
         assert module is not None and isinstance(self.phase, Evaluating | Starting | Fitting)
+        world = self.phase.standalone.world
+        if world.count == 1:
+            return
         if name not in self._eager_steps:
             before = self.phase.standalone
-            lengths = self.world.gather(_lightning.evaluation_lengths(module.trainer))
+            lengths = world.gather(_lightning.evaluation_lengths(module.trainer))
             unknown = any(None in each for each in lengths)
             assumed = unknown and self._capture != "always" and may_run_uncaptured(before)
             expected = name == "predict_step" and not unknown

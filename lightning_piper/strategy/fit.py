@@ -179,7 +179,7 @@ class Fit:
         """Give each process its part of the module, and prepare the first program to run on it."""
         module, world, first = self._module, self.world, self.program
         self._suspended = suspend(module, world)
-        count_replicas(module.trainer, world)
+        count_replicas(module.trainer, self.before.settings.everywhere or world)
         self.ownership = self.before.distribute(first)
         if world.device.type == "cpu":
             trim()

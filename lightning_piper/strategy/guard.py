@@ -176,7 +176,7 @@ class NanGuard:
             "at code after the backward pass, at random numbers, and at manual optimization"
         )
         raise of_rank(
-            rank,
+            world.members[rank],
             ExecutionError(
                 f"PiperStrategy: the gradient of {found[0]!r}{more} is NaN or infinite in step "
                 f"{self._module.global_step}. {cause}. "

@@ -43,6 +43,7 @@ from lightning_piper.session.eager.eager_optimizer import EagerOptimizer, divide
 from lightning_piper.session.eager.eager_replicas import EagerReplicas
 from lightning_piper.session.eager.standalone_module import Standalone
 from lightning_piper.session.evaluation import Evaluation
+from lightning_piper.session.local_sgd import Rounds
 from lightning_piper.session.program_cache import ChosenProgram
 from lightning_piper.strategy.fit import Fit
 
@@ -249,9 +250,14 @@ class Starting:
 
 @dataclass(frozen=True)
 class _OfFit:
-    """Base of the phases that have a `Fit`."""
+    """Base of the phases that have a `Fit`.
+
+    Attributes:
+        rounds: The exchanges of local SGD; None without local SGD.
+    """
 
     fit: Fit
+    rounds: Rounds | None = field(default=None, kw_only=True)
 
     @property
     def left(self) -> Left:
@@ -281,6 +287,8 @@ class Fitting(_OfFit):
         return self.fit.evaluation
 
     def close(self, failed: bool) -> None:
+        if self.rounds is not None and not failed:
+            self.rounds.end()
         self.fit.close(failed)
 
 
@@ -419,7 +427,7 @@ Phase = Idle | Evaluating | Starting | Fitting | Eager | Ended
 def over(phase: Phase) -> Idle | Ended:
     """Return the phase that follows when the run is over."""
     if isinstance(phase, Fitting):
-        return Ended(phase.fit)
+        return Ended(phase.fit, rounds=phase.rounds)
     return phase if isinstance(phase, Idle | Ended) else Idle(phase.left, phase.replicas)
 
 

@@ -30,6 +30,7 @@ from lightning_piper.processes.launcher_checks import check_address, check_one_p
 from lightning_piper.processes.termination import Termination
 from lightning_piper.processes.tracebacks import print_short_tracebacks
 from lightning_piper.processes.world import World, end_groups_at_exit, leave_groups_at_exit, store_of_attempt
+from lightning_piper.session.local_sgd import LocalSGD
 from lightning_piper.strategy import _lightning
 from lightning_piper.strategy.checks import checked_backend
 from lightning_piper.strategy.loading.data import agree_on_loader
@@ -44,6 +45,7 @@ class OverProcesses(_lightning.Strategy):
 
     Args:
         local: Whether one process has all devices.
+        local_sgd: The settings of local SGD; None without it.
         timeout: Timeout of communication.
         backend: Backend of the default process group; None for the device's default backend.
         options: Arguments of Lightning's own strategies.
@@ -52,9 +54,12 @@ class OverProcesses(_lightning.Strategy):
         phase: The current phase of a run. `phase.replicas` has the replica that each process draws data for.
     """
 
-    def __init__(self, local: bool, timeout: timedelta, backend: str | None, **options: Any) -> None:
+    def __init__(
+        self, local: bool, local_sgd: LocalSGD | None, timeout: timedelta, backend: str | None, **options: Any
+    ) -> None:
         super().__init__(**options)
         self._local, self._timeout, self._backend = local, timeout, backend
+        self._local_sgd = local_sgd
         self.phase: Phase = Idle()
         self._failed = False  # whether the run has failed
         # Joins the batches of processes that work on one batch although each of them draws its own data.
@@ -85,7 +90,8 @@ class OverProcesses(_lightning.Strategy):
         Without replicas, all processes read the same data in the user's order, unless their batches are
         joined.
         """
-        return self._join is not None or max(self.phase.replicas, default=0) > 0
+        apart = self._join is not None or self._local_sgd is not None
+        return apart or max(self.phase.replicas, default=0) > 0
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -98,7 +104,8 @@ class OverProcesses(_lightning.Strategy):
 
     @property
     def world(self) -> World:
-        return self._world_of(self.phase.replicas)
+        """All processes of the run."""
+        return self._all_of(self.phase.replicas)
 
     @property
     def _drawing(self) -> World:
@@ -118,10 +125,37 @@ class OverProcesses(_lightning.Strategy):
         `batch` if each process has drawn the batch of its replica. Collective."""
         return batch if self._join is None else self._join.joined(batch)
 
+    def _all_of(self, replicas: tuple[int, ...]) -> World:
+        """Return all processes of the run.
+
+        Args:
+            replicas: The replica of each process of a program. Each local replica of local SGD runs the program
+                and has replicas of its own.
+        """
+        if self._local_sgd is None:
+            return self._world_of(replicas)
+        own = replicas or (0,) * self._program_size
+        every = (first * (max(own) + 1) + each for first in range(self._local_sgd.replicas) for each in own)
+        return World(self.global_rank, self.world_size, self.root_device, self._timeout, tuple(every))
+
     def _world_of(self, replicas: tuple[int, ...]) -> World:
-        return World(
-            self.global_rank, 1 if self._local else self.world_size, self.root_device, self._timeout, replicas
-        )
+        """Return the processes that run one program: all processes, or those of this local replica."""
+        size = self._program_size
+        first = self._local_replica * size
+        members = range(first, first + size)
+        return World(self.global_rank - first, size, self.root_device, self._timeout, replicas, members)
+
+    @property
+    def _program_size(self) -> int:
+        """The number of processes that run one program."""
+        if self._local:
+            return 1
+        return self.world_size if self._local_sgd is None else self._local_sgd.processes(self.world_size)
+
+    @property
+    def _local_replica(self) -> int:
+        """The index of this process's local replica; 0 without local SGD."""
+        return 0 if self._local_sgd is None else self.global_rank // self._program_size
 
     # Start and end
 
@@ -144,6 +178,8 @@ class OverProcesses(_lightning.Strategy):
         if self._local:
             check_one_process(self.num_processes, self.num_nodes)
             return
+        if self._local_sgd is not None:
+            self._local_sgd.processes(self.num_processes * self.num_nodes)
         assert self.cluster_environment is not None
         # A single process needs no launcher. Lightning's launcher, which starts scripts, fails in a notebook.
         if (

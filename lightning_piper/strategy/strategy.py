@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -14,26 +13,17 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_piper.capture.graph_cache.tracing_run import long_steps_refused
-from lightning_piper.checkpoint.state import (
-    Loading,
-    module_state,
-    optimizer_state,
-    referenced,
-    tensor_ranges_of,
-)
-from lightning_piper.common.lightning_packages import is_a
 from lightning_piper.compiler import Compiled
 from lightning_piper.degrees import requested_degrees
 from lightning_piper.errors import BatchError, PiperError
 from lightning_piper.holdings.materialization import is_on_meta
-from lightning_piper.holdings.optimizer import State, check_groups, parameter_names_in
+from lightning_piper.holdings.optimizer import parameter_names_in
 from lightning_piper.profile import Schedule, schedule_of
 from lightning_piper.search.costs.optimizers import states_of
 from lightning_piper.session.auto_search import choose
@@ -41,36 +31,30 @@ from lightning_piper.session.available_memory import NoRoom, check_room
 from lightning_piper.session.determinism import compare_uncaptured
 from lightning_piper.session.eager.conditions import NOT_CAPTURED, check_may_be, is_as_under_ddp, summary_of
 from lightning_piper.session.eager.standalone_module import Standalone
+from lightning_piper.session.local_sgd import LocalSGD, Rounds
 from lightning_piper.session.step_times import StepTimes
 from lightning_piper.session.verification import Verify
 from lightning_piper.strategy import _lightning
-from lightning_piper.strategy.checkpoints import (
-    Restored,
-    Saves,
-    check_target,
-    found_at,
-    is_behind,
-    own_entry,
-    read_plain,
-)
+from lightning_piper.strategy.checkpoints import Restored
 from lightning_piper.strategy.checks import (
     check_choices,
     check_fit,
+    check_local_fit,
+    check_local_sgd,
     check_start_method,
     checked_capture,
     checked_timeout,
     needs_replicas,
     uncapturable,
 )
-from lightning_piper.strategy.compatibility import averaging
-from lightning_piper.strategy.evaluation import EvaluatingStrategy
 from lightning_piper.strategy.fit import Fit
 from lightning_piper.strategy.guard import NanGuard
 from lightning_piper.strategy.phases import Eager, Ended, Fitting, Idle, Left, Starting, over
 from lightning_piper.strategy.process_management import Requeue
+from lightning_piper.strategy.saving import SavingStrategy
 
 
-class PiperStrategy(EvaluatingStrategy):
+class PiperStrategy(SavingStrategy):
     """A strategy that trains a LightningModule under a program of directives, checked against one device.
 
         strategy = PiperStrategy(directives=schedules.one_f_one_b(2, 8))
@@ -116,6 +100,8 @@ class PiperStrategy(EvaluatingStrategy):
             callbacks can read, change and run it as under DDP. False allows the search any program, which may
             be faster.
         stop_on_nan: Whether to stop before an update if a gradient is NaN or infinite on any process.
+        local_sgd: Settings of local SGD (DiLoCo), under which several replicas of the program train alone and
+            exchange their parameters now and then (default: no local SGD). See `LocalSGD`.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As for
             Lightning's own strategies.
 
@@ -152,6 +138,7 @@ class PiperStrategy(EvaluatingStrategy):
         compile: bool | dict[str, Any] = False,
         whole: bool = True,
         stop_on_nan: bool = True,
+        local_sgd: LocalSGD | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -162,6 +149,7 @@ class PiperStrategy(EvaluatingStrategy):
             verify=verify, transport=transport, checkpoint=checkpoint, accumulate=accumulate, capture=capture
         )
         check_start_method(start_method)
+        check_local_sgd(local_sgd, directives, transport, checkpoint, capture)
         recorded = schedule_of(profile)
         degrees = requested_degrees(
             directives,
@@ -182,8 +170,10 @@ class PiperStrategy(EvaluatingStrategy):
             verify,
             checked_capture(transport, capture, compile),
             compile,
+            sharded=checkpoint == "sharded",
             simulated=transport == "simulated",
             local=transport != "process",
+            local_sgd=local_sgd,
             timeout=checked_timeout(timeout),
             backend=process_group_backend,
             accelerator=accelerator,
@@ -193,11 +183,10 @@ class PiperStrategy(EvaluatingStrategy):
             precision_plugin=precision_plugin,
         )
         self._told += [("profile", recorded), ("checkpoint", checkpoint), ("accumulate", accumulate)]
-        self._told += [("whole", whole), ("stop_on_nan", stop_on_nan)]
-        self._profile, self._sharded, self._transport = profile, checkpoint == "sharded", transport
+        self._told += [("whole", whole), ("stop_on_nan", stop_on_nan), ("local_sgd", local_sgd)]
+        self._profile, self._transport = profile, transport
         self._keeps_whole, self._accumulate, self._stops_on_nan = whole, accumulate, stop_on_nan
         self._accumulating = False  # whether the batch is not the last one of a gradient accumulation
-        self._saves, self._requeue = Saves(), Requeue()
         self._times: StepTimes | None = None  # measures a searched program's first steps; None without one
 
     def __repr__(self) -> str:
@@ -218,6 +207,8 @@ class PiperStrategy(EvaluatingStrategy):
         assert module is not None
         self.phase, self._times = Idle(Left(self.phase.left.seed)), None
         check_fit(trainer, module, self.world.size, self.layer_sync, restored.known(module))
+        if self._local_sgd is not None:
+            check_local_fit(trainer, self.precision_plugin, self._is_searched(module))
         self.phase = phase = Starting(self._set_up(trainer, restored.seed))
         if self._local:
             self.model_to_device()
@@ -225,8 +216,9 @@ class PiperStrategy(EvaluatingStrategy):
         self.setup_precision_plugin()
         self._guard = NanGuard(module, self.precision_plugin, lambda: self.phase, self._stops_on_nan)
         self._at_end.callback(self._guard.remove)
-        problem = uncapturable(module, self.optimizers, self.world.size, self._capture)
+        problem = uncapturable(module, self.optimizers, self._program_size, self._capture)
         if problem is not None:
+            self._check_captured(problem)
             check_may_be(phase.standalone, "training_step", problem, self._capture, self._accumulate)
             phase.eager = problem
             self.model_to_device()  # the steps of a sanity check also run uncaptured
@@ -328,13 +320,18 @@ class PiperStrategy(EvaluatingStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        """Measure a searched program's first optimizer steps, to report a wrong prediction."""
+        """Measure a searched program's first optimizer steps, to report a wrong prediction. Under local SGD,
+        exchange parameters after the step if they are due."""
         with self._times or contextlib.nullcontext():
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if isinstance(self.phase, Fitting) and self.phase.rounds is not None:
+            self.phase.rounds.after_update()
+        return result
 
     def _begin_eager(self, before: Standalone, captures: Sequence[Compiled], why: str) -> None:
         """Run the training step uncaptured from now on, and log `why`. `captures` are the captures of this
         step that have run in the fit; empty if there were none. Collective."""
+        self._check_captured(why)
         self._times = None
         rank_zero_info(summary_of(before.world.size, why))
         self.phase = Eager.begin(before, self.optimizers)
@@ -354,11 +351,36 @@ class PiperStrategy(EvaluatingStrategy):
         plugin, verify, before = self.precision_plugin, self._verify, start.standalone
         with long_steps_refused(partial(is_as_under_ddp, start.unsearched, self._capture, self._accumulate)):
             fit = Fit(module, before, batch, verify, optimizer, names, plugin, self._accumulate, check)
-        self.phase = Fitting(fit, start)
+        rounds = self._rounds(fit)
+        self.phase = Fitting(fit, start, rounds=rounds)
         if state is not None and not (start.resumes and fit.optimizer.is_whole):
             self._load_optimizer(fit, {**state, "param_groups": fit.optimizer.full_groups()})
         _lightning.move_optimizers(self.optimizers, self.root_device)
-        fit.record(self._profile)
+        if self._local_replica == 0:
+            fit.record(self._profile)
+
+    def _rounds(self, fit: Fit) -> Rounds | None:
+        """Return the exchanges of a fit under local SGD, after all replicas have got the same parameters, or
+        those of the checkpoint; None without local SGD. Collective."""
+        if self._local_sgd is None:
+            return None
+        state, self._restored.local_sgd = self._restored.local_sgd, None
+        replica = self._local_replica
+        rounds = Rounds(self._local_sgd, fit.ownership, fit.optimizer, fit.world, replica, state)
+        rank_zero_info(rounds.summary())
+        return rounds
+
+    def _check_captured(self, why: str) -> None:
+        """Check that the training step may run uncaptured.
+
+        Raises:
+            PiperError: Local SGD needs a captured step.
+        """
+        if self._local_sgd is not None:
+            raise PiperError(
+                f"PiperStrategy(local_sgd=...) trains only captured steps, but this step cannot be captured: {why}"
+                " [PIPER-S002]"
+            )
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         self.forget_optimizers()
@@ -458,139 +480,3 @@ class PiperStrategy(EvaluatingStrategy):
             self.checkpoint_io.teardown()
         else:
             super().teardown()
-
-    def _in_ranges(self) -> bool:
-        return self._sharded and isinstance(self.phase, Fitting)
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state dict, whole on rank 0. On other ranks, tensors of other processes have no
-        data. For sharded checkpoints, the dict has references in place of tensors. Collective."""
-        if not self._sharded or not isinstance(self.phase, Fitting | Ended):
-            return super().lightning_module_state_dict()
-        assert self.lightning_module is not None
-        with self._whole_metrics():
-            return module_state(self.lightning_module, self.phase.fit.program.step.canonical)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state as one device would have it: all of it on rank 0, perhaps a part on
-        other ranks. For sharded checkpoints, the state has references in place of tensors. Collective."""
-        if is_a(optimizer, LightningOptimizer):
-            optimizer = optimizer.optimizer
-        left = self.phase.left
-        if left.state is not None:
-            if referenced(left.state):
-                raise PiperError(
-                    "PiperStrategy: a fit that resumes from a sharded checkpoint reads the optimizer's state "
-                    "at the first batch, and cannot be saved before. Save after the first step [PIPER-K006]"
-                )
-            own = super().optimizer_state(optimizer)
-            return {**own, "state": left.state["state"]} if "state" in left.state else dict(left.state)
-        fit = self.phase.fit if self._sharded and isinstance(self.phase, Fitting | Ended) else None
-        if fit is not None and fit.optimizer.optimizer is optimizer:
-            return optimizer_state(fit.optimizer)
-        state = left.full_state(optimizer)
-        return super().optimizer_state(optimizer) if state is None else state
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizers' states. Before the first batch, this may wait for it: see `Starting.load`."""
-        states = checkpoint["optimizer_states"]
-        if isinstance(self.phase, Eager) or (isinstance(self.phase, Starting) and self.phase.eager):
-            if any(referenced(state) for state in states):
-                raise PiperError(
-                    "PiperStrategy: an uncaptured training step cannot resume from a sharded checkpoint. "
-                    "Save the checkpoint with checkpoint='consolidated' [PIPER-K006]"
-                )
-            for optimizer, state in zip(self.optimizers, states, strict=True):
-                self.phase.load(optimizer, state) if isinstance(
-                    self.phase, Eager
-                ) else optimizer.load_state_dict(state)
-            _lightning.move_optimizers(self.optimizers, self.root_device)
-            return
-        if not states:
-            return
-        if len(states) != 1:
-            raise PiperError(
-                f"the checkpoint holds the states of {len(states)} optimizers, but this fit has one "
-                "optimizer. Resume from a checkpoint of a fit with one optimizer [PIPER-K003]"
-            )
-        if isinstance(self.phase, Fitting | Ended):
-            check_groups(self.phase.fit.optimizer.names, states[0])
-            self._load_optimizer(self.phase.fit, states[0])
-            _lightning.move_optimizers(self.optimizers, self.root_device)
-        else:
-            assert isinstance(self.phase, Starting) and self.lightning_module is not None
-            self.phase.load(states[0], self.optimizers[0], self.lightning_module)
-
-    def _load_optimizer(self, fit: Fit, state: State) -> None:
-        if self._restored.sharded is not None and referenced(state):
-            self._restored.sharded.optimizer(state, fit.optimizer, fit.ownership.tensor_map)
-        else:
-            fit.optimizer.load_full_state(state)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the module's values. If the checkpoint is sharded, first replace the references in the entries
-        of callbacks by tensors, in `checkpoint` itself."""
-        parts = self.phase.fit.ownership if isinstance(self.phase, Fitting) else None
-        restored = self._restored
-        if restored.sharded is not None:
-            assert isinstance(checkpoint, dict) and self.lightning_module is not None
-            current = "current_model_state" in checkpoint and averaging(self.lightning_module.trainer)
-            restored.sharded.read(
-                checkpoint, ["callbacks", *(["state_dict", "current_model_state"] if current else [])]
-            )
-        if restored.sharded is not None and referenced(checkpoint["state_dict"]):
-            assert self.lightning_module is not None
-            restored.values = restored.sharded.module(
-                self.lightning_module, checkpoint["state_dict"], strict, parts
-            )
-            return
-        super().load_model_state_dict(checkpoint, strict)
-        if parts is not None:
-            parts.load(restored.values)
-            restored.values = {}
-
-    def load_checkpoint(
-        self, checkpoint_path: str | Path, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Return the content of a checkpoint, without Piper's entry `KEY`. If the checkpoint is sharded, the
-        content has references in place of tensors, and `_restored.sharded` can read them. Collective."""
-        self._saves.wait()
-        world, restored = self.world, self._restored
-        place, sharded = found_at(checkpoint_path, self.checkpoint_io, world)
-        restored.sharded = Loading(place, world, weights_only is not False) if sharded else None
-        if restored.sharded is None:
-            content = read_plain(
-                place, self.checkpoint_io, world, partial(super().load_checkpoint, place, weights_only)
-            )
-        else:
-            content = restored.sharded.content
-        # Without this entry, hooks get the same content as from another strategy.
-        self._loaders.load(restored.take_entry(content))
-        return content
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
-        """Save a checkpoint: rank 0 alone, or every process its own part if the checkpoint is sharded. Only a
-        fit with a captured step has sharded checkpoints, from its first batch on."""
-        self.on_train_end()  # reads a flag that may forbid this save, and the positions of loaders
-        phase, io = self.phase, self.checkpoint_io
-        # Outside of a run, no code would wait for the end of the write.
-        behind = is_behind(io, filepath) and not isinstance(phase, Idle | Ended) and not self._requeue.saves
-        checkpoint |= own_entry(phase.left.seed, self._loaders.content(self._drawing))
-        if self._sharded and isinstance(phase, Fitting | Ended):
-            assert self.lightning_module is not None
-            check_target(filepath, storage_options, io)
-            fit, running = phase.fit, isinstance(phase, Fitting)
-            keys = referenced(checkpoint)
-            tensor_ranges = tensor_ranges_of(
-                self.lightning_module, fit.ownership, fit.optimizer, keys, running
-            )
-            tensor_ranges += self._averages.ranges(keys) if self._averages is not None else []
-            self._saves.sharded(filepath, tensor_ranges, checkpoint, self.world, behind)
-        elif self.is_global_zero:
-            self._saves.plain(io, checkpoint, filepath, storage_options, behind)
-
-    def remove_checkpoint(self, filepath: str | Path) -> None:
-        if self.is_global_zero:
-            self._saves.remove(self.checkpoint_io, filepath)

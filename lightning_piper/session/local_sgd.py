@@ -1,0 +1,316 @@
+"""Local SGD: replicas that train alone, and now and then continue from a common model.
+
+Each *local replica* runs the program on its own processes and its own samples. Its steps are those of one device
+with these samples. After a number of updates, an *exchange* averages what the replicas have changed since the
+previous exchange, and an outer optimizer applies this average to the *anchor*: the parameters of the previous
+exchange. All replicas continue from the new anchor.
+
+DiLoCo (Douillard et al. 2023) is this algorithm with AdamW inside and SGD with Nesterov momentum outside. In
+Streaming DiLoCo (Douillard et al. 2025), parts of the model are exchanged at different times.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import zlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lightning_piper.common.limits import integer, is_number, shown
+from lightning_piper.common.units import counted
+from lightning_piper.errors import PiperError
+from lightning_piper.holdings.optimizer import ShardedOptimizer
+from lightning_piper.holdings.ownership import Ownership
+from lightning_piper.processes.world import World
+
+State = dict[str, Any]
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # (anchor, current value) of tensors
+BUCKET_BYTES = 2**25  # largest message of an exchange, unless one tensor is larger
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalSGD:
+    """Local SGD (DiLoCo): `PiperStrategy(local_sgd=LocalSGD(replicas=4, every=64))`.
+
+    The processes are divided into local replicas. Replica r of R has the r-th of R equal groups of consecutive
+    processes, which run the strategy's program on the samples of this replica. There is no sum of gradients over
+    the replicas. Instead, after every `every` updates, all replicas take one outer step together:
+
+        change = mean over the replicas of (anchor - parameters)
+        anchor = outer SGD step from the anchor, with `change` as its gradient
+        parameters = anchor, in all replicas
+
+    The defaults of the outer optimizer are those of DiLoCo. With `lr=1.0, momentum=0.0`, the outer step is the
+    average of the parameters.
+
+    Attributes:
+        replicas: Number of local replicas. It must divide the number of processes.
+        every: Number of updates of the optimizer from one exchange to the next.
+        lr: Learning rate of the outer optimizer.
+        momentum: Momentum of the outer optimizer.
+        nesterov: Whether the momentum is Nesterov's. Without momentum, this changes nothing.
+        parts: Number of parts of the parameters, in the order of the module, with about equal numbers of
+            elements. Each part is exchanged after every `every` updates, but at its own time, so that a message
+            has only one part (default: one part).
+
+    Raises:
+        PiperError: A field has an invalid value.
+    """
+
+    replicas: int
+    every: int
+    lr: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+    parts: int = 1
+
+    def __post_init__(self) -> None:
+        for name, least in (("replicas", 2), ("every", 1), ("parts", 1)):
+            number = integer(getattr(self, name))
+            if number is None or number < least:
+                self._refuse(name, f"Give an integer >= {least}")
+            object.__setattr__(self, name, number)
+        if self.parts > self.every:
+            self._refuse(
+                "parts", f"Give at most every={self.every}, because a part needs an update of its own"
+            )
+        if not isinstance(self.lr, int | float) or not is_number(self.lr, positive=True):
+            self._refuse("lr", "Give a number above 0")
+        if (
+            not isinstance(self.momentum, int | float)
+            or not is_number(self.momentum)
+            or not 0 <= self.momentum < 1
+        ):
+            self._refuse("momentum", "Give a number from 0 to below 1")
+        if not isinstance(self.nesterov, bool):
+            self._refuse("nesterov", "Give True or False")
+
+    def _refuse(self, name: str, advice: str) -> None:
+        raise PiperError(
+            f"LocalSGD({name}={shown(getattr(self, name))}) is not usable. {advice} [PIPER-S001]"
+        )
+
+    def processes(self, of_all: int) -> int:
+        """Return the number of processes of a local replica.
+
+        Raises:
+            PiperError: The replicas would have different numbers of processes.
+        """
+        if of_all % self.replicas:
+            raise PiperError(
+                f"LocalSGD(replicas={self.replicas}) does not divide the Trainer's {of_all} processes. Give a "
+                "divisor of the number of processes, or change Trainer(devices=..., num_nodes=...) [PIPER-S003]"
+            )
+        return of_all // self.replicas
+
+    def optimizer(self, anchors: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
+        """Return the outer optimizer."""
+        nesterov = self.nesterov and self.momentum > 0
+        return torch.optim.SGD(anchors, lr=self.lr, momentum=self.momentum, nesterov=nesterov)
+
+    def part_of(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Return the part of each parameter.
+
+        Args:
+            sizes: Name of each parameter of the whole module -> its number of elements.
+        """
+        ends, total = itertools.accumulate(sizes.values()), max(1, sum(sizes.values()))
+        middles = (end - size / 2 for end, size in zip(ends, sizes.values(), strict=True))
+        return {n: int(at * self.parts / total) for n, at in zip(sizes, middles, strict=True)}
+
+    def is_due(self, part: int, steps: int) -> bool:
+        """Return whether a part is exchanged after the update number `steps`, counted from 1."""
+        return (steps + part * self.every // self.parts) % self.every == 0
+
+
+class Rounds:
+    """The exchanges of one fit, on one process. All methods are collective over the local replicas, except
+    `state`.
+
+    This process exchanges values with the processes of the same rank in the other local replicas. These processes
+    hold the same tensors, or the same shards.
+
+    The running averages of batch norms, and all other buffers of floating-point numbers, are averaged with part 0.
+    Other buffers stay each replica's own.
+
+    Args:
+        settings: The algorithm.
+        ownership: The module's tensors on the processes of this local replica.
+        optimizer: The inner optimizer, which has its own state in each local replica.
+        world: The processes of this local replica.
+        replica: Index of this local replica.
+        state: The result of `state` in a checkpoint; None to begin from the parameters of replica 0.
+
+    Attributes:
+        steps: Number of updates since the fit, or the fit of the checkpoint, began.
+    """
+
+    def __init__(
+        self,
+        settings: LocalSGD,
+        ownership: Ownership,
+        optimizer: ShardedOptimizer,
+        world: World,
+        replica: int,
+        state: State | None,
+    ) -> None:
+        self._settings, self._ownership, self._optimizer = settings, ownership, optimizer
+        self._world, self._replica = world, replica
+        members = [each * world.size + world.rank for each in range(settings.replicas)]
+        # The processes of this rank in all local replicas.
+        self._across = World(replica, settings.replicas, world.device, world.timeout, members=members)
+        if state is None:
+            for tensor in [*ownership.owned_params.values(), *ownership.owned_buffers.values()]:
+                self._across.share(tensor.detach())
+        sizes = {name: spec.numel for name, spec in ownership.tensor_map.specs.items()}
+        self._part = settings.part_of({name: sizes[name] for name in ownership.params})
+        trained = {id(x) for x in self._trained()}
+        self._anchors = {
+            name: x.detach().clone()
+            for name, x in ownership.owned_params.items()
+            if id(x) in trained or x.requires_grad
+        }
+        self._buffers = {name: x.detach().clone() for name, x in self._float_buffers().items()}
+        # The empty tensor is for a process without parameters, because torch rejects an empty list.
+        self._outer = settings.optimizer([*self._anchors.values(), torch.zeros(0)])
+        self.steps = 0
+        if state is not None:
+            self._load(state)
+
+    @torch.no_grad()
+    def after_update(self) -> None:
+        """Count an update of the inner optimizer, and exchange the parts that are due."""
+        self.steps += 1
+        due = {part for part in range(self._settings.parts) if self._settings.is_due(part, self.steps)}
+        params, buffers = self._exchanged(due)
+        for anchor, change in self._changes(params):
+            anchor.grad = change
+        self._outer.step()
+        self._outer.zero_grad()
+        for anchor, param in params:
+            param.copy_(anchor)
+        self._average(buffers)
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """If the fit ends within a round, give all replicas the mean of their parameters, without an outer step,
+        so that they end with one model. The next update would begin a round."""
+        if self.steps:
+            left = {
+                part for part in range(self._settings.parts) if not self._settings.is_due(part, self.steps)
+            }
+            params, buffers = self._exchanged(left)
+            self._average(params + buffers)
+        self.steps = 0
+
+    def _exchanged(self, parts: Collection[int]) -> tuple[Pairs, Pairs]:
+        """Return the parameters and the buffers of some parts of the model, after a check that the local replicas
+        exchange the same tensors."""
+        if not parts:
+            return [], []
+        params = self._ownership.owned_params
+        names = [name for name in self._anchors if name in params and self._part[name] in parts]
+        buffers = self._float_buffers() if 0 in parts else {}
+        self._check_alike(names, buffers)
+        return (
+            [(self._anchors[name], params[name]) for name in names],
+            [(self._buffers[name], buffer) for name, buffer in buffers.items()],
+        )
+
+    def _average(self, pairs: Pairs) -> None:
+        """Give all replicas the mean of their values."""
+        for anchor, change in self._changes(pairs):
+            anchor.sub_(change)
+        for anchor, value in pairs:
+            value.copy_(anchor)
+
+    def _changes(self, pairs: Pairs) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each anchor with the mean over the local replicas of the anchor minus the current value."""
+        for bucket in _buckets(pairs):
+            dtype = torch.promote_types(bucket[0][0].dtype, torch.float32)
+            # Equal values do not change, even if they are infinite, as in masks.
+            own = [(a.to(dtype) - x.detach()).masked_fill_(a == x, 0).flatten() for a, x in bucket]
+            mean = self._across.sum(torch.cat(own)).div_(self._settings.replicas)
+            for (anchor, _), change in zip(bucket, mean.split([a.numel() for a, _ in bucket]), strict=True):
+                yield anchor, change.view_as(anchor).to(anchor.dtype)
+
+    def _check_alike(self, names: Sequence[str], buffers: Mapping[str, torch.Tensor]) -> None:
+        """Check that the local replicas exchange the same tensors after the same number of updates.
+
+        Raises:
+            PiperError: They do not, or the inner optimizer has got a parameter that has no anchor.
+        """
+        params = self._ownership.owned_params
+        new = {id(x) for x in self._trained()} - {
+            id(params[name]) for name in self._anchors if name in params
+        }
+        if new:
+            raise PiperError(
+                "PiperStrategy(local_sgd=...): the optimizer got parameters after the first batch, which the "
+                "replicas would not exchange. Give the optimizer all parameters in configure_optimizers [PIPER-S002]"
+            )
+        text = repr([*((name, params[name].shape) for name in names), *buffers])
+        found = self._across.gather((self.steps, zlib.crc32(text.encode())))
+        if len(set(found)) > 1:
+            raise PiperError(
+                "PiperStrategy(local_sgd=...): the replicas exchange different parameters, or after different "
+                f"numbers of updates: {[steps for steps, _ in found]}, by replica. Train the same parameters in "
+                "all replicas, and skip no update in one replica alone [PIPER-L004]"
+            )
+
+    def _trained(self) -> list[torch.Tensor]:
+        return [x for group in self._optimizer.optimizer.param_groups for x in group["params"]]
+
+    def _float_buffers(self) -> dict[str, torch.Tensor]:
+        return {n: x for n, x in self._ownership.owned_buffers.items() if x.is_floating_point()}
+
+    def summary(self) -> str:
+        """Return a text for the user about the exchanges of this process."""
+        settings, size = self._settings, self._world.size
+        moved = sum(x.nbytes for x in [*self._anchors.values(), *self._buffers.values()])
+        return (
+            f"PiperStrategy: local SGD with {settings.replicas} replicas of {counted(size, 'process')}. Each process "
+            f"exchanges {moved / 1e6:,.3g} MB in every {counted(settings.every, 'update')}. Between exchanges the "
+            "replicas differ, so the training is not that of one device: only the steps of each replica are verified"
+        )
+
+    def state(self) -> State | None:
+        """Return the entry for a checkpoint, complete on rank 0 of the run, None on other processes. Collective
+        over the processes of local replica 0."""
+        if self._replica:
+            return None
+        momenta = {
+            name: buffer
+            for name, anchor in self._anchors.items()
+            if (buffer := self._outer.state.get(anchor, {}).get("momentum_buffer")) is not None
+        }
+        found = {"anchor": {**self._anchors, **self._buffers}, "momentum": momenta}
+        whole = {key: self._ownership.assembled(values) for key, values in found.items()}
+        return {"steps": self.steps, **whole}
+
+    @torch.no_grad()
+    def _load(self, state: State) -> None:
+        self.steps = int(state["steps"])
+        for name, anchor in [*self._anchors.items(), *self._buffers.items()]:
+            anchor.copy_(self._ownership.held_of(name, state["anchor"][name]))
+        for name, anchor in self._anchors.items():
+            if name in state["momentum"]:
+                held = self._ownership.held_of(name, state["momentum"][name])
+                self._outer.state[anchor]["momentum_buffer"] = torch.empty_like(anchor).copy_(held)
+
+
+def _buckets(pairs: Pairs) -> Iterator[Pairs]:
+    """Yield the pairs in groups of one dtype, which one message carries."""
+    for _, group in itertools.groupby(
+        sorted(pairs, key=lambda pair: str(pair[0].dtype)), lambda pair: pair[0].dtype
+    ):
+        bucket: Pairs = []
+        for pair in group:
+            if bucket and sum(a.nbytes for a, _ in [*bucket, pair]) > BUCKET_BYTES:
+                yield bucket
+                bucket = []
+            bucket.append(pair)
+        yield bucket

@@ -1,0 +1,237 @@
+"""The part of `PiperStrategy` that writes and reads checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
+
+from lightning_piper.checkpoint.state import (
+    Loading,
+    module_state,
+    optimizer_state,
+    referenced,
+    tensor_ranges_of,
+)
+from lightning_piper.common.lightning_packages import is_a
+from lightning_piper.errors import PiperError
+from lightning_piper.holdings.optimizer import State, check_groups
+from lightning_piper.processes.world import on_host
+from lightning_piper.strategy import _lightning
+from lightning_piper.strategy.checkpoints import (
+    Saves,
+    check_target,
+    found_at,
+    is_behind,
+    own_entry,
+    read_plain,
+)
+from lightning_piper.strategy.compatibility import averaging
+from lightning_piper.strategy.evaluation import EvaluatingStrategy
+from lightning_piper.strategy.fit import Fit
+from lightning_piper.strategy.phases import Eager, Ended, Fitting, Idle, Starting
+from lightning_piper.strategy.process_management import Requeue
+
+OF_REPLICA = ("state_dict", "optimizer_states")  # entries of a checkpoint that differ between local replicas
+
+
+class SavingStrategy(EvaluatingStrategy):
+    """A strategy that saves and loads the checkpoints of a fit.
+
+    Args:
+        given: Positional arguments of `EvaluatingStrategy`.
+        sharded: Whether every process writes its own part.
+        options: Other arguments of `EvaluatingStrategy`.
+    """
+
+    def __init__(self, *given: Any, sharded: bool, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self._sharded = sharded
+        self._saves, self._requeue = Saves(), Requeue()
+
+    def _in_ranges(self) -> bool:
+        return self._sharded and isinstance(self.phase, Fitting)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module's state dict, whole on rank 0. On other ranks, tensors of other processes have no
+        data. For sharded checkpoints, the dict has references in place of tensors. Collective."""
+        if not self._sharded or not isinstance(self.phase, Fitting | Ended):
+            return super().lightning_module_state_dict()
+        assert self.lightning_module is not None
+        with self._whole_metrics():
+            return module_state(self.lightning_module, self.phase.fit.program.step.canonical)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the optimizer's state as one device would have it: all of it on rank 0, perhaps a part on
+        other ranks. For sharded checkpoints, the state has references in place of tensors. Collective."""
+        if is_a(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        left = self.phase.left
+        if left.state is not None:
+            if referenced(left.state):
+                raise PiperError(
+                    "PiperStrategy: a fit that resumes from a sharded checkpoint reads the optimizer's state "
+                    "at the first batch, and cannot be saved before. Save after the first step [PIPER-K006]"
+                )
+            own = super().optimizer_state(optimizer)
+            return {**own, "state": left.state["state"]} if "state" in left.state else dict(left.state)
+        if (
+            self._sharded
+            and isinstance(self.phase, Fitting | Ended)
+            and self.phase.fit.optimizer.optimizer is optimizer
+        ):
+            return optimizer_state(self.phase.fit.optimizer)
+        state = left.full_state(optimizer)
+        return super().optimizer_state(optimizer) if state is None else state
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizers' states. Before the first batch, this may wait for it: see `Starting.load`."""
+        states = checkpoint["optimizer_states"]
+        if isinstance(self.phase, Eager) or (isinstance(self.phase, Starting) and self.phase.eager):
+            if any(referenced(state) for state in states):
+                raise PiperError(
+                    "PiperStrategy: an uncaptured training step cannot resume from a sharded checkpoint. "
+                    "Save the checkpoint with checkpoint='consolidated' [PIPER-K006]"
+                )
+            for optimizer, state in zip(self.optimizers, states, strict=True):
+                self.phase.load(optimizer, state) if isinstance(
+                    self.phase, Eager
+                ) else optimizer.load_state_dict(state)
+            _lightning.move_optimizers(self.optimizers, self.root_device)
+            return
+        if not states:
+            return
+        if len(states) != 1:
+            raise PiperError(
+                f"the checkpoint holds the states of {len(states)} optimizers, but this fit has one "
+                "optimizer. Resume from a checkpoint of a fit with one optimizer [PIPER-K003]"
+            )
+        if isinstance(self.phase, Fitting | Ended):
+            check_groups(self.phase.fit.optimizer.names, states[0])
+            self._load_optimizer(self.phase.fit, states[0])
+            _lightning.move_optimizers(self.optimizers, self.root_device)
+        else:
+            assert isinstance(self.phase, Starting) and self.lightning_module is not None
+            self.phase.load(states[0], self.optimizers[0], self.lightning_module)
+
+    def _load_optimizer(self, fit: Fit, state: State) -> None:
+        if self._restored.sharded is not None and referenced(state):
+            self._restored.sharded.optimizer(state, fit.optimizer, fit.ownership.tensor_map)
+        else:
+            fit.optimizer.load_full_state(state)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the module's values. If the checkpoint is sharded, first replace the references in the entries
+        of callbacks by tensors, in `checkpoint` itself."""
+        parts = self.phase.fit.ownership if isinstance(self.phase, Fitting) else None
+        restored = self._restored
+        if restored.sharded is not None:
+            assert isinstance(checkpoint, dict) and self.lightning_module is not None
+            current = "current_model_state" in checkpoint and averaging(self.lightning_module.trainer)
+            restored.sharded.read(
+                checkpoint, ["callbacks", *(["state_dict", "current_model_state"] if current else [])]
+            )
+        if restored.sharded is not None and referenced(checkpoint["state_dict"]):
+            assert self.lightning_module is not None
+            restored.values = restored.sharded.module(
+                self.lightning_module, checkpoint["state_dict"], strict, parts
+            )
+            return
+        super().load_model_state_dict(checkpoint, strict)
+        if parts is not None:
+            parts.load(restored.values)
+            restored.values = {}
+
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Return the content of a checkpoint, without Piper's entry `KEY`. If the checkpoint is sharded, the
+        content has references in place of tensors, and `_restored.sharded` can read them. Collective."""
+        self._saves.wait()
+        world, restored = self.world, self._restored
+        place, sharded = found_at(checkpoint_path, self.checkpoint_io, world)
+        restored.sharded = Loading(place, world, weights_only is not False) if sharded else None
+        if restored.sharded is None:
+            content = read_plain(
+                place, self.checkpoint_io, world, partial(super().load_checkpoint, place, weights_only)
+            )
+        else:
+            content = restored.sharded.content
+        # Without this entry, hooks get the same content as from another strategy.
+        self._loaders.load(restored.take_entry(content))
+        self._take_local_replica(content)
+        return content
+
+    def _take_local_replica(self, content: dict[str, Any]) -> None:
+        """If a fit with local SGD resumes, put the values of this process's local replica into the content of a
+        checkpoint, which has the values of replica 0.
+
+        Raises:
+            PiperError: The checkpoint is sharded, or has another number of local replicas.
+        """
+        settings, state = self._local_sgd, self._restored.local_sgd
+        module = self.lightning_module
+        if settings is None or module is None or module.trainer.state.fn != TrainerFn.FITTING:
+            return
+        if self._restored.sharded is not None:
+            raise PiperError(
+                "PiperStrategy(local_sgd=...) cannot resume from a sharded checkpoint. Convert it with "
+                "lightning_piper.strategy.consolidate [PIPER-K006]"
+            )
+        if state is None:
+            return
+        others = state["replicas"]
+        if len(others) + 1 != settings.replicas:
+            raise PiperError(
+                f"the checkpoint has the states of {len(others) + 1} local replicas, but this fit has "
+                f"LocalSGD(replicas={settings.replicas}). Resume with the same number of replicas [PIPER-K003]"
+            )
+        if self._local_replica:
+            content |= others[self._local_replica - 1]
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Save a checkpoint: rank 0 alone, or every process its own part if the checkpoint is sharded. Only a
+        fit with a captured step has sharded checkpoints, from its first batch on."""
+        self.on_train_end()  # reads a flag that may forbid this save, and the positions of loaders
+        phase, io = self.phase, self.checkpoint_io
+        # Outside of a run, no code would wait for the end of the write.
+        behind = is_behind(io, filepath) and not isinstance(phase, Idle | Ended) and not self._requeue.saves
+        rounds = self._rounds_entry(checkpoint)
+        checkpoint |= own_entry(phase.left.seed, self._loaders.content(self._drawing), rounds)
+        if self._sharded and isinstance(phase, Fitting | Ended):
+            assert self.lightning_module is not None
+            check_target(filepath, storage_options, io)
+            fit, running = phase.fit, isinstance(phase, Fitting)
+            keys = referenced(checkpoint)
+            tensor_ranges = tensor_ranges_of(
+                self.lightning_module, fit.ownership, fit.optimizer, keys, running
+            )
+            tensor_ranges += self._averages.ranges(keys) if self._averages is not None else []
+            self._saves.sharded(filepath, tensor_ranges, checkpoint, self.world, behind)
+        elif self.is_global_zero:
+            self._saves.plain(io, checkpoint, filepath, storage_options, behind)
+
+    def _rounds_entry(self, checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the state of local SGD for a checkpoint, complete on rank 0. It has the anchor and the outer
+        optimizer's state, and the values of all local replicas except replica 0, which the checkpoint itself has.
+        None without local SGD, or if the checkpoint has only weights. Collective."""
+        phase, settings = self.phase, self._local_sgd
+        if settings is None or "optimizer_states" not in checkpoint:
+            return None
+        rounds = phase.rounds if isinstance(phase, Fitting | Ended) else None
+        state = self._restored.local_sgd if rounds is None else rounds.state()
+        own = on_host({key: checkpoint[key] for key in OF_REPLICA})
+        firsts = range(self._program_size, self.world_size, self._program_size)
+        others = [self.world.move_object(own, first, 0) for first in firsts]
+        return None if state is None else {**state, "replicas": others}
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        if self.is_global_zero:
+            self._saves.remove(self.checkpoint_io, filepath)
