@@ -103,6 +103,7 @@ PACKAGES = {
         "program",
         "step_times",
         "token_accumulation",
+        "local_sgd",
         "available_memory",
         "concurrent_measurement",
         "program_cache",

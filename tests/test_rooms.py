@@ -144,7 +144,7 @@ def test_private_names_of_lightning_are_in_one_file() -> None:
 
 
 def test_lightnings_room_is_small() -> None:
-    assert len(list((ROOT / "strategy").glob("*.py"))) <= 14
+    assert len(list((ROOT / "strategy").glob("*.py"))) <= 15
     assert all(
         len(path.read_text().splitlines()) <= 600
         for room in (*BEHIND, "strategy")

@@ -1,0 +1,110 @@
+"""Local SGD under Lightning's Trainer: in float64, the results are those of the algorithm in plain PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.processes import launch_trainings
+from tests.strategy import local_sgd
+from tests.strategy.fitting import distance, same
+from tests.strategy.local_sgd import AVERAGE, BUGS, CLIPPED, MASK, Job, local, reference
+
+ROUNDING = 1e-12  # of the largest element of a tensor
+
+WHOLE = Job("whole", local(), save=5, loader=True)
+TWO = [
+    WHOLE,
+    Job("every update", local(every=1), model={"optimizer": "sgd"}),
+    Job("every two", local(every=2, nesterov=False)),
+    Job("norms", local(every=3, lr=0.5), batches=4, model={"norm": True}),
+    Job("clipped", local(every=2, momentum=0.5), options=CLIPPED),
+    Job("averaged", local(every=1, **AVERAGE), model={"optimizer": "sgd"}),
+]
+RESUMED = Job("resumed", local(), resume="whole", loader=True)
+DDP = Job("ddp", None, model={"optimizer": "sgd"}, degrees={"dp": 2})
+DROPPED = [
+    Job("dropout", local(every=9), batches=1, model={"dropout": 0.5}, alike=True),
+    Job("no dropout", local(every=9), batches=1, alike=True),
+]
+FAULTY = [
+    Job(bug, local(), bug=bug, resume="whole" if "resume" in bug or "checkpoint" in bug else "", loader=True)
+    for bug in BUGS
+]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    """What two processes have seen, by the name of the job."""
+    folder = tmp_path_factory.mktemp("two")
+    jobs = [*TWO, RESUMED, DDP, *DROPPED, *FAULTY]
+    return launch_trainings(2, local_sgd.train, folder / "ranks", 2, jobs, folder)
+
+
+@pytest.mark.parametrize("job", TWO, ids=lambda job: job.name)
+def test_replicas_train_as_the_reference(job, two):
+    expected = reference(job)
+    for rank in two:
+        assert distance(expected.values, rank[job.name]["values"]) < ROUNDING
+
+
+def test_replicas_end_with_one_model(two):
+    for job in TWO:
+        assert same(two[0][job.name]["values"], two[1][job.name]["values"])
+
+
+def test_each_replica_draws_its_samples(two):
+    assert [rank["whole"]["drawn"] for rank in two] == [
+        {"num_replicas": 2, "rank": 0},
+        {"num_replicas": 2, "rank": 1},
+    ]
+
+
+def test_constant_buffers_keep_their_bits(two):
+    assert all(torch.equal(rank["norms"]["mask"], MASK.double()) for rank in two)
+
+
+def test_replicas_differ_within_a_round(two):
+    first, second = (rank["whole"]["params"] for rank in two)
+    assert [torch.equal(a, b) for a, b in zip(first, second, strict=True)] == [
+        False, False, True, False, False, True, False,
+    ]  # fmt: skip
+
+
+def test_a_training_resumes_within_a_round_with_the_same_bits(two):
+    for rank in two:
+        assert same(rank["whole"]["values"], rank["resumed"]["values"])
+        assert len(rank["resumed"]["params"]) == 2
+        for a, b in zip(rank["whole"]["params"][5:], rank["resumed"]["params"], strict=True):
+            assert torch.equal(a, b)
+
+
+def test_averaging_after_every_update_of_sgd_is_ddp(two):
+    assert distance(two[0]["ddp"]["values"], two[0]["averaged"]["values"]) < ROUNDING
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_fault_shows(bug, two):
+    assert distance(reference(WHOLE).values, two[0][bug]["values"]) > 1e-4
+
+
+def test_replicas_draw_different_random_numbers(two):
+    (a, b), (c, d) = ([rank[name]["logged"][0]["own"] for rank in two] for name in ("dropout", "no dropout"))
+    assert a != b and c == d
+
+
+def test_logged_values(two):
+    """A value of a step is the replica's own, unless `sync_dist` asks for the mean. A value of an epoch is the
+    mean of the replicas."""
+    losses = reference(WHOLE).losses
+    for rank, found in enumerate(two):
+        logged = found["whole"]["logged"]
+        assert [each["own"] for each in logged] == pytest.approx([each[rank] for each in losses], rel=1e-5)
+        means = [sum(each) / 2 for each in losses]
+        assert [each["mean"] for each in logged] == pytest.approx(means, rel=1e-5)
+        assert found["whole"]["end"]["epoch"] == pytest.approx(sum(means) / len(means), rel=1e-5)
+    ends = [found["whole"]["end"] for found in two]
+    assert ends[0]["val_loss"] == ends[1]["val_loss"] and ends[0]["metric"] == ends[1]["metric"]
+    assert ends[0]["val_loss"] == pytest.approx(ends[0]["metric"], rel=1e-5)
