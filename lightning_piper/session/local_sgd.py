@@ -1,9 +1,9 @@
 """Local SGD: replicas that train alone, and now and then continue from a common model.
 
-Each *local replica* runs the program on its own processes and its own samples. Its steps are those of one device
-with these samples. After a number of updates, an *exchange* averages what the replicas have changed since the
-previous exchange, and an outer optimizer applies this average to the *anchor*: the parameters of the previous
-exchange. All replicas continue from the new anchor.
+Each *local replica* runs the program on its own processes and its own samples, with the
+result of one device that has these samples. After a number of updates, an *exchange* averages the changes of the
+replicas since the previous exchange. An outer optimizer applies this average to the *anchor*, the parameters after
+the previous exchange. All replicas continue from the new anchor.
 
 DiLoCo (Douillard et al. 2023) is this algorithm with AdamW inside and SGD with Nesterov momentum outside. In
 Streaming DiLoCo (Douillard et al. 2025), parts of the model are exchanged at different times.
@@ -43,7 +43,7 @@ class LocalSGD:
         anchor = outer SGD step from the anchor, with `change` as its gradient
         parameters = anchor, in all replicas
 
-    The defaults of the outer optimizer are those of DiLoCo. With `lr=1.0, momentum=0.0`, the outer step is the
+    The outer optimizer has DiLoCo's defaults. With `lr=1.0, momentum=0.0`, the outer step is the
     average of the parameters.
 
     Attributes:

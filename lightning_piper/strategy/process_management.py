@@ -139,7 +139,7 @@ class OverProcesses(_lightning.Strategy):
         return World(self.global_rank, self.world_size, self.root_device, self._timeout, tuple(every))
 
     def _world_of(self, replicas: tuple[int, ...]) -> World:
-        """Return the processes that run one program: all processes, or those of this local replica."""
+        """Return the processes that run one program: all processes, or the processes of this local replica."""
         size = self._program_size
         first = self._local_replica * size
         members = range(first, first + size)

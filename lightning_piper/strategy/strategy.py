@@ -360,8 +360,8 @@ class PiperStrategy(SavingStrategy):
             fit.record(self._profile)
 
     def _rounds(self, fit: Fit) -> Rounds | None:
-        """Return the exchanges of a fit under local SGD, after all replicas have got the same parameters, or
-        those of the checkpoint; None without local SGD. Collective."""
+        """Return the exchanges of a fit under local SGD, after all replicas have the same parameters, or the
+        parameters of the checkpoint; None without local SGD. Collective."""
         if self._local_sgd is None:
             return None
         state, self._restored.local_sgd = self._restored.local_sgd, None
