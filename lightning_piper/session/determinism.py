@@ -187,7 +187,7 @@ def _compare(first: _Run, second: _Run, world: World, module: nn.Module) -> None
         default=(0, None),
     )
     more = f" and in {counted(len(names) - 1, 'more result')}" if len(names) > 1 else ""
-    where = f" on rank {rank}" if world.size > 1 else ""
+    where = f" on rank {world.members[rank]}" if world.size > 1 else ""
     why = (
         "Its operations, run one after another, gave the same bits twice, so the difference comes from the "
         "order in which the plan runs them, or from an exchange"

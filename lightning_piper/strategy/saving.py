@@ -80,12 +80,9 @@ class SavingStrategy(EvaluatingStrategy):
                 )
             own = super().optimizer_state(optimizer)
             return {**own, "state": left.state["state"]} if "state" in left.state else dict(left.state)
-        if (
-            self._sharded
-            and isinstance(self.phase, Fitting | Ended)
-            and self.phase.fit.optimizer.optimizer is optimizer
-        ):
-            return optimizer_state(self.phase.fit.optimizer)
+        fit = self.phase.fit if self._sharded and isinstance(self.phase, Fitting | Ended) else None
+        if fit is not None and fit.optimizer.optimizer is optimizer:
+            return optimizer_state(fit.optimizer)
         state = left.full_state(optimizer)
         return super().optimizer_state(optimizer) if state is None else state
 
