@@ -98,5 +98,5 @@ def test_processes_with_equal_bits_train(tmp_path, program):
 def test_manual_optimization_is_refused():
     module = Net()
     module.automatic_optimization = False
-    with pytest.raises(piper.PiperError, match="manual optimization .* twice"):
+    with pytest.raises(piper.PiperError, match=r"manual optimization .* twice"):
         fit(piper.PiperStrategy(verify="determinism"), module)
