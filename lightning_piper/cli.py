@@ -128,7 +128,7 @@ def _viz(args: argparse.Namespace) -> str:
             args.output.write_text(text, encoding="utf-8")
         except (OSError, ValueError) as error:
             raise UsageError(
-                f"{str(args.output)!r} cannot be written: {getattr(error, 'strerror', error)}"
+                f"{str(args.output)!r} cannot be written: {getattr(error, 'strerror', error)}. Give another path to -o"
             ) from None
         return ""
     return text.rstrip("\n")

@@ -45,7 +45,9 @@ def run_search(args: argparse.Namespace) -> str:
             found.save(args.output)
         except OSError as error:
             print(found)  # the search took long, so its result must not be lost
-            raise UsageError(f"{str(args.output)!r} cannot be written: {error.strerror}") from None
+            raise UsageError(
+                f"{str(args.output)!r} cannot be written: {error.strerror}. Give another path to -o"
+            ) from None
     return str(found)
 
 
@@ -63,7 +65,7 @@ def _check_output(path: Path) -> None:
     elif not os.access(path if path.exists() else path.parent, os.W_OK):
         problem = "that is not permitted"
     if problem is not None:
-        raise UsageError(f"{str(path)!r} cannot be written: {problem}")
+        raise UsageError(f"{str(path)!r} cannot be written: {problem}. Give another path to -o")
 
 
 def run_compare(args: argparse.Namespace) -> str:

@@ -163,7 +163,7 @@ class Compiled:
         """
         if not isinstance(node, int) or node not in self.dag.nodes:
             raise NodeNotFoundError(
-                f"the training DAG has no node {shown(node)}. Run print(compiled.dag) to list them [PIPER-A002]"
+                f"the training DAG has no node {shown(node)}. Run print(compiled.dag) to list its nodes [PIPER-A002]"
             )
         found: Node = self.dag.nodes[node]
         lines = [line_of(self.dag, found)]
@@ -395,7 +395,7 @@ def verify(module: nn.Module, batch: Any, directives: Any, *, seed: int = 0) -> 
 
     Raises:
         CaptureError, DirectiveError: `compile` would raise this error.
-        VerificationError: The static check fails.
+        VerificationError: The static check fails. Or the loss or another result of one device is NaN.
     """
     program = parse(directives)
     if not isinstance(module, nn.Module):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lightning_piper.common.limits import shown
 from lightning_piper.errors import CaptureError, CountsError
 
 # Dtypes in which torch's grouped kernel is faster than a loop. On a CPU that kernel is itself a loop, with
@@ -93,12 +94,13 @@ def _ranges(counts: torch.Tensor, rows: int) -> list[tuple[int, int]]:
     sizes = counts.tolist()
     if min(sizes, default=0) < 0:
         raise CountsError(
-            f"grouped_linear: counts {sizes} has a negative number. Give the number of rows of each expert, >= 0 "
+            f"grouped_linear: counts has {min(sizes)} for expert {sizes.index(min(sizes))}. Give the number of "
+            "rows of each expert, >= 0 "
             "[PIPER-C014]"
         )
     if sum(sizes) != rows:
         raise CountsError(
-            f"grouped_linear: counts {sizes} add up to {sum(sizes)}, but x has {rows} rows. Give the number of rows "
+            f"grouped_linear: counts {shown(sizes)} add up to {sum(sizes)}, but x has {rows} rows. Give the number of rows "
             "of each expert [PIPER-C014]"
         )
     ends = list(itertools.accumulate(sizes, initial=0))

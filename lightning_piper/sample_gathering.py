@@ -51,8 +51,7 @@ def gather_samples(x: torch.Tensor) -> torch.Tensor:
     if not isinstance(x, torch.Tensor) or not x.ndim:
         found = f"a tensor of shape {list(x.shape)}" if isinstance(x, torch.Tensor) else shown(x)
         raise CaptureError(
-            f"gather_samples: x is {found}. Give a tensor with one row for each sample, [n, ...]."
-            " [PIPER-C013]"
+            f"gather_samples: x is {found}. Give a tensor with one row for each sample, [n, ...] [PIPER-C013]"
         )
     if _exchange is not None:
         made: torch.Tensor = _Exchanged.apply(x)  # type: ignore[no-untyped-call]

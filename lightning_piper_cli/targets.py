@@ -94,7 +94,7 @@ def check_target(target: str) -> None:
     place, _ = _divided(target)
     if place.endswith(".py"):
         if not Path(place).is_file():
-            raise UsageError(f"there is no file {place!r}")
+            raise UsageError(f"there is no file {place!r}. Give the path of a Python file")
         return
     if not all(part.isidentifier() for part in place.split(".")):
         raise UsageError(f"{place!r} is not the name of a Python module. Give {TARGET}")
@@ -123,7 +123,10 @@ def _is_found(package: str) -> bool:
 
 
 def _no_module(name: str) -> UsageError:
-    return UsageError(f"there is no module {name!r} in the current directory or installed")
+    return UsageError(
+        f"there is no module {name!r} in the current directory or installed. Run the command in the module's "
+        "directory, or install it"
+    )
 
 
 def _found(target: str) -> Any:

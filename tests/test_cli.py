@@ -437,6 +437,6 @@ def test_a_node_is_explained(project: Path, capsys: pytest.CaptureFixture[str]) 
         assert capsys.readouterr().out == f"{wanted}\n"
     with pytest.raises(SystemExit):
         main(["explain", "999", *arguments("")[1:]])
-    assert "has no node 999. Run `lightning-piper plan` to list them" in capsys.readouterr().err
+    assert "has no node 999. Run `lightning-piper plan` to list its nodes" in capsys.readouterr().err
     assert main(["explain", "7", *arguments("", "--log-dir", str(project))[1:]]) == 1
     assert f"there is no recording in '{project}'" in capsys.readouterr().err

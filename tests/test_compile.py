@@ -238,7 +238,7 @@ def test_a_message_is_explained_by_the_edge_that_it_serves() -> None:
 
 
 def test_a_node_that_is_not_there() -> None:
-    with pytest.raises(KeyError, match=r"has no node 999. Run print\(compiled.dag\) to list them"):
+    with pytest.raises(KeyError, match=r"has no node 999. Run print\(compiled.dag\) to list its nodes"):
         of("mlp", []).explain(999)
 
 

@@ -243,7 +243,7 @@ def _strange(body: Mapping[str, Any]) -> str | None:
     """
     files, tensors = body.get("files"), body.get("tensors")
     if not isinstance(files, dict) or not isinstance(tensors, dict) or not isinstance(body.get("id"), str):
-        return "has no table of files, of tensors, or no id"
+        return "lacks its table of files, its table of tensors, or its id"
     for name, value in files.items():
         if not FILES.fullmatch(name):
             return f"names the file {name!r}"

@@ -58,7 +58,7 @@ class Sharding(Directive):
         if len(sizes) > 1 or sizes[0] < 2:
             self.refuse(
                 "devices",
-                f"the groups have the sizes {sizes}",
+                f"the groups have {' and '.join(map(str, sizes))} {'device' if sizes == [1] else 'devices'}",
                 "give groups of one size, of at least two devices [PIPER-D005]",
             )
         counts = Counter(device for group in self.groups() for device in group)
@@ -73,8 +73,8 @@ class Sharding(Directive):
         for store in dag.of_type(Store):
             self.refuse(
                 "filter",
-                f"directive {store.origin} offloads saved values",
-                "move this directive before the offload [PIPER-D007]",
+                f"directive {store.origin} (offload) already offloads saved values, whose shapes would change",
+                f"move this directive before directive {store.origin} [PIPER-D007]",
             )
 
     def completed(self, program: Sequence[Directive]) -> Sharding:
@@ -103,8 +103,8 @@ class Sharding(Directive):
             shown = " and ".join(f"{chunk.label} on {list(chunk.devices)}" for chunk in found.values())
             self.refuse(
                 "devices",
-                f"{shown} have {self.axis!r} at different positions",
-                "list devices and axes of all groups in the same order [PIPER-D005]",
+                f"{shown} have their devices at different positions along {self.axis!r}",
+                "list the devices and the axes in the same order in all groups [PIPER-D005]",
             )
         return next(iter(found))
 

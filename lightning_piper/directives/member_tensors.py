@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_piper.common.limits import shown
+from lightning_piper.common.units import counted
 from lightning_piper.directives.base import Directive
 from lightning_piper.directives.group_sharding import Sharding
 from lightning_piper.directives.place import Place
@@ -217,17 +218,25 @@ def lines_of(
     axes = axes or [directive.axis]
     if directive.devices is not None:
         if len(_dividing(program)) > 1:
-            advice = "remove devices, and name the axes of all of them in place(axes=...)"
-            directive.refuse("devices", "several directives shard tensors", f"{advice} [PIPER-D017]")
+            named = " and ".join(
+                repr(axis) for axis in dict.fromkeys(each.axis for each in _dividing(program))
+            )
+            directive.refuse(
+                "devices",
+                f"the program has {len(_dividing(program))} directives that shard tensors, and their devices do not "
+                "show how they form one mesh",
+                f"remove devices from all of them, and name the axes {named} in place(axes=...) [PIPER-D017]",
+            )
         return directive.groups()
     found: list[tuple[int, ...]] = []
-    for place in program:
+    for index, place in enumerate(program):
         if isinstance(place, Place) and directive.axis in place.axes:
             if missing := [axis for axis in axes if axis not in place.axes]:
                 directive.refuse(
                     "axis",
-                    f"a place has only the axes {list(place.axes)}",
-                    f"add {missing[0]!r} to it, because all axes form one mesh [PIPER-D017]",
+                    f"directive {index} (place) has only the axes {list(place.axes)}, but another directive shards "
+                    f"tensors along {missing[0]!r}",
+                    f"add {missing[0]!r} to the axes of directive {index} [PIPER-D017]",
                 )
             found += [tuple(place.group[p] for p in block) for block in place.mesh.blocks(axes)]
     if found:
@@ -261,12 +270,20 @@ def _params(directive: TensorSharding, step: Step, degree: int) -> dict[str, Sha
     for name, part in found.items():
         shape = step.params[name].spec.shape
         if part.dim >= len(shape) or shape[part.dim] % (degree * part.blocks):
-            have = f"{name} has shape {list(shape)}"
             runs = f" in each of {part.blocks} runs" if part.blocks > 1 else ""
             found_no = (
-                f"{have}, whose dimension {part.dim} cannot be sharded evenly{runs} over {degree} devices"
+                f"{name} has shape {list(shape)}, whose dimension {part.dim} cannot be sharded evenly{runs} over "
+                f"{degree} devices"
+                if part.dim < len(shape)
+                else f"{name} has shape {list(shape)}, which does not have a dimension {part.dim}"
             )
-            directive.refuse("params", found_no, "choose another dimension [PIPER-D017]")
+            even = [str(dim) for dim, size in enumerate(shape) if size and size % degree == 0]
+            advice = (
+                f"give it dimension {' or '.join(even)}"
+                if even
+                else f"leave it out, because {degree} divides none of its dimensions"
+            )
+            directive.refuse("params", found_no, f"{advice} [PIPER-D017]")
     return found
 
 
@@ -305,10 +322,11 @@ def take_parts(
         return  # an earlier directive has rewritten the DAG for all axes
     whole = [chunk for chunk in dag.of_type(Chunk) if len(chunk.devices) != len(mesh.group_ranks)]
     if whole:
-        where = f"on {list(whole[0].devices)}" if whole[0].devices else "on no device yet"
         directive.refuse(
             "devices",
-            f"{whole[0].label} is {where}",
+            f"{whole[0].label} is on {list(whole[0].devices)}, but the mesh has {len(mesh.group_ranks)} devices"
+            if whole[0].devices
+            else f"{whole[0].label} is not placed yet",
             f"place every region on groups of {len(mesh.group_ranks)} devices [PIPER-D005]",
         )
     shard_batch(dag, mesh, directive)
@@ -351,8 +369,8 @@ def _check_divided(directive: TensorSharding, dag: TrainingDAG) -> None:
     dims = {_part(said).dim for said in (directive.values or {}).values()}
     if dims and ranks and min(dims) >= max(ranks):
         found = (
-            f"no region outputs a value with a dimension {min(dims)}, because they have at most "
-            f"{max(ranks)} dimensions"
+            f"no region outputs a value with a dimension {min(dims)}, because the outputs of all regions have "
+            f"at most {counted(max(ranks), 'dimension')}"
         )
         directive.refuse(
             "values",

@@ -11,7 +11,7 @@ import networkx as nx
 from lightning_piper.common.limits import integer, shown
 from lightning_piper.directives.base import Contract, Directive, register
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.filters import AGAIN, FETCH, STORE, Filter
+from lightning_piper.ir.filters import AGAIN, FETCH, STORE, Filter, describe
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.values import Kind, Slice
 from lightning_piper.ops.host import Fetch, Store
@@ -99,7 +99,7 @@ class Offload(Directive):
         if not names:
             self.refuse(
                 "states",
-                "the selected chunks have no trained parameters",
+                f"the selected passes (such as {chunks[0].label}) have no trained parameters",
                 "select regions that train parameters [PIPER-D015]",
             )
         dag.hosted |= names
@@ -123,10 +123,10 @@ class Offload(Directive):
                         stores[ref] = self._store(dag, chunk, ref)
                     self._fetch(dag, stores[ref], ref, readers)
         if not stores:
-            found = "the selected chunks save nothing for a backward pass"
+            found = f"the selected passes (such as {chunks[0].label}) save nothing for a backward pass"
             self.refuse("filter", found, "select forward passes of regions that train [PIPER-D015]")
         if isinstance(self.ahead, Mapping) and not nx.is_directed_acyclic_graph(dag.graph):
-            found = "it selects a chunk that runs before the values to fetch have been stored"
+            found = f"{describe(self.ahead)} selects a chunk that runs before the values to fetch have been stored"
             self.refuse(
                 "ahead", found, "select a chunk that runs later, or give a number of chunks [PIPER-D015]"
             )

@@ -99,11 +99,15 @@ class Order(Directive):
         for i, group in enumerate(self.filters):
             # Piper does not order copies among each other.
             if copying[i] and (len(_members(group)) > 1 or any(copying[i - 1 : i])):
+                alone = len(_members(group)) == 1
                 self.refuse(
                     f"filters[{i}]",
-                    "STORE or FETCH is in a group with another filter, or directly after a group with STORE "
-                    "or FETCH",
-                    "give each its own group, with groups of chunks between them [PIPER-D008]",
+                    f"this group and filters[{i - 1}] both select copies (STORE or FETCH)"
+                    if alone
+                    else "this group has a filter of copies (STORE or FETCH) and another filter",
+                    "put a group of chunks between them [PIPER-D008]"
+                    if alone
+                    else "give the filter of copies its own group, next to groups of chunks only [PIPER-D008]",
                 )
 
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
@@ -189,7 +193,8 @@ class Order(Directive):
                 if (by := dag.named_by(chunk)) is not None:
                     self.refuse(
                         f"filters[{i}]",
-                        f"{describe(condition)} splits {chunk.label}, but directive {by} orders it unsplit",
+                        f"{describe(condition)} splits {chunk.label} into BI and BW, but directive {by} orders it "
+                        "as B",
                         "name BI and BW in all orders, or B in all of them [PIPER-D008]",
                     )
                 chosen[chunk.id] = chunk

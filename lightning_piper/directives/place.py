@@ -109,8 +109,11 @@ class Place(Directive):
             mesh = self.mesh
             for chunk in chunks:
                 if (other := dag.arranged.setdefault((chunk.region, group), mesh)) != mesh:
-                    found = f"another pass of the region of {chunk.label} is on the mesh {other}"
-                    self.refuse("axes", found, "give all passes of a region the same mesh [PIPER-D006]")
+                    found = (
+                        f"{chunk.label} would be on the mesh {mesh}, but another pass of the same region is on the "
+                        f"mesh {other}"
+                    )
+                    self.refuse("axes", found, "give both places the same axes and devices [PIPER-D006]")
         for chunk in chunks:
             if chunk.devices:
                 self.refuse(

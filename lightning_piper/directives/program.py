@@ -125,8 +125,14 @@ def _read(path: str | PathLike[str], where: str) -> Any:
         content = read_json(path)
     except FileNotFoundError:
         raise DirectiveError(f"{where} does not exist. Give the path of a JSON file [PIPER-D001]") from None
-    except (OSError, ValueError) as error:
-        raise DirectiveError(f"{where} cannot be read as JSON: {error} [PIPER-D001]") from None
+    except OSError as error:
+        raise DirectiveError(
+            f"{where} cannot be read as JSON: {error}. Give the path of a JSON file that this process may read"
+            " [PIPER-D001]"
+        ) from None
+    except ValueError as error:
+        advice = "" if ". Give " in str(error) else ". Correct the file"
+        raise DirectiveError(f"{where} cannot be read as JSON: {error}{advice} [PIPER-D001]") from None
     if not isinstance(content, list | dict):
         raise DirectiveError(
             f"{where} contains a value of type {type(content).__name__} instead of directives. Write a list "

@@ -156,7 +156,7 @@ class Recompute(Directive):
         for region in selected:
             if not matches(self.filter, dag.regions[region].tags):
                 found = (
-                    f"it selects chunks of region {dag.regions[region].label} by tags that the region "
+                    f"the filter selects chunks of region {dag.regions[region].label} by tags that the region "
                     "itself does not have"
                 )
                 self.refuse(

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from lightning_piper.common.limits import integer, is_number, shown
+from lightning_piper.common.units import counted
 from lightning_piper.directives.base import Contract, Directive, register
 from lightning_piper.directives.place import groups_of
 from lightning_piper.directives.rewrites.batch_sharding import shard_batch
@@ -137,11 +138,11 @@ class Replicate(Directive):
         """Raise an error unless all groups have the same size, at least 2, and each device has the same
         position in all of its groups."""
         self.check_groups("devices", self.devices)
-        sizes = {len(group) for group in self.replica_groups()}
-        if len(sizes) > 1 or min(sizes) < 2:
+        sizes = sorted({len(group) for group in self.replica_groups()})
+        if len(sizes) > 1 or sizes[0] < 2:
             self.refuse(
                 "devices",
-                f"the groups have the sizes {sorted(sizes)}",
+                f"the groups have {' and '.join(map(str, sizes))} {'device' if sizes == [1] else 'devices'}",
                 "give groups of one size, of at least two devices [PIPER-D005]",
             )
         replica: dict[int, int] = {}
@@ -284,11 +285,19 @@ class Replicate(Directive):
         regions = {chunk.region for chunk in chunks}
         for chunk in dag.of_type(Chunk):
             if chunk.region in regions and chunk.devices not in groups:
-                where = f"on {list(chunk.devices)}" if chunk.devices else "on no device yet"
+                region = dag.regions[chunk.region].label
+                if not chunk.devices:
+                    self.refuse(
+                        "devices",
+                        f"the filter selects passes of region {region}, of which {chunk.label} is not placed yet",
+                        "place all passes of the region before this directive [PIPER-D005]",
+                    )
                 self.refuse(
                     "devices",
-                    f"{chunk.label}, another chunk of a selected region, is {where}",
-                    "name all device groups of a region in one replicate [PIPER-D005]",
+                    f"the filter selects passes of region {region}, of which {chunk.label} is on "
+                    f"{list(chunk.devices)}",
+                    f"add the group {list(chunk.devices)} to the groups {[list(group) for group in groups]} "
+                    "[PIPER-D005]",
                 )
         if dag.member_axes and dag.replicas == 1:
             axes = ", ".join(dag.member_axes)
@@ -305,7 +314,7 @@ class Replicate(Directive):
         if dag.replicas > 1 and dag.mean_of_replicas != mean:
             self.refuse(
                 "average",
-                f"{shown(self.average)} contradicts an earlier replicate",
+                f"{shown(self.average)} here, but {AVERAGES[dag.mean_of_replicas]!r} in an earlier replicate",
                 "give all replicate directives the same average [PIPER-D003]",
             )
         dag.mean_of_replicas = mean
@@ -313,10 +322,11 @@ class Replicate(Directive):
         known = dag.mesh if dag.member_axes and len(dag.mesh.group_ranks) == len(groups[0]) else None
         shard_batch(dag, known or Mesh.flat(len(groups[0])), self)
         if self.shard_size is not None and dag.replicas % self.shard_size:
+            sizes = " or ".join(str(n) for n in range(2, dag.replicas + 1) if dag.replicas % n == 0)
             self.refuse(
                 "shard_size",
-                f"{self.shard_size} replicas shard together, and there are {dag.replicas} replicas",
-                f"give a divisor of {dag.replicas} [PIPER-D005]",
+                f"{counted(dag.replicas, 'replica')} cannot be divided into groups of {self.shard_size}",
+                f"{f'give {sizes}' if sizes else 'remove shard_size'} [PIPER-D005]",
             )
         return regions
 

@@ -104,8 +104,8 @@ class ShardExperts(Sharding):
         if not regions:
             self.refuse(
                 "filter",
-                f"the filter selects {', '.join(sorted({dag.regions[r].label for r in selected})[:3])}, which "
-                "dispatches no tokens to experts",
+                f"the filter selects no region that dispatches tokens to experts, but only "
+                f"{', '.join(sorted({dag.regions[r].label for r in selected})[:3])}",
                 "mark where tokens enter and leave the experts, with piper.dispatch and piper.combine"
                 " [PIPER-D016]",
             )
@@ -167,32 +167,35 @@ class ShardExperts(Sharding):
             if interface.batch:
                 self.refuse(
                     "filter",
-                    f"{label} reads the batch",
-                    "pass these tensors through piper.dispatch [PIPER-D016]",
+                    f"{label} reads tensors of the batch, but its tokens are on other devices",
+                    "pass each tensor that the experts read through piper.dispatch [PIPER-D016]",
                 )
             if interface.seeds_gradient and not dag.code.weighs_gradients:
                 self.refuse(
                     "filter", f"{label} computes the loss", "end the annotation before the loss [PIPER-D016]"
                 )
             entering = zip(interface.inputs, interface.arrives, strict=True)
-            direct = [
+            received = [
                 dag.code.interface_of(ref[:2]).outputs[ref[2]]
                 for ref, direction in entering
                 if not direction and ref[0] != region
             ]
-            direct += [
+            returned = [
                 out
                 for out, direction in zip(interface.outputs, interface.leaves, strict=True)
                 if not direction and out.kind not in (Kind.SAVED, Kind.GRAD)
             ]
-            if direct:
+            if direct := received or returned:
                 names = ", ".join(f"{out.kind} {out.names[0]}" for out in direct[:3])
+                # A backward pass receives what its forward pass returns, as gradients.
+                enters = bool(received) == (kind == "F")
                 self.refuse(
                     "filter",
-                    f"{kind} of {label} receives or returns {names} without dispatch and combine, but "
-                    "tokens between them are on other devices and in another order",
-                    "pass everything that enters through piper.dispatch, and everything that leaves through "
-                    "piper.combine [PIPER-D016]",
+                    f"{kind} of {label} {'receives' if received else 'returns'} {names} without "
+                    f"{'dispatch' if enters else 'combine'}, but the tokens in this region are on other devices "
+                    "and in another order",
+                    f"pass each tensor that {'enters' if enters else 'leaves'} the region through "
+                    f"{'piper.dispatch' if enters else 'piper.combine'} [PIPER-D016]",
                 )
 
     def _check_shared(self, dag: TrainingDAG, regions: Sequence[int], mesh: Mesh) -> None:
@@ -203,11 +206,18 @@ class ShardExperts(Sharding):
         for name in dict.fromkeys(name for region in regions for name in dag.code.routed[region].params):
             for other in sorted(readers[name]):
                 mine = other in regions or dag.meshes.get(other) == mesh
-                if not mine or name not in dag.code.routed[other].params:
+                routed = dag.code.routed.get(other)
+                if routed is None or name not in routed.params:
                     self.refuse(
                         "filter",
-                        f"region {dag.regions[other].label} also uses the parameter {name!r}, but its experts are "
-                        "not sharded in the same way",
+                        f"region {dag.regions[other].label} also uses {name!r}, but not as a weight of experts",
+                        f"give this region a parameter of its own instead of {name!r} [PIPER-D016]",
+                    )
+                if not mine:
+                    self.refuse(
+                        "filter",
+                        f"region {dag.regions[other].label} also uses {name!r}, but this directive does not select "
+                        "the region",
                         f"select all regions that use {name!r} [PIPER-D016]",
                     )
             spec = dag.step.params[name].spec
@@ -215,7 +225,7 @@ class ShardExperts(Sharding):
                 self.refuse(
                     "filter",
                     f"{name} has strides {list(spec.stride)}, which interleave its experts in memory",
-                    "make it contiguous [PIPER-D016]",
+                    "create it as a contiguous tensor with the experts in its first dimension [PIPER-D016]",
                 )
 
     def _exchange(self, dag: TrainingDAG, chunks: Sequence[Chunk], mesh: Mesh) -> None:

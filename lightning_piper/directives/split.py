@@ -257,10 +257,10 @@ def refuse_nonlinear(program: Sequence[Directive], dag: TrainingDAG) -> None:
             raise error_at(
                 index,
                 directive,
-                f"({directive.op}): field 'num_microbatches': {directive.num_microbatches}, but the backward "
-                f"pass is not linear in the gradient of the loss: {dag.code.nonlinear}. So the gradients of "
-                "the microbatches may not add up to those of the whole batch. Give 1, or accept the "
-                "difference (accept_nonlinear=True) [PIPER-D014]",
+                f"({directive.op}): field 'num_microbatches': the gradients of {directive.num_microbatches} "
+                "microbatches may not add up to the gradients of the whole batch, because the backward pass is not "
+                f"linear in the gradient of the loss: {dag.code.nonlinear}. Give 1, or accept the difference "
+                "(accept_nonlinear=True) [PIPER-D014]",
             )
 
 

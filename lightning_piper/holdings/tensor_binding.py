@@ -134,12 +134,19 @@ class TensorBinding:
                 continue
             if found is None or isinstance(tensor, nn.Parameter):
                 kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-                what = "is gone" if found is None else "was replaced"
+                what, values = (
+                    ("removed", "")
+                    if found is None
+                    else (
+                        "replaced",
+                        ". To change only values, use parameter.data = ..., or change them in place under "
+                        "torch.no_grad()",
+                    )
+                )
                 raise CaptureError(
-                    f"PiperStrategy: {kind} {name!r} {what} since the first batch (pruning, a "
-                    "parametrization, or an assignment in a hook). Do this before fit, or in a hook before "
-                    "the first batch, such as on_fit_start. To change only values, use parameter.data = ..., "
-                    "or change them in place under torch.no_grad() [PIPER-S006]"
+                    f"PiperStrategy: {kind} {name!r} was {what} after the first batch, such as by pruning, a "
+                    "parametrization or an assignment in a hook. Do this before fit, or in a hook before "
+                    f"the first batch, such as on_fit_start{values} [PIPER-S006]"
                 )
             self._give(name, found, tensor.detach())
             store[attribute] = tensor  # type: ignore[assignment]

@@ -86,7 +86,7 @@ def _run_of(trainer: Any) -> tuple[World, nn.Module]:
     module = strategy.lightning_module
     if module is None:
         raise PiperError(
-            "piper.save_pretrained: the Trainer does not have a module yet. Call it in a hook, or after the fit"
+            "piper.save_pretrained: the Trainer does not have a module yet. Save in a hook, or after the fit"
             " [PIPER-K011]"
         )
     return strategy.world, module
@@ -110,17 +110,20 @@ def _model_of(module: nn.Module, model: Any) -> Any:
     if model is None and len(outer) == 1:
         model = models[outer[0]]
     if model is None:
-        found = (
-            f"several models of transformers ({', '.join(outer)})" if outer else "no model of transformers"
-        )
+        if not outer:
+            raise PiperError(
+                f"piper.save_pretrained: {type(module).__name__} has no model of transformers. Save the module with "
+                "trainer.save_checkpoint [PIPER-K011]"
+            )
         raise PiperError(
-            f"piper.save_pretrained: {type(module).__name__} has {found}. Pass the model to save, such as "
-            "model=module.model [PIPER-K011]"
+            f"piper.save_pretrained: {type(module).__name__} has several models of transformers "
+            f"({', '.join(outer)}). Pass the model to save, such as model=module.{outer[0]} [PIPER-K011]"
         )
     if all(part is not model for part in models.values()):
         raise PiperError(
             f"piper.save_pretrained: {type(model).__name__} is not a model of transformers inside of the "
-            f"Trainer's {type(module).__name__}. Pass such a submodule [PIPER-K011]"
+            f"Trainer's {type(module).__name__}. Pass a submodule of the module that is a model of transformers"
+            " [PIPER-K011]"
         )
     if _has_adapters(model):
         return model
@@ -230,10 +233,19 @@ def _keys(model: Any) -> dict[str, str]:
     names = [name for name in model.state_dict() if name not in ignored]
     for name in names:
         if name not in tensors or tensors[name].dtype not in NAMES:
-            found = f"the dtype {tensors[name].dtype}" if name in tensors else "a value that is not a tensor"
+            found, advice = (
+                (
+                    f"has the dtype {tensors[name].dtype}, which the files cannot hold",
+                    "Convert it to a dtype such as float32 or int64",
+                )
+                if name in tensors
+                else (
+                    "is in state_dict(), but is neither a parameter nor a buffer",
+                    "Remove it from state_dict(), or register it as a buffer",
+                )
+            )
             raise PiperError(
-                f"piper.save_pretrained: {name!r} of {type(model).__name__} has {found}, which Piper does not "
-                "write. Use a model whose state_dict() has parameters and buffers only [PIPER-K011]"
+                f"piper.save_pretrained: {name!r} of {type(model).__name__} {found}. {advice} [PIPER-K011]"
             )
     # Tensors on the meta device, whose ids show what transformers renames and what it converts.
     state = {
@@ -244,7 +256,7 @@ def _keys(model: Any) -> dict[str, str]:
     except RuntimeError as error:
         raise PiperError(
             f"piper.save_pretrained: {type(model).__name__} has tied tensors that its class does not declare: "
-            f"{error} [PIPER-K011]"
+            f"{error}. Name them in the class's _tied_weights_keys [PIPER-K011]"
         ) from error
     renamed = {id(tensor): key for key, tensor in revert_weight_conversion(model, dict(state)).items()}
     if renamed.keys() == {id(tensor) for tensor in state.values()}:

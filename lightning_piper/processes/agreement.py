@@ -85,7 +85,7 @@ def agree_on_batch(
         if what != "values" or data != -data_low:
             who = "the processes" if world.count == 1 else f"the processes of replica {replica}"
             raise PiperError(
-                f"{who} drew different batches (other {what}) in evaluation step {step}, but all stages of a "
+                f"{who} drew different batches (different {what}) in evaluation step {step}, but all stages of a "
                 "pipeline must read the same batch and the same Python state. Seed the code that draws the "
                 "data (seed_everything(seed, workers=True)). It must not depend on the rank or the time"
                 " [PIPER-L004]"
@@ -298,8 +298,8 @@ class BatchCheck:
             kind = CaptureError if self._world.count == self._world.size and not going_on else PiperError
             raise kind(
                 f"the processes read different Python state in training batch {self._steps - 1} of this fit "
-                "(attributes, counters or rates that training_step reads), but they must all run the same "
-                "step. The state must not depend on the rank, the time or random numbers that differ"
+                "(attributes, counters or rates that training_step reads), but all processes must run the same "
+                "step. Make the state independent of the rank, the time and unseeded random numbers [PIPER-L006]"
             )
         if not all(data):
             self._refuse("values", data, "")
@@ -358,7 +358,7 @@ class BatchCheck:
     def _refuse(self, what: str, alike: Sequence[bool], found: str) -> NoReturn:
         who = "the processes" if self._world.count == 1 else f"the processes of replica {alike.index(False)}"
         raise PiperError(
-            f"{who} drew different batches (other {what}) in training batch {self._steps - 1} of this "
+            f"{who} drew different batches (different {what}) in training batch {self._steps - 1} of this "
             f"fit{found}, but all stages of a pipeline must train on the same batch. Seed the code that "
             "draws the data (seed_everything(seed, workers=True)). It must not depend on the rank or the time"
             " [PIPER-L004]"

@@ -13,6 +13,7 @@ import torch
 
 from lightning_piper.accelerators import with_index
 from lightning_piper.common.limits import shown
+from lightning_piper.common.units import counted
 from lightning_piper.errors import ExecutionError, OutOfMemoryError, PiperError
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.regions import Step
@@ -290,7 +291,7 @@ class Executor:
         """
         if len(leaves) != len(self._specs):
             raise ExecutionError(
-                f"the batch has {len(leaves)} tensors, but the step was captured with {len(self._specs)}. "
+                f"the batch has {counted(len(leaves), 'tensor')}, but the step was captured with {len(self._specs)}. "
                 "Pass a batch of the same structure, or compile for this batch [PIPER-X004]"
             )
         for i, (x, spec) in enumerate(zip(leaves, self._specs, strict=True)):

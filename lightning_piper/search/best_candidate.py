@@ -112,9 +112,8 @@ def _smallest_first(
     if least is None and smallest.complete:
         on = f"that uses all {devices} devices" if space.all_devices else f"on {devices} devices"
         raise NoProgram(
-            f"search: no program {on} exists, or no program fits in the host memory of "
-            f"{space.hardware.host_memory} bytes. Give other numbers of devices, or a hardware with more "
-            "host_memory [PIPER-P002]"
+            f"search: no program {on} exists that fits in the host memory of {size(space.hardware.host_memory)}. "
+            "Give another number of devices, or a hardware with more host_memory [PIPER-P002]"
         )
     if least is None:
         raise SearchError(
@@ -158,11 +157,13 @@ def check_asked(
     check_choices(devices, tuple(SEARCHED) if schedules is None else schedules, levels, margin)
     if not isinstance(objective, str) or objective not in OBJECTIVES:
         raise SearchError(
-            f"search: objective={shown(objective)}. Give one of {', '.join(OBJECTIVES)} [PIPER-P001]"
+            f"search: objective={shown(objective)} is not usable. Give one of {', '.join(OBJECTIVES)} [PIPER-P001]"
         )
     if not is_number(gap):
-        raise SearchError(f"search: gap={shown(gap)}. Give a share such as 0.01 [PIPER-P001]")
+        raise SearchError(f"search: gap={shown(gap)} is not usable. Give a share such as 0.01 [PIPER-P001]")
     if (integer(budget) or 0) < 1:
-        raise SearchError(f"search: budget={shown(budget)}. Give an integer >= 1 [PIPER-P001]")
+        raise SearchError(f"search: budget={shown(budget)} is not usable. Give an integer >= 1 [PIPER-P001]")
     if ranks is not None and (integer(ranks) or 0) < 1:
-        raise SearchError(f"search: ranks={shown(ranks)}. Give an integer >= 1, or None [PIPER-P001]")
+        raise SearchError(
+            f"search: ranks={shown(ranks)} is not usable. Give an integer >= 1, or None [PIPER-P001]"
+        )

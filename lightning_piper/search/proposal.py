@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_piper.capture import flatten
 from lightning_piper.capture.tensor_sharding.shardable_params import find_params
 from lightning_piper.common.limits import shown
+from lightning_piper.common.units import counted
 from lightning_piper.compiler import compile, verify
 from lightning_piper.directives import Directive
 from lightning_piper.errors import NoProgram, PiperError, SearchError
@@ -203,7 +204,9 @@ def _check_arguments(
         SearchError: An argument is not valid.
     """
     if check not in ("static", "run", "off"):
-        raise SearchError(f"search: check={shown(check)}. Give 'static', 'run' or 'off' [PIPER-P001]")
+        raise SearchError(
+            f"search: check={shown(check)} is not usable. Give 'static', 'run' or 'off' [PIPER-P001]"
+        )
     if unknown := options.keys() - OPTIONS:
         raise SearchError(
             f"search: the argument {min(unknown)!r} is unknown. Give one of {', '.join(OPTIONS)} [PIPER-P001]"
@@ -213,7 +216,7 @@ def _check_arguments(
         bytes_of(memory)
     if not isinstance(hardware, Hardware | str | None):
         raise SearchError(
-            f"search: hardware={shown(hardware)}. Give a Hardware, a name, or the path of a JSON file"
+            f"search: hardware={shown(hardware)} is not usable. Give a Hardware, a name, or the path of a JSON file"
             " [PIPER-P001]"
         )
 
@@ -288,8 +291,8 @@ class _Trials:
                 break
             within = int(min(float(self._limit) * max(ratios), float(within) * 0.999))
         raise kind(
-            f"search: the programs of the {len(self._refused)} best candidates were rejected. Reason for the "
-            f"best one: {self._refused[0][1]}"
+            f"search: {counted(len(self._refused), 'program')} of the best candidates failed the check. Reason for "
+            f"the best candidate: {self._refused[0][1]}"
         )
 
     def _found(self, find: Callable[[Number], Found], within: Number) -> Found:

@@ -151,7 +151,7 @@ class Space:
             or not self.memory > 0
         ):
             raise SearchError(
-                f"search: memory={shown(self.memory)}. Give bytes above 0, or text such as '80GiB'"
+                f"search: memory={shown(self.memory)} is not usable. Give bytes above 0, or text such as '80GiB'"
                 " [PIPER-P001]"
             )
 
@@ -290,13 +290,17 @@ def check_choices(devices: int, schedules: Sequence[str], levels: Sequence[int],
     """
     _check_number("devices", devices, DEVICES)
     if not is_number(margin):
-        raise SearchError(f"search: margin={shown(margin)}. Give a share such as 0.05 [PIPER-P001]")
+        raise SearchError(
+            f"search: margin={shown(margin)} is not usable. Give a share such as 0.05 [PIPER-P001]"
+        )
     if isinstance(schedules, str) or not schedules or any(name not in SEARCHED for name in schedules):
         raise SearchError(
-            f"search: schedules={shown(schedules)}. Give some of {', '.join(SEARCHED)} [PIPER-P001]"
+            f"search: schedules={shown(schedules)} is not usable. Give some of {', '.join(SEARCHED)} [PIPER-P001]"
         )
     if not levels or not set(levels) <= {0, 1, 2, 3}:
-        raise SearchError(f"search: levels={shown(levels)}. Give some of 0, 1, 2, 3 [PIPER-P001]")
+        raise SearchError(
+            f"search: levels={shown(levels)} is not usable. Give some of 0, 1, 2, 3 [PIPER-P001]"
+        )
 
 
 def _check_number(what: str, value: object, most: int | None = None) -> None:
@@ -305,7 +309,7 @@ def _check_number(what: str, value: object, most: int | None = None) -> None:
     number = integer(value)
     if number is None or number < 1 or (most is not None and number > most):
         raise SearchError(
-            f"search: {what}={shown(value)}. Give an integer from 1{f' to {most}' if most else ' on'}"
+            f"search: {what}={shown(value)} is not usable. Give an integer from 1{f' to {most}' if most else ' on'}"
             " [PIPER-P001]"
         )
 
@@ -329,7 +333,7 @@ def bytes_of(size: str | Number) -> Number:
     ):
         return size
     raise SearchError(
-        f"search: memory={shown(size)}. Give bytes above 0, or text such as '24GiB' or '80GB' [PIPER-P001]"
+        f"search: memory={shown(size)} is not usable. Give bytes above 0, or text such as '24GiB' or '80GB' [PIPER-P001]"
     )
 
 

@@ -478,15 +478,16 @@ class ProcessRuntime:
             missing = sorted(name for name in needed if self._tensor_map.held(name, device) is None)
             if missing and step != by:
                 raise PiperError(
-                    f"{step} uses {', '.join(missing[:3])} on device {device}, which does not hold these "
-                    f"tensors: {by} uses them on another device or not at all. Use them in the same "
-                    f"annotated region in both steps, or not in {step} [PIPER-D025]"
+                    f"{step} uses {', '.join(missing[:3])} on device {device}, but {by} does not use "
+                    f"{'it' if len(missing) == 1 else 'them'} there, so this device does not hold "
+                    f"{'it' if len(missing) == 1 else 'them'}. Use the same parameters and buffers in the same "
+                    f"annotated region in both steps [PIPER-D025]"
                 )
             if missing:
                 raise PiperError(
-                    f"batch of {compiled.dag.size} samples: device {device} uses {', '.join(missing)}, which only "
-                    "another device holds, because that device used these tensors for the first batch. Use them "
-                    "in the same annotated region for all batches [PIPER-D025]"
+                    f"batch of {compiled.dag.size} samples: device {device} uses {', '.join(missing[:3])}, which "
+                    "only another device holds, because that device used the same for the first batch. Use the "
+                    "same parameters and buffers in the same annotated region for all batches [PIPER-D025]"
                 )
 
 

@@ -164,9 +164,10 @@ class Programs:
         if spec not in self._traced and len(self._traced) == MANY_SPECS:
             self._world.warn(
                 f"batches had more than {MANY_SPECS} layouts (shapes of tensors, values of numbers and "
-                "strings), and the step is captured again for each one, because its Python code uses their "
-                "sizes as numbers (int(), range(), an index). Use tensor operations instead, or pad batches "
-                "to a few shapes. Remove from the batch what the step does not use [PIPER-W016]"
+                "strings), and Piper captures the step again for each layout. Pad batches to a few shapes. "
+                "Convert numbers of the batch to tensors, and remove values that the step does not use. If the "
+                "step's Python code uses sizes as numbers (int(), range(), an index), use tensor operations "
+                "instead [PIPER-W016]"
             )
         self._traced.add(spec)
 

@@ -255,11 +255,16 @@ def found_at(path: str | Path, io: CheckpointIO, world: World) -> tuple[str, boo
 
     found = together(world, f"loading {path}", look)
     if len(set(found)) > 1:
+        other = next(rank for rank, each in enumerate(found) if each != found[0])
         raise PiperError(
-            f"the processes find different checkpoints under {path}, by rank: {found}. Give all processes "
-            "the same checkpoint [PIPER-K004]"
+            f"the processes find different checkpoints under {path}: rank 0 finds {_shown(*found[0])}, and rank "
+            f"{other} finds {_shown(*found[other])}. Give all processes the same checkpoint [PIPER-K004]"
         )
     return found[0]
+
+
+def _shown(path: str, sharded: bool) -> str:
+    return f"{path} ({'a sharded' if sharded else 'a plain'} checkpoint)"
 
 
 def read_plain(

@@ -336,9 +336,8 @@ def checked_backend(given: str | None, device: torch.device, processes: int) -> 
         raise PiperError(
             f"PiperStrategy(process_group_backend={given!r}): processes with {device.type} devices exchange "
             f"tensors by {own}, because {given} cannot send tensors between such devices. Leave "
-            f"process_group_backend out, or use {own!r} or 'cpu:{HOST},{device.type}:{own}'. Several "
-            "processes cannot share a device. Give each process its own device, or use transport='local'"
-            " [PIPER-S001]"
+            f"process_group_backend out, or use {own!r} or 'cpu:{HOST},{device.type}:{own}'. To run several "
+            "logical devices on one device, use transport='local' [PIPER-S001]"
         )
     return given or own
 
@@ -375,7 +374,7 @@ def check_choices(**arguments: object) -> None:
         accepted = CHOICES[name]
         if not isinstance(value, str) or value not in accepted:
             raise PiperError(
-                f"PiperStrategy({name}={shown(value)}): accepted are {', '.join(map(repr, accepted))}"
+                f"PiperStrategy({name}={shown(value)}) is not usable. Give one of {', '.join(map(repr, accepted))}"
                 " [PIPER-S001]"
             )
 

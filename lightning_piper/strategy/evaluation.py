@@ -343,8 +343,8 @@ class EvaluatingStrategy(OverProcesses):
             assert isinstance(self.phase, Evaluating | Starting | Fitting)
             if (lacking := lacks_memory(self.lightning_module, self.phase.standalone.world)) is not None:
                 raise PiperError(
-                    f"PiperStrategy: {step} runs uncaptured, but {lacking}. Change the step so that Piper can "
-                    f"capture it. It was not captured because of: {self._eager_steps[step]} [PIPER-S013]"
+                    f"PiperStrategy: {step} runs uncaptured, but {lacking}. Piper could not capture {step}, because: "
+                    f"{self._eager_steps[step]}. Change {step} so that Piper can capture it [PIPER-S013]"
                 )
             with torch.inference_mode(False):
                 self._whole.enter_context(parts.whole_everywhere())

@@ -172,8 +172,10 @@ class NanGuard:
         cause = (
             f"The first cause: {first}"
             if first is not None
-            else "No second run of the last batch shows the cause. Look at earlier batches of an accumulation, "
-            "at code after the backward pass, at random numbers, and at manual optimization"
+            else "Piper does not run a manual optimization again, so the first cause is unknown"
+            if fit is None and not self._module.automatic_optimization
+            else "A second run of the last batch did not show the cause. Look at earlier batches of an "
+            "accumulation, at code after the backward pass, and at random numbers"
         )
         raise of_rank(
             world.members[rank],

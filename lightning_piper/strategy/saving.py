@@ -93,7 +93,7 @@ class SavingStrategy(EvaluatingStrategy):
             if any(referenced(state) for state in states):
                 raise PiperError(
                     "PiperStrategy: an uncaptured training step cannot resume from a sharded checkpoint. "
-                    "Save the checkpoint with checkpoint='consolidated' [PIPER-K006]"
+                    "Resume from a copy: lightning_piper.strategy.consolidate(path, copy) [PIPER-K006]"
                 )
             for optimizer, state in zip(self.optimizers, states, strict=True):
                 self.phase.load(optimizer, state) if isinstance(

@@ -62,8 +62,8 @@ def whole_module(module: pl.LightningModule) -> Iterator[None]:
         )
     if (lacking := lacks_memory(module, strategy.world)) is not None:
         raise PiperError(
-            f"{where}: {lacking}. Use an evaluation step that Piper can capture, which does not need the whole "
-            "module [PIPER-S007]"
+            f"{where}: {lacking}. Move the code of the block to validation_step or test_step: if Piper can capture "
+            "the step, no process needs the whole module. Or use processes with more memory [PIPER-S007]"
         )
     with contextlib.ExitStack() as whole:
         with torch.inference_mode(False):

@@ -15,8 +15,9 @@ from torch import nn
 from lightning_piper.capture import CapturedStep, flatten
 from lightning_piper.capture.eager.eager_reference import Outcome, is_lost, mixed, run_eagerly
 from lightning_piper.directives import Directive, Split, accumulating
+from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.regions import StepCode
+from lightning_piper.ir.regions import LOSS, StepCode
 from lightning_piper.ir.values import Slice
 from lightning_piper.ops.build import build_dag
 from lightning_piper.passes import Done, apply_program, prepared, run_pipeline
@@ -38,7 +39,7 @@ def verify_step(
     each directive, and compare the results.
 
     Raises:
-        VerificationError: The static check finds a problem.
+        VerificationError: The static check finds a problem. Or a result of one device is NaN.
     """
     step = prepared(step, program)
     leaves = step.inputs(flatten(batch)[0])
@@ -93,7 +94,10 @@ class _Runner:
 
     def row(self, dag: TrainingDAG, done: Done) -> ReportRow:
         """Run the DAG. Return a row that compares it with the DAG of the previous row and with one device.
-        The first row compares the DAG with itself."""
+        The first row compares the DAG with itself. Before it, raise an error if a result of one device is
+        NaN."""
+        if self._last is None:
+            check_comparable(self.single(self._whole))
         now, moved = interpret(dag, self.tensors, self.leaves, self.seed), self.rounding(*self._work(dag))
         last, before = self._last or (now, moved)
         self._last = now, moved
@@ -260,6 +264,30 @@ class _Runner:
             return run_eagerly(self.step, tensors, leaves, slices)
         except RuntimeError:  # a dtype that the model fixes does not fit float64
             return None
+
+
+def check_comparable(single: Outcome) -> None:
+    """Raise an error if a result of one device is NaN, because NaN is not equal to NaN.
+
+    Args:
+        single: The outcome of one device on the whole batch.
+
+    Raises:
+        VerificationError: The loss, a logged value, a gradient or a buffer has a NaN.
+    """
+    for what, results in (
+        ("the logged value {!r}", single.metrics),
+        ("the gradient of {!r}", single.grads),
+        ("the new value of buffer {!r}", single.buffers),
+    ):
+        for name, x in results.items():
+            if bool(x.isnan().any()):
+                found = "the loss" if name == LOSS else what.format(name)
+                raise VerificationError(
+                    f"verify: on one device, {found} of this batch {'is' if x.ndim == 0 else 'has a'} NaN, so no "
+                    "program can be compared with it. "
+                    "Give a batch and parameters with which a plain Trainer computes numbers [PIPER-V005]"
+                )
 
 
 def compare(expected: Outcome, found: Outcome, rounding: Mapping[str, float]) -> Comparison:

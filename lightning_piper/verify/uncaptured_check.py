@@ -23,7 +23,7 @@ from lightning_piper.directives.replicate import without_sharding
 from lightning_piper.errors import CaptureError, DirectiveError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.passes import Done, run_pipeline
-from lightning_piper.verify.equivalence import PERTURBATIONS, compare, movement, one_ulp
+from lightning_piper.verify.equivalence import PERTURBATIONS, check_comparable, compare, movement, one_ulp
 from lightning_piper.verify.hook import StaticCheck
 from lightning_piper.verify.interpreter import interpret
 from lightning_piper.verify.report import Report, ReportRow
@@ -45,6 +45,7 @@ def verify_executed(
         seed: The seed of random numbers.
 
     Raises:
+        VerificationError: A gradient of one device is NaN.
         CaptureError: `why`, if this check cannot run the step. It cannot if it is too late (`why.late`), if the
             module optimizes manually or cannot be copied (`copy_module`), or if the replicas cannot divide the
             batch equally. Or if the program does more than replicate the step.
@@ -62,6 +63,7 @@ def verify_executed(
         raise why
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     trained = [name for name, x in module.named_parameters() if x.requires_grad]
+    check_comparable(single := _outcome(runs.of(0, 1)))
     step = EagerStep(module, replicas, trained, device)
     passes = _ComparedPasses(module, runs, replicas, trained)
     step.backward = passes.backward
@@ -72,7 +74,6 @@ def verify_executed(
             f"Piper can run a step uncaptured only if the program replicates the whole step; {error}"
         )
         raise why from None
-    single = _outcome(runs.of(0, 1))
     moved = movement(single, [_outcome(runs.of(0, 1, nudge)) for nudge in range(1, PERTURBATIONS + 1)])
     whole = compare(single, passes.last, moved)
     return Report(tuple(passes.rows), whole, executed=f"the step is not captured: {why}")

@@ -148,7 +148,7 @@ def test_one_dimension_has_one_axis(monkeypatch):
     [
         (
             [grid(cp=2, tp=2), columns(devices=[[0, 1], [2, 3]]), sequences()],
-            "several directives shard tensors. Remove devices",
+            "the program has 2 directives that shard tensors, and their devices do not show",
         ),
         ([grid(tp=2), columns(), sequences()], r"no place of the program has an axis 'cp'"),
         (
@@ -162,7 +162,7 @@ def test_one_dimension_has_one_axis(monkeypatch):
                 columns(),
                 sequences(),
             ],
-            r"a place has only the axes \['tp', 'data'\]. Add 'cp' to it",
+            r"directive 0 \(place\) has only the axes \['tp', 'data'\], but .* along 'cp'. Add 'cp' to the axes of",
         ),
     ],
 )
@@ -242,7 +242,7 @@ def test_what_does_not_go_with_experts_is_refused(program, expected):
 def test_a_dimension_that_no_value_has_is_refused():
     with pytest.raises(
         DirectiveError,
-        match="field 'values': no region outputs a value with a dimension 5, because they have at most 3",
+        match="field 'values': no region outputs a value with a dimension 5, because the outputs of all regions have at most 3",
     ):
         compiled_for([grid(cp=2), sequences(values={"*": 5})])
 

@@ -184,7 +184,7 @@ def test_transfers_carry_the_gradients_of_inputs() -> None:
         (
             [split(2), order(f(1, 0), b(1, 0)), order(f(1, 1), bi(1, 0))],
             "directive 2 (order): field 'filters[1]': {PP: 1, MB: 0, PASS: BI} splits B[PP=1,MB=0], but "
-            "directive 1 orders it unsplit. Name BI and BW in all orders, or B in all of them",
+            "directive 1 orders it as B. Name BI and BW in all orders, or B in all of them",
         ),
         (
             [

@@ -71,6 +71,6 @@ def test_groups_left_out_are_those_of_the_places(make: Any) -> None:
 def test_a_place_on_one_device_has_no_replicas() -> None:
     with pytest.raises(
         piper.DirectiveError,
-        match=r"directive 1 \(replicate\): field 'devices': the groups have the sizes \[1\]",
+        match=r"directive 1 \(replicate\): field 'devices': the groups have 1 device",
     ):
         parse([piper.Place([0]), piper.Replicate()])

@@ -125,7 +125,7 @@ def test_the_simulator_knows_the_groups() -> None:
 
 
 @pytest.mark.parametrize("fields, message", [
-    ({"shard_size": 3}, "3 replicas shard together, and there are 4 replicas. Give a divisor of 4"),
+    ({"shard_size": 3}, "4 replicas cannot be divided into groups of 3. Give 2 or 4"),
     ({"shard_size": 1}, "Give an integer >= 2"),
     ({"shard_size": 2.5}, "Give an integer >= 2"),
     ({"shard_size": 2, "zero": 0}, "the directive shards nothing. Set shard_optimizer"),

@@ -209,8 +209,8 @@ def test_what_is_wrong_is_found(name, monkeypatch):
         ([ONE, off({"LAYER": 0, "PASS": "F"})], "runs before the values to fetch have been stored"),
         ([ONE, Offload(filter={}, store_stream="")], "is not a stream"),
         ([ONE, Offload(filter={}, saved=False)], "Give True or False for both, and True for at least one"),
-        ([ONE, off(PASS="B")], "the selected chunks save nothing for a backward pass"),
-        ([ONE, off(), off()], "the selected chunks save nothing for a backward pass"),
+        ([ONE, off(PASS="B")], "B[PP=0]) save nothing for a backward pass"),
+        ([ONE, off(), off()], "passes (such as F[PP=0]) save nothing for a backward pass"),
         (
             [ONE, SPLIT, Order(filters=[{"PASS": "FETCH"}, LAYER_1])],
             "PASS: FETCH} matches nothing. Name copies that an offload before",
@@ -240,7 +240,8 @@ def test_what_is_wrong_is_found(name, monkeypatch):
         ([TWO, off(), Place(filter={}, devices=[0])], "already on device"),
         (
             [*PROGRAMS["columns"][:1], off(), Fixed(), *PROGRAMS["columns"][1:-1]],
-            "directive 1 offloads saved values. Move this directive before the offload",
+            "directive 1 (offload) already offloads saved values, whose shapes would change. Move this "
+            "directive before directive 1",
         ),
     ],
 )

@@ -151,9 +151,9 @@ REFUSED: list[tuple[list[Any], str]] = [
                     "on one of [[0, 1]]"),
     ([placed(), replicate([0, 2])], "[[0, 2]] does not contain the group [0, 1], on which F[PP=0] is "
                                     "placed. Give the place"),
-    ([placed(), replicate([0])], "field 'devices': the groups have the sizes [1]. Give groups of one size, of at "
+    ([placed(), replicate([0])], "field 'devices': the groups have 1 device. Give groups of one size, of at "
                                  "least two devices"),
-    ([placed(), replicate([[0, 1], [2, 3, 4]])], "the groups have the sizes [2, 3]"),
+    ([placed(), replicate([[0, 1], [2, 3, 4]])], "the groups have 2 and 3 devices"),
     ([placed(), replicate([[0, 1], [1, 0]])], "device 1 is replica 1 in one group and replica 0 in another."),
     ([placed(), replicate([])], "[] is not a list of distinct devices"),
     ([placed(), replicate([[0, 1], 2])], "2 is not a list of distinct devices"),

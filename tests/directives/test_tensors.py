@@ -125,7 +125,7 @@ def test_members_have_parts_of_parameters_gradients_and_states():
         (
             [TWO, divided([0, 1], params={"embed.weight": 2})],
             DirectiveError,
-            "whose dimension 2 cannot be sharded evenly",
+            "which does not have a dimension 2. Give it dimension",
         ),
         (
             [TWO, divided([0, 1], params={"*.q.weight": "0"})],

@@ -170,11 +170,11 @@ CASES: Cases = [
               "the factor with which backward multiplied the last loss is 2.0 on rank 0, and 3.0 on rank "
               "1", "PiperError",
               "tests/strategy/test_options.py::test_refusals"),
-    Elsewhere("stages draw different batches", "drew different batches (other values) in training batch "
+    Elsewhere("stages draw different batches", "drew different batches (different values) in training batch "
                                                "0", "PiperError",
               "tests/strategy/test_fit_processes.py::test_processes_refuse_together"),
     Elsewhere("a batch with different shapes in one process",
-              "the processes drew different batches (other shapes) in training batch 3",
+              "the processes drew different batches (different shapes) in training batch 3",
               "PiperError", f"{FAILURES}::test_batches_of_other_shapes"),
     Elsewhere("fewer samples in one replica, with microbatches",
               "the processes drew batches of different shapes in training batch 3", "PiperError",

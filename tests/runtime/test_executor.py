@@ -58,7 +58,7 @@ def test_a_batch_of_another_shape_is_refused() -> None:
         ExecutionError, match=r"tensor 1 of the batch is float32\[4, 3\], .* captured with float32\[4,2\]"
     ):
         executor.step([torch.randn(4, 4), torch.randn(4, 3)], seed=0)
-    with pytest.raises(ExecutionError, match="the batch has 1 tensors, but the step was captured with 2"):
+    with pytest.raises(ExecutionError, match="the batch has 1 tensor, but the step was captured with 2"):
         executor.step([torch.randn(4, 4)], seed=0)
 
 

@@ -158,7 +158,7 @@ def test_each_process_holds_its_part_and_saves_the_whole(name, held, ranks, plai
     ("moved in a fit", "uses first.0.bias, first.0.weight on device 1, which does not hold these tensors: "
                        "training_step uses"),
     ("untagged", "no place of the program selects a region of this step"),
-    ("values", "drew different batches (other values) in evaluation step 0"),
+    ("values", "drew different batches (different values) in evaluation step 0"),
     ("length", "the processes have [2, 4] batches"),
     ("nothing", "no error"),
 ])  # fmt: skip

@@ -216,7 +216,7 @@ def test_batches_of_other_shapes(tmp_path):
     first, second = run("other shapes", tmp_path)
     assert isinstance(first.result, PiperError) and isinstance(second.result, PiperError)
     assert (
-        "rank 1 says: PiperError: the processes drew different batches (other shapes) in training batch 3"
+        "rank 1 says: PiperError: the processes drew different batches (different shapes) in training batch 3"
         in second.said
     )
     assert (

@@ -246,7 +246,8 @@ def test_terms_with_different_denominators_do_not_accumulate_by_tokens() -> None
             max_steps=2,
         )
     with pytest.raises(
-        PiperError, match=r"PiperStrategy\(accumulate='token'\): accepted are 'batches', 'tokens'"
+        PiperError,
+        match=r"PiperStrategy\(accumulate='token'\) is not usable. Give one of 'batches', 'tokens'",
     ):
         local([], accumulate="token")
 

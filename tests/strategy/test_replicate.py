@@ -223,7 +223,7 @@ REFUSED = [
         "shapes",
         "different shapes in training batch 0 of this fit (batch[0]: float32[8,8] and float32[4,8]), but",
     ),
-    (4, "apart", "the processes of replica 1 drew different batches (other values) in training batch 2"),
+    (4, "apart", "the processes of replica 1 drew different batches (different values) in training batch 2"),
 ]
 
 

@@ -9,6 +9,7 @@ import re
 import sys
 from typing import Any, ClassVar
 
+import lightning.pytorch as L
 import pytest
 import torch
 
@@ -452,3 +453,23 @@ def test_the_models_have_what_they_are_there_for() -> None:
         out.kind for step in steps for interface in step.interfaces.values() for out in interface.outputs
     }
     assert kinds == {"activation", "saved", "cotangent", "grad", "buffer", "loss", "log"}
+
+
+class _Logarithm(L.LightningModule):
+    """The loss is NaN for a negative input. With `gradient`, only the gradient of the weight is NaN."""
+
+    def __init__(self, gradient: bool = False) -> None:
+        super().__init__()
+        self.fc, self.gradient = torch.nn.Linear(2, 2), gradient
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        made = self.fc(batch)
+        return (0 * made).sqrt().sum() if self.gradient else (made * 0 + batch).log().sum()
+
+
+@pytest.mark.parametrize(("gradient", "found"), [(False, "the loss"), (True, "the gradient of 'fc.weight'")])
+def test_a_result_of_one_device_that_is_nan(gradient: bool, found: str) -> None:
+    with pytest.raises(VerificationError, match=f"on one device, {found} of this batch has a NaN") as caught:
+        verify(_Logarithm(gradient), -torch.ones(4, 2), [split(2)])
+    assert "Give a batch and parameters" in str(caught.value)
+    assert verify(_Logarithm(), torch.ones(4, 2), [split(2)]).ok

@@ -107,3 +107,17 @@ def test_a_parameter_that_nobody_uses_is_found_to_have_a_gradient(monkeypatch):
 def test_what_cannot_run_as_it_is_is_refused_for_what_cannot_be_captured(program, samples):
     with pytest.raises(piper.CaptureError, match=r"loss\.item"):
         report(Mean, program, samples)
+
+
+class _Root(Mean):
+    """A loss that is zero, with gradients that are NaN."""
+
+    def loss(self, losses: Tensor, x: Tensor) -> Tensor:
+        return (0 * losses).sqrt().mean()
+
+
+def test_a_gradient_of_one_device_that_is_nan() -> None:
+    with pytest.raises(
+        piper.VerificationError, match=r"the gradient of 'net\.0\.weight' of this batch has a NaN"
+    ):
+        report(_Root, TWO)

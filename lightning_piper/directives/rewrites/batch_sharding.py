@@ -8,6 +8,7 @@ from typing import NoReturn
 
 import networkx as nx
 
+from lightning_piper.common.units import counted
 from lightning_piper.directives.base import Directive
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import DATA, Mesh
@@ -38,7 +39,7 @@ def shard_batch(dag: TrainingDAG, mesh: Mesh, directive: Directive) -> None:
         return
     replicas = mesh.size(DATA)
     if len(dag.mesh.group_ranks) != 1:
-        found = f"{replicas} replicas, but another directive has {dag.replicas}"
+        found = f"this directive makes {counted(replicas, 'replica')}, but an earlier one made {dag.replicas}"
         directive.refuse("devices", found, "use the same number of replicas for all regions [PIPER-D005]")
     undivided = dag.code.undivided
     if undivided is not None and undivided.batches != replicas:

@@ -110,7 +110,7 @@ def reduce_gradients(dag: TrainingDAG, regions: set[int], policy: ShardingPolicy
         if len(found) > 1:
             names = ", ".join(dag.value(update.inputs[0]).names[:3])
             raise Conflict(
-                f"the gradient of {names}, used in several regions, would be sharded in one and whole in "
+                f"the gradient of {names}, used in several regions, would be sharded in one region and whole in "
                 "another"
             )
     return touched

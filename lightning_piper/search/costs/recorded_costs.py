@@ -48,7 +48,8 @@ def from_recording(
     """
     if sorted(block for stage in stages for block in stage) != list(range(len(workload.blocks))):
         raise PiperError(
-            f"from_recording(stages={shown(stages)}): name each of the {len(workload.blocks)} blocks once"
+            f"from_recording(stages={shown(stages)}) does not name each of the {len(workload.blocks)} blocks once. Name each "
+            "block in one stage"
             " [PIPER-R002]"
         )
     paths = steps_in(Path(folder))

@@ -94,7 +94,7 @@ class Loaders:
         saved, index = self._content["loaders"], len(self._left)
         if index == len(saved):
             raise PiperError(
-                f"the checkpoint has the positions of {len(saved)} training loaders, but this fit has more. "
+                f"the checkpoint has the positions of {counted(len(saved), 'training loader')}, but this fit has more. "
                 "Resume with the same loaders, or from a checkpoint at the end of an epoch [PIPER-K012]"
             )
         entry: Mapping[str, Any] = saved[index]
@@ -142,12 +142,18 @@ class Loaders:
             if state is not None:
                 loader.load_state_dict(state)
         elif self._content["running"]:
+            kind, end = type(loader).__name__, "from a checkpoint at the end of an epoch"
+            if alike:
+                raise PiperError(
+                    "the checkpoint is in the middle of an epoch and has the loader's state, but the training loader "
+                    f"{kind} has no load_state_dict. Resume with a loader that has one, or {end} [PIPER-K012]"
+                )
             raise PiperError(
-                f"the checkpoint is in the middle of an epoch and has the states of {len(states)} replicas' "
-                f"loaders with num_workers={workers}. The training loader {type(loader).__name__} of "
-                f"{counted(world.count, 'replica')} with num_workers={getattr(loader, 'num_workers', None)} "
-                "cannot load them. Resume with as many replicas and workers, or from a checkpoint at the end of "
-                "an epoch. Or give the loader a method load_replica_states(states, replica, replicas) [PIPER-K012]"
+                "the checkpoint is in the middle of an epoch and has the loader states of "
+                f"{counted(len(states), 'replica')} with num_workers={workers}. The training loader {kind} of "
+                f"{counted(world.count, 'replica')} with num_workers={getattr(loader, 'num_workers', None)} cannot "
+                f"load them. Resume with {counted(len(states), 'replica')} and num_workers={workers}, or {end}. Or "
+                "give the loader a method load_replica_states(states, replica, replicas) [PIPER-K012]"
             )
 
     def _begin_epoch(self, trainer: pl.Trainer, world: World) -> None:
@@ -208,7 +214,8 @@ class Loaders:
         loaders, _ = _lightning.train_loaders(trainer)
         if self._content is not None and len(self._left) < len(self._content["loaders"]):
             raise PiperError(
-                f"the checkpoint has the positions of {len(self._content['loaders'])} training loaders, but "
+                "the checkpoint has the positions of "
+                f"{counted(len(self._content['loaders']), 'training loader')}, but "
                 f"this fit has {len(loaders)}. Resume with the same loaders, or from a checkpoint at the end "
                 "of an epoch [PIPER-K012]"
             )
