@@ -123,6 +123,14 @@ class Offload(Directive):
                         stores[ref] = self._store(dag, chunk, ref)
                     self._fetch(dag, stores[ref], ref, readers)
         if not stores:
+            ids = {chunk.id for chunk in chunks}
+            for store in dag.of_type(Store):
+                if store.inputs[0][0] in ids:
+                    self.refuse(
+                        "filter",
+                        f"directive {store.origin} already offloads the values that the selected passes save",
+                        "offload each region only once [PIPER-D015]",
+                    )
             found = f"the selected passes (such as {chunks[0].label}) save nothing for a backward pass"
             self.refuse("filter", found, "select forward passes of regions that train [PIPER-D015]")
         if isinstance(self.ahead, Mapping) and not nx.is_directed_acyclic_graph(dag.graph):

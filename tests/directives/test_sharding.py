@@ -370,7 +370,7 @@ def test_refuses_a_field(fields: dict[str, Any], message: str) -> None:
 SAME = [[0, 1], [2, 3], [0, 1]]
 FAR = [[0, 1], [2, 3], [4, 5]]
 ALIKE = ". Give regions that share parameters the same options"
-TIED_APART = ", used in several regions, would be sharded in one and whole in another" + ALIKE
+TIED_APART = ", used in several regions, would be sharded in one region and whole in another" + ALIKE
 CONFLICTS: list[tuple[str, list[list[int]], list[dict[str, Any]], int, str]] = [
     ("tied", SAME, [LEVELS[0], {}, {}], 5, "the gradient of embed.weight" + TIED_APART),
     ("tied", FAR, [{}, {}, LEVELS[2]], 5, "the gradient of embed.weight" + TIED_APART),

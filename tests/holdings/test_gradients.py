@@ -205,7 +205,9 @@ def test_holders_of_a_tied_layer_hold_the_same_shards_or_the_program_is_an_error
     """
     for levels in itertools.product((0, 1, 3), repeat=2):
         if second == "trains" and 0 in levels and any(levels):
-            with pytest.raises(piper.DirectiveError, match=r"tied\.weight.*sharded in one and whole in anot"):
+            with pytest.raises(
+                piper.DirectiveError, match=r"tied\.weight.*sharded in one region and whole in anot"
+            ):
                 routes(second, levels)
             continue
         found, tensor_map = routes(second, levels)

@@ -648,7 +648,7 @@ def test_a_search_that_finds_no_program(devices, monkeypatch):
     batch = [x[:1] for x in data().tensors]
     with pytest.raises(
         NoProgram,
-        match="were rejected. Reason for the best one: no"
+        match="failed the check. Reason for the best candidate: no"
         if devices == 1
         else "no program that uses all 7 devices",
     ):

@@ -155,8 +155,8 @@ def test_each_process_holds_its_part_and_saves_the_whole(name, held, ranks, plai
     ("metric", "validation_step computes with the result of self.mean_output"),
     ("unused alone", "no error"),
     ("unused in a fit", "no error"),
-    ("moved in a fit", "uses first.0.bias, first.0.weight on device 1, which does not hold these tensors: "
-                       "training_step uses"),
+    ("moved in a fit", "uses first.0.bias, first.0.weight on device 1, but training_step does not use them "
+                       "there, so this device does not hold them"),
     ("untagged", "no place of the program selects a region of this step"),
     ("values", "drew different batches (different values) in evaluation step 0"),
     ("length", "the processes have [2, 4] batches"),
