@@ -253,6 +253,17 @@ class Replicate(Directive):
         connect(dag, touched)
         return "bounded" if _rounds_more(dag, regions, policy.dtype) else None
 
+    def _agree_on_average(self, dag: TrainingDAG) -> None:
+        """Record `average` in the DAG. Raise an error if an earlier replicate has another average."""
+        mean = self.average == "replicas"
+        if dag.replicas > 1 and dag.mean_of_replicas != mean:
+            self.refuse(
+                "average",
+                f"{shown(self.average)} here, but {AVERAGES[dag.mean_of_replicas]!r} in an earlier replicate",
+                "give all replicate directives the same average [PIPER-D003]",
+            )
+        dag.mean_of_replicas = mean
+
     def _shard_batch(self, dag: TrainingDAG) -> set[int]:
         """Give every replica its local batch, and record `average` in the DAG. Return the selected regions.
         Raise an error if a chunk of these regions is not on one of the groups."""
@@ -310,14 +321,7 @@ class Replicate(Directive):
                 found,
                 "remove the replicate, or name an axis of replicas in place(axes=...) [PIPER-D017]",
             )
-        mean = self.average == "replicas"
-        if dag.replicas > 1 and dag.mean_of_replicas != mean:
-            self.refuse(
-                "average",
-                f"{shown(self.average)} here, but {AVERAGES[dag.mean_of_replicas]!r} in an earlier replicate",
-                "give all replicate directives the same average [PIPER-D003]",
-            )
-        dag.mean_of_replicas = mean
+        self._agree_on_average(dag)
         # An earlier `shard_weights` or `shard_sequences` has already divided the batch over the replicas of its mesh.
         known = dag.mesh if dag.member_axes and len(dag.mesh.group_ranks) == len(groups[0]) else None
         shard_batch(dag, known or Mesh.flat(len(groups[0])), self)

@@ -219,13 +219,10 @@ class ShardedOptimizer:
         )
         apart = any(names != self.names for names in found)
         if apart or not any(name for names in self.names for name in names):
-            problem = (
-                f"has different parameters in each process{where}"
-                if apart
-                else "does not have parameters of this module"
-            )
+            problem = f"has different parameters in each process{where}"
             raise PiperError(
-                f"PiperStrategy: the optimizer {problem}. Create a new optimizer from the module's parameters in "
+                f"PiperStrategy: the optimizer {problem if apart else 'has no parameters of this module'}. Create a new "
+                "optimizer from the module's parameters in "
                 "configure_optimizers for each fit, because a fit leaves each process only the parameters "
                 "that it holds [PIPER-S004]"
             )

@@ -162,7 +162,7 @@ def test_one_dimension_has_one_axis(monkeypatch):
                 columns(),
                 sequences(),
             ],
-            r"directive 0 \(place\) has only the axes \['tp', 'data'\], but .* along 'cp'. Add 'cp' to the axes of",
+            r"directive 1 \(place\) has only the axes \['tp', 'data'\], but .* along 'cp'. Add 'cp' to the axes of",
         ),
     ],
 )

@@ -183,7 +183,7 @@ def test_transfers_carry_the_gradients_of_inputs() -> None:
     [
         (
             [split(2), order(f(1, 0), b(1, 0)), order(f(1, 1), bi(1, 0))],
-            "directive 2 (order): field 'filters[1]': {PP: 1, MB: 0, PASS: BI} splits B[PP=1,MB=0], but "
+            "directive 2 (order): field 'filters[1]': {PP: 1, MB: 0, PASS: BI} splits B[PP=1,MB=0] into BI and BW, but "
             "directive 1 orders it as B. Name BI and BW in all orders, or B in all of them",
         ),
         (
@@ -193,12 +193,12 @@ def test_transfers_carry_the_gradients_of_inputs() -> None:
                 order(b(1, 0), b(0, 0)),
                 order(f(0, 1), bw(0, 0)),
             ],  # the data requires this order anyway
-            "directive 4 (order): field 'filters[1]': {PP: 0, MB: 0, PASS: BW} splits B[PP=0,MB=0], but "
+            "directive 4 (order): field 'filters[1]': {PP: 0, MB: 0, PASS: BW} splits B[PP=0,MB=0] into BI and BW, but "
             "directive 3 orders it",
         ),
         (
             [split(2), order({"MB": 0}, {"MB": 1}), order(bi(1, 0), bi(1, 1))],
-            "directive 2 (order): field 'filters[0]': {PP: 1, MB: 0, PASS: BI} splits B[PP=1,MB=0], but "
+            "directive 2 (order): field 'filters[0]': {PP: 1, MB: 0, PASS: BI} splits B[PP=1,MB=0] into BI and BW, but "
             "directive 1 orders it",
         ),
         (

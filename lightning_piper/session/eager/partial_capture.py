@@ -80,14 +80,15 @@ class InPart:
                 step, tuple(settings.program), verify=settings.static, device=settings.device
             )
             step.remainder.everywhere = not cuts
-            if not cuts and not (
-                all(call.tags for call in step.calls)
-                and step.buffers.keys().isdisjoint(step.remainder.others)
-            ):
+            if not cuts and not all(call.tags for call in step.calls):
                 raise CaptureError(
-                    "some of these modules are not annotated, or the code outside of them may change "
-                    "buffers. Annotate them (piper.annotate_modules), and change buffers only in them "
-                    "[PIPER-C022]"
+                    "the step calls modules that are not annotated. Annotate all modules that it calls "
+                    "(piper.annotate_modules) [PIPER-C022]"
+                )
+            if not cuts and (changed := sorted(step.buffers.keys() & set(step.remainder.others))):
+                raise CaptureError(
+                    f"the code outside of the annotated modules may change buffer {changed[0]!r}. Change buffers "
+                    "only in annotated modules [PIPER-C022]"
                 )
         except PiperError as other:
             error.add_note(f"Capturing only the calls of annotated modules also failed: {with_notes(other)}")
