@@ -1,4 +1,5 @@
 """`lightning-piper check | plan | viz | simulate | explain | search`: programs on a module, without training.
+`lightning-piper convert`: checkpoints.
 
 No process is started. The exit status is 0; 1 if a check fails, with the error's text on stderr; or 2 if the
 command line is wrong. `lightning_piper_cli` reads the command line.
@@ -26,6 +27,7 @@ from lightning_piper.passes import run_pipeline
 from lightning_piper.plan import check_plans, compile_plans
 from lightning_piper.profile.node_times import when_it_ran
 from lightning_piper.simulate import DEFAULT, Link, Network, Simulation, read_durations, simulate
+from lightning_piper.strategy import consolidate
 from lightning_piper.verify import verify_step
 from lightning_piper.verify.hook import StaticCheck
 from lightning_piper.verify.passes import Passes
@@ -168,6 +170,11 @@ def _device(compiled: Compiled, device: int) -> int:
     return device
 
 
+def _convert(args: argparse.Namespace) -> str:
+    consolidate(args.source, args.output, weights_only=not args.unsafe)
+    return f"{args.output}: a plain Lightning checkpoint"
+
+
 COMMANDS: dict[str, Callable[[argparse.Namespace], str]] = {
     "check": _check,
     "plan": _plan,
@@ -176,6 +183,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], str]] = {
     "explain": _explain,
     "compare": run_compare,
     "search": run_search,
+    "convert": _convert,
 }
 
 if __name__ == "__main__":

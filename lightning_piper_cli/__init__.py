@@ -29,8 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of(any(text.partition("=")[0] == "--run" for text in given))
     args = parser.parse_args(given)
     try:
-        check_target(args.module)
-        check_target(args.batch)
+        if "module" in args:
+            check_target(args.module)
+            check_target(args.batch)
         if "directives" in args:
             check_program(args.directives)
     except UsageError as error:

@@ -19,7 +19,7 @@ def parser_of(of_run: bool = False) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-piper",
         description="Check, show, simulate and search for a program of directives, without processes and "
-        "training.",
+        "training. Convert checkpoints.",
     )
     parser.add_argument("--version", action=_Version, help="print the version")
     commands = parser.add_subparsers(required=True, metavar="command")
@@ -76,6 +76,7 @@ def parser_of(of_run: bool = False) -> argparse.ArgumentParser:
     )
     for sub in (viz, figures):
         _add_times(sub)
+    _add_convert(commands)
     return parser
 
 
@@ -109,6 +110,24 @@ def _command(commands: Any, name: str, about: str, first: str | None = None) -> 
             "--directives", required=True, help=f"JSON file, or function that returns the list: {TARGET}"
         )
     return sub
+
+
+def _add_convert(commands: Any) -> None:
+    """Add the parser of `convert`, the only command without a module."""
+    about = "convert a sharded checkpoint into a plain Lightning checkpoint"
+    sub = commands.add_parser("convert", help=about, description=about)
+    sub.set_defaults(command="convert")
+    sub.add_argument(
+        "source",
+        help="path or address of a sharded checkpoint, or a folder that FSDPStrategy or ModelParallelStrategy "
+        "has saved",
+    )
+    sub.add_argument("output", help="path or address of the file to write")
+    sub.add_argument(
+        "--unsafe",
+        action="store_true",
+        help="also load objects of other classes than torch's, which can run code",
+    )
 
 
 def _add_times(sub: argparse.ArgumentParser) -> None:

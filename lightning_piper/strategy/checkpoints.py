@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import nn
 
+from lightning_piper.checkpoint.distributed_folder import is_distributed, read_distributed
 from lightning_piper.checkpoint.files import MANIFEST
 from lightning_piper.checkpoint.locations import checkpoints_in, is_remote, is_writable, location_of
 from lightning_piper.checkpoint.records import check_records
@@ -340,16 +341,23 @@ def own_entry(
 
 def consolidate(path: str | os.PathLike[str], out: str | os.PathLike[str], weights_only: bool = True) -> None:
     """Convert a sharded checkpoint into a plain Lightning checkpoint, in one process with enough memory for
-    all of it.
+    all of it. `lightning-piper convert` does the same.
 
     Args:
-        path: Path of the sharded checkpoint, or its address in a remote store.
+        path: Path of the sharded checkpoint, or its address in a remote store. Or the path of a folder that
+            `FSDPStrategy(state_dict_type="sharded")` or
+            `ModelParallelStrategy(save_distributed_checkpoint=True)` has saved.
         out: Path or address of the file to write.
-        weights_only: Reject content that could run code, such as hyperparameters of your own classes.
+        weights_only: Reject content that could run code, such as hyperparameters of your own classes. The file
+            `.metadata` of Lightning's folders can run code nevertheless.
 
     Raises:
         PiperError: There is no sharded checkpoint, or it is damaged.
     """
+    local = Path(path)
+    if is_distributed(local) and not (local / MANIFEST).exists():
+        save_in_one_go(TorchCheckpointIO(), read_distributed(local, weights_only), os.fspath(out), None)
+        return
     opened = open_checkpoint(os.fspath(path), World(0, 1, torch.device("cpu")), weights_only)
     content = resolved(opened.common, read_whole(opened, sorted(referenced(opened.common))))
     save_in_one_go(TorchCheckpointIO(), content, os.fspath(out), None)

@@ -1,0 +1,105 @@
+"""Reads the folders that Lightning's `FSDPStrategy` and `ModelParallelStrategy` save, as plain Lightning
+checkpoints.
+
+Such a folder has `meta.pt` with everything besides tensors, and the files of `torch.distributed.checkpoint`:
+the module's tensors under `model` (FSDP) or `state_dict`, and each optimizer's state under `optimizer_0`,
+`optimizer_1`, with the names of parameters. A plain checkpoint has numbers of parameters instead.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from lightning_piper.errors import PiperError
+
+_MODULE = ("model", "state_dict")
+
+
+def is_distributed(path: Path) -> bool:
+    """Return whether a path is a folder that these strategies of Lightning have saved."""
+    return (path / "meta.pt").is_file() and (path / ".metadata").is_file()
+
+
+def read_distributed(path: Path, weights_only: bool = True) -> dict[str, Any]:
+    """Return the content of such a folder as a plain Lightning checkpoint, with all tensors in host memory.
+
+    `.metadata` is a pickle, which `weights_only` does not restrict.
+
+    Args:
+        weights_only: Reject content of `meta.pt` that could run code.
+
+    Raises:
+        PiperError: A file is damaged, has content that `weights_only` forbids, or does not have the module.
+    """
+    try:
+        content: dict[str, Any] = torch.load(path / "meta.pt", "cpu", weights_only=weights_only)
+        metadata = dcp.FileSystemReader(path).read_metadata()
+        flat = {key: _room(of) for key, of in metadata.state_dict_metadata.items()}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # this process reads alone
+            dcp.load(flat, checkpoint_id=path, no_dist=True)
+    except (Exception, CheckpointException) as error:
+        first: BaseException = error
+        if isinstance(error, CheckpointException):  # its text has stack traces
+            first, *_ = next(iter(error.failures.values()))
+        raise PiperError(
+            f"{path} cannot be read: {first}. Save the checkpoint again, or pass weights_only=False (--unsafe) "
+            "if you trust it and it has objects of your own classes [PIPER-K002]"
+        ) from error
+    saved = _nested(flat, metadata)
+    name = next((name for name in _MODULE if name in saved), None)
+    if name is None:
+        raise PiperError(
+            f"{path} has {', '.join(map(repr, sorted(saved)))}, but not the module ('model' or 'state_dict'). "
+            "Give a folder that FSDPStrategy or ModelParallelStrategy has saved [PIPER-K002]"
+        )
+    states = [saved[f"optimizer_{i}"] for i in range(sum(key.startswith("optimizer_") for key in saved))]
+    return {**content, "state_dict": saved[name], "optimizer_states": [_numbered(state) for state in states]}
+
+
+def _room(of: Any) -> torch.Tensor | None:
+    """Return memory for a saved tensor; None for another object."""
+    return torch.empty(of.size, dtype=of.properties.dtype) if isinstance(of, TensorStorageMetadata) else None
+
+
+def _nested(flat: Mapping[str, Any], metadata: Metadata) -> dict[str, Any]:
+    """Return values in the dicts and lists from which they were saved."""
+    paths: Mapping[str, tuple[Any, ...]] = metadata.planner_data or {}
+    root: dict[Any, Any] = {}
+    for key, value in flat.items():
+        *outer, last = paths.get(key, (key,))
+        inner = root
+        for part in outer:
+            inner = inner.setdefault(part, {})
+        inner[last] = value
+    found: dict[str, Any] = _with_lists(root)
+    return found
+
+
+def _with_lists(value: Any) -> Any:
+    """Replace dicts whose keys are the numbers from 0 by lists."""
+    if not isinstance(value, dict):
+        return value
+    found = {key: _with_lists(inner) for key, inner in value.items()}
+    if found and set(found) == set(range(len(found))):
+        return [found[i] for i in range(len(found))]
+    return found
+
+
+def _numbered(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace the names of parameters in an optimizer's state by their numbers in the parameter groups."""
+    groups = state["param_groups"]
+    names = [name for group in groups for name in group["params"]]
+    number = {name: i for i, name in enumerate(names)}
+    return {
+        "state": {number[name]: of_param for name, of_param in state.get("state", {}).items()},
+        "param_groups": [{**group, "params": [number[name] for name in group["params"]]} for group in groups],
+    }

@@ -1,0 +1,96 @@
+"""Folders that Lightning's sharding strategies have saved become plain checkpoints, from which a training
+continues with the same bits within rounding."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import lightning_piper as piper
+from lightning_piper.strategy import consolidate
+from tests.distributed.processes import launch
+from tests.strategy import from_fsdp
+
+ROUNDING = 1e-12  # seen: 2e-16
+
+
+def largest(one, other):
+    assert set(one) == set(other)
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder that ModelParallelStrategy saved after one epoch, and the parameters after two."""
+    folder = tmp_path_factory.mktemp("fsdp2")
+    launch(2, from_fsdp.train, folder, "fsdp2", 1, None, folder / "fsdp2.ckpt")
+    whole = launch(2, from_fsdp.train, folder, "fsdp2", 2, None, None)
+    return folder / "fsdp2.ckpt", whole[0]
+
+
+@pytest.mark.parametrize("kind", ["replicas", "zero3"])
+def test_a_training_of_fsdp2_continues(kind, saved, tmp_path):
+    folder, expected = saved
+    consolidate(folder, tmp_path / "plain.ckpt", weights_only=False)
+    found = launch(2, from_fsdp.train, tmp_path, kind, 2, str(tmp_path / "plain.ckpt"), None)
+    assert largest(found[0], expected) <= ROUNDING
+    fresh = launch(2, from_fsdp.train, tmp_path, kind, 1, None, None)
+    assert largest(fresh[0], expected) > 1e-3
+
+
+@pytest.mark.long
+def test_fsdp2_continues_a_training_of_piper(tmp_path):
+    # Lightning 2.6 gives the states of a plain checkpoint to parameters in the order of the module.
+    path = tmp_path / "piper.ckpt"
+    whole = launch(2, from_fsdp.train, tmp_path, "zero3", 2, None, None, True)
+    launch(2, from_fsdp.train, tmp_path, "zero3", 1, None, path, True)
+    found = launch(2, from_fsdp.train, tmp_path, "fsdp2", 2, str(path), None, True)
+    assert largest(found[0], whole[0]) <= ROUNDING
+
+
+def test_the_states_of_optimizers_have_the_order_of_the_groups(saved, tmp_path):
+    consolidate(saved[0], tmp_path / "plain.ckpt", weights_only=False)
+    (state,) = torch.load(tmp_path / "plain.ckpt", weights_only=False)["optimizer_states"]
+    assert [group["params"] for group in state["param_groups"]] == [[0], [1, 2, 3, 4]]
+    assert [group["initial_lr"] for group in state["param_groups"]] == [0.02, 0.05]
+    assert state["state"][0]["exp_avg"].shape == (1, 6) and state["state"][1]["exp_avg"].shape == (6, 8)
+
+
+def test_a_folder_of_fsdp_has_the_module_under_another_name(tmp_path):
+    weight = torch.arange(6.0).reshape(2, 3)
+    state = {"state": {"a": {"exp_avg": weight + 1}}, "param_groups": [{"lr": 0.1, "params": ["a"]}]}
+    dcp.save({"model": {"a": weight}, "optimizer_0": state}, checkpoint_id=tmp_path / "fsdp", no_dist=True)
+    torch.save({"epoch": 2}, tmp_path / "fsdp" / "meta.pt")
+    consolidate(tmp_path / "fsdp", tmp_path / "plain.ckpt")
+    found = torch.load(tmp_path / "plain.ckpt")
+    assert found["epoch"] == 2 and torch.equal(found["state_dict"]["a"], weight)
+    assert torch.equal(found["optimizer_states"][0]["state"][0]["exp_avg"], weight + 1)
+    assert found["optimizer_states"][0]["param_groups"] == [{"lr": 0.1, "params": [0]}]
+
+
+def test_the_command_converts(saved, tmp_path):
+    arguments = [sys.executable, "-m", "lightning_piper.cli", "convert", saved[0], tmp_path / "plain.ckpt"]
+    ended = subprocess.run([*arguments, "--unsafe"], capture_output=True, text=True, check=True)
+    assert ended.stdout == f"{tmp_path / 'plain.ckpt'}: a plain Lightning checkpoint\n"
+    assert torch.load(tmp_path / "plain.ckpt", weights_only=False)["global_step"] == from_fsdp.BATCHES
+
+
+def test_damage_is_named(saved, tmp_path):
+    broken = shutil.copytree(saved[0], tmp_path / "broken.ckpt")
+    (broken / "__1_0.distcp").unlink()
+    with pytest.raises(piper.PiperError, match=rf"{re.escape(str(broken))} cannot be read: .*PIPER-K002"):
+        consolidate(broken, tmp_path / "plain.ckpt", weights_only=False)
+    assert not (tmp_path / "plain.ckpt").exists()
+
+
+def test_a_folder_without_a_module_is_refused(tmp_path):
+    dcp.save({"other": {"a": torch.zeros(2)}}, checkpoint_id=tmp_path / "fsdp", no_dist=True)
+    torch.save({}, tmp_path / "fsdp" / "meta.pt")
+    with pytest.raises(piper.PiperError, match=r"has 'other', but not the module"):
+        consolidate(tmp_path / "fsdp", tmp_path / "plain.ckpt")
