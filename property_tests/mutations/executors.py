@@ -326,7 +326,7 @@ def _metrics_not_summed_over_devices(original: Function, seeded: Seeded) -> Func
     scenario="batch norm",
 )
 def _buffers_not_committed(original: Function, seeded: Seeded) -> Function:
-    def commit(self: Any) -> None:
+    def commit(self: Any, keep: bool = False) -> None:
         seeded.hits += bool(self._changed)
         self._changed = {}
 
@@ -336,12 +336,12 @@ def _buffers_not_committed(original: Function, seeded: Seeded) -> Function:
 @mutation("batches counted twice", "new values of buffers are added to the old ones", "executor",
           (step_outputs.StepOutputs, "commit"), scenario="batch norm")  # fmt: skip
 def _batches_counted_twice(original: Function, seeded: Seeded) -> Function:
-    def commit(self: Any) -> None:
+    def commit(self: Any, keep: bool = False) -> None:
         for name in self._changed:
             if not self._changed[name].is_floating_point():
                 self._changed[name] = self._changed[name] + self._module_buffers[name]
                 seeded.hit()
-        original(self)
+        original(self, keep)
 
     return commit
 

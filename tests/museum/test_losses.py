@@ -12,12 +12,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_piper as piper
+from lightning_piper.capture.graph_cache import cached_graphs
+from property_tests.mutations.harness import TABLE
 from tests.museum.cases import Case, assert_caught
 from tests.strategy.fitting import distance, local, sharing_captures, trainer, values
 from tests.strategy.models import MLP, vectors
 
 CASES = {
     "mean_of_means": Case("tokens weighed as samples", "execution", "metric returned loss differs", "pipeline"),
+    "mean_of_metrics": Case("mean of means", "training", "differs"),
     "tokens_of_one_replica": Case("denominator of one replica", "graph", "divides by counts of one replica"),
     "smoothing_not_divided": Case("one tangent for all terms", "execution", "gradient shared.weight differs"),
     "negatives_without_gradient": Case(
@@ -81,6 +84,19 @@ def test_accumulated_batches_are_weighed_alike() -> None:
         found[accumulate] = values(module)
     assert distance(found["whole"], found["tokens"]) < 1e-5
     assert distance(found["whole"], found["batches"]) > 1e-3
+
+
+def test_a_microbatch_without_tokens() -> None:
+    """A mean over no tokens is NaN. Piper weights sums, so the microbatch adds nothing."""
+    words, targets = padded(8).dataset.tensors  # type: ignore[attr-defined]
+    targets[2:4] = -100
+    program = [piper.Place([0]), piper.Split(4)]
+    assert piper.verify(Words(), (words, targets), program).verdict == "verified"
+    cached_graphs.forget()
+    with TABLE["tokens weighed as samples"].patch() as seeded:
+        report = piper.verify(Words(), (words, targets), program)
+    cached_graphs.forget()
+    assert seeded.hits and report.verdict == "NOT EQUIVALENT" and "nan" in str(report)
 
 
 class Rescales(L.Callback):

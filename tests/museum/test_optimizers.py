@@ -132,6 +132,24 @@ def test_a_schedule_that_moves_with_each_batch() -> None:
         run.fit(Hasty(), vectors())
 
 
+class Replaced(MLP):
+    """Its optimizer has the parameters of layers that the module no longer has."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(x.detach().clone().requires_grad_() for x in self.parameters())
+
+
+def test_an_optimizer_of_replaced_parameters() -> None:
+    module = Replaced()
+    before = values(module)
+    run, _ = trainer(max_steps=2)
+    run.fit(module, vectors())
+    assert same(before, values(module))  # a plain Trainer says nothing
+    run, _ = trainer(local(), max_steps=2)
+    with pytest.raises(PiperError, match="an optimizer over none of the module's parameters"):
+        run.fit(Replaced(), vectors())
+
+
 # Clipping
 
 
