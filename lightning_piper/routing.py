@@ -89,10 +89,13 @@ def dispatch(tokens: torch.Tensor, counts: torch.Tensor | None = None) -> Any:
         CaptureError: An argument is not a tensor, its shape or dtype does not fit, or the experts cannot be
             divided evenly over the devices.
     """
-    if not isinstance(tokens, torch.Tensor) or not isinstance(counts, torch.Tensor | None):
+    if not isinstance(tokens, torch.Tensor):
         raise CaptureError(
-            f"dispatch: tokens and counts are {type(tokens).__name__}, {type(counts).__name__}. Give tensors"
-            " [PIPER-C014]"
+            f"dispatch: tokens has the type {type(tokens).__name__}. Give a tensor [PIPER-C014]"
+        )
+    if not isinstance(counts, torch.Tensor | None):
+        raise CaptureError(
+            f"dispatch: counts has the type {type(counts).__name__}. Give a tensor, or leave it out [PIPER-C014]"
         )
     least = 2 if counts is None else 1
     if tokens.ndim < least:

@@ -99,15 +99,16 @@ class Order(Directive):
         for i, group in enumerate(self.filters):
             # Piper does not order copies among each other.
             if copying[i] and (len(_members(group)) > 1 or any(copying[i - 1 : i])):
-                alone = len(_members(group)) == 1
+                if len(_members(group)) > 1:
+                    self.refuse(
+                        f"filters[{i}]",
+                        "this group has a filter of copies (STORE or FETCH) and another filter",
+                        "give the filter of copies its own group, next to groups of chunks only [PIPER-D008]",
+                    )
                 self.refuse(
                     f"filters[{i}]",
-                    f"this group and filters[{i - 1}] both select copies (STORE or FETCH)"
-                    if alone
-                    else "this group has a filter of copies (STORE or FETCH) and another filter",
-                    "put a group of chunks between them [PIPER-D008]"
-                    if alone
-                    else "give the filter of copies its own group, next to groups of chunks only [PIPER-D008]",
+                    f"this group and filters[{i - 1}] both select copies (STORE or FETCH)",
+                    "put a group of chunks between them [PIPER-D008]",
                 )
 
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:

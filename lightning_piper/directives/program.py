@@ -231,7 +231,7 @@ def _from_json(entry: Any) -> Directive:
             and field.default is dataclasses.MISSING
             and field.default_factory is dataclasses.MISSING
         ):
-            raise DirectiveError(f"({op}): field {name!r} is missing. Give {', '.join(fields)} [PIPER-D002]")
+            raise DirectiveError(f"({op}): field {name!r} is missing. Give a value of {name!r} [PIPER-D002]")
     directive = cls(**given)
     set_line(directive, None)
     return directive

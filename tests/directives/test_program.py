@@ -220,9 +220,9 @@ PLACE, SPLIT, ORDER = JSON[0], JSON[2], JSON[3]
         ),
         (
             {"op": "split", "filter": {}, "dim_name": "MB"},
-            r"\(split\): field 'num_microbatches' is missing. Give filter, ",
+            r"\(split\): field 'num_microbatches' is missing. Give a value of 'num_microbatches'",
         ),
-        ({"op": "order"}, r"\(order\): field 'filters' is missing. Give filters"),
+        ({"op": "order"}, r"\(order\): field 'filters' is missing. Give a value of 'filters'"),
         ({**PLACE, "filter": "PP"}, r"\(place\): field 'filter': 'PP' is not a filter"),
         ({**PLACE, "filter": {"PP": -1}}, r"field 'filter': tag 'PP' has -1"),
         (
