@@ -71,7 +71,7 @@ def check_kind(device: torch.device) -> None:
     known = torch.accelerator.current_accelerator()
     if known is None or known.type != device.type:
         raise PiperError(
-            f"PiperStrategy cannot train on {device.type}: plans use streams and events by "
+            f"PiperStrategy cannot train on {device.type}: plans use streams and events of "
             f"torch.accelerator, which finds {'no device' if known is None else known.type} here. Use "
             "accelerator='cpu' [PIPER-S012]"
         )
@@ -80,7 +80,7 @@ def check_kind(device: torch.device) -> None:
     except (TypeError, RuntimeError) as error:
         raise PiperError(
             f"PiperStrategy cannot train on {device.type}: losses, logged values and the weights of "
-            "microbatches are added up in float64, which it does not support "
+            f"microbatches are added up in float64, which {device.type} does not support "
             f"({str(error).splitlines()[0]}). Use accelerator='cpu' [PIPER-S012]"
         ) from error
 

@@ -28,6 +28,7 @@ from lightning_piper.accelerators.conflicts import Access, Conflicts, Note
 from lightning_piper.accelerators.dispatch_mode import Issuing
 from lightning_piper.accelerators.memory import Memory, StorageBlock
 from lightning_piper.accelerators.queues import Moment, Queue, Scheduler
+from lightning_piper.common.units import counted
 from lightning_piper.errors import ExecutionError
 
 QUEUES = 32  # number of hardware queues of a CUDA device; the k-th stream gets queue k modulo this number
@@ -178,7 +179,7 @@ class Simulated:
         """
         self._wait(lambda: self.scheduler.idle)
         if self.faults:
-            more = f" (and {len(self.faults) - 1} more faults)" if len(self.faults) > 1 else ""
+            more = f" (and {counted(len(self.faults) - 1, 'more fault')})" if len(self.faults) > 1 else ""
             raise ExecutionError(
                 f"on the simulated accelerator, {self.faults[0]}{more}. If you added an operation, check what "
                 "it waits for. Otherwise, report this [PIPER-X001]"

@@ -28,11 +28,11 @@ def read_text(path: str | PathLike[str], limit: int = FILE) -> str:
             not UTF-8.
     """
     if not isinstance(path, str | PathLike):
-        raise ValueError(f"a {type(path).__name__} is not a path")
+        raise ValueError(f"a {type(path).__name__} is not a path. Give a string or a Path")
     found = Path(path).stat()
     if not stat.S_ISREG(found.st_mode):
         raise ValueError(
-            "it is a directory" if stat.S_ISDIR(found.st_mode) else "it is a pipe or a device. Give a file"
+            f"it is {'a directory' if stat.S_ISDIR(found.st_mode) else 'a pipe or a device'}. Give a file"
         )
     if found.st_size > limit:
         raise ValueError(f"it has {found.st_size} bytes. Give a file of at most {limit} bytes")
@@ -45,7 +45,11 @@ def read_json(path: str | PathLike[str], limit: int = FILE) -> Any:
     Raises:
         OSError, ValueError: As `read_text` does. Also ValueError if `parse_json` rejects the content.
     """
-    return parse_json(read_text(path, limit))
+    text = read_text(path, limit)
+    try:
+        return parse_json(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error}. Correct the JSON there") from None
 
 
 def parse_json(text: str) -> Any:
@@ -60,23 +64,23 @@ def parse_json(text: str) -> Any:
             text, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite
         )
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("it is nested too deeply. Nest fewer lists and objects") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-        raise ValueError(f"the key {shown(twice)} is given twice in one object")
+        raise ValueError(f"the key {shown(twice)} is given twice in one object. Give it once")
     return found
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a number in JSON")
+    raise ValueError(f"{name} is not a number in JSON. Write a finite number")
 
 
 def _finite(text: str) -> float:
     value = float(text)
     if math.isinf(value):
-        raise ValueError(f"the number {text[:40]} is too large")
+        raise ValueError(f"the number {text[:40]} is too large. Write a number below 1.8e308")
     return value

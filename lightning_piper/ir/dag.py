@@ -10,6 +10,7 @@ from typing import TypeVar
 import networkx as nx
 
 from lightning_piper.common.limits import shown
+from lightning_piper.common.units import counted
 from lightning_piper.ir.application import Application
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.mesh import DATA, Mesh
@@ -349,7 +350,9 @@ class TrainingDAG:
                 )
         devices = fields.get("devices", ())
         if not isinstance(devices, tuple) or not all(type(device) is int for device in devices):
-            raise ValueError(f"%{node.id} {node.label}: devices {shown(devices)}. Give a tuple of integers")
+            raise ValueError(
+                f"%{node.id} {node.label}: devices={shown(devices)} is not usable. Give a tuple of integers"
+            )
         if isinstance(node, Chunk) and not fields.keys().isdisjoint(("region", "kind")):
             asked = {name: fields[name] for name in ("region", "kind", "outputs") if name in fields}
             changed = dataclasses.replace(node, **asked)  # type: ignore[arg-type]
@@ -404,7 +407,7 @@ class TrainingDAG:
         if not isinstance(node, Node):
             raise ValueError(f"{shown(node)} is not a node. Give one of dag.nodes.values()")
         if self.nodes.get(node.id) is not node:
-            raise ValueError(f"%{node.id} {node.label} is not in this DAG")
+            raise ValueError(f"%{node.id} {node.label} is not in this DAG. Give one of dag.nodes.values()")
 
     def _check_reads(self, node: Node, reads: Mapping[str, object]) -> None:
         for name, refs in reads.items():
@@ -422,14 +425,15 @@ class TrainingDAG:
             outputs = self.code.interface_of(key).outputs
         except KeyError:
             raise ValueError(
-                f"%{chunk.id} {chunk.label}: the step has no pass {shown(kind)} of region {shown(region)}"
+                f"%{chunk.id} {chunk.label}: the step has no pass {shown(kind)} of region {shown(region)}. Give a "
+                "region and a kind that are together in dag.code.interfaces"
             ) from None
         if len(outputs) != made:
             found = (
-                f"%{chunk.id} {chunk.label} has {made} outputs, and pass {kind} of region {region} "
+                f"%{chunk.id} {chunk.label} would have {counted(made, 'output')}, but pass {kind} of region {region} has "
                 f"{len(outputs)}"
             )
-            raise ValueError(f"{found}. Change its outputs with it")
+            raise ValueError(f"{found}. Give outputs= in the same call, one for each output of the pass")
 
     def _connect(self, node: Node) -> None:
         for source, _ in node.reads:
@@ -466,5 +470,6 @@ def _set(node: Node, **fields: object) -> None:
     """Set fields of a node, which is frozen for all other code. Raise an error if the node lacks a field."""
     for name, value in fields.items():
         if name not in node.__dataclass_fields__:
-            raise ValueError(f"%{node.id} {node.label} has no {name}")
+            accepted = ", ".join(name for name in node.__dataclass_fields__ if name not in ("id", *READS))
+            raise ValueError(f"%{node.id} {node.label} has no field {name!r}. Give one of {accepted}")
         object.__setattr__(node, name, value)

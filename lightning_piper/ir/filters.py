@@ -56,7 +56,12 @@ def problem_with(condition: object, copies: bool = False) -> tuple[str, str] | N
             elif isinstance(wanted, str) and option in ("*", "-"):
                 continue
             elif isinstance(option, bool) or not isinstance(option, int) or not 0 <= option < INDEX:
-                accepted = "give an index >= 0, a list of them, '*' (any index) or '-' (absent)"
+                large = type(option) is int and option >= INDEX
+                accepted = (
+                    f"give an index below {INDEX}"
+                    if large
+                    else "give an index >= 0, a list of them, '*' (any index) or '-' (absent)"
+                )
                 return f"tag {tag!r} has {shown(option)}", accepted
     return None
 

@@ -80,7 +80,9 @@ class Mesh:
         shape = next(iter(sizes))
         if len(sizes) > 1 or len(set(shape)) > 1:
             raise ValueError(
-                f"the groups divide lines of {self.size(DATA)} members into {sorted(sizes)} members"
+                f"the {self.size(DATA)} devices of a line along {DATA!r} would be in groups of "
+                f"{' and of '.join(', '.join(map(str, each)) for each in sorted(sizes))} devices, but all groups need "
+                "one size. Choose groups with equal numbers of these devices"
             )
         if len(shape) == 1:
             return self

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from lightning_piper.common.units import counted
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.division import Change, Division
 from lightning_piper.ir.metric_calls import MetricCalls
@@ -360,9 +361,9 @@ class StepCode:
     def _split_pass(self, key: PassKey) -> tuple[Interface, Code]:
         if key not in self.split_passes:
             raise CaptureError(
-                f"{key[1]} of region {self.regions[key[0]].label} has another structure for {self.size} "
-                "samples than for the size captured first. Name B instead of BI and BW in orders, or choose "
-                "microbatches of one size [PIPER-C012]"
+                f"{key[1]} of region {self.regions[key[0]].label} has another structure for "
+                f"{counted(self.size, 'sample')} than for the size captured first. Name B instead of BI and BW in "
+                "orders, or choose microbatches of one size [PIPER-C012]"
             )
         return self.split_passes[key]
 

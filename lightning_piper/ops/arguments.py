@@ -82,7 +82,7 @@ def ways_of(dag: TrainingDAG, node: Arguments) -> tuple[Way, ...]:
         if len(dims) > 1 or any(a.shape[d] * part != b.shape[d] * dag.size for d in dims):
             raise CaptureError(
                 f"argument {name} of a metric object has shape {list(a.shape)} for {dag.size} samples and "
-                f"{list(b.shape)} for {part}. Pass tensors with one dimension that counts the samples"
+                f"{list(b.shape)} for {part}. Pass tensors in which exactly one dimension grows with the samples"
                 " [PIPER-C008]"
             )
         ways.append(dims[0] if dims else _way(dag, dag.code.metrics.terms[name]))
@@ -149,8 +149,8 @@ def check(facts: Facts, node: Arguments) -> Iterable[str]:
         value.kind != Kind.ARGUMENT for value in values
     ):
         yield (
-            f"{facts.at(node)} joins {', '.join(map(facts.named, node.inputs))}, but it joins one output of a "
-            "region"
+            f"{facts.at(node)} joins {', '.join(map(facts.named, node.inputs))}, but it may join slices of one output "
+            "only"
         )
         return
     parts = [part for ref in node.inputs for part in facts.parts.get(ref, {})]
@@ -176,7 +176,7 @@ def undelivered(facts: Facts) -> Iterable[str]:
     found = sorted(dag.value(node.inputs[0]).names for node in dag.of_type(Arguments))
     if wanted != found:
         shown, should = (" and ".join(map(names_of, names)) or "nothing" for names in (found, wanted))
-        yield f"metric objects get {shown}, where the step gives them {should}"
+        yield f"metric objects get {shown}, but in the step they get {should}"
 
 
 # Reference semantics

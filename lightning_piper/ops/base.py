@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from lightning_piper.common.limits import shown
+from lightning_piper.common.units import counted
 from lightning_piper.errors import ExecutionError, PiperError, VerificationError
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.dag import TrainingDAG
@@ -85,12 +86,13 @@ def parts_of(exchange: Exchange, state: Any, members: int) -> Sequence[Any]:
         ExecutionError: The exchange did not give one part for each member.
     """
     parts = exchange.parts(state)
-    found = len(parts) if hasattr(parts, "__len__") else shown(parts)
+    found = len(parts) if hasattr(parts, "__len__") else None
     if found != members:
         kind = f"{type(exchange).__module__}.{type(exchange).__qualname__}"
+        returned = f"{shown(parts)}, which is not a list" if found is None else counted(found, "part")
         raise ExecutionError(
-            f"parts() of {kind} gives {found} parts for {members} members. Give one for each, in their order"
-            " [PIPER-D019]"
+            f"parts() of {kind} returns {returned}, for {counted(members, 'member')}. Return a list with one part for "
+            "each member, in their order [PIPER-D019]"
         )
     return parts
 
@@ -341,8 +343,8 @@ def operation_of(node: Node) -> Operation:
     if type(node) not in OPERATIONS:
         kind = type(node).__qualname__
         raise VerificationError(
-            f"%{node.id} {node.label} is a {kind}, which is not an operation. Register it with "
-            "register_operation [PIPER-D019]"
+            f"%{node.id} {node.label} is a {kind}, a kind of node that has no operation. Register an Operation for it "
+            "with register_operation [PIPER-D019]"
         )
     return OPERATIONS[type(node)]
 
@@ -396,8 +398,9 @@ def made_by(run: Reference, node: Node, outputs: Sequence[int]) -> list[list[Hel
                     continue
             raise VerificationError(
                 f"the reference semantics of {_kind(node)} give no list of tensors for group rank {group_rank}, output "
-                f"{i}. Let them return one for each of {len(run.group_ranks)} group ranks and each of "
-                f"{len(node.outputs)} outputs [PIPER-D019]"
+                f"{i}. Return a list of tensors for each group rank (there "
+                f"{'is' if len(run.group_ranks) == 1 else 'are'} {len(run.group_ranks)}) and each output (there "
+                f"{'is' if len(node.outputs) == 1 else 'are'} {len(node.outputs)}) [PIPER-D019]"
             )
     return made
 

@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 
 from lightning_piper.accelerators import seeded
+from lightning_piper.common.units import counted
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Ref
@@ -128,15 +129,16 @@ def check(facts: Facts, node: Chunk) -> Iterable[str]:
         facts.parts[node.id, i] = {node.slice: weight}
     if len(node.inputs) != len(interface.inputs) or len(node.outputs) != len(interface.outputs):
         yield (
-            f"{facts.at(node)} has {len(node.inputs)} inputs and {len(node.outputs)} outputs, but its region has "
+            f"{facts.at(node)} has {counted(len(node.inputs), 'input')} and "
+            f"{counted(len(node.outputs), 'output')}, but its region has "
             f"{len(interface.inputs)} and {len(interface.outputs)}"
         )
         return
     for ref, wanted in zip(node.inputs, interface.inputs, strict=True):
         if facts.origins.get(ref) != wanted:
             yield (
-                f"{facts.at(node)} reads {facts.named(ref)} where its region reads {facts.pass_of(wanted)}: "
-                "let it read that"
+                f"{facts.at(node)} reads {facts.named(ref)}, but its region reads {facts.pass_of(wanted)}: let it "
+                f"read {facts.pass_of(wanted)}"
             )
             continue
         yield from read_as_total(facts, node, ref, wanted)
@@ -156,7 +158,7 @@ def check(facts: Facts, node: Chunk) -> Iterable[str]:
         if value.tensors != specs:
             says, makes = specs_of(value.tensors), specs_of(specs)
             yield (
-                f"{facts.at(node)} declares {value.label} {says}, but of {node.slice} its code makes {makes}"
+                f"{facts.at(node)} declares {value.label} as {says}, but for samples {node.slice} its code makes {makes}"
             )
         placement = held(dag, made)
         others = others_of(dag, node.key, interface.outputs.index(made))
@@ -168,13 +170,13 @@ def check(facts: Facts, node: Chunk) -> Iterable[str]:
             others,
         ):
             yield (
-                f"{facts.at(node)} declares {value.label} {value.placement}, but its code makes "
+                f"{facts.at(node)} declares {value.label} as {value.placement}, but its code makes "
                 f"{made.kind}:{names_of(made.names)} {placement}"
             )
     if dag.regions[node.region].joined and node.slice != Slice(0, dag.local_batch_size):
         yield (
-            f"{facts.at(node)} works on samples {node.slice}, but code that reads gathered samples "
-            "needs all of them at once"
+            f"{facts.at(node)} works on samples {node.slice}, but it reads gathered samples, so it must "
+            "work on all samples at once"
         )
     yield from _state(facts, node)
     yield from _params(facts, node)
@@ -210,8 +212,8 @@ def _state(facts: Facts, node: Chunk) -> Iterable[str]:
         if not facts.dag.code.goes_on(name):
             if ref is not None:
                 yield (
-                    f"{facts.at(node)} reads buffer {name} from {facts.named(ref)}, but it changes once in a "
-                    "step, for all samples"
+                    f"{facts.at(node)} reads buffer {name} from {facts.named(ref)}, but this buffer changes once in a "
+                    "step, for all samples: let the node read the buffer as it is before the step"
                 )
         elif ref is None:
             if node.slice.start:
@@ -228,14 +230,17 @@ def _params(facts: Facts, node: Chunk) -> Iterable[str]:
     """Parameters must come from a gather of the bucket that contains them."""
     names = facts.dag.interface(node).params
     if len(node.params) not in (0, len(names)):
-        yield f"{facts.at(node)} has {len(node.params)} sources of parameters, but its region reads {len(names)}"
+        yield (
+            f"{facts.at(node)} has {counted(len(node.params), 'source')} of parameters, but its region reads "
+            f"{counted(len(names), 'parameter')}"
+        )
         return
     for name, ref in zip(names, node.params, strict=False):
         if ref is None:
             continue
         value = facts.dag.value(ref)
         if value.kind != Kind.PARAM or value.bucket is None or name not in value.names:
-            yield f"{facts.at(node)} reads parameter {name} from {facts.named(ref)}, which does not hold it"
+            yield f"{facts.at(node)} reads parameter {name} from {facts.named(ref)}, which does not hold {name}"
         elif not isinstance(value.placement, Replicated):
             yield f"{facts.at(node)} reads parameter {name} from a shard: gather it first"
 

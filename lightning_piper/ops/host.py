@@ -91,7 +91,7 @@ def _same(facts: Facts, node: Store | Fetch) -> Iterable[str]:
             f"{facts.at(node)} describes its output differently from its input {facts.named(node.inputs[0])}"
         )
     if node.devices != source.devices:
-        yield f"{facts.at(node)} reads what lies on devices {list(source.devices)}"
+        yield f"{facts.at(node)} reads a value that lies on devices {list(source.devices)}"
 
 
 @on_each_rank

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from lightning_piper.common.units import counted
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import DATA
@@ -195,8 +196,8 @@ def check_metrics(facts: Facts, node: Metrics) -> Iterable[str]:
         value = facts.dag.value(ref)
         if value.names != (names[metric],) or list(facts.parts.get(ref, {})) != [part]:
             yield (
-                f"{facts.at(node)} reads {facts.named(ref)} as {names[metric]} of samples {part}, which it "
-                "is not"
+                f"{facts.at(node)} declares its input {facts.named(ref)} as {names[metric]} of samples {part}, but this "
+                "input is another metric or of other samples"
             )
         elif (made := facts.origins[ref]) and code.interfaces[made[0], made[1]].outputs[made[2]].term != term:
             yield (
@@ -221,7 +222,7 @@ def reported(facts: Facts) -> Iterable[str]:
     """Every metric must reach the report once, and the report must reach every device."""
     reports = list(facts.dag.of_type(StepReport))
     if len(reports) != 1:
-        yield f"there are {len(reports)} reports of the loss, but one is needed"
+        yield f"the step has {counted(len(reports), 'report')} of the loss, but it needs one"
         return
     refs, devices = reports[0].inputs, facts.dag.devices()
     if reports[0].devices != devices:
@@ -229,14 +230,13 @@ def reported(facts: Facts) -> Iterable[str]:
     for metrics in facts.dag.of_type(Metrics):
         if isinstance(metrics.outputs[0].placement, Partial) != (len(devices) > 1):
             yield (
-                f"{facts.at(metrics)} makes {metrics.outputs[0].placement}, and there are {len(devices)} "
-                "devices"
+                f"{facts.at(metrics)} makes a value with the placement {metrics.outputs[0].placement}, but the step has "
+                f"{counted(len(devices), 'device')}"
             )
     for ref in refs:
         if isinstance(facts.dag.value(ref).placement, Partial):
             yield (
-                f"{facts.at(reports[0])} takes {facts.named(ref)} as one device has it: sum it over the "
-                "devices"
+                f"{facts.at(reports[0])} reads {facts.named(ref)} of one device only: sum it over the devices first"
             )
     sums = [facts.dag.nodes[ref[0]] for ref in refs]
     if any(isinstance(s, MetricsSum) for s in sums):

@@ -26,8 +26,8 @@ def check(facts: Facts, node: Result) -> Iterable[str]:
     value = facts.dag.value(ref)
     if len(node.inputs) != 1 or value.kind != Kind.RESULT:
         yield (
-            f"{facts.at(node)} returns {', '.join(map(facts.named, node.inputs))}, but it takes one result of a "
-            "region"
+            f"{facts.at(node)} returns {', '.join(map(facts.named, node.inputs))}, but it may return one result of a "
+            "region only"
         )
     elif (parts := facts.parts.get(ref, {})) != {whole: 1}:
         yield f"{facts.at(node)} returns {facts.named(ref)} of samples {slices_of(parts)}, not of {whole}"
@@ -55,7 +55,7 @@ def unreturned(facts: Facts, final: bool) -> Iterable[str]:
         if there != wanted:
             shown, should = (" and ".join(map(names_of, names)) or "nothing" for names in (there, wanted))
             yield (
-                f"device {','.join(map(str, devices))} returns results {shown}, where the step returns "
+                f"device {','.join(map(str, devices))} returns the results {shown}, but the step returns "
                 f"{should}"
             )
 

@@ -119,8 +119,8 @@ def _shapes(facts: Facts, node: Cut | Concat, made: list[tuple[tuple[int, ...], 
         found = (*shape[: node.dim], rows, *shape[node.dim + 1 :])
         if found != spec.shape:
             yield (
-                f"{facts.at(node)} makes a tensor of shape {list(found)} along dimension {node.dim} and "
-                f"names it {spec}"
+                f"{facts.at(node)} makes a tensor of shape {list(found)} along dimension {node.dim}, but declares it as "
+                f"{spec}"
             )
 
 

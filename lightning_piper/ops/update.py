@@ -125,8 +125,8 @@ def check_accumulate(facts: Facts, node: Accumulate) -> Iterable[str]:
         other = facts.dag.value(ref)
         if (other.bucket, other.placement) != (value.bucket, value.placement):
             yield (
-                f"{facts.at(node)} adds {facts.named(ref)} as {other.placement} to {value.placement}, or of "
-                "another bucket"
+                f"{facts.at(node)} adds {facts.named(ref)} with the placement {other.placement} to a value with the "
+                f"placement {value.placement}{'' if other.bucket == value.bucket else ', of another bucket'}"
             )
     if node.outputs[0] != value:
         yield f"{facts.at(node)} describes its sum differently from its terms"
@@ -139,8 +139,8 @@ def check_update(facts: Facts, node: Update) -> Iterable[str]:
     if value.kind == Kind.BUFFER:
         if len(node.inputs) != 1:
             yield (
-                f"buffers {names_of(value.names)}: {facts.at(node)} has {len(node.inputs)} values, but it needs "
-                "the last one alone"
+                f"buffers {names_of(value.names)}: {facts.at(node)} has {len(node.inputs)} values, but it needs only "
+                "the last one"
             )
         last = max(facts.parts[node.inputs[0]]).stop
         if last != facts.dag.local_batch_size:
@@ -168,15 +168,15 @@ def check_update(facts: Facts, node: Update) -> Iterable[str]:
     if found != wanted:
         takes, should = (", ".join(map(facts.pass_of, origins)) for origins in (found, wanted))
         yield (
-            f"gradient of {names_of(value.names)} ({facts.at(node)}): sums {takes} where one device sums "
+            f"gradient of {names_of(value.names)} ({facts.at(node)}): the node sums {takes}, but one device sums "
             f"{should}"
         )
     for ref in node.inputs:
         other = facts.dag.value(ref)
         if (other.names, other.bucket) != (value.names, value.bucket):
             yield (
-                f"gradient of {names_of(value.names)} ({facts.at(node)}): adds {facts.named(ref)} in "
-                "another bucket"
+                f"gradient of {names_of(value.names)} ({facts.at(node)}): the node adds {facts.named(ref)}, which "
+                "is in another bucket"
             )
 
 

@@ -193,7 +193,7 @@ def check_counts_sum(facts: Facts, node: CountsSum) -> Iterable[str]:
     """The node must sum the counts of all replicas once."""
     yield from check_all_reduce(facts, node)
     if node.mesh != facts.dag.mesh:
-        yield f"{facts.at(node)} sums counts over {node.mesh}, and the batch is divided over {facts.dag.mesh}"
+        yield f"{facts.at(node)} sums counts over {node.mesh}, but the batch is divided over {facts.dag.mesh}"
 
 
 def check_weights(facts: Facts, node: Weights) -> Iterable[str]:
@@ -209,21 +209,23 @@ def check_weights(facts: Facts, node: Weights) -> Iterable[str]:
         or (own[0].terms, own[0].slices) != (node.terms, node.slices)
     ):
         yield (
-            f"{facts.at(node)} reads {facts.named(node.inputs[0])} as the counts of its slices, which it is "
-            "not"
+            f"{facts.at(node)} needs the counts of its slices as its first input, but reads "
+            f"{facts.named(node.inputs[0])}"
         )
         return
     summed = isinstance(total[0], CountsSum)
     source = total[0].inputs[0] if summed else node.inputs[1]
     if source != (own[0].id, 1):
         yield (
-            f"{facts.at(node)} reads {facts.named(node.inputs[1])} as the counts of the whole batch, which "
-            "it is not"
+            f"{facts.at(node)} needs the counts of the whole batch as its second input, but reads "
+            f"{facts.named(node.inputs[1])}"
         )
     if summed != (dag.replicas > 1 and not dag.mean_of_replicas):
-        yield f"{facts.at(node)} divides by counts of {'all replicas' if summed else 'one replica'}"
+        one, all_ = "the counts of one replica", "the counts of all replicas"
+        yield f"{facts.at(node)} divides by {all_ if summed else one}, but it must divide by {one if summed else all_}"
     if node.parts != (dag.replicas if dag.mean_of_replicas else 1):
-        yield f"{facts.at(node)} divides its weights by {node.parts}"
+        wanted = dag.replicas if dag.mean_of_replicas else 1
+        yield f"{facts.at(node)} divides its weights by {node.parts}, but it must divide them by {wanted}"
     if node.outputs != weighed(dag, node.terms, node.slices):
         yield f"{facts.at(node)} describes its weights wrongly"
 
@@ -239,7 +241,7 @@ def check_reader(
         seed: Whether the node reads gradients of the loss with these weights, not the weights themselves.
     """
     if len(refs) not in (0, len(wanted)):
-        yield f"{facts.at(node)} has {len(refs)} sources of weights, for {len(wanted)}"
+        yield f"{facts.at(node)} has {len(refs)} source{'s' * (len(refs) != 1)} of weights, but it needs {len(wanted)}"
         return
     for ref, (term, part) in zip(refs, wanted, strict=False):
         if ref is None:
@@ -247,12 +249,12 @@ def check_reader(
         source, label = facts.dag.nodes[ref[0]], facts.dag.code.terms[term].label
         if not isinstance(source, Weights) or term not in source.terms or part not in source.slices:
             yield (
-                f"{facts.at(node)} takes the weight of samples {part} in {label} from {facts.named(ref)}, "
-                "which has none"
+                f"{facts.at(node)} takes the weight of samples {part} in {label} from {facts.named(ref)}, which does not "
+                "have this weight"
             )
         elif ref[1] != source.index_of(term, part, seed):
             yield (
-                f"{facts.at(node)} takes for the weight of samples {part} in {label} another weight of "
+                f"{facts.at(node)} needs the weight of samples {part} in {label}, but reads another weight of "
                 f"{facts.at(source)}"
             )
 
@@ -264,7 +266,7 @@ def unweighed(facts: Facts) -> Iterable[str]:
         for (term, part), ref in wanted_by(dag, node):
             if ref is None and share_of(dag, term, part) is None:
                 yield (
-                    f"{facts.at(node)} weighs samples {part} in {dag.code.terms[term].label}, and no node "
+                    f"{facts.at(node)} weighs samples {part} in {dag.code.terms[term].label}, but no node "
                     "makes the weight"
                 )
 

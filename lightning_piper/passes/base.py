@@ -109,7 +109,7 @@ def _applying(dag: TrainingDAG, each: Pass) -> Iterator[None]:
         raise
     except Exception as error:
         if each.index is not None:
-            error.add_note(f"raised while directive {each.index} ({each.name}) was applied")
+            error.add_note(f"raised while Piper applied directive {each.index} ({each.name})")
         raise
     finally:
         dag.program.index = None

@@ -36,28 +36,41 @@ def complete(dag: TrainingDAG) -> None:
     _check_devices(dag)
     for chunk in dag.of_type(Chunk):
         if len(chunk.devices) != len(dag.mesh.group_ranks):
-            raise DirectiveError(
-                f"{chunk.label} is on {counted(len(chunk.devices), 'device')}, {list(chunk.devices)} (directive "
-                f"{chunk.placed_by}), but the program has {counted(dag.replicas, 'replica')}. Add a replicate that "
-                "divides the batch over them, or place it on one [PIPER-D009]"
-            )
+            raise DirectiveError(_misplaced(dag, chunk))
     for update in dag.of_type(Update):
         # Check here even if verification is off: without a sum, each replica trains on its own gradients.
         if any(isinstance(dag.value(ref).placement, Partial) for ref in update.inputs):
             name = dag.value(update.inputs[0]).names[0]
             raise DirectiveError(
-                f"gradient of {name} reaches the optimizer as Partial(sum) over devices "
-                f"{list(update.devices)}: every replica "
-                "would step with its own gradient. Add a replicate whose filter selects region "
-                f"{dict(update.tags)} [PIPER-D010]"
+                f"no directive sums the gradient of {name} over devices {list(update.devices)}, so every replica would "
+                f"step with its own gradient. Add a replicate whose filter selects region {dict(update.tags)} "
+                "[PIPER-D010]"
             )
     devices = dag.devices()
     if devices != tuple(range(len(devices))):
         raise DirectiveError(
-            f"the program places regions on devices {list(devices)}. Use devices 0 to {len(devices) - 1}, "
-            "without gaps [PIPER-D009]"
+            f"the program places regions on {'devices' if len(devices) > 1 else 'device'} "
+            f"{', '.join(map(str, devices))}. Use "
+            f"{f'devices 0 to {len(devices) - 1}, without gaps' if len(devices) > 1 else 'device 0'} [PIPER-D009]"
         )
     weigh(dag)
+
+
+def _misplaced(dag: TrainingDAG, chunk: Chunk) -> str:
+    """Return the error for a chunk with another number of devices than the mesh of the program."""
+    wanted = len(dag.mesh.group_ranks)
+    if dag.member_axes:
+        has, fix = f"is for {counted(wanted, 'device')} ({dag.mesh})", f"Place the region on {wanted} devices"
+    elif wanted == 1:
+        has = "has 1 replica"
+        fix = "Add a replicate that divides the batch over these devices, or place the region on one device"
+    else:
+        has = f"has {counted(wanted, 'replica')}"
+        fix = f"Place the region on {wanted} devices, and let a replicate select it"
+    return (
+        f"{chunk.label} is on {counted(len(chunk.devices), 'device')}, {list(chunk.devices)} (directive "
+        f"{chunk.placed_by}), but the program {has}. {fix} [PIPER-D009]"
+    )
 
 
 def _check_devices(dag: TrainingDAG) -> None:

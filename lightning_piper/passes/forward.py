@@ -89,8 +89,8 @@ def _place_rest(dag: TrainingDAG, groups: list[Group], training: TrainingDAG | N
     ):
         found = ", ".join(dict.fromkeys(dag.regions[chunk.region].label for chunk in rest))
         raise DirectiveError(
-            f"no place of the program selects a region of this step, which has {found}. Use the same "
-            "piper.annotate(...) in it as in training_step [PIPER-D004]"
+            f"no place of the program selects a region of this step. Its regions are {found}. Use the same "
+            "piper.annotate(...) in this step as in training_step [PIPER-D004]"
         )
     for chunk in rest:
         groups_of = _groups_of_params(dag, training)

@@ -113,5 +113,6 @@ def _write(path: Path, text: str) -> None:
 
 def _unwritable(path: Path, error: Exception) -> PiperError:
     return PiperError(
-        f"{shown(str(path))} cannot be written: {getattr(error, 'strerror', None) or error} [PIPER-R003]"
+        f"{shown(str(path))} cannot be written: {getattr(error, 'strerror', None) or error}. Give a folder that "
+        "exists or can be created, and can be written [PIPER-R003]"
     )

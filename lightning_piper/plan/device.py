@@ -114,9 +114,10 @@ class DevicePlan:
         if ref not in self._slot:
             maker = self.dag.nodes[ref[0]]
             if not self.has(ref):
+                where = f"device {', '.join(map(str, maker.devices))} only" if maker.devices else "no device"
                 raise VerificationError(
                     f"%{reader.id} {reader.label} on device {self.device} reads %{ref[0]}.{ref[1]} "
-                    f"{maker.label}, which is on device {','.join(map(str, maker.devices)) or 'none'} only. "
+                    f"{maker.label}, which is on {where}. "
                     "If you wrote a directive, add a send and a receive between the nodes. Otherwise, report "
                     "this [PIPER-V002]"
                 )

@@ -36,6 +36,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_piper.common.limits import shown
 from lightning_piper.common.regular_files import open_regular
 from lightning_piper.common.user_files import parse_json
 from lightning_piper.compiler import Compiled
@@ -211,11 +212,15 @@ def read_json(path: Path) -> dict[str, Any]:
             f"{str(path)!r} cannot be read as a recording: {error}. Record again with "
             "PiperStrategy(profile=...) [PIPER-R002]"
         ) from None
-    if not isinstance(content, dict) or content.get("version") != VERSION:
-        found = content.get("version") if isinstance(content, dict) else None
+    if not isinstance(content, dict) or "version" not in content:
         raise PiperError(
-            f"{str(path)!r} is a recording of version {found}, but this package reads version {VERSION}. "
-            "Record again with this version [PIPER-R002]"
+            f"{str(path)!r} is not a recording: it has no key 'version'. Record again with "
+            "PiperStrategy(profile=...) [PIPER-R002]"
+        )
+    if content["version"] != VERSION:
+        raise PiperError(
+            f"{str(path)!r} is a recording of version {shown(content['version'])}, but this package reads version "
+            f"{VERSION}. Record again with the installed package [PIPER-R002]"
         )
     return content
 

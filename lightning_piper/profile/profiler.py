@@ -7,6 +7,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 from lightning.pytorch.profilers import Profiler
 
+from lightning_piper.common.units import counted
 from lightning_piper.profile.clock import Processes
 from lightning_piper.profile.recording import Recording
 from lightning_piper.profile.schedule import Schedule, schedule_of
@@ -52,7 +53,7 @@ class PiperProfiler(Profiler):
         ranks but 0."""
         if self.recording is None or self.recording.last is None:
             return ""
-        steps = f"recorded {len(self.recording.written)} steps in {self.recording.folder}"
+        steps = f"recorded {counted(len(self.recording.written), 'step')} in {self.recording.folder}"
         return f"{steps}. The last step, in seconds:\n{self.recording.last}"
 
 

@@ -3,6 +3,7 @@ and after each training step."""
 
 from __future__ import annotations
 
+import errno
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ import lightning.pytorch as pl
 import torch
 from torch.optim import Optimizer
 
+from lightning_piper.common.units import counted
 from lightning_piper.compiler import Compiled
 from lightning_piper.profile.board import Board
 from lightning_piper.profile.chrome import chrome_trace
@@ -138,8 +140,8 @@ class Recording:
         first = self._schedule.wait + self._schedule.warmup
         if self._world.rank == 0 and 0 < self._count <= first:
             warnings.warn(
-                f"PiperStrategy recorded no step: the fit had {self._count} steps, and step {first} "
-                f"(counted from 0) is the first recorded one. Train longer, or pass "
+                f"PiperStrategy recorded no step: the fit had {counted(self._count, 'step')}, and step {first} "
+                f"(counted from 0) would be the first recorded one. Train longer, or pass "
                 "wait=0 and warmup=0 to piper.Schedule or PiperProfiler [PIPER-W027]",
                 stacklevel=2,
             )
@@ -185,8 +187,9 @@ class Recording:
                     write_text(self.folder / f"kernels_{steps[0].number}_rank{rank}.json", text)
         except OSError as error:  # a full disk should not end the training
             warnings.warn(
-                f"the recording of steps could not be written to {self.folder}: {error}. Free the disk, or "
-                "log to another folder [PIPER-W021]",
+                f"the recording of steps could not be written to {self.folder}: {error}. "
+                f"{'Free space on the disk' if error.errno == errno.ENOSPC else 'Make this folder writable'}, or log to "
+                "another folder [PIPER-W021]",
                 RuntimeWarning,
                 stacklevel=2,
             )

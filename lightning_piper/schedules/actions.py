@@ -93,16 +93,26 @@ def _devices_of_ranks(name: str, devices: object) -> list[list[int]]:
             twice.
     """
     found: list[list[int]] = []
-    for own in devices if isinstance(devices, Sequence) and not isinstance(devices, str | bytes) else [None]:
+    accepted = (
+        "Give one device >= 0, or one group of devices, for each rank, such as [0, 1] or [[0, 2], [1, 3]]"
+    )
+    if not isinstance(devices, Sequence) or isinstance(devices, str | bytes):
+        raise DirectiveError(f"{name}: devices={shown(devices)} is not a list. {accepted} [PIPER-D020]")
+    for rank, own in enumerate(devices):
         group = own if isinstance(own, list | tuple | range) else [own]
         numbers = [
             number for device in group if (number := integer(device)) is not None and 0 <= number < DEVICES
         ]
-        if not numbers or len(numbers) < len(group) or len(set(numbers)) < len(numbers):
-            accepted = (
-                "one device >= 0, or one group of devices, for each rank, such as [0, 1] or [[0, 2], [1, 3]]"
+        if not numbers or len(numbers) < len(group):
+            large = any((integer(device) or 0) >= DEVICES for device in group)
+            fix = f"Give devices below {DEVICES}" if large else accepted
+            raise DirectiveError(
+                f"{name}: devices={shown(devices)} has {shown(own)} for rank {rank}. {fix} [PIPER-D020]"
             )
-            raise DirectiveError(f"{name}: devices={shown(devices)}. Give {accepted} [PIPER-D020]")
+        if len(set(numbers)) < len(numbers):
+            raise DirectiveError(
+                f"{name}: devices={shown(devices)} names a device twice for rank {rank}. Name it once [PIPER-D020]"
+            )
         found.append(numbers)
     return found
 
@@ -118,7 +128,7 @@ def check_names(name: str, tag: object, dim_name: object) -> None:
             accepted = (
                 ", but 'PASS' is reserved for passes. Give another"
                 if value == "PASS"
-                else ". Give a non-empty"
+                else " is not a name. Give a non-empty"
             )
             raise DirectiveError(
                 f"{name}: {what}={shown(value)}{accepted} name, such as 'PP' or 'MB' [PIPER-D020]"

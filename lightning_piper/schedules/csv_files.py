@@ -72,7 +72,7 @@ def _content(source: str | PathLike[str]) -> str:
         return source
     if not isinstance(source, str | PathLike):
         raise DirectiveError(
-            f"from_csv: found {type(source).__name__}. Give the path of a file, or its content [PIPER-D021]"
+            f"from_csv: the source is a {type(source).__name__}. Give the path of a file, or its content [PIPER-D021]"
         )
     try:
         return read_text(source)
@@ -146,8 +146,8 @@ def _checked_microbatches(rows: Sequence[Row]) -> int:
         )
     if len(found) > PASSES // 2:
         raise DirectiveError(
-            f"from_csv: {len(found)} stages and microbatches. Give fewer: a step has at most {PASSES} "
-            "passes [PIPER-D021]"
+            f"from_csv: the schedule has {len(found)} pairs of a stage and a microbatch. Give at most {PASSES // 2}: "
+            "each has at least two passes [PIPER-D021]"
         )
     # Raise an error at the first stage and microbatch with missing or duplicate passes.
     for key in ((stage, mb) for stage in range(stages) for mb in range(microbatches)):

@@ -46,7 +46,8 @@ def dualpipev(
     ranks = ranks_of("dualpipev", stages, 2)
     if microbatches < stages:
         raise DirectiveError(
-            f"dualpipev: {counted(microbatches, 'microbatch')} for {counted(stages, 'stage')}. Give at least {stages} [PIPER-D020]"
+            f"dualpipev: {counted(microbatches, 'microbatch')} for {counted(stages, 'stage')}. Give at least "
+            f"{counted(stages, 'microbatch')} [PIPER-D020]"
         )
     return program_of(dualpipev_rows(ranks, microbatches), microbatches, devices, tag, dim_name, "dualpipev")
 
@@ -86,8 +87,8 @@ def dualpipe(
     pairs = ranks_of("dualpipe", stages, 2)
     if microbatches % 2 or microbatches < 2 * stages:
         raise DirectiveError(
-            f"dualpipe: {counted(microbatches, 'microbatch')} for {counted(stages, 'stage')}. Give an even number of at least "
-            f"{2 * stages}, half of them for each direction [PIPER-D020]"
+            f"dualpipe: {counted(microbatches, 'microbatch')} for {counted(stages, 'stage')}. Give an even number of "
+            f"microbatches, at least {2 * stages}, half of them for each direction [PIPER-D020]"
         )
     half = microbatches // 2
     rows = []

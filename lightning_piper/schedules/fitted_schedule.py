@@ -190,9 +190,9 @@ def _check_room(chain: Chain, limits: Sequence[int | None]) -> None:
     for rank, (own, limit) in enumerate(zip(chain.local, limits, strict=True)):
         least = sum(chain.costs[s].static + chain.costs[s].saved for s in own)
         if limit is not None and least > limit:
-            short.append(f"rank {rank} needs at least {least}, but has {limit}")
+            short.append(f"rank {rank} needs at least {counted(least, 'byte')}, but has {limit:,}")
     if short:
-        more = f", and {len(short) - 8} more ranks" if len(short) > 8 else ""
+        more = f"; and {counted(len(short) - 8, 'more rank')}" if len(short) > 8 else ""
         raise DirectiveError(
             f"fitted: {'; '.join(short[:8])}{more}. Give more memory, smaller microbatches, or shorter stages"
             " [PIPER-D022]"

@@ -15,6 +15,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from lightning_piper.common.limits import integer, is_number, shown
+from lightning_piper.common.units import counted
 from lightning_piper.errors import DirectiveError
 from lightning_piper.schedules.actions import Row
 
@@ -197,14 +198,19 @@ def _ranks(rows: Sequence[Row], stages: int) -> list[int]:
         for group in row:
             if len(group) != 1:
                 raise DirectiveError(
-                    f"timed: rank {rank} overlaps {shown(group)}. Give rows with one action in each entry"
-                    " [PIPER-D022]"
+                    f"timed: an entry of rank {rank} has {counted(len(group), 'action')}. Give rows with one action in "
+                    "each entry [PIPER-D022]"
                 )
             stage = group[0].stage
-            if not 0 <= stage < stages or found.setdefault(stage, rank) != rank:
+            if not 0 <= stage < stages:
                 raise DirectiveError(
-                    f"timed: stage {stage} on rank {rank}. Give costs for each stage, and put each stage on "
-                    "one rank [PIPER-D022]"
+                    f"timed: rank {rank} runs stage {stage}, but there are costs of {counted(stages, 'stage')} only. "
+                    "Give a StageCosts for each stage [PIPER-D022]"
+                )
+            if (first := found.setdefault(stage, rank)) != rank:
+                raise DirectiveError(
+                    f"timed: stage {stage} is on rank {first} and on rank {rank}. Put each stage on one rank "
+                    "[PIPER-D022]"
                 )
     return [found.get(stage, -1) for stage in range(stages)]
 

@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from lightning_piper.common.units import counted
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
@@ -479,7 +480,11 @@ def run_in_virtual_time(
             ready.extend(world.issue(device, instruction))
     stuck = [device for device in plans if position[device] < len(plans[device].instructions)]
     if stuck:
-        shown = "; ".join(f"device {d} waits in {plans[d].instructions[position[d]].where}" for d in stuck)
+        shown = "; ".join(
+            f"device {d} waits in {plans[d].instructions[position[d]].where}" for d in stuck[:8]
+        )
+        if len(stuck) > 8:
+            shown += f"; and {counted(len(stuck) - 8, 'more device')}"
         raise VerificationError(
             f"the plans deadlock: {shown}. Remove or reverse an order that lists one of these passes "
             "[PIPER-V004]"

@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from lightning_piper.common import limits
+from lightning_piper.common.units import counted
 from lightning_piper.errors import SimulationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.plan.instructions import Run
@@ -83,7 +84,9 @@ class Simulation:
     timeline: tuple[Span, ...]
 
     def __repr__(self) -> str:
-        return f"<Simulation of {len(self.devices)} devices: the step takes {shown(self.step_time)}>"
+        return (
+            f"<Simulation of {counted(len(self.devices), 'device')}: the step takes {shown(self.step_time)}>"
+        )
 
     @property
     def bubble_fraction(self) -> Number:
@@ -187,11 +190,12 @@ def simulate(
             earlier instruction started.
     """
     planned = isinstance(plans, Mapping) and all(isinstance(plan, Plan) for plan in plans.values())
-    if not isinstance(dag, TrainingDAG) or not planned:
-        raise SimulationError(
-            "simulate: the dag or the plans are not from a compiled program. Give compiled.dag and compiled.plans "
-            "of lightning_piper.compile's result [PIPER-T003]"
-        )
+    for name, given, good in (("dag", dag, isinstance(dag, TrainingDAG)), ("plans", plans, planned)):
+        if not good:
+            raise SimulationError(
+                f"simulate({name}=...) is a {type(given).__name__} that is not from a compiled program. Give "
+                f"compiled.{name} of lightning_piper.compile's result [PIPER-T003]"
+            )
     if network is not None and not isinstance(network, Network):
         raise SimulationError(
             f"simulate(network={limits.shown(network)}) is not usable. Give a Network [PIPER-T003]"

@@ -115,8 +115,7 @@ class Hardware:
             ) from None
         except (OSError, ValueError) as error:
             raise SimulationError(
-                f"hardware file {name_of(name)} cannot be read as JSON: {error}. Give the path of a file "
-                "in JSON [PIPER-T002]"
+                f"hardware file {name_of(name)} cannot be read as JSON: {error} [PIPER-T002]"
             ) from None
         return _hardware(f"hardware file {name_of(name)}", content)
 
@@ -358,7 +357,7 @@ def _check_keys(where: str, content: Any, keys: Collection[str], optional: Colle
         )
     if unknown := [key for key in content if key not in keys and key not in optional]:
         raise SimulationError(
-            f"{where} has {shown(unknown[0])}. Give one of {', '.join((*keys, *optional))} [PIPER-T002]"
+            f"{where}: the key {shown(unknown[0])} is unknown. Give one of {', '.join((*keys, *optional))} [PIPER-T002]"
         )
 
 

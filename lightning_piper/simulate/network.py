@@ -32,9 +32,9 @@ class Link:
     bandwidth: Number | None = None
 
     def __post_init__(self) -> None:
-        checked("latency", self.latency)
+        checked("Link: latency", self.latency)
         if self.bandwidth is not None:
-            checked("bandwidth", self.bandwidth, positive=True)
+            checked("Link: bandwidth", self.bandwidth, positive=True)
 
     def time(self, nbytes: int, parts: int = 1) -> Number:
         """Return the time of one message of `nbytes / parts` bytes."""
@@ -63,7 +63,7 @@ class SharedLink:
     peers: Collection[int] | None = None
 
     def __post_init__(self) -> None:
-        checked("bandwidth", self.bandwidth, positive=True)
+        checked("SharedLink: bandwidth", self.bandwidth, positive=True)
         for name, devices in (("devices", self.devices), ("peers", self.peers or (0,))):
             if not isinstance(devices, Collection) or not devices or None in map(integer, devices):
                 raise SimulationError(

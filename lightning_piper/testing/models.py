@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_piper.annotate import annotate
 from lightning_piper.capture import CapturedStep, capture
 from lightning_piper.common.limits import shown
+from lightning_piper.common.units import counted
 from lightning_piper.errors import PiperError
 from lightning_piper.sample_gathering import gather_samples
 from lightning_piper.testing.experts import WIDTH, RoutedBlock
@@ -99,8 +100,8 @@ class Spec:
             )
         if len(self.blocks) != len(self.stages) or not self.blocks:
             raise PiperError(
-                f"Spec: {len(self.blocks)} blocks with {len(self.stages)} stages. Give one stage for each block, "
-                "and at least one block [PIPER-A001]"
+                f"Spec: {counted(len(self.blocks), 'block')} with {counted(len(self.stages), 'stage')}. Give one stage for "
+                "each block, and at least one block [PIPER-A001]"
             )
         for block in self.blocks:
             if block not in (EXACT_BLOCKS if self.exact else BLOCKS):
@@ -113,7 +114,10 @@ class Spec:
 
         if self.loss not in (EXACT_LOSSES if self.exact else LOSSES):
             known = EXACT_LOSSES if self.exact else tuple(LOSSES)
-            raise PiperError(f"Spec(loss={shown(self.loss)}): accepted are {', '.join(known)} [PIPER-A001]")
+            raise PiperError(
+                f"Spec(loss={shown(self.loss)}) is not known{' in exact models' if self.exact else ''}. Give one of "
+                f"{', '.join(known)} [PIPER-A001]"
+            )
 
     @property
     def mixed(self) -> bool:

@@ -50,8 +50,8 @@ def incomplete(facts: Facts, final: bool) -> Iterable[str]:
         for devices in sorted(groups.get(name, set()) - set(updated.get(name, {})) - {()}):
             where = ",".join(map(str, devices))
             yield (
-                f"{name} is used on device {where}, but no update reaches it there: its copy there would go "
-                "stale"
+                f"{name} is used on device {where}, but no update changes it there: the copy on this device would keep "
+                "old values"
             )
     if final:
         yield from sharding.unsummed(facts)
@@ -77,8 +77,8 @@ def _alike(facts: Facts, updated: Mapping[str, Mapping[tuple[int, ...], Update]]
             ]:
                 names = names_of(facts.dag.value(other.inputs[0]).names)
                 yield (
-                    f"gradient of {names}: {facts.at(first)} and {facts.at(other)} add up different values, "
-                    "or in another order"
+                    f"gradient of {names}: {facts.at(first)} and {facts.at(other)} must add up the same "
+                    "values in the same order, but do not"
                 )
             seen.add(other.id)
 
@@ -117,4 +117,4 @@ def _seeds(facts: Facts) -> Iterable[str]:
         if facts.dag.interface(chunk).random:
             first = drawn.setdefault(chunk_seed(0, chunk), chunk)
             if (first.key, first.slice.start) != (chunk.key, chunk.slice.start):
-                yield f"{facts.at(chunk)} draws the random numbers that {facts.at(first)} draws"
+                yield f"{facts.at(chunk)} draws the same random numbers as {facts.at(first)}"

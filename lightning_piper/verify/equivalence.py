@@ -313,7 +313,7 @@ def compare(expected: Outcome, found: Outcome, rounding: Mapping[str, float]) ->
         (expected.buffers, found.buffers),
     )
     if missing := [name for a, b in kinds for name in sorted(set(a) ^ set(b))]:
-        return Comparison("differs", float("inf"), f"only one has {missing[0]}", 0.0)
+        return Comparison("differs", float("inf"), f"only one of the two runs has {missing[0]}", 0.0)
     worst = Comparison("bitwise equal")
     for name, a, b in _pairs(expected, found):
         if torch.equal(a, b):

@@ -153,7 +153,8 @@ class Report:
         """Raise a VerificationError if the verdict is `NOT EQUIVALENT`."""
         if not self.ok:
             raise VerificationError(
-                f"the program does not compute what one device computes:\n{self}\n[PIPER-V001]"
+                f"the program does not compute what one device computes:\n{self}\nIf you wrote a directive or an "
+                "operation, correct it. Otherwise, report this [PIPER-V001]"
             )
 
 

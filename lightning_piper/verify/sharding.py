@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from lightning_piper.common.units import counted
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import DATA, GROUPS, Mesh
@@ -35,8 +36,8 @@ def flat_values(facts: Facts, node: Node) -> Iterable[str]:
         partly_summed = sharded and value.kind == Kind.GRAD and value.others == bucket.others_before_groups
         if value.others != bucket.others and not partly_summed:
             yield (
-                f"{facts.at(node)} names {value.label} {'parts' if value.others else 'whole'}, and its "
-                "bucket says otherwise"
+                f"{facts.at(node)} declares {value.label} as {'parts' if value.others else 'whole'} along other axes, but "
+                f"its bucket is {'in parts' if bucket.others else 'whole'}"
             )
         made = bucket.part if sharded else bucket.whole
         fits = value.tensors == (made,) and value.placement in (Sharded(0), Partial(), Replicated())
@@ -72,13 +73,13 @@ def _misfit(dag: TrainingDAG, bucket: Bucket) -> str | None:
             shown = (
                 f"{bucket.groups} groups of {bucket.members}" if bucket.groups > 1 else f"{bucket.members}"
             )
-            return f"of {shown} shards, and there are {replicas} replicas that have the same parameters"
+            return f"of {shown} shards, but {counted(replicas, 'replica')} share its parameters"
         if mesh not in fitting:
             fitting[mesh] = bucket.is_summed_along(mesh)
         if not fitting[mesh]:
-            return f"that holds {name}, of which other replicas have these parts"
+            return f"that holds {name}, of which other replicas hold these parts"
         if dag.spec_of(name) != spec:
-            return f"that holds {name} as {spec}, not as the module does"
+            return f"that holds {name} as {spec}, but this parameter is {dag.spec_of(name)}"
     if len(set(bucket.names)) < len(bucket.names):
         return "that holds a parameter twice"
     return None
@@ -93,9 +94,9 @@ def unsummed(facts: Facts) -> Iterable[str]:
         value = facts.dag.value(update.inputs[0])
         if any(isinstance(facts.dag.value(ref).placement, Partial) for ref in update.inputs):
             yield (
-                f"gradient of {names_of(value.names)} reaches the optimizer as Partial(sum) over devices "
-                f"{list(update.devices)}: every replica would step with its own gradient. Add a replicate "
-                f"whose filter selects region {dict(update.tags)}"
+                f"no directive sums the gradient of {names_of(value.names)} over devices {list(update.devices)}, so "
+                "every replica would step with its own gradient. Add a replicate whose filter selects region "
+                f"{dict(update.tags)}"
             )
         elif any((GROUPS, Partial()) in facts.dag.value(ref).others for ref in update.inputs):
             yield (
@@ -139,8 +140,8 @@ def shards(facts: Facts, updated: Updates) -> Iterable[str]:
             if ref is None:
                 if name in here or (gradient is not None and isinstance(gradient.placement, Sharded)):
                     yield (
-                        f"{facts.at(chunk)} reads its own copy of {name}, of which this device has a shard "
-                        "alone: gather it"
+                        f"{facts.at(chunk)} reads the whole of {name}, but this device has only a shard of it: gather it "
+                        "first"
                     )
                 continue
             mine = dag.value(ref).bucket
@@ -171,14 +172,14 @@ def group_ranks(facts: Facts) -> Iterable[str]:
         seen.add(id(node.devices))
         if len(node.devices) != len(dag.mesh.group_ranks):
             members = (
-                f"{dag.replicas} replicas"
+                counted(dag.replicas, "replica")
                 if not dag.member_axes
                 else f"{len(dag.mesh.group_ranks)} group ranks ({dag.mesh})"
             )
-            yield f"{facts.at(node)} has {len(node.devices)} devices, and there are {members}"
+            yield f"{facts.at(node)} has {counted(len(node.devices), 'device')}, but the program has {members}"
         for index, device in enumerate(node.devices):
             if replica.setdefault(device, index) != index:
                 yield (
-                    f"{facts.at(node)} has device {device} as replica {index}, which elsewhere is replica "
-                    f"{replica[device]}"
+                    f"{facts.at(node)} has device {device} as replica {index}, but in another node this device is "
+                    f"replica {replica[device]}"
                 )

@@ -57,7 +57,8 @@ def _refuse(problems: list[str]) -> None:
             f"\n  ... and {len(problems) - 10} more" if len(problems) > 10 else ""
         )
         raise VerificationError(
-            f"the training DAG does not compute what one device computes:\n  {shown}\n[PIPER-V001]"
+            f"the training DAG does not compute what one device computes:\n  {shown}\nIf you wrote a directive or an "
+            "operation, correct what it does to these nodes. Otherwise, report this [PIPER-V001]"
         )
 
 
@@ -85,7 +86,7 @@ def _structure(facts: Facts) -> Iterable[str]:
                 yield f"{facts.at(node)} reads %{source}.{index}, which does not exist"
             elif not dag.graph.has_edge(source, node.id):
                 yield (
-                    f"{facts.at(node)} reads %{source}.{index}, but nothing makes it wait for it: use "
+                    f"{facts.at(node)} reads %{source}.{index}, but no edge makes this node wait for %{source}: use "
                     "TrainingDAG.rewire"
                 )
     if not nx.is_directed_acyclic_graph(dag.graph):

@@ -28,8 +28,8 @@ def dot_graph(dag: TrainingDAG, device: int) -> str:
         )
     if not isinstance(device, int) or device not in dag.devices():
         raise PiperError(
-            f"the training DAG has no device {shown(device)}. Give one of {', '.join(map(str, dag.devices()))}"
-            " [PIPER-A002]"
+            f"dot_graph: the training DAG has no device {shown(device)}. Give one of "
+            f"{', '.join(map(str, dag.devices()))} [PIPER-A002]"
         )
     lines = [
         f'digraph "device {device}" {{',

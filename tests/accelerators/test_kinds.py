@@ -69,7 +69,7 @@ def test_what_no_plan_can_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: without_float64())
     with pytest.raises(
-        PiperError, match=r"cannot train on mps: .*float64, which it does not support \(no doubles\)"
+        PiperError, match=r"cannot train on mps: .*float64, which mps does not support \(no doubles\)"
     ):
         check_kind(torch.device("mps", 0))
 

@@ -285,7 +285,7 @@ def test_a_list_that_may_be_samples_or_parts_is_read_whole_only(more: Any) -> No
     compile(module, named(more), [piper.Place(filter={}, devices=[0])])
     with pytest.raises(
         CaptureError,
-        match=r"reads batch\['more'\], a (list|tuple) of 4 entries, but gets 2 samples\. Piper cannot tell",
+        match=r"reads batch\['more'\], a (list|tuple) of 4 entries, but runs on 2 samples\. Piper cannot tell",
     ):
         compile(module, named(more), SPLIT)
     module.use = len  # type: ignore[method-assign]

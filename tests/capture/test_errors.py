@@ -203,10 +203,7 @@ def test_a_parameter_is_changed() -> None:
             self.first.weight.clamp_(-1, 1)
 
     said = message(clip)
-    assert (
-        said.startswith("training_step changes the parameter first.weight in place")
-        and "only the optimizer" in said
-    )
+    assert "the step changes the parameter first.weight in place" in said and "only the optimizer" in said
 
 
 def test_a_tensor_that_is_no_buffer_is_used() -> None:
@@ -235,7 +232,7 @@ def test_a_tensor_that_is_no_buffer_is_used() -> None:
         ),
         (lambda loss, h: {"value": loss}, r"a dict with keys \['value'\]"),
         (lambda loss, h: {"loss": None}, "training_step returned None to skip the batch"),
-        (lambda loss, h: 1.5, "training_step returns float. Return the loss"),
+        (lambda loss, h: 1.5, "training_step returns a float. Return the loss"),
     ],
 )
 def test_the_result_is_no_loss(result: Callable[..., Any], says: str) -> None:

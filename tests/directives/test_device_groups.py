@@ -185,7 +185,7 @@ def test_running_statistics_cross_homes_and_come_to_all_of_them() -> None:
     assert len(states) == 4, "0 to 1 to 0 to 1, and the last one back"
     dag.remove(u for u in updates(dag, name) if u.devices == (0,))
     with pytest.raises(
-        VerificationError, match=r"running_mean.* is used on device 0, but no update reaches it there"
+        VerificationError, match=r"running_mean.* is used on device 0, but no update changes it there"
     ):
         check(dag)
 

@@ -196,7 +196,7 @@ def test_several_stages_on_a_device(program, devices):
 def test_a_step_without_a_placed_region_is_refused():
     with pytest.raises(
         DirectiveError,
-        match=r"selects a region of this step, which has untagged\. Use the same piper\.annotate",
+        match=r"selects a region of this step\. Its regions are untagged\. Use the same piper\.annotate",
     ):
         forward_of(one_f_one_b(2, 2), "predict_step")
 
@@ -231,13 +231,13 @@ def shrink(dag):
 EDITS = {
     "a device gets no results": (
         lambda dag: remove(dag, Result),
-        "device 0 returns results nothing, where the step returns",
+        "device 0 returns the results nothing, but the step returns",
     ),
     "no results": (
         lambda dag: dag.remove(list(dag.of_type(Result))),
-        "returns results nothing, where the step returns",
+        "returns the results nothing, but the step returns",
     ),
-    "something else": (exchange, "returns log largest of F.PP=1., but it takes one result of a region"),
+    "something else": (exchange, "returns log largest of F.PP=1., but it may return one result of a region"),
     "some samples": (shrink, "samples 4:8 are missing"),
     "nothing is logged": (
         lambda dag: dag.remove(list(dag.of_type(Metrics))),

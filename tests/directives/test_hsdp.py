@@ -165,7 +165,7 @@ def test_a_mesh_is_divided_along_its_lines() -> None:
     assert set(mesh.lines(DATA)) == {(0, 2), (1, 3), (4, 6), (5, 7)}
     assert set(mesh.lines(GROUPS)) == {(0, 4), (1, 5), (2, 6), (3, 7)}
     assert Mesh.flat(4).grouped(dict.fromkeys(range(4), 0)) == Mesh.flat(4)
-    with pytest.raises(ValueError, match="divide lines of 4 members"):
+    with pytest.raises(ValueError, match="the 4 devices of a line along 'data' would be in groups of"):
         Mesh.flat(4).grouped({0: 0, 1: 0, 2: 0, 3: 1})
 
 
@@ -284,10 +284,10 @@ BUGS: dict[Callable[[TrainingDAG], None], str] = {
     no_sum_over_groups: "reaches the optimizer as a sum over one group of replicas",
     no_sum_within_groups: "describes its sum differently from its terms",
     summed_twice: "over groups that all have the same shard of it",
-    whole_sum_within_a_group: "over the 2 replicas of a group, and there are 2 groups",
+    whole_sum_within_a_group: "over the 2 replicas of a group, but there are 2 groups",
     undeclared: "describes its shard differently",
     other_groups_for_gathers: "from other shards than the optimizer updates",
-    one_group_forgotten: "of 2 shards, and there are 4 replicas",
+    one_group_forgotten: "of 2 shards, but 4 replicas share",
     sum_before_the_last_term: "describes its sum differently from its terms|to S",
 }
 

@@ -217,5 +217,5 @@ def test_code_that_reads_a_parameter_belongs_to_the_stage_that_has_it() -> None:
 
 def test_devices_are_numbered_without_gaps() -> None:
     dag = build("mlp", *place(0, 2))
-    with pytest.raises(DirectiveError, match=r"on devices \[0, 2\]. Use devices 0 to 1, without gaps"):
+    with pytest.raises(DirectiveError, match=r"on devices 0, 2. Use devices 0 to 1, without gaps"):
         complete(dag)

@@ -205,7 +205,7 @@ def test_a_region_without_replicate_is_refused(verify: bool) -> None:
     """Also unchecked: replicas that drift apart show in no loss."""
     program = [placed((0, 1), PP=0), placed((2, 3), PP=1), replicate((0, 1), {"PP": 0})]
     with pytest.raises(
-        DirectiveError, match=r"second.weight.* reaches the optimizer as Partial\(sum\) over devices \[2, 3\]"
+        DirectiveError, match=r"no directive sums the gradient of second.weight.* over devices \[2, 3\]"
     ):
         piper.compile(*fresh("mlp"), program, verify=verify)
 
@@ -258,10 +258,10 @@ def whole_gradients(dag: TrainingDAG) -> None:
 FAULTS: list[tuple[Fault, str]] = [
     (
         missing,
-        r"reaches the optimizer as Partial\(sum\) over devices \[\d, \d\]: every replica would step with "
+        r"no directive sums the gradient of .* over devices \[\d, \d\], so every replica would step with "
         r"its own gradient",
     ),
-    (twice, r"sums grad .* over devices that all hold the whole of it"),
+    (twice, r"sums grad .* over devices that each hold the whole value"),
     (wrong_group, r"allreduce .* on device 0,1,2,3 .*sums grad .*, which lies on devices \[0, 2\]"),
     (half_a_group, r"a transfer is missing|which lies on devices \[0, 2\]"),
     (still_partial, r"outputs P\(sum\) after its sum"),

@@ -327,7 +327,7 @@ def test_gradients_that_are_not_brought_back_are_found():
         for reader in dag.users(node):
             broken.substitute(broken.nodes[reader.id], (node.id, 0), node.inputs[0])
         with pytest.raises(
-            VerificationError, match=r"as S\(2\).*, where its code takes S\(2\).*: change it before"
+            VerificationError, match=r"as S\(2\).*, but its code takes S\(2\).*: change the placement first"
         ):
             check(broken)
 

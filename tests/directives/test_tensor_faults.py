@@ -250,7 +250,7 @@ FAULTS: list[tuple[Any, list[Any], str]] = [
     (
         summed_over_members,
         replicas({}),
-        "shards, and there are|which other replicas have|NOT EQUIVALENT|have different values|sums",
+        "shards, but|which other replicas have|NOT EQUIVALENT|have different values|sums",
     ),
     (counted_by_each, [TWO, divided([0, 1])], "NOT EQUIVALENT"),
     (gathered_in_the_wrong_order, SEQUENCE, "is wrong|NOT EQUIVALENT"),

@@ -178,7 +178,9 @@ def test_what_reads_a_sum_before_it_is_taken_is_found():
         reader = dag.users(node)[0]
         broken = dag.copy()
         broken.substitute(broken.nodes[reader.id], (node.id, 0), node.inputs[0])
-        with pytest.raises(VerificationError, match=r"as P\(sum\), where its code takes R: change it before"):
+        with pytest.raises(
+            VerificationError, match=r"as P\(sum\), but its code takes R: change the placement first"
+        ):
             check(broken)
 
 
@@ -218,7 +220,7 @@ def test_a_replicated_weight_counts_once():
     node = broken.nodes[summed.id]
     bucket = dataclasses.replace(node.outputs[0].bucket, mesh=Mesh.flat(4))
     broken.change(node, outputs=(dataclasses.replace(node.outputs[0], bucket=bucket),))
-    with pytest.raises(VerificationError, match=r"shards, and there are|hands on|no flat tensor"):
+    with pytest.raises(VerificationError, match=r"shards, but \d+ replica"):
         check(broken, final=True)
     tensors_of = {name: x.detach() for name, x in [*module.named_parameters(), *module.named_buffers()]}
     wrong = interpret(broken, tensors_of, batch).grads["head.weight"]

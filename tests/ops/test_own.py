@@ -192,7 +192,7 @@ NAME = f"{__name__}.LineSum"
             "interpret",
             lambda *on: reference(*on)[:1],
             VerificationError,
-            "group rank 1, output 0. Let them return one for each of 4",
+            "group rank 1, output 0. Return a list of tensors for each group rank (there are 4)",
         ),
         (
             "interpret",
@@ -233,18 +233,21 @@ def test_what_a_function_gives_is_looked_at(
 
 
 @pytest.mark.parametrize(
-    "change, found", [(lambda x: x[1:], "1"), (lambda x: [*x, *x], "4"), (lambda x: None, "None")]
+    "change, returned",
+    [
+        (lambda x: x[1:], "1 part"),
+        (lambda x: [*x, *x], "4 parts"),
+        (lambda x: None, "None, which is not a list"),
+    ],
 )
-def test_an_exchange_has_a_part_for_each_member(change: Callable[[Any], Any], found: str) -> None:
+def test_an_exchange_has_a_part_for_each_member(change: Callable[[Any], Any], returned: str) -> None:
     parts = Exchange.parts
     with (
         mock.patch.object(Exchange, "parts", lambda self, state: change(parts(self, state))),
         pytest.raises(ExecutionError) as caught,
     ):
         run_local(executors()[1], [torch.ones(4, 4).double()], seed=0)
-    says = (
-        f"parts() of {__name__}.Exchange gives {found} parts for 2 members. Give one for each, in their order"
-    )
+    says = f"parts() of {__name__}.Exchange returns {returned}, for 2 members. Return a list with one part for each member"
     assert says in str(caught.value) and "linesum" in str(caught.value)
 
 

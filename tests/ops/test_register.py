@@ -38,7 +38,7 @@ OPERATION = ops.Operation(Mine, check, interpret, bind={Started: lambda instruct
 def test_a_registered_operation_is_known() -> None:
     with pytest.raises(
         VerificationError,
-        match=r"%-1 mine is a Mine, which is not an operation. Register it with register_operation",
+        match=r"%-1 mine is a Mine, a kind of node that has no operation. Register an Operation for it",
     ):
         ops.operation_of(Mine())
     ops.register_operation(OPERATION)

@@ -210,7 +210,7 @@ def test_what_a_directive_raises_says_which_one_it_is() -> None:
 
     with pytest.raises(KeyError, match="bug") as caught:
         run_passes(build_dag(captured("mlp").step), [Pass("mine", "bitwise", apply, index=3)])
-    assert caught.value.__notes__ == ["raised while directive 3 (mine) was applied"]
+    assert caught.value.__notes__ == ["raised while Piper applied directive 3 (mine)"]
 
 
 def test_an_evaluation_step_goes_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,5 +198,5 @@ def test_a_member_that_does_not_reduce_is_waited_for_in_vain() -> None:
 def test_a_plan_that_is_missing_is_found() -> None:
     plans = plans_of("mlp", 2, 3)
     del plans[1]
-    with pytest.raises(VerificationError, match="does not join its device with a planned device"):
+    with pytest.raises(VerificationError, match="and a device with a plan at the other side"):
         check_plans(plans)

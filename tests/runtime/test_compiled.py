@@ -98,8 +98,8 @@ def test_what_cannot_be_compiled_runs_as_it_was_captured(monkeypatch: pytest.Mon
     compiler = ChunkCompiler({}, CPU)
     assert distance(step(compiler), step(None)) < ROUNDING  # products are added to sums nevertheless
     assert compiler.report == (
-        "compile: 2 of 2 passes run uncompiled, because Inductor could not compile them (RuntimeError: no "
-        "kernel for this) [PIPER-W018]"
+        "compile: 2 of 2 passes run uncompiled, because of an error of Inductor (RuntimeError: no kernel for this). "
+        "The results are the same. Remove this cause, or leave compile= out [PIPER-W018]"
     )
 
 
@@ -114,12 +114,13 @@ def test_the_report_names_the_reason_of_each_code() -> None:
     assert compiler(empty) == empty.run and compiler.report is None
     compiler(uncaptured)
     assert compiler.report == (
-        "compile: 1 of 1 passes run uncompiled, because they run code of the step uncaptured [PIPER-W018]"
+        "compile: 1 of 1 pass runs uncompiled, because of uncaptured code of the step. The results are the same. "
+        "Remove this cause, or leave compile= out [PIPER-W018]"
     )
-    compiler.refused["Inductor could not compile them (E: no)"] += 2
+    compiler.refused["an error of Inductor (E: no)"] += 2
     assert compiler.report == (
-        "compile: 2 of 3 passes run uncompiled, because Inductor could not compile them (E: no), and 1 for other "
-        "reasons [PIPER-W018]"
+        "compile: 2 of 3 passes run uncompiled, because of an error of Inductor (E: no), and 1 for other reasons. The "
+        "results are the same. Remove this cause, or leave compile= out [PIPER-W018]"
     )
 
 

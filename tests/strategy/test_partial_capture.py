@@ -323,7 +323,7 @@ REFUSED = {
     Replaced: (piper.PiperError, "changes body.first.bias in code that runs uncaptured"),
     Again: (
         piper.PiperError,
-        "it does so in self.body(...). During the capture, it called this module fewer times",
+        "this happens in self.body(...). During the capture, training_step called this module fewer times",
     ),
     Unused: (piper.PiperError, "has not used other.bias, other.weight"),
     Raising: (LookupError, "a loss of the user's own"),

@@ -149,10 +149,10 @@ EDITS: list[tuple[Callable[[TrainingDAG], None], str, bool]] = [
     (saved_of_another_microbatch, r"BW\[PP=2,MB=1\] .* works on samples 2:3 but reads saved BW of F\[PP=2\] "
                                   r"of samples 3:4", True),
     (handed_over_of_another_region,
-     r"BW\[PP=1,MB=1\] .* reads saved BW of BI\[PP=2\] where its region reads saved BW of BI\[PP=1\]: let "
-     r"it read that", False),
+     r"BW\[PP=1,MB=1\] .* reads saved BW of BI\[PP=2\], but its region reads saved BW of BI\[PP=1\]: let "
+     r"it read saved BW of", False),
     (saved_for_the_other_half,
-     r"BI\[PP=2,MB=1\] .* reads saved BW of F\[PP=2\] where its region reads saved BI of F\[PP=2\]", False),
+     r"BI\[PP=2,MB=1\] .* reads saved BW of F\[PP=2\], but its region reads saved BI of F\[PP=2\]", False),
     (gradient_of_another_microbatch, r"BI\[PP=1,MB=1\] .* works on samples 2:3 but reads cotangent .* of "
                                      r"samples 3:4", True),
     (what_is_handed_over_summed, r"accumulate .* adds saved BW of BI\[PP=1\] to grad layers.0", False),

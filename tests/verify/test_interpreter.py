@@ -98,7 +98,9 @@ def test_an_unknown_node_is_refused() -> None:
 
     dag = build("mlp")
     dag.add(Mystery())
-    with pytest.raises(VerificationError, match=r"mystery is a .*Mystery, which is not an operation"):
+    with pytest.raises(
+        VerificationError, match=r"mystery is a .*Mystery, a kind of node that has no operation"
+    ):
         run("mlp", dag)
 
 

@@ -392,13 +392,13 @@ def test_a_result_that_only_one_has_differs() -> None:
     less = outcome()
     del less.grads["b"]  # type: ignore[attr-defined]
     found = compare(outcome(), less, {})
-    assert (found.verdict, found.first) == ("differs", "only one has b")
+    assert (found.verdict, found.first) == ("differs", "only one of the two runs has b")
     less = outcome()
     del less.buffers["mean"]  # type: ignore[attr-defined]
-    assert compare(less, outcome(), {}).first == "only one has mean"
+    assert compare(less, outcome(), {}).first == "only one of the two runs has mean"
     less = outcome()
     del less.metrics[LOSS]  # type: ignore[attr-defined]
-    assert compare(outcome(), less, {}).first == f"only one has {LOSS}"
+    assert compare(outcome(), less, {}).first == f"only one of the two runs has {LOSS}"
 
 
 # `verify` from a module

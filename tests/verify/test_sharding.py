@@ -332,33 +332,33 @@ class Fault:
 
 OF_FIRST = r"gradient of first.weight, first.bias"
 FAULTS = [
-    Fault(unsummed, 1, OF_FIRST + r" reaches the optimizer as Partial\(sum\) over devices \[0, 2\]"),
+    Fault(unsummed, 1, r"no directive sums the " + OF_FIRST + r" over devices \[0, 2\]"),
     Fault(unsummed_though_it_says_so, 1, r"accumulate .* describes its sum differently from its "
                                          r"terms", runs=True),
-    Fault(one_microbatch_unsummed, 2, r"adds grad first.weight, first.bias of B\[PP=0\] as S\(0\) to "
-                                      r"P\(sum\)"),
-    Fault(summed_twice, 1, r"reducescatter .* sums grad .* over devices that all hold the whole of "
-                           r"it", runs=True),
-    Fault(shard_summed_again, 1, r"reducescatter .* sums grad .* over devices that all hold a shard of it"),
-    Fault(gather_missing, 3, r"B\[PP=1,MB=1\] .* reads its own copy of second.weight, of which this device "
-                             r"has a shard alone"),
-    Fault(gathers_missing, 1, r"F\[PP=0,MB=0\] .* reads its own copy of first.weight, of which this device "
-                              r"has a shard alone"),
+    Fault(one_microbatch_unsummed, 2, r"adds grad first.weight, first.bias of B\[PP=0\] with the placement S\(0\) to a "
+                                      r"value with the placement P\(sum\)"),
+    Fault(summed_twice, 1, r"reducescatter .* sums grad .* over devices that each hold the whole "
+                           r"value", runs=True),
+    Fault(shard_summed_again, 1, r"reducescatter .* sums grad .* over devices that each hold a shard of this value"),
+    Fault(gather_missing, 3, r"B\[PP=1,MB=1\] .* reads the whole of second.weight, but this device "
+                             r"has only a shard of it"),
+    Fault(gathers_missing, 1, r"F\[PP=0,MB=0\] .* reads the whole of first.weight, but this device "
+                              r"has only a shard of it"),
     Fault(frozen_parameter_not_gathered, 3, r"F\[PP=0,MB=0\] .* its own copy of mixing, of which this "
                                             r"device has a shard alone",
           model="frozen"),
     Fault(shard_read, 3, r"F\[PP=0,MB=0\] .* reads parameter first.weight from a shard: gather it first"),
     Fault(gather_of_the_other_stage, 3, r"reads parameter first.weight from param:second.weight.*, which "
-                                        r"does not hold it"),
+                                        r"does not hold first.weight"),
     Fault(other_bucket, 3, r"reads parameter first.weight from param:first.bias .*, which does not hold "
-                           r"it", bucket_size=1e-6),
+                           r"first.weight", bucket_size=1e-6),
     Fault(gradient_as_parameter, 3, r"allgather .* describes its output differently from its input "
                                     r"grad:first.weight,first.bias"),
     Fault(other_order_in_the_bucket, 3, r"gathers first.weight from other shards than the optimizer updates"),
-    Fault(other_memory_in_the_bucket, 3, r"in a bucket that holds first.weight as .*, not as the module "
-                                         r"does"),
-    Fault(other_dtype, 3, r"keeps parameters in torch.bfloat16, which is not the dtype of all of them"),
-    Fault(too_many_shards, 3, r"in a bucket of 4 shards, and there are 2 replicas"),
+    Fault(other_memory_in_the_bucket, 3, r"in a bucket that holds first.weight as .*, but this parameter "
+                                         r"is"),
+    Fault(other_dtype, 3, r"keeps parameters in torch.bfloat16, but some of them have another dtype"),
+    Fault(too_many_shards, 3, r"in a bucket of 4 shards, but 2 replicas"),
     Fault(shards_twice, 3, r"first.weight has shards twice on the same devices, in parameters .* and "
                            r"parameters .*"),
     Fault(optimizer_has_the_whole, 1, r"gathers first.weight from shards, but the optimizer updates the "
@@ -382,7 +382,7 @@ FAULTS = [
     Fault(gradients_said_to_be_whole, 0, r"declares grad:first.weight,first.bias R, but its code makes "
                                          r"grad:first.weight, first.bias P\(sum\)"),
     Fault(metrics_unsummed, 3, r"report .* reads metrics:returned loss,train_loss of metrics"),
-    Fault(replicas_turned, 3, r"has device [02] as replica [01], which elsewhere is replica [01]"),
+    Fault(replicas_turned, 3, r"has device [02] as replica [01], but in another node this device is replica [01]"),
 ]  # fmt: skip
 
 
@@ -399,7 +399,7 @@ def test_a_fault_is_refused(fault: Fault) -> None:
 
 
 @pytest.mark.parametrize("fault, says", [
-    (metrics_unsummed, r"report .* takes metrics.* as one device has it: sum it over the devices"),
+    (metrics_unsummed, r"report .* reads metrics.* of one device only: sum it over the devices"),
     (metrics_said_to_be_whole, r"metrics .* makes R, and there are 2 devices"),
 ])  # fmt: skip
 def test_metrics_of_replicas_alone_are_refused(fault: Callable[[TrainingDAG], None], says: str) -> None:

@@ -325,7 +325,7 @@ EDITS = [
     Edit("mlp", saved_of_another_microbatch,
          r"B\[PP=1,MB=1\] .* works on samples 2:4 but reads saved BI of F\[PP=1\] of samples 0:2"),
     Edit("experts", inputs_exchanged,
-         r"F\[PP=1,EP=1,MB=0\] .* reads activation .* of F\[PP=1,EP=0\] where its region reads activation "
+         r"F\[PP=1,EP=1,MB=0\] .* reads activation .* of F\[PP=1,EP=0\], but its region reads activation "
          r"addmm of F\[PP=0\]"),
     Edit("mlp", contribution_dropped,
          r"gradient of first.weight, first.bias \(update .* on device 0\): of grad .* of B\[PP=0\], samples "
@@ -336,9 +336,9 @@ EDITS = [
          r"adds grad experts.0.weight, experts.0.bias of B\[PP=1,EP=0\] to grad experts.1.weight, "
          r"experts.1.bias of B\[PP=1,EP=1"),
     Edit("experts", all_contributions_of_another_region,
-         r"gradient of experts.0.weight, experts.0.bias \(update .*\): sums grad experts.1.* where one "
+         r"gradient of experts.0.weight, experts.0.bias \(update .*\): the node sums grad experts.1.*, but one "
          r"device sums grad experts.0"),
-    Edit("experts", update_of_another_region, r"experts.0.weight is used on device 1, but no update reaches "
+    Edit("experts", update_of_another_region, r"experts.0.weight is used on device 1, but no update changes "
                                               r"it there"),
     Edit("mlp", node_removed, r"accumulate %\d+ on device 0 reads %\d+.0, which does not exist", runs=False),
     Edit("mlp", node_removed_and_all_traces, r"B\[PP=0\]: samples 2:4 are missing"),
@@ -347,7 +347,7 @@ EDITS = [
          r"missing"),
     Edit("mlp", wrong_samples_in_the_last_stage,
          r"F\[PP=1,MB=0\] .* works on samples 2:4 but reads activation tanh of F\[PP=0\] of samples 0:2"),
-    Edit("experts", wrong_region, r"F\[PP=1,EP=0,MB=0\] .* where its region reads activation add of "
+    Edit("experts", wrong_region, r"F\[PP=1,EP=0,MB=0\] .*, but its region reads activation add of "
                                   r"F\[PP=1,EP=0\]"),
     Edit("mlp", transfer_removed,
          r"F\[PP=1,MB=0\] .* on device 1 .* reads activation:tanh of F\[PP=0,MB=0\] .* lies on device 0, "
@@ -362,7 +362,7 @@ EDITS = [
     Edit("mlp", receive_of_another_channel,
          r"recv %\d+ on device 1 .* receives from send %\d+ on device 0 .*, which does not send to "
          r"it", runs=False),
-    Edit("mlp", two_receives_of_one_send, r"send %\d+ on device 0 .* has 2 receives, but it needs "
+    Edit("mlp", two_receives_of_one_send, r"send %\d+ on device 0 .* has 2 readers, but it needs "
                                           r"one", runs=False),
     Edit("conv", state_of_an_early_slice,
          r"F\[PP=0,MB=2\] .* reads buffer one.1.running_mean from buffer .* of F\[PP=0\], not from the "
@@ -389,20 +389,20 @@ EDITS = [
          r"and", runs=False),
     Edit("mlp", reduction_without_a_member,
          r"report %\d+ on device 0,1 reads metrics.* of allreduce %\d+ on device 1", runs=False),
-    Edit("mlp", report_removed, r"there are 0 reports of the loss, but one is needed", runs=False),
-    Edit("mlp", report_doubled, r"there are 2 reports of the loss", runs=False),
-    Edit("mlp", update_removed, r"second.weight is used on device 1, but no update reaches it there"),
-    Edit("one device", update_removed, r"second.weight is used on device 0, but no update reaches it there"),
-    Edit("tied", update_removed_on_one_device, r"embed.weight is used on device 2, but no update reaches it "
+    Edit("mlp", report_removed, r"the step has 0 reports of the loss, but it needs one", runs=False),
+    Edit("mlp", report_doubled, r"the step has 2 reports of the loss", runs=False),
+    Edit("mlp", update_removed, r"second.weight is used on device 1, but no update changes it there"),
+    Edit("one device", update_removed, r"second.weight is used on device 0, but no update changes it there"),
+    Edit("tied", update_removed_on_one_device, r"embed.weight is used on device 2, but no update changes it "
                                                r"there", runs=False),
     Edit("tied", tied_summand_dropped,
-         r"gradient of embed.weight \(update .*\): sums grad embed.weight of B\[PP=2\] where one device "
+         r"gradient of embed.weight \(update .*\): the node sums grad embed.weight of B\[PP=2\], but one device "
          r"sums grad embed.weight of B\[PP=0\], grad embed.weight of B\[PP=2\]"),
     Edit("tied", tied_summand_doubled_on_one_device, r"gradient of embed.weight \(update .* on device 0\): "
                                                      r"sums", runs=False),
     Edit("mlp", circle, r"nodes wait for each other in a circle: .*F\[PP=0,MB=0\] %\d+ on device "
                         r"0", runs=False),
-    Edit("mlp", wait_removed, r"F\[PP=1,MB=0\] .* reads %\d+.0, but nothing makes it wait for "
+    Edit("mlp", wait_removed, r"F\[PP=1,MB=0\] .* reads %\d+.0, but no edge makes this node wait for "
                               r"it", runs=False),
     Edit("part", cut_moved, r"F\[PP=1,MB=0\] .* works on samples 0:2 but reads activation add of F\[PP=0\] "
                             r"of samples 1:3"),
@@ -495,7 +495,7 @@ def test_a_parameter_that_another_device_only_reads_is_updated_there() -> None:
         assert [u.devices for u in updates(dag, "second.weight")] == [(1,)]
         dag.remove(u for u in updates(dag, "first.weight") if u.devices == (1,))
         with pytest.raises(
-            VerificationError, match=r"first.weight is used on device 1, but no update reaches it there"
+            VerificationError, match=r"first.weight is used on device 1, but no update changes it there"
         ):
             check(dag)
     one = apply_program(build_dag(step), gpipe(2, 2, devices=[0, 0]))

@@ -16,6 +16,7 @@ import torch
 
 from lightning_piper.capture.torch_private import _torch_inductor
 from lightning_piper.common.limits import shown
+from lightning_piper.common.units import counted
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.boxed_code import RUNS_KEY
 from lightning_piper.ir.regions import Code
@@ -88,7 +89,7 @@ class ChunkCompiler:
         if not len(code.graph.nodes):
             return code.run
         if any(RUNS_KEY in node.meta for node in code.graph.nodes):
-            self.refused["they run code of the step uncaptured"] += 1
+            self.refused["uncaptured code of the step"] += 1
             return code.run
         inputs = [
             torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=self._device) for x in code.inputs
@@ -97,7 +98,7 @@ class ChunkCompiler:
             made = _torch_inductor.through_inductor(code.run, inputs, self._options)
         except Exception as error:  # the uncompiled code works whatever error the compiler raises
             text = (str(error) or type(error).__name__).splitlines()[0]
-            self.refused[f"Inductor could not compile them ({type(error).__name__}: {text[:200]})"] += 1
+            self.refused[f"an error of Inductor ({type(error).__name__}: {text[:200]})"] += 1
             return code.run
         self.compiled += 1
         return made
@@ -109,9 +110,10 @@ class ChunkCompiler:
         if not self.refused:
             return None
         ((reason, number),) = self.refused.most_common(1)
+        total = self.refused.total() + self.compiled
         others = self.refused.total() - number
         more = f", and {others} for other reasons" if others else ""
         return (
-            f"compile: {number} of {self.refused.total() + self.compiled} passes run uncompiled, because "
-            f"{reason}{more} [PIPER-W018]"
+            f"compile: {number} of {counted(total, 'pass')} {'runs' if number == 1 else 'run'} uncompiled, because of "
+            f"{reason}{more}. The results are the same. Remove this cause, or leave compile= out [PIPER-W018]"
         )

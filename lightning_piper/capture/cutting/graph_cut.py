@@ -122,15 +122,15 @@ def _refuse_changed_parameters(
     Raises:
         CaptureError: The step changes a parameter in place.
     """
-    for _, desc in described:
+    for node, desc in described:
         if isinstance(desc, _torch.InputMutationAOTOutput) and isinstance(
             desc.mutated_input, _torch.ParamAOTInput
         ):
             name = canonical[desc.mutated_input.target.removeprefix("module.")]
             raise CaptureError(
-                f"training_step changes the parameter {name} in place. In a captured step only the optimizer "
-                "changes parameters. Do it in a hook such as on_train_batch_start, or keep the value in a "
-                "buffer [PIPER-C003]"
+                f"{'the step' if node is None else own_line(node)}: the step changes the parameter {name} in place. In a "
+                "captured step only the optimizer changes parameters. Change it in a hook, such as "
+                "on_train_batch_start, or make it a buffer (register_buffer) [PIPER-C003]"
             )
 
 
@@ -161,7 +161,8 @@ def _refuse_read_terms(assignment: RegionAssignment) -> None:
                     f"the step returns {what} directly, but only a later region gets this result. Return a "
                     "value computed from it (total * 1.0)"
                     if user.op == "output"
-                    else f"the region that contributes to {what} also reads it. Read it in a later region"
+                    else f"the region that contributes to {what} also reads it. Annotate the code that reads it "
+                    "as a later region"
                 )
                 raise CaptureError(f"{own_line(node)}: {problem} [PIPER-C021]")
 

@@ -96,8 +96,8 @@ def check_names(
             if not fnmatch.filter(names, pattern):
                 raise CaptureError(
                     f"recompute of {describe(said.filter)}: the pattern {pattern!r} in keep matches no "
-                    f"operation of the selected regions. Their operations are {', '.join(sorted(names))}"
-                    " [PIPER-C020]"
+                    f"operation of the selected regions. Remove it, or give a pattern for one of their operations: "
+                    f"{', '.join(sorted(names)) or 'none'} [PIPER-C020]"
                 )
 
 

@@ -19,6 +19,7 @@ from torch.fx.node import map_arg
 from lightning_piper.capture.cutting.row_counts import direction_of
 from lightning_piper.capture.joint.region_assignment import source_line
 from lightning_piper.capture.joint.region_passes import PlaceholderNames, RegionPass
+from lightning_piper.common.units import counted
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import Code, Interface, Routed
 from lightning_piper.routing import COMBINE, DISPATCH
@@ -226,7 +227,7 @@ class _RowTrial:
         except (RuntimeError, IndexError, ValueError) as error:
             raise CaptureError(
                 f"{self._where}: the code between dispatch and combine fails on test rows that Piper "
-                f"generated: {error}. It must accept any number of rows, with any values [PIPER-C015]"
+                f"generated: {error}. Make it accept any number of rows, with any values [PIPER-C015]"
             ) from error
         start, found = 0, []
         for direction, specs in zip(self._interface.leaves, self._code.outputs, strict=True):
@@ -234,8 +235,8 @@ class _RowTrial:
                 found.append(made[start].flatten(0, 1 if self._even else 0))
                 if len(found[-1]) != sum(lengths):
                     raise CaptureError(
-                        f"{self._where}: combine gets {len(found[-1])} rows, but {sum(lengths)} were "
-                        "dispatched. Pass one row for each dispatched row [PIPER-C015]"
+                        f"{self._where}: combine gets {counted(len(found[-1]), 'row')} for "
+                        f"{counted(sum(lengths), 'dispatched row')}. Pass one row for each dispatched row [PIPER-C015]"
                     )
             start += len(specs)
         return found

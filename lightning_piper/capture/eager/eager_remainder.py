@@ -27,6 +27,7 @@ from lightning_piper.capture.python_state.state_reads import History
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.capture.torch_private._torch_communication import without_communication
 from lightning_piper.capture.user_code.step_arguments import SKIPPED, arguments
+from lightning_piper.common.units import counted
 from lightning_piper.common.user_lines import user_line
 from lightning_piper.errors import PiperError
 
@@ -214,8 +215,8 @@ class EagerRemainder:
         if isinstance(item, SampleList) and batch.size != samples:
             raise PiperError(
                 f"batch{item.path} is a list with an entry for each of {batch.size} samples, but the "
-                f"uncaptured code of training_step runs on parts of {samples} samples, and Piper does not "
-                "split lists. Make it a tensor in the collate function or, if its entries do not belong to "
+                f"uncaptured code of training_step runs on parts of {counted(samples, 'sample')}. Piper does not "
+                "split lists. Make the list a tensor in the collate function or, if its entries do not belong to "
                 "samples, a dict [PIPER-C009]"
             )
         return batch.contents(leaves)[item.index]
@@ -256,8 +257,8 @@ class EagerRemainder:
         if found.spec is None:
             return captured_value(
                 torch.empty(0),
-                f"the result of self.{key[0]}(...)",
-                f"{_HANDED} self.{key[0]} return it twice",
+                f"the result of {called(key)}",
+                f"{_HANDED} {called(key)} return it twice",
             )
         return found.spec.rebuild([next(flowing if each else still) for each in found.trained])
 
@@ -284,9 +285,13 @@ class EagerRemainder:
         if names:
             raise PiperError(_CHANGES.format(names[0]))
         if any(returned) or any(others):
+            made = [(key, each) for key, found in self.returned.items() for each in found.trained]
+            changed = {True: iter(returned), False: iter(others)}
+            key = next(key for key, each in made if next(changed[each]))
             raise PiperError(
-                "training_step changes the result of a captured call in place, but the call's backward pass "
-                "may need it. Change a clone of it (x = x.clone()) [PIPER-C022]"
+                f"training_step changes the result of a captured call in place: the result of {called(key)}. The "
+                "backward pass of this call may need the unchanged result. Change a clone of the result "
+                "(x = x.clone()) [PIPER-C022]"
             )
 
     def _loss(self, made: Any, samples: int) -> torch.Tensor:
@@ -305,15 +310,16 @@ class EagerRemainder:
         if loss is None:
             raise PiperError(SKIPPED)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            what = (
-                f"a tensor of shape {tuple(loss.shape)}"
-                if isinstance(loss, torch.Tensor)
-                else f"a {type(loss).__name__}"
-            )
-            raise PiperError(
-                f"training_step returns {what} as its loss. With pipeline stages, return a scalar that "
-                "depends on a parameter, for every microbatch [PIPER-C022]"
-            )
+            if not isinstance(loss, torch.Tensor):
+                what = f"a {type(loss).__name__} as its loss. Return a scalar tensor"
+            elif loss.numel() != 1:
+                what = f"a loss of shape {tuple(loss.shape)}. Return a scalar, such as loss.mean()"
+            else:
+                what = (
+                    "a loss that depends on no parameter with requires_grad=True. Compute it without detach() and "
+                    "no_grad()"
+                )
+            raise PiperError(f"training_step returns {what}, for every microbatch [PIPER-C022]")
         return loss.reshape(())
 
     @contextlib.contextmanager
@@ -336,7 +342,7 @@ class EagerRemainder:
                     return call()
                 except PiperError as error:
                     if any(name == key[0] for name, _ in given):
-                        error.add_note(_ONCE_MORE.format(key[0]))
+                        error.add_note(_ONCE_MORE.format(called(key)))
                     raise
             missing.discard(key)
             return given[key]
@@ -345,9 +351,9 @@ class EagerRemainder:
             yield
         if missing:
             raise PiperError(
-                f"training_step did not call self.{min(missing)[0]}, but called it during the capture. Call "
-                "the same modules in every step. The choice must not depend on values of tensors or on "
-                "anything that changes between steps [PIPER-C022]"
+                f"training_step did not call {called(min(missing))}, but called it during the capture. Call "
+                "the same modules in every step. Do not let values of tensors, or anything that changes between "
+                "steps, decide it [PIPER-C022]"
             )
 
     @contextlib.contextmanager
@@ -422,12 +428,7 @@ class EagerRemainder:
                 cls.log(self._module, name, value, *args, **kwargs)
                 return
             if args or not number:
-                raise PiperError(
-                    f"self.log({name!r}): Piper has captured only the module calls of this training_step. So "
-                    "give self.log numbers or tensors of one number, and its arguments by name. Log the "
-                    "result of a metric object instead of the object, or log the object in a hook "
-                    "(on_train_batch_end) [PIPER-C022]"
-                )
+                raise PiperError(f"{user_line()}: {_problem_of_log(name, value, number)} [PIPER-C022]")
             if not isinstance(value, torch.Tensor):
                 # Lightning also converts numbers to the default dtype.
                 value = torch.tensor(value, dtype=torch.get_default_dtype())
@@ -468,6 +469,26 @@ class EagerRemainder:
         )
 
 
+def _problem_of_log(name: str, value: Any, number: bool) -> str:
+    """Return why uncaptured code cannot log a value, or if it can (`number`), its positional arguments."""
+    if number:
+        return (
+            f"self.log({name!r}) gets positional arguments after the value, in code that runs uncaptured. Pass them "
+            "by name, such as prog_bar=True"
+        )
+    if isinstance(value, torch.Tensor):
+        return f"self.log({name!r}) gets a tensor of shape {tuple(value.shape)}. Log a single number"
+    return (
+        f"self.log({name!r}) gets a {type(value).__name__}, in code that runs uncaptured. Log a number, such as the "
+        "result of a metric object, or log the object in a hook (on_train_batch_end)"
+    )
+
+
+def called(key: Key) -> str:
+    """Return the call of a module for a message, such as `self.encoder(...)`."""
+    return f"self.{key[0]}(...)" if key[0] else "self(...)"
+
+
 def _communicates() -> PiperError:
     """Return the error for code that communicates, with the running line of the user's code."""
     return PiperError(
@@ -499,8 +520,8 @@ _CHANGES = (
     "microbatch. Change it in a module whose call is captured (annotate_modules), or in a hook [PIPER-C003]"
 )
 _ONCE_MORE = (
-    "it does so in self.{}(...). During the capture, it called this module fewer times before the line that "
-    "cannot be captured. Make all calls of it before that line, and the same number of calls for every batch"
+    "this happens in {}. During the capture, training_step called this module fewer times before the line that "
+    "cannot be captured. Make all calls of the module before that line, and the same number for every batch"
 )
 _HANDED = (
     "was passed to another captured call and is on another stage. Return the value that you need from the "
@@ -534,8 +555,8 @@ class CapturedValue(torch.Tensor):
             (x for x in _torch.tree_flatten((args, kwargs))[0] if isinstance(x, CapturedValue)), None
         )
         raise PiperError(
-            f"training_step reads {found.problem[0] if found is not None else 'a captured value'}"
-            " [PIPER-C022]"
+            f"{user_line()}: training_step reads "
+            f"{found.problem[0] if found is not None else 'a captured value'} [PIPER-C022]"
         )
 
 

@@ -19,8 +19,9 @@ import torch.fx.traceback as fx_traceback
 from torch import nn
 
 from lightning_piper.annotate import opened
-from lightning_piper.capture.eager.eager_remainder import CallResult, EagerRemainder
+from lightning_piper.capture.eager.eager_remainder import CallResult, EagerRemainder, called
 from lightning_piper.capture.eager.outer_calls import Key, ModuleCall, ModuleCallLog, replacing_outermost
+from lightning_piper.capture.joint.region_assignment import own_line
 from lightning_piper.capture.joint.remainder_operation import REMAINDER, REMAINDER_BACKWARD, remainder
 from lightning_piper.capture.joint.sizes import Specs
 from lightning_piper.capture.joint.traced_graph import TracedGraph
@@ -80,10 +81,8 @@ class PartlyCaptured(CapturedStep):
 
     @property
     def executed(self) -> str:  # type: ignore[override]
-        called = dict.fromkeys(
-            f"self.{call.key[0]}(...)" if call.key[0] else "self(...)" for call in self.calls
-        )
-        return f"training_step runs uncaptured, except {', '.join(called)}"
+        calls = dict.fromkeys(called(call.key) for call in self.calls)
+        return f"training_step runs uncaptured, except {', '.join(calls)}"
 
     def uncaptured(self) -> TracedStep:
         return _WholeStep(self.module, self.batch_spec, self.context)
@@ -130,9 +129,9 @@ class PartlyCaptured(CapturedStep):
                 and CALL_KEY not in node.meta.get("custom", {})
             ):
                 raise CaptureError(
-                    "training_step draws random numbers before it calls a captured module. Its uncaptured "
-                    "code would draw them again, with other values. Draw them in that module, or in the "
-                    "collate function [PIPER-C005]"
+                    f"{own_line(node)}: training_step draws random numbers before it calls a captured module. "
+                    "This code runs once more uncaptured, and would draw other numbers. Draw them in that module, "
+                    "or in the collate function [PIPER-C005]"
                 )
         _refuse_changed_buffers(traced)
         return traced, specs, step
@@ -149,8 +148,9 @@ def _refuse_changed_buffers(traced: TracedGraph) -> None:
         if isinstance(desc, _torch.InputMutationAOTOutput) and CALL_KEY not in node.meta.get("custom", {}):
             name = getattr(desc.mutated_input, "target", "its batch").removeprefix("module.")
             raise CaptureError(
-                f"training_step changes {name} before it calls a captured module, and its uncaptured code "
-                "would change it again. Change it in that module [PIPER-C022]"
+                f"{own_line(node)}: training_step changes {name} before it calls a captured module. This code "
+                f"runs once more uncaptured, and would change {name} twice. Make the change in that module "
+                "[PIPER-C022]"
             )
 
 
@@ -228,7 +228,7 @@ class _RemainderStep(TracedStep):
             step(*args)
         if missing := wanted - returned.keys():
             raise CaptureError(
-                f"training_step calls self.{min(missing)[0]} for some batches only. Call it for every batch"
+                f"training_step calls {called(min(missing))} for some batches only. Call it for every batch"
                 " [PIPER-C022]"
             )
         return returned
@@ -292,7 +292,7 @@ class _RemainderStep(TracedStep):
         )
         if known.spec is None or known.spec.structure != spec.structure:
             raise CaptureError(
-                f"self.{call.key[0]} returns another structure for some batches. Return the same "
+                f"{called(call.key)} returns another structure for some batches. Return the same "
                 "structure for every batch. Only the shapes of tensors may differ [PIPER-C022]"
             )
         return tensors, known

@@ -256,6 +256,6 @@ def _refuse_long() -> None:
     if (may_leave := _may_leave.get()) is not None and may_leave():
         raise LongStepError(
             f"the step calls more than {OPERATIONS:,} operations before its backward pass, as a loop over the "
-            "positions of a sequence does, so its capture would take minutes. PiperStrategy(capture='always') "
-            "captures it [PIPER-C025]"
+            "positions of a sequence does. Its capture would take minutes. Give PiperStrategy(capture='always') to "
+            "capture it anyway [PIPER-C025]"
         )

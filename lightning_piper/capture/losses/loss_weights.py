@@ -278,14 +278,15 @@ class _LossWeighting:
                     Weighing.RATIO,
                 )
                 if summed or made.kind == Kind.ARGUMENT:
-                    found = (
-                        f"{own_line(node)}: {', '.join(made.names)} ({made.kind}) is computed from gathered "
-                        "samples"
+                    fix = (
+                        "Average it over the gathered samples instead of summing it"
+                        if summed
+                        else "Pass the metric object values of samples that are not gathered"
                     )
                     raise CaptureError(
-                        f"{found}, and every replica has all gathered samples, so each would count it "
-                        "again. Pass ungathered samples to a metric object, and add terms of single samples "
-                        "to terms of the whole batch [PIPER-C016]"
+                        f"{own_line(node)}: {', '.join(made.names)} ({made.kind}) is computed from gathered "
+                        "samples. Every replica has all gathered samples, so each replica would count the value "
+                        f"again. {fix} [PIPER-C016]"
                     )
 
     def _enter_with_one(self) -> None:

@@ -100,7 +100,7 @@ class BatchSpec:
             return max(1, first) * self.batches
         if first == 0:
             raise CaptureError(
-                "the batch is empty: its tensors have 0 samples in their first dimension. Give at least one"
+                "the batch is empty: its tensors have 0 samples in their first dimension. Give at least one sample"
                 " [PIPER-C009]"
             )
         return first
@@ -221,8 +221,9 @@ def flatten(batch: Any, what: str = "batch") -> tuple[list[torch.Tensor], BatchS
         ) from None
     except _UnsupportedObject as unknown:
         way = "in the collate function" if what == "batch" else "there, or in a hook that receives it"
+        place = f"batch{unknown.path}" if what == "batch" else unknown.path
         raise CaptureError(
-            f"the {what} holds a {unknown.kind} at {what}{unknown.path}. A captured step supports tensors, "
+            f"the {what} holds a {unknown.kind}{f' at {place}' if place else ''}. A captured step supports tensors, "
             f"numbers and strings in dicts, lists, tuples and dataclasses. Convert it {way} [PIPER-C009]"
         ) from None
     leaves = flattening.leaves

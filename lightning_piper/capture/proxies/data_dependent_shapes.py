@@ -124,11 +124,23 @@ class DataDependentTensor:
             needs: The user of the tensor: a line of the user's code, or the loss.
         """
         raise CaptureError(
-            f"{self.where}: this result depends on tensor values (a boolean mask, nonzero, unique, or an "
-            f"index from .item()). They are only known when the step runs, but {needs} uses the result. Use "
+            f"{self.where}: the result of {self._cause} depends on tensor values. They are only known when the step "
+            f"runs, but {needs} uses the result. Use "
             "torch.where, a mask or index_add instead, or move the computation to a hook. Passing the result "
             "to a metric object or returning it is fine [PIPER-C002]"
         )
+
+    @property
+    def _cause(self) -> str:
+        """The operation that selects by values, for messages."""
+        first: DataDependentTensor = self
+        while type(inner := first.args[0] if first.args else None) is DataDependentTensor:
+            first = inner
+        if first.function is torch.Tensor.__getitem__:
+            index, _ = _torch.tree_flatten(first.args[1:])
+            masks = any(isinstance(x, torch.Tensor) and x.dtype == torch.bool for x in index)
+            return "a boolean mask" if masks else "an index with the value of a tensor"
+        return f"torch.{first.function.__name__}" if first.function in SELECTING else "an operation"
 
     def __getattr__(self, name: str) -> Any:
         if name not in _FOLLOWED:

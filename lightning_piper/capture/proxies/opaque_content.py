@@ -26,6 +26,7 @@ import numpy as np
 
 from lightning_piper.capture.proxies.proxy_classes import Proxy
 from lightning_piper.capture.proxies.sample_lists import SampleList
+from lightning_piper.common.units import counted
 from lightning_piper.errors import CaptureError
 
 # Classes whose values are equal if their classes and their `repr` are equal.
@@ -156,13 +157,14 @@ def _problem(item: Carried, samples: int) -> str | None:
         )
     if item.readable is not None:
         return (
-            f"a {what} of {len(item.content)} entries, but gets {samples} samples. Piper cannot tell whether "
-            "an entry is one sample, or has all samples in its tensors. Stack the entries into tensors in "
+            f"a {what} of {len(item.content)} {'entry' if len(item.content) == 1 else 'entries'}, but runs on "
+            f"{counted(samples, 'sample')}. Piper cannot tell whether an entry is one sample, or has all samples in "
+            "its tensors. Stack the entries into tensors in "
             "the collate function or, if they do not belong to samples, make them a dict"
         )
     if samples != len(item.content):
         return (
-            f"a {what} with an entry for each of {len(item.content)} samples, but gets {samples} samples. "
+            f"a {what} with an entry for each of {len(item.content)} samples, but runs on {counted(samples, 'sample')}. "
             "All microbatches and replicas would see the same entries. Make it a tensor in the collate "
             "function or, if its entries do not belong to samples, a dict"
         )

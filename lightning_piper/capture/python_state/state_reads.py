@@ -393,12 +393,15 @@ def _generators() -> tuple[Any, Any, torch.Tensor]:
     return random.getstate(), np.random.get_state(legacy=False), torch.default_generator.get_state()
 
 
-def _drawn(before: tuple[Any, Any, torch.Tensor]) -> bool:
-    """Return whether a global generator has another state than in `before`, which `_generators` returned."""
+def _drawn(before: tuple[Any, Any, torch.Tensor]) -> str:
+    """Return the name of a module whose global generator has another state than in `before`, which `_generators`
+    returned. Empty if all generators have the same state."""
     python, numpy, state = _generators()
     with _torch.with_data():
         same = torch.equal(state, before[2])
-    return not same or python != before[0] or not _alike(numpy, before[1])
+    if not same:
+        return "torch"
+    return "random" if python != before[0] else "" if _alike(numpy, before[1]) else "numpy.random"
 
 
 def _alike(a: Any, b: Any) -> bool:
@@ -419,15 +422,15 @@ def refuse_drawing(step: str, drawn: RandomDraw, run: Callable[[], Any]) -> Capt
     """
     own, before = drawn.args, _generators()
     states = list(map(form_of, own))
-    line, found = "", ""
+    line, found, source = "", "", type(own[0]).__name__ if own else ""
 
     def watch(frame: types.FrameType, event: str, _: Any) -> Any:
         """Note each line of the user's code. End `run` as soon as a line has drawn random numbers."""
-        nonlocal line, found
+        nonlocal line, found, source
         if not is_users(frame.f_code):
             return None
         if line and (list(map(form_of, own)) != states if own else _drawn(before)):
-            found = line
+            found, source = line, source or _drawn(before)
             raise RandomDraw  # this ends `run`, which takes long while each line is watched
         at = frame.f_back if event == "return" and frame.f_back is not None else frame
         # Code without a file is skipped, for example code that a dataclass generates.
@@ -443,8 +446,13 @@ def refuse_drawing(step: str, drawn: RandomDraw, run: Callable[[], Any]) -> Capt
         finally:
             sys.settrace(tracing)
     where = f"{found}: " if found else ""
+    if source == "torch":
+        return CaptureError(
+            f"{where}{step} sets or advances torch's seed in Python, as torch.manual_seed does. A captured step would "
+            "do this only once, while Piper captures it. Remove this call. Piper seeds each step [PIPER-C005]"
+        )
     return CaptureError(
-        f"{where}{step} draws random numbers in Python (random, numpy.random), or sets or reads torch's seed. A "
+        f"{where}{step} draws random numbers in Python ({source or 'random, numpy.random or a seed of torch'}). A "
         "captured step would reuse the first numbers in every step. Draw them in the collate function, or with "
-        "torch as tensors (torch.rand, torch.randint, torch.bernoulli), without a seed [PIPER-C005]"
+        "torch as tensors (torch.rand, torch.randint, torch.bernoulli) [PIPER-C005]"
     )

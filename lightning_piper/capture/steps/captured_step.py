@@ -301,8 +301,8 @@ class CapturedStep:
             raise CaptureError(
                 f"{self.name} now differs from the captured step: {found}. It depends on something that "
                 "changes between steps and that Piper cannot observe (a clock, a file, an iterator, a "
-                "cache), so steps since Piper last compared them may have used an old value. Keep it in an "
-                "attribute of the module, a buffer or the batch. Under replicas alone, "
+                "cache), so steps since the last comparison may have used an old value. Keep that value in an "
+                "attribute of the module, a buffer or the batch. If all devices are replicas, "
                 "PiperStrategy(capture='never') runs the step unchanged [PIPER-C004]"
             )
 
@@ -463,10 +463,10 @@ class CapturedStep:
             if whole is None:
                 raise
             raise CaptureError(
-                f"{error}. This happens only with sharded parameters, which have the shape of the local "
-                "shard. Between dispatch and combine, take the number from the tensors passed in there "
-                "(sizes.shape[0]). Elsewhere, take it from your configuration instead of a parameter's shape"
-                " [PIPER-C015]"
+                f"{error}\nThis happens only with sharded parameters, which have the shape of the local "
+                "shard. Do not compute with the shape of a parameter. Between dispatch and combine, take the number "
+                "from the tensors that this code gets (sizes.shape[0]). Elsewhere, take it from your configuration "
+                "[PIPER-C015]"
             ) from error
         self._symbolic.others += 1
         self._calls[size] = calls_of(traced.graph)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_piper.capture.torch_private import _torch
+from lightning_piper.common.units import counted
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import Interface, Output, PassKey, StepCode
 from lightning_piper.ir.values import Kind, Sharded
@@ -121,9 +122,9 @@ def same_structure(a: StepCode, b: StepCode) -> None:
     for one, other in zip(a.metrics.calls, b.metrics.calls, strict=False):
         if one.metric == other.metric and len(one.tensors) != len(other.tensors):
             raise CaptureError(
-                f"the step has another structure for {b.size} samples than for {a.size}: {other.where} "
-                f"passes {len(other.tensors)} tensors to self.{other.metric}.{other.method} for {b.size} "
-                f"samples, and {len(one.tensors)} for {a.size}. Pass tensors with the samples in their first "
+                f"the step has another structure for {counted(b.size, 'sample')} than for {a.size}: {other.where} "
+                f"passes {counted(len(other.tensors), 'tensor')} to self.{other.metric}.{other.method} for "
+                f"{counted(b.size, 'sample')}, and {len(one.tensors)} for {a.size}. Pass tensors with the samples in their first "
                 "dimension, or a list with a dict for each sample, all with the same keys, shapes and "
                 "constants [PIPER-C012]"
             )
@@ -135,8 +136,8 @@ def same_structure(a: StepCode, b: StepCode) -> None:
     exchanges = any(output.changes for interface in b.interfaces.values() for output in interface.outputs)
     why = "the exchange of its sharded tensors, or its Python code," if exchanges else "its Python code"
     raise CaptureError(
-        f"the step has another structure for {b.size} samples than for {a.size} (regions "
-        f"{'; '.join(differing) or 'differ'}): {why} depends on the batch size. Make it independent of the "
+        f"the step has another structure for {counted(b.size, 'sample')} than for {a.size} "
+        f"({'; '.join(differing) or 'in other regions'}): {why} depends on the batch size. Make it independent of the "
         "batch size, or choose microbatches of one "
         f"size{', of more than one sample' if exchanges and 1 in (a.size, b.size) else ''} [PIPER-C012]"
     )

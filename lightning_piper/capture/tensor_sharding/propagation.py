@@ -537,12 +537,19 @@ class Propagation:
         held = {self.param_of(x): self.held[x] for x in tensors_of(node) if x in self.fixed}
         self.refused = [name for name, placement in held.items() if placement != R]
         read = ", ".join(f"{name} as {held[name]}" for name in self.refused) or "its inputs"
+        said = ", ".join(name for name in self.refused if name in self.division.params)
         unsaid = ", ".join(name for name in self.refused if name not in self.division.params)
+        if said:
+            fix = f"Leave {said} out of params, or shard another dimension"
+        elif unsaid:
+            fix = (
+                f"Leave out of params the parameters that are used with {unsaid}, or shard another dimension"
+            )
+        else:
+            fix = "Shard other tensors, or another dimension"
         return CaptureError(
-            f"{own_line(node)}: {node.target} cannot work on shards of {read} along {self.division.axis!r}. "
-            "Leave it out of "
-            f"params{f' ({unsaid} is sharded because of the tensors it is used with)' if unsaid else ''}, or "
-            "shard another dimension [PIPER-C019]"
+            f"{own_line(node)}: {node.target} cannot work on shards of {read} along {self.division.axis!r}. {fix} "
+            "[PIPER-C019]"
         )
 
     def param_of(self, x: Node) -> str:

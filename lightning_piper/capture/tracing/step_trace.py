@@ -49,6 +49,7 @@ from lightning_piper.capture.user_code.caught_refusals import recording_refusals
 from lightning_piper.capture.user_code.error_origin import is_own, where_kept
 from lightning_piper.capture.user_code.source import mark_called
 from lightning_piper.capture.user_code.step_arguments import SKIPPED, arguments
+from lightning_piper.common.units import counted
 from lightning_piper.common.user_lines import user_line
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import LOSS, Logged, Output, Rebuild
@@ -182,7 +183,7 @@ def _refuse(step: TracedStep, specs: tuple[TensorSpec, ...], error: Exception) -
     if is_own(error, TracedStep._call.__name__):
         size = next((spec.shape[0] for spec in specs if spec.shape), 1)
         error.add_note(
-            f"raised while {step.name} was captured for {size} samples, with tensors that have no values"
+            f"raised while {step.name} was captured for {counted(size, 'sample')}, with tensors that have no values"
         )
         raise
     if name := _torch.called_with_functions(error):
@@ -471,7 +472,7 @@ def _loss_of(result: Any) -> torch.Tensor:
         raise CaptureError(SKIPPED)
     if not isinstance(result, torch.Tensor):
         raise CaptureError(
-            f"training_step returns {type(result).__name__}. Return the loss, a scalar tensor [PIPER-C006]"
+            f"training_step returns a {type(result).__name__}. Return the loss, a scalar tensor [PIPER-C006]"
         )
     if result.numel() != 1:
         raise CaptureError(

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from lightning_piper.common.units import counted
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk, IssuePriority, Node, Ref
@@ -119,12 +120,13 @@ def division(facts: Facts) -> Iterable[str]:
         owners = mesh.parts // math.prod(map(mesh.size, dag.member_axes))
         if sorted(mesh.group_ranks) != list(range(len(dag.mesh.group_ranks))):
             yield (
-                f"the experts of {label} are owned by replicas {mesh.group_ranks}: each of {dag.replicas} "
-                "replicas needs one group rank"
+                f"the mesh of the experts of {label} has the group ranks {list(mesh.group_ranks)}: it needs each of 0 to "
+                f"{len(dag.mesh.group_ranks) - 1} once"
             )
         elif experts.count % owners:
             yield (
-                f"the {experts.count} experts of {label} cannot be owned in equal parts by {owners} replicas"
+                f"the {counted(experts.count, 'expert')} of {label} cannot be divided equally over "
+                f"{counted(owners, 'replica')}"
             )
 
 
@@ -135,19 +137,19 @@ def check(facts: Facts, node: AllToAll) -> Iterable[str]:
     experts = dag.code.routed.get(node.region)
     if experts is None or dag.meshes.get(node.region) != node.mesh or node.axis not in node.mesh.axes:
         yield (
-            f"{facts.at(node)} moves rows along {node.axis} of {node.mesh}, along which its region's "
-            "experts are not divided"
+            f"{facts.at(node)} moves rows along {node.axis} of {node.mesh}, but the experts of its region are not "
+            "divided along this axis"
         )
         return
     wanted = 1 if node.direction == COUNTS or experts.even else 3
     if len(node.inputs) != wanted:
-        yield f"{facts.at(node)} has {len(node.inputs)} inputs, but it needs {wanted}"
+        yield f"{facts.at(node)} has {counted(len(node.inputs), 'input')}, but it needs {wanted}"
         return
     value, made = dag.value(node.inputs[0]), node.outputs[0]
     at_source, away = (), ((node.axis, Sharded(0)),)
     if (value.others, made.others) != ((away, at_source) if node.direction == COMBINE else (at_source, away)):
-        held = "at the experts" if value.others else "at their source"
-        yield f"{facts.at(node)} takes {facts.named(node.inputs[0])}, whose rows are {held}"
+        held = "on the devices of their experts" if value.others else "on the devices of their samples"
+        yield f"{facts.at(node)} exchanges {facts.named(node.inputs[0])}, whose rows are {held} already"
     if (made.kind, made.names, made.placement, made.bucket) != (
         value.kind,
         value.names,
@@ -172,7 +174,7 @@ def check(facts: Facts, node: AllToAll) -> Iterable[str]:
             f"{facts.at(node)} moves rows by counts that were not sent to the owners of its region's experts"
         )
     if facts.parts.get(counts, {}).keys() != facts.parts.get(node.inputs[0], {}).keys():
-        yield f"{facts.at(node)} moves rows of other samples than those of its counts"
+        yield f"{facts.at(node)} moves rows of other samples than the samples of its counts"
     yield from _told(facts, node, counts)
 
 
@@ -202,7 +204,7 @@ def _shape(facts: Facts, node: AllToAll) -> Iterable[str]:
     elif experts.even:
         shape = (shape[0] * degree, shape[1] // degree, *shape[2:])
     if made.shape != shape or made.dtype != spec.dtype:
-        yield f"{facts.at(node)} makes {made} of {spec}: it has shape {list(shape)} where it arrives"
+        yield f"{facts.at(node)} declares its output as {made}, but from {spec} it makes shape {list(shape)}"
 
 
 def exchanged(facts: Facts, node: Chunk) -> Iterable[str]:
@@ -219,11 +221,11 @@ def exchanged(facts: Facts, node: Chunk) -> Iterable[str]:
                 node.region,
             ):
                 yield (
-                    f"{facts.at(node)} reads {facts.named(ref)} as it is at its source: its experts are on "
-                    "several devices"
+                    f"{facts.at(node)} reads {facts.named(ref)} without an exchange of its rows, but the experts of this "
+                    "region are on several devices: exchange the rows first"
                 )
         elif any(axis not in dag.member_axes for axis, _ in value.others) != divided:
-            yield f"{facts.at(node)} reads {facts.named(ref)}, whose rows are at experts. Combine them first"
+            yield f"{facts.at(node)} reads {facts.named(ref)}, whose rows are on the devices of their experts: combine them first"
 
 
 # Reference semantics

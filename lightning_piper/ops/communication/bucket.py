@@ -61,7 +61,7 @@ def check(facts: Facts, node: Pack) -> Iterable[str]:
     unshared = made.bucket is not None and made.bucket.degree > 1 and made.bucket.terms == 1
     held = Sharded(0) if unshared else value.placement
     if made.placement != held:
-        yield f"{facts.at(node)} reads {held} and declares it as {made.placement}"
+        yield f"{facts.at(node)} reads a value with the placement {held}, but declares it as {made.placement}"
 
 
 @on_each_rank

@@ -86,8 +86,7 @@ def check_parameters(facts: Facts, node: Parameters) -> Iterable[str]:
         yield f"{facts.at(node)} does not make a shard of a bucket of parameters"
     elif any(spec.dtype != value.bucket.dtype for spec in value.bucket.tensors):
         yield (
-            f"{facts.at(node)} keeps parameters in {value.bucket.dtype}, which is not the dtype of all of "
-            "them"
+            f"{facts.at(node)} keeps parameters in {value.bucket.dtype}, but some of them have another dtype"
         )
 
 
@@ -97,8 +96,8 @@ def check_all_gather(facts: Facts, node: AllGather) -> Iterable[str]:
     source = facts.dag.nodes[node.inputs[0][0]]
     if value.placement != Sharded(0) or made.placement != Replicated():
         yield (
-            f"{facts.at(node)} gathers {value.label} as {made.placement} from {value.placement}: it makes R "
-            "from S(0)"
+            f"{facts.at(node)} gathers {value.label} with the placement {value.placement} into {made.placement}, but "
+            "a gather makes R from S(0)"
         )
     if value.bucket is None or carries(made) != carries(value):
         yield f"{facts.at(node)} describes its output differently from its input {value.label}"

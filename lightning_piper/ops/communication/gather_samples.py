@@ -118,8 +118,8 @@ def _check(facts: Facts, node: GatherSamples | ScatterSamples, way: str) -> Iter
     made = node.outputs[0]
     if carries(made) != carries(dag.value(ref)) or made != exchanged(dag, node):
         yield (
-            f"{facts.at(node)} names {made.label} {', '.join(map(str, made.tensors))}, and makes something "
-            "else"
+            f"{facts.at(node)} declares {made.label} as {', '.join(map(str, made.tensors))}, but makes a value with "
+            "another shape, dtype or placement"
         )
 
 
@@ -136,7 +136,10 @@ def check_gather(facts: Facts, node: GatherSamples) -> Iterable[str]:
                 yield f"{facts.at(node)} joins {facts.named(ref)} of samples {part} after those before {edge}"
             edge = part.stop
         if dag.value(ref).placement != Replicated():
-            yield f"{facts.at(node)} joins {facts.named(ref)}, which is {dag.value(ref).placement}"
+            yield (
+                f"{facts.at(node)} joins {facts.named(ref)}, which has the placement {dag.value(ref).placement}, not "
+                f"{Replicated()}"
+            )
     if edge != whole.stop:
         yield f"{facts.at(node)} joins samples up to {edge} of {whole}"
     rows = [
@@ -145,8 +148,8 @@ def check_gather(facts: Facts, node: GatherSamples) -> Iterable[str]:
     ]
     if rows != [spec.shape[0] // dag.replicas for spec in node.outputs[0].tensors]:
         yield (
-            f"{facts.at(node)} joins {rows} rows of {facts.named(node.inputs[0])}: give one row for each "
-            "sample"
+            f"{facts.at(node)} joins {', '.join(map(str, rows))} rows of {facts.named(node.inputs[0])}, but it needs "
+            f"{', '.join(str(spec.shape[0] // dag.replicas) for spec in node.outputs[0].tensors)}"
         )
     facts.parts[node.id, 0] = {
         whole: next(iter(facts.parts.get(node.inputs[0], {whole: facts.share(whole)}).values()))
@@ -159,8 +162,8 @@ def check_scatter(facts: Facts, node: ScatterSamples) -> Iterable[str]:
     value = facts.dag.value(node.inputs[0])
     if value.placement != placement_of_terms(facts.dag) or len(node.inputs) != 1:
         yield (
-            f"{facts.at(node)} sums {facts.named(node.inputs[0])}, which is {value.placement}, and not a "
-            "term of each replica"
+            f"{facts.at(node)} sums {facts.named(node.inputs[0])}, which has the placement {value.placement}, not "
+            f"{placement_of_terms(facts.dag)}"
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
+from lightning_piper.common.units import counted
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.nodes import IssuePriority, Node, Ref
 from lightning_piper.ir.values import TensorSpec
@@ -101,7 +102,7 @@ def check_send(facts: Facts, node: Send) -> Iterable[str]:
     yield from _same(facts, node)
     users = facts.dag.users(node)
     if len(users) != 1 or not isinstance(users[0], Recv):
-        yield f"{facts.at(node)} has {len(users)} receives, but it needs one"
+        yield f"{facts.at(node)} has {counted(len(users), 'reader')}, but it needs one receive"
 
 
 def check_recv(facts: Facts, node: Recv) -> Iterable[str]:

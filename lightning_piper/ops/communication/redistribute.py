@@ -171,12 +171,12 @@ def check(facts: Facts, node: Redistribute) -> Iterable[str]:
     value, made = dag.value(ref), node.outputs[0]
     if node.axis not in dag.member_axes or node.mesh != dag.mesh:
         divided = f"tensors are divided along {', '.join(dag.member_axes) or 'no axis'} of {dag.mesh}"
-        yield f"{facts.at(node)} works along {node.axis} of {node.mesh}, where {divided}"
+        yield f"{facts.at(node)} works along {node.axis} of {node.mesh}, but {divided}"
         return
     if is_shift(node.before, node.after) and _steps(node.before, node.after) % node.mesh.size(node.axis) == 0:
         yield (
-            f"{facts.at(node)} shifts {node.before} to {node.after}, which is where it is: there are as "
-            "many members"
+            f"{facts.at(node)} shifts {node.before} to {node.after}, which moves nothing: the shift goes round all "
+            f"{node.mesh.size(node.axis)} members"
         )
     if isinstance(node, CutOut) is not isinstance(node.before, Replicated):
         yield f"{facts.at(node)} makes {node.after} of {node.before}"
@@ -250,10 +250,10 @@ def read_as_wanted(facts: Facts, node: Chunk, ref: Ref, wanted: Origin) -> Itera
     if tuple(reversed(found)) == changes:
         return
     if found and not changes:
-        yield f"{facts.at(node)} reads {facts.named(ref)} changed, where its code takes it as it is"
+        yield f"{facts.at(node)} reads {facts.named(ref)} with a changed placement, but its code reads it unchanged"
     else:
-        takes = ", and ".join(f"as {each.before}, where its code takes {each.after}" for each in changes)
-        yield f"{facts.at(node)} reads {facts.named(ref)} {takes}: change it before"
+        takes = ", and ".join(f"as {each.before}, but its code takes {each.after}" for each in changes)
+        yield f"{facts.at(node)} reads {facts.named(ref)} {takes}: change the placement first"
 
 
 def _steps(before: Placement, after: Placement) -> int:

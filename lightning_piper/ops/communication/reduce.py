@@ -107,7 +107,7 @@ def check_all_reduce(facts: Facts, node: AllReduce) -> Iterable[str]:
         )
     if made.bucket is not None and made.bucket.groups > 1:
         yield (
-            f"{facts.at(node)} sums {value.label} over the {made.bucket.members} replicas of a group, and there are "
+            f"{facts.at(node)} sums {value.label} over the {made.bucket.members} replicas of a group, but there are "
             f"{made.bucket.groups} groups: sum shards over a group, and then over the groups"
         )
     facts.forward(node)
@@ -144,8 +144,8 @@ def summed_once(facts: Facts, node: Node) -> Iterable[str]:
     for ref in node.inputs:
         value, source = facts.dag.value(ref), facts.dag.nodes[ref[0]]
         if not isinstance(value.placement, Partial):
-            held = "a shard of it" if isinstance(value.placement, Sharded) else "the whole of it"
-            yield f"{facts.at(node)} sums {facts.named(ref)} over devices that all hold {held}"
+            held = "a shard of this value" if isinstance(value.placement, Sharded) else "the whole value"
+            yield f"{facts.at(node)} sums {facts.named(ref)} over devices that each hold {held}, not a term of a sum"
         if not node.everywhere and (len(node.inputs) != 1 or source.devices != node.devices):
             yield f"{facts.at(node)} sums {facts.named(ref)}, which lies on devices {list(source.devices)}"
 

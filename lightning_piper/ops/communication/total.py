@@ -72,8 +72,8 @@ def check(facts: Facts, node: Total) -> Iterable[str]:
             yield f"{facts.at(node)} adds {facts.named(ref)} to {facts.named(node.inputs[0])}"
         if dag.value(ref).placement != placement_of_terms(dag):
             yield (
-                f"{facts.at(node)} sums {facts.named(ref)}, which is {dag.value(ref).placement}, not a term "
-                "of each replica"
+                f"{facts.at(node)} sums {facts.named(ref)}, which has the placement {dag.value(ref).placement}, not "
+                f"{placement_of_terms(dag)}"
             )
         if (devices := dag.nodes[ref[0]].devices) and devices != node.devices:
             yield f"{facts.at(node)} sums {facts.named(ref)}, which lies on devices {list(devices)}"
@@ -106,8 +106,8 @@ def read_as_total(facts: Facts, node: Chunk, ref: Ref, wanted: tuple[int, str, i
         yield f"{facts.at(node)} reads {facts.named(ref)} of {found}. Sum it over the whole batch first"
     elif isinstance(source, Total) and not partial:
         yield (
-            f"{facts.at(node)} reads the sum of {facts.named(ref)}, where one device reads it of its own "
-            "samples"
+            f"{facts.at(node)} reads the sum of {facts.named(ref)} over the whole batch, but its region reads the value "
+            "of its own samples"
         )
 
 

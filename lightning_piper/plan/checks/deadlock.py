@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 
+from lightning_piper.common.units import counted
 from lightning_piper.errors import VerificationError
 from lightning_piper.plan.instructions import (
     Collective,
@@ -95,7 +96,11 @@ def run_symbolically(plans: Mapping[int, Plan], image: Callable[[int], int] = la
                 ready.extend(waiting.pop(met, ()))
     stuck = [device for device in plans if position[device] < len(plans[device].instructions)]
     if stuck:
-        shown = "; ".join(f"device {d} waits in {plans[d].instructions[position[d]].where}" for d in stuck)
+        shown = "; ".join(
+            f"device {d} waits in {plans[d].instructions[position[d]].where}" for d in stuck[:8]
+        )
+        if len(stuck) > 8:
+            shown += f"; and {counted(len(stuck) - 8, 'more device')}"
         raise VerificationError(
             f"the plans deadlock: {shown}. If you wrote an order of these nodes, remove or reverse it. "
             "If you added an operation, check its lowering. Otherwise, report this [PIPER-V004]"

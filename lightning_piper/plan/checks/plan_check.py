@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import zip_longest
 
+from lightning_piper.common.units import counted
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.values import TensorSpec
 from lightning_piper.plan.checks.clocks import problems_of
@@ -121,13 +122,14 @@ def _check_slots(plan: Plan) -> None:
             elif isinstance(instruction, Add) and instruction.in_place:
                 expected = _READY
             if state.get(slot) != expected or slot in dropped:
-                found = "empty" if slot in dropped else state.get(slot, "not written")
-                _refuse(plan.device, i, instruction, f"slot s{slot} is {found}")
+                found = "emptied" if slot in dropped else state.get(slot, "not written")
+                needs = f"{expected} slot" if expected else "slot that is not written yet"
+                _refuse(plan.device, i, instruction, f"slot s{slot} is {found}, but it needs a {needs}")
             if isinstance(instruction, Add) and not instruction.in_place:
                 sums[slot] = instruction.node
             elif isinstance(instruction, Add) and sums.get(slot) != instruction.node:
                 _refuse(
-                    plan.device, i, instruction, f"it adds in place to slot s{slot}, which is not its own sum"
+                    plan.device, i, instruction, f"it adds in place to slot s{slot}, which holds another sum"
                 )
             if isinstance(instruction, WaitWork) and owner[slot] != instruction.node:
                 _refuse(
@@ -170,7 +172,7 @@ def _check_sends(plan: Plan) -> None:
     if sent:
         shown = next(iter(sent.values())).where
         raise VerificationError(
-            f"plan of device {plan.device}: no instruction waits for {len(sent)} of its sends, such as {shown}"
+            f"plan of device {plan.device}: no instruction waits for {counted(len(sent), 'send')} of the plan, first {shown}"
             f"{ADVICE} [PIPER-V003]"
         )
     if reports != 1:
@@ -193,8 +195,9 @@ def _check_channels(plans: Mapping[int, Plan]) -> None:
                         plan.device,
                         i,
                         instruction,
-                        f"channel {_name(instruction.channel)} does not join its device with a planned "
-                        "device",
+                        f"it uses the channel from device {instruction.channel[0]} to device "
+                        f"{instruction.channel[1]}. This channel needs device {plan.device} at its "
+                        f"{'end' if end else 'start'}, and a device with a plan at the other side",
                     )
                 if isinstance(instruction, SendInstruction):
                     sends.setdefault(instruction.channel, []).append(instruction)
