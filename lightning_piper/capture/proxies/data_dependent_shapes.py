@@ -132,7 +132,7 @@ class DataDependentTensor:
 
     @property
     def _cause(self) -> str:
-        """The operation that selects by values, for messages."""
+        """The operation that selects by values, as messages name it."""
         first: DataDependentTensor = self
         while type(inner := first.args[0] if first.args else None) is DataDependentTensor:
             first = inner
