@@ -224,8 +224,9 @@ class SavingStrategy(EvaluatingStrategy):
             return None
         rounds = phase.rounds if isinstance(phase, Fitting | Ended) else None
         state = self._restored.local_sgd if rounds is None else rounds.state()
-        own = on_host({key: checkpoint[key] for key in OF_REPLICA})
+        # The first rank of a local replica has its whole values.
         firsts = range(self._program_size, self.world_size, self._program_size)
+        own = on_host({key: checkpoint[key] for key in OF_REPLICA}) if self.global_rank in firsts else None
         others = [self.world.move_object(own, first, 0) for first in firsts]
         return None if state is None else {**state, "replicas": others}
 

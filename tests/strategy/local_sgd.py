@@ -198,8 +198,8 @@ class Seen(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
         found = trainer.callback_metrics
         self.logged.append({name: float(found[name]) for name in ("own", "mean") if name in found})
-        own = [p.detach().flatten() for p in module.parameters() if not p.is_meta]
-        self.params.append(torch.cat(own).clone())
+        own: Any = trainer.strategy.phase.fit.ownership.owned_params  # type: ignore[attr-defined]
+        self.params.append(torch.cat([p.detach().flatten() for p in own.values()]))
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.end = {name: float(x) for name, x in trainer.callback_metrics.items()}
@@ -320,8 +320,17 @@ class Reference:
             self.exchange(self.names)
             self.average_buffers()
 
+    def drawn(self, replica: int) -> list[list[Tensor]]:
+        """The batches of a local replica, whose devices may draw parts of them."""
+        parts = self.job.degrees.get("dp", 1)
+        drawn = [
+            batches_of(self.job, replica * parts + part, self.settings.replicas * parts)
+            for part in range(parts)
+        ]
+        return [[torch.cat(x) for x in zip(*batches, strict=True)] for batches in zip(*drawn, strict=True)]
+
     def run(self) -> dict[str, Tensor]:
-        of_replicas = [batches_of(self.job, r, self.settings.replicas) for r in range(self.settings.replicas)]
+        of_replicas = [self.drawn(replica) for replica in range(self.settings.replicas)]
         step = self.accumulated
         groups = [range(i, min(i + step, self.job.batches)) for i in range(0, self.job.batches, step)]
         for number, group in enumerate(groups, 1):

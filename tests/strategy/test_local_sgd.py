@@ -10,7 +10,7 @@ import torch
 from tests.distributed.processes import launch_trainings
 from tests.strategy import local_sgd
 from tests.strategy.fitting import distance, same
-from tests.strategy.local_sgd import AVERAGE, BUGS, CLIPPED, MASK, Job, local, reference
+from tests.strategy.local_sgd import AVERAGE, BUGS, CLIPPED, MASK, Job, Streaming, local, reference
 
 ROUNDING = 1e-12  # of the largest element of a tensor
 
@@ -33,6 +33,34 @@ FAULTY = [
     Job(bug, local(), bug=bug, resume="whole" if "resume" in bug or "checkpoint" in bug else "", loader=True)
     for bug in BUGS
 ]
+
+
+PP2, ZERO3 = {"pp": 2, "microbatches": 2, "dp": 1}, {"dp": 2, "zero": 3}
+FOUR = [
+    Job("four replicas", local(4, every=2), options=CLIPPED),
+    *(
+        job
+        for name, degrees in (("stages", PP2), ("shards", ZERO3))
+        for job in (
+            Job(name, local(), degrees=degrees, save=5, loader=True),
+            Job(f"{name}, resumed", local(), degrees=degrees, resume=name, loader=True),
+            Job(f"{name}, clipped", local(every=1, momentum=0.5), degrees=degrees, options=CLIPPED),
+        )
+    ),
+    Job("parts of stages", local(every=4, parts=2), degrees=PP2, batches=9, model={"optimizer": "sgd"}),
+    Job("parts", local(4, every=4, parts=2), batches=9, model={"optimizer": "sgd"}),
+]
+HALVES = (
+    ["first.0.weight", "first.0.bias"],
+    ["second.1.weight", "second.3.weight", "second.3.bias"],
+)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    """What four processes have seen, by the name of the job."""
+    folder = tmp_path_factory.mktemp("four")
+    return launch_trainings(4, local_sgd.train, folder / "ranks", 4, FOUR, folder)
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +136,33 @@ def test_logged_values(two):
     ends = [found["whole"]["end"] for found in two]
     assert ends[0]["val_loss"] == ends[1]["val_loss"] and ends[0]["metric"] == ends[1]["metric"]
     assert ends[0]["val_loss"] == pytest.approx(ends[0]["metric"], rel=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("job", [job for job in FOUR if not job.settings.parts > 1], ids=lambda job: job.name)
+def test_replicas_of_several_processes_train_as_the_reference(job, four):
+    expected = reference(job)
+    for rank in four:
+        assert distance(expected.values, rank[job.name]["values"]) < ROUNDING
+        assert same(four[0][job.name]["values"], rank[job.name]["values"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["stages", "shards"])
+def test_replicas_of_several_processes_resume_with_the_same_bits(name, four):
+    for rank in four:
+        assert same(rank[name]["values"], rank[f"{name}, resumed"]["values"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("job", [job for job in FOUR if job.settings.parts > 1], ids=lambda job: job.name)
+def test_parts_are_exchanged_in_turn(job, four):
+    """The parts do not depend on how the processes of a replica divide the module."""
+
+    class Halves(Streaming):
+        halves = HALVES
+
+    expected = reference(job, Halves)
+    for rank in four:
+        assert distance(expected.values, rank[job.name]["values"]) < ROUNDING
+    assert distance(reference(job).values, four[0][job.name]["values"]) > 1e-4
