@@ -157,7 +157,7 @@ class Rounds:
         replica: int,
         state: State | None,
     ) -> None:
-        self._settings, self._ownership, self._optimizer = settings, ownership, optimizer
+        self._settings, self._ownership = settings, ownership
         self._world, self._replica = world, replica
         members = [each * world.size + world.rank for each in range(settings.replicas)]
         # The processes of this rank in all local replicas.
@@ -167,7 +167,7 @@ class Rounds:
                 self._across.share(tensor.detach())
         sizes = {name: spec.numel for name, spec in ownership.tensor_map.specs.items()}
         self._part = settings.part_of({name: sizes[name] for name in ownership.params})
-        trained = {id(x) for x in self._trained()}
+        trained = {id(x) for group in optimizer.optimizer.param_groups for x in group["params"]}
         self._anchors = {
             name: x.detach().clone()
             for name, x in ownership.owned_params.items()
@@ -241,17 +241,9 @@ class Rounds:
         """Check that the local replicas exchange the same tensors after the same number of updates.
 
         Raises:
-            PiperError: They do not, or the inner optimizer has got a parameter that has no anchor.
+            PiperError: They do not.
         """
         params = self._ownership.owned_params
-        new = {id(x) for x in self._trained()} - {
-            id(params[name]) for name in self._anchors if name in params
-        }
-        if new:
-            raise PiperError(
-                "PiperStrategy(local_sgd=...): the optimizer got parameters after the first batch, which the "
-                "replicas would not exchange. Give the optimizer all parameters in configure_optimizers [PIPER-S002]"
-            )
         text = repr([*((name, params[name].shape) for name in names), *buffers])
         found = self._across.gather((self.steps, zlib.crc32(text.encode())))
         if len(set(found)) > 1:
@@ -260,9 +252,6 @@ class Rounds:
                 f"numbers of updates: {[steps for steps, _ in found]}, by replica. Train the same parameters in "
                 "all replicas, and skip no update in one replica alone [PIPER-L004]"
             )
-
-    def _trained(self) -> list[torch.Tensor]:
-        return [x for group in self._optimizer.optimizer.param_groups for x in group["params"]]
 
     def _float_buffers(self) -> dict[str, torch.Tensor]:
         return {n: x for n, x in self._ownership.owned_buffers.items() if x.is_floating_point()}

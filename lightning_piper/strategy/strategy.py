@@ -270,6 +270,7 @@ class PiperStrategy(SavingStrategy):
                 return
             except NOT_CAPTURED as error:
                 why = str(error)
+                self._check_captured(why)
                 self._join = start.give_back(self._chosen, rank_zero_info)
                 check_may_be(start.standalone, "training_step", error, self._capture, self._accumulate)
         self._begin_eager(start.standalone, [], why)
@@ -331,7 +332,6 @@ class PiperStrategy(SavingStrategy):
     def _begin_eager(self, before: Standalone, captures: Sequence[Compiled], why: str) -> None:
         """Run the training step uncaptured from now on, and log `why`. `captures` are the captures of this
         step that have run in the fit; empty if there were none. Collective."""
-        self._check_captured(why)
         self._times = None
         rank_zero_info(summary_of(before.world.size, why))
         self.phase = Eager.begin(before, self.optimizers)
@@ -371,7 +371,7 @@ class PiperStrategy(SavingStrategy):
         return rounds
 
     def _check_captured(self, why: str) -> None:
-        """Check that the training step may run uncaptured.
+        """Check that the training step may run uncaptured, after `why` prevents a capture.
 
         Raises:
             PiperError: Local SGD needs a captured step.
@@ -432,6 +432,7 @@ class PiperStrategy(SavingStrategy):
         """Run the step uncaptured on all processes from now on, because the captured step cannot continue.
         Collective."""
         fit, start = phase.fit, phase.start
+        self._check_captured(str(error))
         check_may_be(start.unsearched, "training_step", error, self._capture, self._accumulate)
         fit.give_up()
         self._join = start.give_back(self._chosen, rank_zero_info)

@@ -26,7 +26,7 @@ from lightning_piper.holdings.materialization import Known
 from lightning_piper.processes.launcher_checks import check_address
 from lightning_piper.profile import Schedule
 from lightning_piper.session.eager.conditions import check_may_be
-from lightning_piper.strategy.checks import check_fit, uncapturable
+from lightning_piper.strategy.checks import check_fit, check_local_fit, uncapturable
 from tests.errors.case import PLACES, Case, Cases, Elsewhere, fit, net, written
 from tests.strategy.fitting import local, trainer
 
@@ -37,11 +37,24 @@ INTRO = """All processes raise these errors before the first step: when you make
 PROCESSES = "tests/strategy/test_fit_processes.py::test_processes_refuse_together"
 OPTIONS = "tests/strategy/test_options.py::test_refusals"
 AVERAGES = "tests/strategy/test_averages.py::test_averages_by_hand"
+LOCAL_SGD = "tests/strategy/test_local_sgd.py::"
 SHARDS = "tests/strategy/test_sharded.py::test_refusals"
 
 
 def strategy(what: str, **options: Any) -> Case:
     return Case(what, lambda: piper.PiperStrategy(PLACES, **options))
+
+
+TWO_REPLICAS = piper.LocalSGD(replicas=2, every=8)
+
+
+class Scaled(Precision):
+    precision = "16-mixed"  # type: ignore[assignment]
+    scaler = object()
+
+
+def plain(*callbacks: Callback) -> tuple[Any, Precision]:
+    return trainer(local(), callbacks)[0], Precision()
 
 
 class Eighths(Precision):
@@ -150,6 +163,15 @@ CASES: Cases = [
     strategy("`transport` has a value that it cannot have", transport="pigeon"),
     strategy("`checkpoint` has a value that it cannot have", checkpoint="parted"),
     strategy("a `timeout` as text", timeout="30"),
+    Case("`LocalSGD` with a number that it cannot have", lambda: piper.LocalSGD(replicas=2, every=0)),
+    Case("`LocalSGD` with more parts than updates", lambda: piper.LocalSGD(replicas=2, every=2, parts=4)),
+    strategy("`local_sgd` is not a `LocalSGD`", local_sgd=2),
+    strategy("local SGD in one process", local_sgd=TWO_REPLICAS, transport="local"),
+    Case("local SGD with a number of processes that its replicas do not divide", lambda: TWO_REPLICAS.processes(3)),
+    Case("local SGD with a module that asks for a search", lambda: check_local_fit(*plain(), searched=True)),
+    Case("local SGD with a loss scale", lambda: check_local_fit(plain()[0], Scaled(), searched=False)),
+    Case("local SGD with an average of the weights",
+         lambda: check_local_fit(*plain(EMAWeightAveraging()), searched=False)),
     Case("machines whose own name is that of loopback", of_loopback),
     strategy("a `timeout` of zero", timeout=timedelta(0)),
     strategy("launching by `spawn` or `fork`", start_method="spawn"),
@@ -215,5 +237,9 @@ CASES: Cases = [
               "process", "PiperError", OPTIONS),
     Elsewhere("a hook changes a parameter on the meta device before the first step",
               "'second.2.bias' was changed in place on the meta device", "PiperError", OPTIONS),
+    Elsewhere("local SGD of a step that cannot be captured", "trains only captured steps", "PiperError",
+              LOCAL_SGD + "test_a_step_that_cannot_be_captured_is_an_error"),
+    Elsewhere("local SGD resumes with another number of replicas", "has the states of 4 local replicas", "PiperError",
+              LOCAL_SGD + "test_a_checkpoint_of_another_number_of_replicas_is_an_error"),
     Elsewhere("`16-mixed` with a fused optimizer, over processes", "Remove fused=True", "PiperError", SHARDS),
 ]  # fmt: skip

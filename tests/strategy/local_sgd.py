@@ -35,13 +35,16 @@ CLIPPED = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}
 class Net(L.LightningModule):
     """Two stages."""
 
-    def __init__(self, optimizer: str = "adamw", norm: bool = False, dropout: float = 0.0) -> None:
+    def __init__(
+        self, optimizer: str = "adamw", norm: bool = False, dropout: float = 0.0, manual: bool = False
+    ) -> None:
         super().__init__()
         self.first = nn.Sequential(nn.Linear(6, 9), *([nn.BatchNorm1d(9)] if norm else []), nn.Tanh())
         self.second = nn.Sequential(nn.Dropout(dropout), nn.Linear(9, 5), nn.Tanh(), nn.Linear(5, 3))
         self.register_buffer("mask", MASK.clone())
         self.second[1].bias.requires_grad_(False)
         self.optimizer, self.metric = optimizer, MeanMetric()
+        self.automatic_optimization = not manual
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         with piper.annotate("PP", 0):
@@ -245,8 +248,14 @@ def fit(job: Job, rank: int, size: int, folder: Path) -> dict[str, Any]:
 @traced_once
 @sharing_captures
 def train(rank: int, size: int, jobs: Sequence[Job], folder: Path) -> dict[str, Any]:
-    """Run the trainings on this process."""
-    return {job.name: fit(job, rank, size, folder) for job in jobs}
+    """Run the trainings on this process. A job may end with an error on all processes."""
+    found = {}
+    for job in jobs:
+        try:
+            found[job.name] = fit(job, rank, size, folder)
+        except piper.PiperError as error:
+            found[job.name] = {"error": f"{type(error).__name__}: {error}"}
+    return found
 
 
 # In plain PyTorch

@@ -24,6 +24,7 @@ TWO = [
     Job("averaged", local(every=1, **AVERAGE), model={"optimizer": "sgd"}),
 ]
 RESUMED = Job("resumed", local(), resume="whole", loader=True)
+MANUAL = Job("manual", local(), model={"manual": True})
 DDP = Job("ddp", None, model={"optimizer": "sgd"}, degrees={"dp": 2})
 DROPPED = [
     Job("dropout", local(every=9), batches=1, model={"dropout": 0.5}, alike=True),
@@ -35,9 +36,10 @@ FAULTY = [
 ]
 
 
+OTHER = "other replicas"
 PP2, ZERO3 = {"pp": 2, "microbatches": 2, "dp": 1}, {"dp": 2, "zero": 3}
 FOUR = [
-    Job("four replicas", local(4, every=2), options=CLIPPED),
+    Job("four replicas", local(4, every=2), options=CLIPPED, save=2),
     *(
         job
         for name, degrees in (("stages", PP2), ("shards", ZERO3))
@@ -48,6 +50,7 @@ FOUR = [
         )
     ),
     Job("parts of stages", local(every=4, parts=2), degrees=PP2, batches=9, model={"optimizer": "sgd"}),
+    Job(OTHER, local(2), degrees={"dp": 2}, resume="four replicas"),
     Job("parts", local(4, every=4, parts=2), batches=9, model={"optimizer": "sgd"}),
 ]
 HALVES = (
@@ -67,7 +70,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     """What two processes have seen, by the name of the job."""
     folder = tmp_path_factory.mktemp("two")
-    jobs = [*TWO, RESUMED, DDP, *DROPPED, *FAULTY]
+    jobs = [*TWO, RESUMED, DDP, *DROPPED, *FAULTY, MANUAL]
     return launch_trainings(2, local_sgd.train, folder / "ranks", 2, jobs, folder)
 
 
@@ -139,7 +142,9 @@ def test_logged_values(two):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("job", [job for job in FOUR if not job.settings.parts > 1], ids=lambda job: job.name)
+@pytest.mark.parametrize(
+    "job", [job for job in FOUR if job.settings.parts == 1 and job.name != OTHER], ids=lambda job: job.name
+)
 def test_replicas_of_several_processes_train_as_the_reference(job, four):
     expected = reference(job)
     for rank in four:
@@ -166,3 +171,21 @@ def test_parts_are_exchanged_in_turn(job, four):
     for rank in four:
         assert distance(expected.values, rank[job.name]["values"]) < ROUNDING
     assert distance(reference(job).values, four[0][job.name]["values"]) > 1e-4
+
+
+def test_a_step_that_cannot_be_captured_is_an_error(two):
+    assert all("trains only captured steps" in rank["manual"]["error"] for rank in two)
+
+
+@pytest.mark.long
+def test_a_checkpoint_of_another_number_of_replicas_is_an_error(four):
+    assert all("has the states of 4 local replicas" in rank[OTHER]["error"] for rank in four)
+
+
+@pytest.mark.long
+def test_replicas_of_several_processes_log_the_same_values(four):
+    for name in ("stages", "shards"):
+        assert len({rank[name]["end"]["metric"] for rank in four}) == 1
+        for rank in four:
+            end = rank[name]["end"]
+            assert end["val_loss"] == pytest.approx(end["metric"], rel=1e-5)
