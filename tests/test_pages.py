@@ -28,7 +28,7 @@ from tests.pages import LocalStrategy, Pair, local_trainer, samples
 from tests.tutorial import alike
 
 ROOT = Path(__file__).parents[1]
-ELSEWHERE = {"docs/tutorial.md", "docs/cli.md", "docs/errors.md"}
+ELSEWHERE = {"docs/tutorial.md", "docs/cli.md", "docs/errors.md", "docs/howto/local_sgd.md"}
 LONG = {"docs/howto/memory.md", "docs/search.md"}
 PAGES = sorted(str(path.relative_to(ROOT)) for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
 BLOCK = re.compile(

@@ -258,6 +258,23 @@ def train(rank: int, size: int, jobs: Sequence[Job], folder: Path) -> dict[str, 
     return found
 
 
+def follow(rank: int, before: str, codes: Sequence[str]) -> dict[str, Any]:
+    """Run the blocks of a page on this process, which is one of those that the blocks name."""
+    made: dict[str, Any] = {}
+
+    def quiet(**options: Any) -> L.Trainer:
+        own = L.pytorch.Trainer(**{**QUIET, "max_epochs": 1, **options, "accelerator": "cpu"})
+        made["steps"] = made.get("steps", 0) + 1
+        return own
+
+    exec(before, made)
+    with mock.patch.object(L, "Trainer", quiet):
+        for code in codes:
+            exec(code, made)
+    values = {name: x.detach().clone() for name, x in made["module"].state_dict().items()}
+    return {"fits": made["steps"], "values": values}
+
+
 # In plain PyTorch
 
 

@@ -11,6 +11,7 @@ from tests.distributed.processes import launch_trainings
 from tests.strategy import local_sgd
 from tests.strategy.fitting import distance, same
 from tests.strategy.local_sgd import AVERAGE, BUGS, CLIPPED, MASK, Job, Streaming, local, reference
+from tests.test_pages import COMMON, blocks
 
 ROUNDING = 1e-12  # of the largest element of a tensor
 
@@ -189,3 +190,11 @@ def test_replicas_of_several_processes_log_the_same_values(four):
         for rank in four:
             end = rank[name]["end"]
             assert end["val_loss"] == pytest.approx(end["metric"], rel=1e-5)
+
+
+@pytest.mark.long
+def test_the_blocks_of_the_page_run(tmp_path):
+    codes = [code for _, code, _ in blocks("docs/howto/local_sgd.md")]
+    ranks = launch_trainings(4, local_sgd.follow, tmp_path, COMMON, codes)
+    assert len(codes) == 4 and [rank["fits"] for rank in ranks] == [2] * 4
+    assert all(same(ranks[0]["values"], rank["values"]) for rank in ranks)
