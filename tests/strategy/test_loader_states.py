@@ -240,5 +240,5 @@ def test_a_loader_without_a_position_warns_when_it_is_saved_and_when_it_resumes(
 def test_another_number_of_loaders_is_refused(tmp_path):
     first = together(How(), LENGTH, tmp_path / "first", 3)
     how = How()
-    with pytest.raises(piper.PiperError, match="positions of 1 training loaders"):
+    with pytest.raises(piper.PiperError, match="positions of 1 training loader"):
         fit(how, lambda: [how.loader(LENGTH, 0), how.loader(LENGTH, 0)], tmp_path, path=first[0].path)
