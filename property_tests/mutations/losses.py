@@ -78,8 +78,8 @@ def _one_tangent_for_all_terms(original: Function, seeded: Seeded) -> Function:
 @mutation("tangents exchanged", "the gradient of each term has another one's weight", "rewrite",
           (loss_weights._LossWeighting, "_divide"), scenario=TERMS, recapture=True)  # fmt: skip
 def _tangents_exchanged(original: Function, seeded: Seeded) -> Function:
-    def divide(self: Any, loss: Any, parts: Any, results: Any) -> Any:
-        made = original(self, loss, parts, results)
+    def divide(self: Any, loss: Any, parts: Any) -> Any:
+        made = original(self, loss, parts)
         seeded.hit()
         return dict(zip(made, [*list(made.values())[1:], *list(made.values())[:1]], strict=True))
 

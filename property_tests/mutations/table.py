@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,6 +17,8 @@ from unittest import mock
 
 Where = Literal["rewrite", "plan", "executor", "strategy-like"]
 Function = Callable[..., Any]
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class Seeded:
@@ -74,6 +77,8 @@ def mutation(
                 for owner, attribute in targets:
                     original = owner[attribute] if isinstance(owner, dict) else getattr(owner, attribute)
                     wrong = wrap(original, seeded)
+                    if inspect.isfunction(original) and inspect.isfunction(wrong):
+                        _check_arguments(name, original, wrong)
                     if not isinstance(original, type):
                         functools.update_wrapper(wrong, original)
                     if isinstance(owner, dict):
@@ -87,3 +92,20 @@ def mutation(
         return wrap
 
     return enter
+
+
+def _check_arguments(name: str, original: Function, wrong: Function) -> None:
+    """Check that a wrong function accepts the arguments of the original, so that it does wrong and does not
+    merely fail.
+    """
+    taken = inspect.signature(wrong, follow_wrapped=False)
+    named = {n: x for n, x in inspect.signature(original).parameters.items() if x.kind not in _VARIADIC}
+    kinds = [x.kind for x in taken.parameters.values()]
+    count = len(named) if inspect.Parameter.VAR_POSITIONAL in kinds else sum(k in _POSITIONAL for k in kinds)
+    first = [n for n in list(named)[:count] if named[n].kind in _POSITIONAL]
+    try:
+        taken.bind(*first, **{n: None for n in named if n not in first})
+    except TypeError as error:
+        raise AssertionError(
+            f"the function of mutation {name!r} does not accept the arguments of {original.__qualname__}: {error}"
+        ) from None
