@@ -12,11 +12,13 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from lightning_piper.capture import capture
+from lightning_piper.certificate import certificate_of
 from lightning_piper.cli_search import run_compare, run_search
 from lightning_piper.common.garbage_collection import uncollected
 from lightning_piper.compiler import Compiled, compile
@@ -91,6 +93,8 @@ def _check(args: argparse.Namespace) -> str:
         if passes is not None and args.passes:
             print("\n".join(passes.table(report)))
         raise
+    if args.certificate is not None:
+        _write(args.certificate, json.dumps(certificate_of(dag, plans, program)), "--certificate")
     lines = [f"{i} {json.dumps(directive.to_json())}" for i, directive in enumerate(program)]
     if report is None:
         lines.append(Compiled(step, program, dag, plans, checked=hook.watch.seconds).summary())
@@ -126,14 +130,19 @@ def _viz(args: argparse.Namespace) -> str:
         width = shutil.get_terminal_size((132, 24)).columns - 12  # the names of the rows need 12 columns
         text = text_chart(simulation, max(width, 20)) if args.output is None else svg_chart(simulation)
     if args.output is not None:
-        try:
-            args.output.write_text(text, encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise UsageError(
-                f"{str(args.output)!r} cannot be written: {getattr(error, 'strerror', error)}. Give another path to -o"
-            ) from None
+        _write(args.output, text, "-o")
         return ""
     return text.rstrip("\n")
+
+
+def _write(path: Path, text: str, option: str) -> None:
+    """Write a file. Raise UsageError if this is impossible. `option` is the option that gave the path."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{str(path)!r} cannot be written: {getattr(error, 'strerror', error)}. Give another path to {option}"
+        ) from None
 
 
 def _simulate(args: argparse.Namespace) -> str:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from lightning_piper_cli.arguments import parser_of
+from lightning_piper_cli.certificate.checker import verify
 from lightning_piper_cli.targets import UsageError, check_program, check_target
 
 
@@ -28,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else list(argv)
     parser = parser_of(any(text.partition("=")[0] == "--run" for text in given))
     args = parser.parse_args(given)
+    if args.command == "certificate":
+        return verify(args.file)
     try:
         if "module" in args:
             check_target(args.module)

@@ -41,6 +41,19 @@ def parser_of(of_run: bool = False) -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="write the training DAG after each pass to files in this folder",
     )
+    check.add_argument(
+        "--certificate",
+        type=Path,
+        metavar="FILE",
+        help="write what the checks have proved to this JSON file, which `lightning-piper certificate` verifies",
+    )
+    verified = commands.add_parser(
+        "certificate",
+        help="verify a certificate, without torch and without the module",
+        description="Verify a certificate that `check --certificate` has written.",
+    )
+    verified.add_argument("file", type=Path, metavar="FILE", help="the certificate")
+    verified.set_defaults(command="certificate")
     plan = command("plan", "print the plan of each device")
     plan.add_argument("--device", type=int, help="print only the plan of this device")
     viz = command("viz", "draw the simulated step in the terminal, or as an SVG file")

@@ -42,6 +42,7 @@ PACKAGES = {
         "plan",
         "passes",
         "verify",
+        "certificate",
         "runtime",
         "simulate",
         "viz",

@@ -1,0 +1,1 @@
+"""A checker of certificates that needs only Python, and shares no code with `lightning_piper`."""
