@@ -1,10 +1,7 @@
-"""`certificate_of`: the certificate of a compiled program, as a JSON object::
+"""`certificate_of`: the certificate of a compiled program, as a JSON object.
 
-program      the step on one device: passes, their operations, parameters, weights of the loss
-directives   the program as JSON
-mesh, experts, buckets, codes
-types        the types of values; instructions name them by index
-devices      for each device its rank and its instructions in order, each with its time
+Its `program` is the step on one device. Its `types` are the types of values, which instructions name by index. Its
+`devices` have the rank of each device, and the device's instructions in order, each with a time.
 """
 
 from __future__ import annotations

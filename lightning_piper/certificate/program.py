@@ -68,7 +68,7 @@ def placement_text(placement: Placement) -> str:
 
 def program_of(dag: TrainingDAG) -> dict[str, Any]:
     """Return the step on one device: its passes with their inputs, outputs and operations for the whole batch, its
-    parameters, and how its loss and logged values become those of the batch."""
+    parameters and the weights of its loss and logged values."""
     code = dag.code
     keys: list[PassKey] = [*code.interfaces, *code.split_passes]
     wanted = {Kind.GRAD, Kind.BUFFER}

@@ -25,7 +25,7 @@ class Moment(NamedTuple):
 
     Attributes:
         time: Larger than the times of all instructions that must run before it. Unique in all plans.
-        number: Index of the message in its channel, or of the collective among those of its group. None for
+        number: Index of the message in its channel, or of the collective in its group. None for
             instructions that neither send, receive nor start a collective.
     """
 

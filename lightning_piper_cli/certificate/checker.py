@@ -109,7 +109,7 @@ class Checker:
         values: Value of the program -> the output that makes it.
         used: (device, parameter or buffer) -> buckets from which passes read it; None: the device's own copy.
         updated: (device, parameter or buffer) -> the type of its update.
-        assumptions: What the certificate assumes, with the number of operations that need it.
+        assumptions: Text of each assumption -> the number of operations that need the assumption.
     """
 
     def __init__(self, certificate: Json) -> None:

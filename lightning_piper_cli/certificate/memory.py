@@ -1,4 +1,4 @@
-"""The memory of one device: what its slots hold, and which streams may use them."""
+"""The memory of one device: the contents of its slots, and the streams that may use the slots."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Memory:
     Attributes:
         state: Slot -> pending, ready or host. An empty slot is absent.
         type, maker: Slot -> its type; the operation and node that wrote it.
-        clocks: For each stream, what is certainly done when the stream reaches its next instruction.
+        clocks: For each stream, the work that is certainly done when the stream reaches its next instruction.
         made: Slot -> stream and index of its last write.
         owner: Slot -> the stream whose memory it is.
         shared: (slot, stream) for each stream whose use of the slot's memory is recorded.
