@@ -22,7 +22,7 @@ from lightning_piper.certificate.program import (
     program_of,
     text_of,
 )
-from lightning_piper.certificate.schedule import Moment, moments
+from lightning_piper.certificate.schedule import IssueTime, moments
 from lightning_piper.directives.base import Directive
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.dag import TrainingDAG
@@ -110,7 +110,7 @@ class _Document:
             for device, plan in self._plans.items()
         }
 
-    def _instructions(self, plan: Plan, times: Sequence[Moment]) -> list[dict[str, Any]]:
+    def _instructions(self, plan: Plan, times: Sequence[IssueTime]) -> list[dict[str, Any]]:
         held: dict[int, int] = {}  # slot -> type of its content
         found = []
         for instruction, moment in zip(plan.instructions, times, strict=True):

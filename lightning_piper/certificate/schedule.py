@@ -20,7 +20,7 @@ from lightning_piper.plan.matching import Matching, Meeting, parties
 from lightning_piper.plan.plan import Plan
 
 
-class Moment(NamedTuple):
+class IssueTime(NamedTuple):
     """When an instruction runs.
 
     Attributes:
@@ -33,7 +33,7 @@ class Moment(NamedTuple):
     number: int | None
 
 
-def moments(plans: Mapping[int, Plan]) -> dict[int, list[Moment]]:
+def moments(plans: Mapping[int, Plan]) -> dict[int, list[IssueTime]]:
     """Return a moment for each instruction of each device.
 
     A wait runs after all parties of its exchange have started the exchange. Takes time linear in the number
@@ -46,7 +46,7 @@ def moments(plans: Mapping[int, Plan]) -> dict[int, list[Moment]]:
     begun: dict[tuple[int, int], tuple[Meeting, int]] = {}  # (device, node) -> exchange, number of parties
     numbers: Counter[tuple[int, Channel | Group, bool]] = Counter()
     waiting: defaultdict[Meeting, list[int]] = defaultdict(list)
-    made: dict[int, list[Moment]] = {device: [] for device in plans}
+    made: dict[int, list[IssueTime]] = {device: [] for device in plans}
     ready, time = deque(plans), 0
     while ready:
         device = ready.popleft()
@@ -66,7 +66,7 @@ def moments(plans: Mapping[int, Plan]) -> dict[int, list[Moment]]:
                 key = (device, where, isinstance(instruction, Irecv))
                 number = numbers[key]
                 numbers[key] += 1
-            made[device].append(Moment(time, number))
+            made[device].append(IssueTime(time, number))
             time += 1
     stuck = [device for device in plans if len(made[device]) < len(plans[device].instructions)]
     if stuck:

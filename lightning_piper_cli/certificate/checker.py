@@ -16,7 +16,7 @@ from itertools import pairwise, product, zip_longest
 from pathlib import Path
 from typing import Any
 
-from lightning_piper_cli.certificate.memory import COLLECTIVES, Fault, Json, Memory, need
+from lightning_piper_cli.certificate.memory import COLLECTIVES, Fault, Json, DeviceMemory, need
 
 FORMAT = "lightning-piper certificate 1"
 Share = list[Any]  # [value of the program, coordinates of the term, first sample, sample after the last one]
@@ -140,7 +140,7 @@ class Checker:
                 x |= {"device": device, "rank": plan["rank"], "place": index}
         self.match()
         for device in self.devices:
-            memory = Memory(self.types)
+            memory = DeviceMemory(self.types)
             self.each(device, memory.step, memory.end)
         for device in self.devices:
             self.each(device, self.typed, partial(self.ends, device))

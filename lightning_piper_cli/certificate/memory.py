@@ -22,7 +22,7 @@ def need(good: object, reason: str) -> None:
         raise Fault(reason)
 
 
-class Memory:
+class DeviceMemory:
     """The slots and streams of one device, while its instructions run in order.
 
     Attributes:
