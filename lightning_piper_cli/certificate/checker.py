@@ -16,7 +16,7 @@ from itertools import pairwise, product, zip_longest
 from pathlib import Path
 from typing import Any
 
-from lightning_piper_cli.certificate.memory import COLLECTIVES, Fault, Json, DeviceMemory, need
+from lightning_piper_cli.certificate.memory import COLLECTIVES, DeviceMemory, Fault, Json, need
 
 FORMAT = "lightning-piper certificate 1"
 Share = list[Any]  # [value of the program, coordinates of the term, first sample, sample after the last one]
