@@ -131,7 +131,7 @@ def _read(path: str | PathLike[str], where: str) -> Any:
             " [PIPER-D001]"
         ) from None
     except ValueError as error:
-        advice = "" if ". Give " in str(error) else ". Correct the file"
+        advice = ". Write the file in UTF-8" if isinstance(error, UnicodeDecodeError) else ""
         raise DirectiveError(f"{where} cannot be read as JSON: {error}{advice} [PIPER-D001]") from None
     if not isinstance(content, list | dict):
         raise DirectiveError(
