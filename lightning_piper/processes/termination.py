@@ -6,8 +6,8 @@ failure watch passes it on to the other processes. The next step depends on how 
 
 - Before the first trained batch, nothing would be lost. Each process ends at its next exchange with other
   processes, or after `SOON` seconds.
-- Later, rank 0's broadcast at the start of each training batch announces the end, and all processes end
-  before the same batch. A second signal to a process ends this process immediately, wherever it waits, and
+- Later, rank 0's broadcast at the start of each training batch (under local SGD, of each round) announces the end,
+  and all processes end before the same batch. A second signal to a process ends this process immediately, wherever it waits, and
   the watch ends the other processes.
 """
 

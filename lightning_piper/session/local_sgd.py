@@ -180,6 +180,11 @@ class Rounds:
         if state is not None:
             self._load(state)
 
+    @property
+    def is_between(self) -> bool:
+        """Whether the last update ended a round, and the next update begins a round."""
+        return self._settings.is_due(0, self.steps)
+
     @torch.no_grad()
     def after_update(self) -> None:
         """Count an update of the inner optimizer, and exchange the parts that are due."""

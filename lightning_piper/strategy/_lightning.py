@@ -292,7 +292,10 @@ def handler_of(number: int) -> Callable[[int, FrameType | None], Any] | None:
 
 
 def take_sigterm(
-    trainer: pl.Trainer, handler: Callable[[int, FrameType | None], object], due: Callable[[], str | None]
+    trainer: pl.Trainer,
+    handler: Callable[[int, FrameType | None], object],
+    due: Callable[[], str | None],
+    meets: Callable[[], bool],
 ) -> Callable[[], object] | None:
     """Replace the Trainer's SIGTERM handler. Handlers that were installed before the Trainer's stay.
 
@@ -300,6 +303,8 @@ def take_sigterm(
         handler: The new handler.
         due: Called before each batch on rank 0; returns the reason why all processes must end before this
             batch, or None.
+        meets: Called before each batch on every rank; returns whether all processes communicate now. If not, the
+            end waits for a later batch.
 
     Returns:
         A function after which rank 0 no longer calls `due`; None if the Trainer's handler is not installed.
@@ -312,6 +317,8 @@ def take_sigterm(
     handlers[handlers.index(own)] = handler
 
     def tell() -> None:
+        if not meets():
+            return
         if trainer.is_global_zero and (why := due()) is not None:
             rank_zero_info(why)
             trainer._signal_connector.received_sigterm = True

@@ -35,7 +35,7 @@ from lightning_piper.strategy import _lightning
 from lightning_piper.strategy.checks import checked_backend
 from lightning_piper.strategy.loading.data import agree_on_loader
 from lightning_piper.strategy.loading.loaders import Loaders
-from lightning_piper.strategy.phases import Idle, Phase, copied
+from lightning_piper.strategy.phases import Fitting, Idle, Phase, copied
 
 T = TypeVar("T")
 
@@ -237,10 +237,17 @@ class OverProcesses(_lightning.Strategy):
     def _take_sigterm(self, trainer: pl.Trainer) -> None:
         if self._termination is None:
             return
-        given_back = _lightning.take_sigterm(trainer, self._termination.handle, self._termination.due)
+        handle, due = self._termination.handle, self._termination.due
+        given_back = _lightning.take_sigterm(trainer, handle, due, self._meets)
         if given_back is not None:
             self._termination.begin()
             self._at_end.callback(given_back)
+
+    def _meets(self) -> bool:
+        """Return whether all processes communicate between two batches: always, but under local SGD only after an
+        exchange."""
+        rounds = self.phase.rounds if isinstance(self.phase, Fitting) else None
+        return rounds is None or rounds.is_between
 
     def _end_run(self) -> None:
         """Restore the objects that the run has replaced, such as Lightning's handler. Stop the watches for
@@ -304,20 +311,26 @@ class Requeue(pl.Callback):
     Args:
         requeue: Lightning's handler; None if the run must not be requeued.
         world: The processes; None if the run must not be requeued.
+        meets: Returns whether all processes communicate now.
 
     Attributes:
         saves: Whether the handler is running. The handler's checkpoint must be complete when the handler
             returns, because the job ends then.
     """
 
-    def __init__(self, requeue: Callable[[], object] | None = None, world: World | None = None) -> None:
-        self._requeue, self._world = requeue, world
+    def __init__(
+        self,
+        requeue: Callable[[], object] | None = None,
+        world: World | None = None,
+        meets: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._requeue, self._world, self._meets = requeue, world, meets
         self._told = False
         self._steps = 0  # the Trainer's steps at the last check
         self.saves = False
 
     @classmethod
-    def of(cls, trainer: pl.Trainer, world: World) -> Requeue:
+    def of(cls, trainer: pl.Trainer, world: World, meets: Callable[[], bool]) -> Requeue:
         """Replace Lightning's handler of the requeue signal until the end of the run. Give the Trainer a
         callback that calls Lightning's handler, and return this callback.
 
@@ -338,7 +351,7 @@ class Requeue(pl.Callback):
         handler = _lightning.handler_of(number)
         if handler is None:  # the handler is the user's, which Lightning keeps
             return cls()
-        taken = cls(partial(handler, number, None), world)
+        taken = cls(partial(handler, number, None), world, meets)
         signal.signal(number, taken.note)
         callbacks.append(taken)
         return taken
@@ -357,10 +370,10 @@ class Requeue(pl.Callback):
         self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """If a process has received the signal, save and requeue. The method checks for the signal, which is
-        collective, after each batch. While batches are accumulated, it checks only after a step of the
-        optimizer, so that no accumulated gradient is lost. The last batch of an epoch ends an
-        accumulation."""
-        if self._requeue is None or self._world is None:
+        collective, after each batch, or after each exchange of local SGD. While batches are accumulated, it checks
+        only after a step of the optimizer, so that no accumulated gradient is lost. The last batch of an epoch ends
+        an accumulation."""
+        if self._requeue is None or self._world is None or not self._meets():
             return
         if trainer.accumulate_grad_batches > 1 and trainer.global_step == self._steps:
             return

@@ -234,7 +234,7 @@ class PiperStrategy(SavingStrategy):
 
     def on_train_start(self) -> None:
         assert self.lightning_module is not None
-        self._requeue = Requeue.of(self.lightning_module.trainer, self.world)
+        self._requeue = Requeue.of(self.lightning_module.trainer, self.world, self._meets)
         self._loaders.begin(self.lightning_module.trainer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

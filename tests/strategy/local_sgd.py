@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from unittest import mock
 
 import lightning as L
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
@@ -26,6 +28,7 @@ from tests.distributed.processes import PATIENCE
 from tests.strategy.fitting import QUIET, Counted, sharing_captures, traced_once
 
 APART = ("mask",)  # infinite values have no distance
+CALLS = ("all_reduce", "broadcast", "all_gather_object", "broadcast_object_list", "barrier")
 BATCH = 8  # samples of all replicas together
 MASK = torch.tensor([0.0, -torch.inf, 0.1])
 AVERAGE = {"lr": 1.0, "momentum": 0.0}
@@ -36,7 +39,11 @@ class Net(L.LightningModule):
     """Two stages."""
 
     def __init__(
-        self, optimizer: str = "adamw", norm: bool = False, dropout: float = 0.0, manual: bool = False
+        self,
+        optimizer: str = "adamw",
+        norm: bool = False,
+        dropout: float = 0.0,
+        manual: bool = False,
     ) -> None:
         super().__init__()
         self.first = nn.Sequential(nn.Linear(6, 9), *([nn.BatchNorm1d(9)] if norm else []), nn.Tanh())
@@ -74,6 +81,13 @@ class Net(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class Silent(Net):
+    """Logs nothing."""
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        return self.loss(*batch)
+
+
 @dataclass(frozen=True)
 class Job:
     """A training.
@@ -82,7 +96,8 @@ class Job:
         settings: Local SGD; None without it.
         batches: Number of batches.
         degrees: The program of a replica, as parallel degrees.
-        model, options: Arguments of `Net` and of the Trainer.
+        net: Class of the module.
+        model, options: Arguments of the module and of the Trainer.
         save: The step after which a checkpoint is written.
         resume: Name of the job whose checkpoint the training resumes from.
         bug: Name of a fault of `BUGS` that the training has.
@@ -94,6 +109,7 @@ class Job:
     settings: LocalSGD | None
     batches: int = 7
     degrees: dict[str, int] = field(default_factory=dict)
+    net: type[Net] = Net
     model: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     save: int = 0
@@ -129,7 +145,7 @@ def batches_of(job: Job, part: int, parts: int) -> list[list[Tensor]]:
 
 def made(job: Job) -> Net:
     torch.manual_seed(5)
-    return Net(**job.model).double()  # Lightning loads a checkpoint before it converts a module
+    return job.net(**job.model).double()  # Lightning loads a checkpoint before it converts a module
 
 
 # Faults
@@ -197,12 +213,23 @@ class Seen(L.Callback):
         self.logged: list[dict[str, float]] = []
         self.params: list[Tensor] = []
         self.end: dict[str, float] = {}
+        self.calls: list[int] = []  # of functions that communicate, after each batch
+        self._count = 0
+
+    def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            self._count += 1
+            return function(*args, **options)
+
+        return call
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
         found = trainer.callback_metrics
         self.logged.append({name: float(found[name]) for name in ("own", "mean") if name in found})
         own: Any = trainer.strategy.phase.fit.ownership.owned_params  # type: ignore[attr-defined]
         self.params.append(torch.cat([p.detach().flatten() for p in own.values()]))
+        self.calls.append(self._count)
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.end = {name: float(x) for name, x in trainer.callback_metrics.items()}
@@ -231,7 +258,11 @@ def fit(job: Job, rank: int, size: int, folder: Path) -> dict[str, Any]:
         accelerator="cpu", devices=size, strategy=strategy, callbacks=[seen, *callbacks], **options
     )
     file = str(folder / f"{job.resume}.ckpt") if job.resume else None
-    with mock.patch.object(*BUGS[job.bug]) if job.bug else contextlib.nullcontext():
+    with contextlib.ExitStack() as changes:
+        if job.bug:
+            changes.enter_context(mock.patch.object(*BUGS[job.bug]))
+        for name in CALLS:
+            changes.enter_context(mock.patch.object(dist, name, seen.counted(getattr(dist, name))))
         trainer.fit(module, train, train, ckpt_path=file)
     values = {name: x.detach().clone() for name, x in module.state_dict().items() if name not in APART}
     drawn = strategy.distributed_sampler_kwargs
@@ -241,6 +272,7 @@ def fit(job: Job, rank: int, size: int, folder: Path) -> dict[str, Any]:
         "mask": module.mask.clone(),
         "logged": seen.logged,
         "params": seen.params,
+        "calls": seen.calls,
         "end": seen.end,
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ TWO = [
 ]
 RESUMED = Job("resumed", local(), resume="whole", loader=True)
 MANUAL = Job("manual", local(), model={"manual": True})
+SILENT = Job("silent", local(), net=local_sgd.Silent)
 DDP = Job("ddp", None, model={"optimizer": "sgd"}, degrees={"dp": 2})
 DROPPED = [
     Job("dropout", local(every=9), batches=1, model={"dropout": 0.5}, alike=True),
@@ -71,7 +73,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     """What two processes have seen, by the name of the job."""
     folder = tmp_path_factory.mktemp("two")
-    jobs = [*TWO, RESUMED, DDP, *DROPPED, *FAULTY, MANUAL]
+    jobs = [*TWO, RESUMED, DDP, *DROPPED, *FAULTY, MANUAL, SILENT]
     return launch_trainings(2, local_sgd.train, folder / "ranks", 2, jobs, folder)
 
 
@@ -198,3 +200,12 @@ def test_the_blocks_of_the_page_run(tmp_path):
     ranks = launch_trainings(4, local_sgd.follow, tmp_path, COMMON, codes)
     assert len(codes) == 4 and [rank["fits"] for rank in ranks] == [2] * 4
     assert all(same(ranks[0]["values"], rank["values"]) for rank in ranks)
+
+
+def test_replicas_do_not_communicate_within_a_round(two):
+    """Each replica is one process here, so every call would be between replicas."""
+    for rank in two:
+        calls = rank["silent"]["calls"]
+        made = [after > before for before, after in itertools.pairwise(calls)]
+        # The exchange is in a batch, and rank 0 announces a signal at the start of the next batch.
+        assert made == [False, True, True, False, True, True]
