@@ -55,7 +55,23 @@ def save_pretrained(trainer: Any, path: str | os.PathLike[str], model: Any = Non
         PiperError: On every process, if any process cannot write; or the LightningModule does not have such a
             model; or the model has no values yet, or quantized weights that are not the frozen base of adapters.
     """
-    world, module = _run_of(trainer)
+    strategy, module = _run_of(trainer)
+    run, world = strategy.world, strategy.program_world
+    if run.size == world.size:
+        _save_model(trainer, module, path, model, world)
+        return
+
+    def work() -> None:
+        if RANK_ZERO in world.members:  # the other local replicas of local SGD have models of their own
+            _save_model(trainer, module, path, model, world)
+
+    together(run, "piper.save_pretrained", work)
+
+
+def _save_model(
+    trainer: Any, module: nn.Module, path: str | os.PathLike[str], model: Any, world: World
+) -> None:
+    """Write the model on the processes of one program. Collective over these processes."""
     found = _model_of(module, model)
     parts = _parts_of(trainer, module, found)
     folder = world.broadcast(os.fspath(path))
@@ -68,8 +84,8 @@ def save_pretrained(trainer: Any, path: str | os.PathLike[str], model: Any = Non
     save(found, Path(os.path.abspath(folder)), parts, world)
 
 
-def _run_of(trainer: Any) -> tuple[World, nn.Module]:
-    """Return the processes of a Trainer, and its module.
+def _run_of(trainer: Any) -> tuple[PiperStrategy, nn.Module]:
+    """Return the strategy of a Trainer, and its module.
 
     Raises:
         PiperError: transformers is missing, the Trainer does not have PiperStrategy, or it does not have a
@@ -89,7 +105,7 @@ def _run_of(trainer: Any) -> tuple[World, nn.Module]:
             "piper.save_pretrained: the Trainer does not have a module yet. Save in a hook, or after the fit"
             " [PIPER-K011]"
         )
-    return strategy.world, module
+    return strategy, module
 
 
 def _model_of(module: nn.Module, model: Any) -> Any:

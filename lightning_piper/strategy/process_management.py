@@ -108,6 +108,11 @@ class OverProcesses(_lightning.Strategy):
         return self._all_of(self.phase.replicas)
 
     @property
+    def program_world(self) -> World:
+        """The processes that run one program: all processes, or the processes of this local replica."""
+        return self._world_of(self.phase.replicas)
+
+    @property
     def _drawing(self) -> World:
         """The processes, each with the replica that it draws data for."""
         return self.world if self._join is None else self._world_of(tuple(range(self.world_size)))

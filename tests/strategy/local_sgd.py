@@ -264,6 +264,10 @@ def fit(job: Job, rank: int, size: int, folder: Path) -> dict[str, Any]:
         for name in CALLS:
             changes.enter_context(mock.patch.object(dist, name, seen.counted(getattr(dist, name))))
         trainer.fit(module, train, train, ckpt_path=file)
+    after: Any = None
+    if job.save:
+        trainer.save_checkpoint(folder / f"{job.name}, end.ckpt")
+        (after,) = trainer.validate(module, train, verbose=False)
     values = {name: x.detach().clone() for name, x in module.state_dict().items() if name not in APART}
     drawn = strategy.distributed_sampler_kwargs
     return {
@@ -274,6 +278,7 @@ def fit(job: Job, rank: int, size: int, folder: Path) -> dict[str, Any]:
         "params": seen.params,
         "calls": seen.calls,
         "end": seen.end,
+        "after": after,
     }
 
 
@@ -288,6 +293,35 @@ def train(rank: int, size: int, jobs: Sequence[Job], folder: Path) -> dict[str, 
         except piper.PiperError as error:
             found[job.name] = {"error": f"{type(error).__name__}: {error}"}
     return found
+
+
+def save_models(rank: int, folder: Path) -> dict[str, Any]:
+    """Train a model of transformers in local replicas of two stages, and save it after each batch."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    class Saved(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(5)
+            config = GPT2Config(vocab_size=16, n_embd=8, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0)
+            self.model = GPT2LMHeadModel(config)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.model(batch, labels=batch, use_cache=False).loss
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            piper.save_pretrained(self.trainer, folder / str(batch_idx))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    strategy = piper.PiperStrategy(pp=2, dp=1, microbatches=2, local_sgd=local(every=2), timeout=PATIENCE)
+    trainer = L.Trainer(**QUIET, accelerator="cpu", devices=4, strategy=strategy, max_epochs=1)
+    tokens = torch.randint(16, (3, 4, 6), generator=torch.Generator().manual_seed(rank // 2))
+    module = Saved()
+    trainer.fit(module, Counted(list(tokens)))
+    piper.save_pretrained(trainer, folder / "end")
+    return {name: x.detach().clone() for name, x in module.model.state_dict().items()}
 
 
 def follow(rank: int, before: str, codes: Sequence[str]) -> dict[str, Any]:

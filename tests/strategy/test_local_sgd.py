@@ -26,6 +26,7 @@ TWO = [
     Job("averaged", local(every=1, **AVERAGE), model={"optimizer": "sgd"}),
 ]
 RESUMED = Job("resumed", local(), resume="whole", loader=True)
+AGAIN = Job("again", local(), options={"max_epochs": 2}, resume="whole, end", loader=True)
 MANUAL = Job("manual", local(), model={"manual": True})
 SILENT = Job("silent", local(), net=local_sgd.Silent)
 DDP = Job("ddp", None, model={"optimizer": "sgd"}, degrees={"dp": 2})
@@ -73,7 +74,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     """What two processes have seen, by the name of the job."""
     folder = tmp_path_factory.mktemp("two")
-    jobs = [*TWO, RESUMED, DDP, *DROPPED, *FAULTY, MANUAL, SILENT]
+    jobs = [*TWO, RESUMED, AGAIN, DDP, *DROPPED, *FAULTY, MANUAL, SILENT]
     return launch_trainings(2, local_sgd.train, folder / "ranks", 2, jobs, folder)
 
 
@@ -209,3 +210,25 @@ def test_replicas_do_not_communicate_within_a_round(two):
         made = [after > before for before, after in itertools.pairwise(calls)]
         # The exchange is in a batch, and rank 0 announces a signal at the start of the next batch.
         assert made == [False, True, True, False, True, True]
+
+
+@pytest.mark.long
+def test_a_pretrained_model_is_saved_by_one_replica(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    ranks = launch_trainings(4, local_sgd.save_models, tmp_path / "ranks", tmp_path)
+    saved = [transformers.GPT2LMHeadModel.from_pretrained(tmp_path / name) for name in ("0", "1", "2", "end")]
+    values = [model.state_dict() for model in saved]
+    assert all(same(values[-1], rank) for rank in ranks)
+    assert all(distance(values[i], values[i + 1]) > 1e-6 for i in range(3))
+
+
+def test_a_training_continues_after_its_end(two):
+    """The first round of the second fit begins with the mean of the replicas, and the outer momentum stays."""
+    expected = reference(WHOLE)
+    values = expected.run()
+    for rank in two:
+        assert distance(values, rank["again"]["values"]) < ROUNDING
+        assert rank["whole"]["after"] == two[0]["whole"]["after"]
+    first = reference(WHOLE)
+    losses = [float(first.modules[0].loss(*batch)) for r in range(2) for batch in first.drawn(r)]
+    assert two[0]["whole"]["after"]["val_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
