@@ -16,14 +16,14 @@ from tests.museum.cases import Case, assert_caught
 
 CASES = {
     "router_unsummed": Case(
-        "router not summed", "graph", "router.weight reaches the optimizer as Partial.*its own gradient"
+        "router not summed", "graph", r"router\.weight.*every replica would step with its own gradient"
     ),
     "averaged_over_owners": Case("mean over owners", "training", "gradient blocks.0.up differs"),
     "owners_unsummed": Case(
-        "experts not summed", "graph", "blocks.0.up reaches the optimizer as Partial.*its own gradient"
+        "experts not summed", "graph", r"blocks\.0\.up.*every replica would step with its own gradient"
     ),
     "router_detached": Case(
-        "gradients stay at their experts", "graph", "rows are at experts. Combine them first"
+        "gradients stay at their experts", "graph", "(?i)reads cotangent .*experts.*combine them first"
     ),
     "brought_back_unordered": Case("back without the order of dispatch", "training", "differs"),
     "bias_moves_each_microbatch": Case(

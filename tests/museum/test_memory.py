@@ -19,9 +19,7 @@ from tests.strategy.models import vectors
 CASES = {
     "other_mask_recomputed": Case("second pass draws anew, interpreted", "execution", "gradient .* differs"),
     "random_recomputed": Case("random numbers computed again", "execution", "gradient .* differs"),
-    "statistics_twice": Case(
-        "second pass changes the buffer", "graph", "has 2 values, but it needs the last one alone"
-    ),
+    "statistics_twice": Case("second pass changes the buffer", "graph", "has 2 values, but it needs"),
     "logged_again": Case("second pass reports", "graph", "samples 0:2 count 2 times"),
     "recomputed_elsewhere": Case(
         "second pass elsewhere", "graph", "without a send and a receive between them"

@@ -7,8 +7,8 @@ import pytest
 from tests.museum.cases import Case, assert_caught
 
 CASES = {
-    "copies_step_apart": Case("tied update with own share", "graph", "where one device sums"),
-    "one_copy_steps": Case("tied update on one device", "graph", "its copy there would go stale"),
+    "copies_step_apart": Case("tied update with own share", "graph", "one device sums"),
+    "one_copy_steps": Case("tied update on one device", "graph", "is used on device 2, but no update"),
     "latest_gradient_sent": Case(
         "transfer of another microbatch",
         "graph",
