@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import traceback
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -323,7 +324,8 @@ def communicators(setting: Setting) -> Outcome:
     kept = []
     gc.collect()
     gc.disable()
-    with mock.patch.object(groups, "new_group_of_members", new_group):
+    with mock.patch.object(groups, "new_group_of_members", new_group), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*recorded no step")  # the profiler is there for its communicators
         for callbacks in ([], [Stops()]):
             fit, _ = setting.trainer(callbacks=callbacks, limit_val_batches=2, profiler=piper.PiperProfiler())
             module = Validated()
