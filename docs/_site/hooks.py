@@ -23,11 +23,13 @@ LOADED = re.compile(
 
 def on_files(files: Files, config: Any) -> Files:
     pages = {f"{page}.md": _beside(name) for name, page in BESIDE.items()} | {
-        "examples/benchmarks.md": _benchmarks()
+        "examples/benchmarks.md": _benchmarks(),
+        "examples/found.md": _found(),
     }
     pages |= {
         f"examples/{path.relative_to(ROOT / 'examples').with_suffix('')}.md": _code(path)
         for path in sorted((ROOT / "examples").rglob("*.py"))
+        if path.parent.name != "found"
     }
     for path in sorted((ROOT / "examples").glob("*.ipynb")):
         pages |= _notebook(path)
@@ -42,6 +44,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     markdown = re.sub(
         rf"\]\(\.\./({'|'.join(BESIDE)})\.md\)", lambda found: f"]({BESIDE[found[1]]}.md)", markdown
     )
+    markdown = re.sub(r"\]\(\.\./examples/found/(\w+)\.py\)", r"](examples/found.md#\1)", markdown)
     return re.sub(r"\]\(((?:\.\./)*)\.\./examples/([\w/]+)\.(?:py|ipynb)\)", r"](\1examples/\2.md)", markdown)
 
 
@@ -96,4 +99,12 @@ def _benchmarks() -> str:
     for path in sorted((ROOT / "benchmarks").glob("[!_]*.py")):
         doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         parts.append(f"## {path.stem}\n\n{doc}\n")
+    return "\n".join(parts)
+
+
+def _found() -> str:
+    """The scripts that show bugs of other packages."""
+    parts = ["# Scripts that show bugs of other packages\n"]
+    for path in sorted((ROOT / "examples" / "found").glob("*.py")):
+        parts.append(f"## {path.stem}\n\n```python\n{path.read_text(encoding='utf-8')}```\n")
     return "\n".join(parts)
