@@ -45,7 +45,7 @@ def program(
 
     Args:
         schedule: A key of `SCHEDULES`.
-        groups: For each pipeline rank, its devices.
+        groups: For each pipeline rank, its devices: one for each replica.
         microbatches: The number of microbatches of each replica.
         zero: The level of ZeRO, 0 to 3.
         experts: The number of devices that divide the experts. 1 does not divide them.
@@ -54,7 +54,8 @@ def program(
     """
     builder, per_rank = SCHEDULES[schedule]
     made = builder(per_rank * len(groups), microbatches, devices=groups)
-    made.append(piper.Replicate(zero=zero, bucket_size=bucket_size))
+    if len(groups[0]) > 1:
+        made.append(piper.Replicate(zero=zero, bucket_size=bucket_size))
     if experts > 1:
         made.append(piper.ShardExperts(filter={"EP": "*"}, devices=parts(groups, experts), stream=stream))
     return made
