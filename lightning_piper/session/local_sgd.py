@@ -227,19 +227,29 @@ class Rounds:
 
     def _average(self, pairs: Pairs) -> None:
         """Give all replicas the mean of their values."""
-        for anchor, change in self._changes(pairs):
+        for anchor, change in self._changes(pairs, constants=True):
             anchor.sub_(change)
         for anchor, value in pairs:
             value.copy_(anchor)
 
-    def _changes(self, pairs: Pairs) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield each anchor with the mean over the local replicas of the anchor minus the current value."""
+    def _changes(self, pairs: Pairs, constants: bool = False) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each anchor with the mean over the local replicas of the anchor minus the current value.
+
+        Args:
+            pairs: The anchors and the current values.
+            constants: Whether values may be infinite, as in masks. They do not change.
+        """
         for bucket in _buckets(pairs):
-            dtype = torch.promote_types(bucket[0][0].dtype, torch.float32)
-            # Equal values do not change, even if they are infinite, as in masks.
-            own = [(a.to(dtype) - x.detach()).masked_fill_(a == x, 0).flatten() for a, x in bucket]
-            mean = self._across.sum(torch.cat(own)).div_(self._settings.replicas)
-            for (anchor, _), change in zip(bucket, mean.split([a.numel() for a, _ in bucket]), strict=True):
+            first, _ = bucket[0]
+            sizes = [anchor.numel() for anchor, _ in bucket]
+            dtype = torch.promote_types(first.dtype, torch.float32)
+            flat = torch.empty(sum(sizes), dtype=dtype, device=first.device)
+            for room, (anchor, value) in zip(flat.split(sizes), bucket, strict=True):
+                room.copy_(anchor.flatten()).sub_(value.flatten())
+                if constants:
+                    room.masked_fill_((anchor == value).flatten(), 0)
+            mean = self._across.sum(flat).div_(self._settings.replicas)
+            for (anchor, _), change in zip(bucket, mean.split(sizes), strict=True):
                 yield anchor, change.view_as(anchor).to(anchor.dtype)
 
     def _check_alike(self, names: Sequence[str], buffers: Mapping[str, torch.Tensor]) -> None:

@@ -159,8 +159,8 @@ _changes, _load, _after, _due = Rounds._changes, Rounds._load, Rounds.after_upda
 
 
 def _scaled(factor: float) -> Callable[..., Iterator[Any]]:
-    def changes(rounds: Rounds, pairs: Any) -> Iterator[Any]:
-        for anchor, change in _changes(rounds, pairs):
+    def changes(rounds: Rounds, pairs: Any, constants: bool = False) -> Iterator[Any]:
+        for anchor, change in _changes(rounds, pairs, constants):
             yield anchor, change * factor
 
     return changes
