@@ -36,7 +36,7 @@ def complete(dag: TrainingDAG) -> None:
     _check_devices(dag)
     for chunk in dag.of_type(Chunk):
         if len(chunk.devices) != len(dag.mesh.group_ranks):
-            raise DirectiveError(_misplaced(dag, chunk))
+            raise _misplaced(dag, chunk)
     for update in dag.of_type(Update):
         # Check here even if verification is off: without a sum, each replica trains on its own gradients.
         if any(isinstance(dag.value(ref).placement, Partial) for ref in update.inputs):
@@ -56,7 +56,7 @@ def complete(dag: TrainingDAG) -> None:
     weigh(dag)
 
 
-def _misplaced(dag: TrainingDAG, chunk: Chunk) -> str:
+def _misplaced(dag: TrainingDAG, chunk: Chunk) -> DirectiveError:
     """Return the error for a chunk with another number of devices than the mesh of the program."""
     wanted = len(dag.mesh.group_ranks)
     if dag.member_axes:
@@ -67,7 +67,7 @@ def _misplaced(dag: TrainingDAG, chunk: Chunk) -> str:
     else:
         has = f"has {counted(wanted, 'replica')}"
         fix = f"Place the region on {wanted} devices, and let a replicate select it"
-    return (
+    return DirectiveError(
         f"{chunk.label} is on {counted(len(chunk.devices), 'device')}, {list(chunk.devices)} (directive "
         f"{chunk.placed_by}), but the program {has}. {fix} [PIPER-D009]"
     )
