@@ -440,3 +440,14 @@ def test_a_node_is_explained(project: Path, capsys: pytest.CaptureFixture[str]) 
     assert "has no node 999. Run `lightning-piper plan` to list its nodes" in capsys.readouterr().err
     assert main(["explain", "7", *arguments("", "--log-dir", str(project))[1:]]) == 1
     assert f"there is no recording in '{project}'" in capsys.readouterr().err
+
+
+def test_check_writes_a_certificate_that_the_checker_accepts(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert output(capsys, "check", "--certificate", "proved.json").endswith("ok\n")
+    assert main(["certificate", "proved.json"]) == 0
+    assert capsys.readouterr().out.startswith("proved.json: verified\n  assumes (")
+    with pytest.raises(SystemExit) as ended:
+        main(arguments("check", "--certificate", "absent/proved.json"))
+    assert ended.value.code == 2 and "cannot be written" in capsys.readouterr().err

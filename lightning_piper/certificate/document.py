@@ -69,6 +69,7 @@ def certificate_of(
                 "axes": list(axes),
                 "mesh": mesh_of(dag.mesh_of(name)),
                 "tensor": str(dag.spec_of(name)),
+                "held": placement_text(dag.code.divided[name][1]) if name in dag.code.divided else "S(0)",
             }
             for name, axes in dag.divided.items()
         },

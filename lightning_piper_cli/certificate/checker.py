@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_piper_cli.certificate.memory import COLLECTIVES, DeviceMemory, Fault, Json, need
+from lightning_piper_cli.certificate.operations import Operations
 
 FORMAT = "lightning-piper certificate 1"
 Share = list[Any]  # [value of the program, coordinates of the term, first sample, sample after the last one]
@@ -144,6 +145,9 @@ class Checker:
             self.each(device, memory.step, memory.end)
         for device in self.devices:
             self.each(device, self.typed, partial(self.ends, device))
+        operations = Operations(self.all)
+        operations.check()
+        self.assumptions = operations.assumptions
 
     def each(self, device: str, step: Callable[[Json], None], end: Callable[[], None]) -> None:
         """Call a function for each instruction of a device. Name the instruction in its fault."""
@@ -454,11 +458,13 @@ class Checker:
         parts = [there[0] for there in self.parties(x, experts["mesh"], [axis])]
         need(all((axis in value["held"]) == back for value in parts), "it moves rows that are not there")
         held = placed(given[0]["held"], axis, "R" if back else "S(0)")
+        name, region = given[0]["shares"][0][0], f"{x['region']}."
+        reading = [each for key, each in self.passes.items() if key.startswith(region)]
+        pairs = [pair for each in reading for pair in zip(each["inputs"], each["arrives"], strict=False)]
+        need(back or (name, x["direction"]) in pairs, f"its region reads {name} otherwise")
         if len(given) == 3:
-            counts = {share[0] for share in given[1]["shares"]} & set(
-                self.passes[f"{x['region']}.F"]["inputs"]
-            )
-            need(counts and axis in given[2]["held"], "it moves rows by other counts than its region's")
+            good = (given[1]["shares"][0][0], "counts") in pairs and axis in given[2]["held"]
+            need(good, "it moves rows by other counts than its region's")
         shares = joined(share for value in ([given[0]] if back else parts) for share in value["shares"])
         if back:  # the rows of the ranks that still share them
             ranks = line(experts["mesh"], [a for a in held if a in experts["axes"]], x["rank"])
@@ -518,10 +524,10 @@ class Checker:
     def _join(self, x: Json, given: list[Json]) -> list[Json]:
         in_order(given)
         found = (given[0]["shares"][0][2], given[-1]["shares"][-1][3])
-        good = all(value["kind"] == "argument" for value in given) and found == self.own(
-            x["rank"], 0, self.local
+        good = all(value["kind"] == "argument" and value["names"] == x["names"] for value in given)
+        need(
+            good and found == self.own(x["rank"], 0, self.local), f"it joins samples {found} of {x['names']}"
         )
-        need(good, f"it joins samples {found}, or values that are not arguments")
         return []
 
     def _deliver(self, x: Json, given: list[Json]) -> list[Json]:

@@ -111,6 +111,10 @@ FAMILIES: dict[str, Callable[[], tuple[Step, Any]]] = {
         ],
     ),
     "tensor parallel": _decoder(*_groups([0, 1]), tensors.divided([0, 1])),
+    "vocabulary": lambda: (
+        tensors.captured(),
+        piper.tensor_parallel(tensors.decoder(), tensors.tensors(8), 2),
+    ),
     "tensor parallel stages": _decoder(*tensors.stages(_TWO), tensors.divided(_TWO, sequence=True)),
     "ring attention": lambda: (ring.captured(), ring.around(2)),
     "sequences": lambda: (ring.captured(), ring.around(2, attention="heads")),
