@@ -170,7 +170,7 @@ class Operations:
         stated: Placement | None,
         degree: int,
     ) -> Held:
-        """Return the placement of an operation's result, from those of the tensors that it reads."""
+        """Return the placement of an operation's result, from the placements of the tensors that it reads."""
         key = f"%{node['name']}"
         if node["op"] == "getitem":
             made = held[read[0]][node["args"][1]] if isinstance(held[read[0]], list) else held[read[0]]

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Placement:
-    """What a member holds of a value: `kind` R, P or S. S: part i - turn of each of `runs` equal runs along `dim`."""
+    """The part of a value that a member holds: `kind` R, P or S. S: part i - turn of each of `runs` equal runs along `dim`."""
 
     kind: str = "R"
     dim: int = 0
