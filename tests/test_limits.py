@@ -89,11 +89,11 @@ def test_what_is_no_file_or_too_large(read: Callable[[Any], object], tmp_path: P
         (lambda: schedules.from_csv("0F0," + "x" * 200_000), "cannot be read as CSV"),
         (
             lambda: schedules.one_f_one_b(2, 4, devices=2),
-            r"devices=2. Give one device >= 0, or one group of "
+            r"devices=2 is not a list. Give one device >= 0, or one group of "
             r"devices, for each rank",
         ),
-        (lambda: schedules.one_f_one_b(2, 4, devices="01"), "devices='01'. Give one device"),
-        (lambda: schedules.one_f_one_b(2, 4, devices=[[0], [[1]]]), "Give one device"),
+        (lambda: schedules.one_f_one_b(2, 4, devices="01"), "devices='01' is not a list. Give one device"),
+        (lambda: schedules.one_f_one_b(2, 4, devices=[[0], [[1]]]), r"has \[\[1\]\] for rank 1. Give one"),
         (lambda: schedules.one_f_one_b(2, 4, tag="MB"), "tag and dim_name are both 'MB'"),
         (lambda: schedules.one_f_one_b(None, 4), "stages=None. Give an integer >= 1"),
         (lambda: parse([piper.Place(filter={}, devices=[0])] * 10_001), "at most 10000 directives"),

@@ -45,11 +45,14 @@ def read_json(path: str | PathLike[str], limit: int = FILE) -> Any:
     Raises:
         OSError, ValueError: As `read_text` does. Also ValueError if `parse_json` rejects the content.
     """
-    text = read_text(path, limit)
-    try:
-        return parse_json(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{error}. Correct the JSON there") from None
+    return parse_json(read_text(path, limit))
+
+
+def explained(error: OSError | ValueError) -> str:
+    """Return an error of `read_json` as a text with a fix. If the error does not have a fix, add one."""
+    if isinstance(error, OSError):
+        return f"{error}. Give the path of a file that this process may read"
+    return f"{error}{'' if '. Give ' in str(error) else '. Correct the file'}"
 
 
 def parse_json(text: str) -> Any:
@@ -64,23 +67,23 @@ def parse_json(text: str) -> Any:
             text, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite
         )
     except RecursionError:
-        raise ValueError("it is nested too deeply. Nest fewer lists and objects") from None
+        raise ValueError("it is nested too deeply") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-        raise ValueError(f"the key {shown(twice)} is given twice in one object. Give it once")
+        raise ValueError(f"the key {shown(twice)} is given twice in one object")
     return found
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a number in JSON. Write a finite number")
+    raise ValueError(f"{name} is not a number in JSON")
 
 
 def _finite(text: str) -> float:
     value = float(text)
     if math.isinf(value):
-        raise ValueError(f"the number {text[:40]} is too large. Write a number below 1.8e308")
+        raise ValueError(f"the number {text[:40]} is too large")
     return value

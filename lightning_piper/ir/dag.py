@@ -470,6 +470,10 @@ def _set(node: Node, **fields: object) -> None:
     """Set fields of a node, which is frozen for all other code. Raise an error if the node lacks a field."""
     for name, value in fields.items():
         if name not in node.__dataclass_fields__:
-            accepted = ", ".join(name for name in node.__dataclass_fields__ if name not in ("id", *READS))
+            accepted = ", ".join(
+                name
+                for name in (field.name for field in dataclasses.fields(node))
+                if name not in ("id", *READS)
+            )
             raise ValueError(f"%{node.id} {node.label} has no field {name!r}. Give one of {accepted}")
         object.__setattr__(node, name, value)

@@ -8,7 +8,7 @@ from fractions import Fraction
 from os import PathLike
 
 from lightning_piper.common.limits import is_number, shown
-from lightning_piper.common.user_files import name_of, read_json
+from lightning_piper.common.user_files import explained, name_of, read_json
 from lightning_piper.errors import SimulationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
@@ -286,7 +286,7 @@ def read_durations(path: str | PathLike[str]) -> dict[str, Number]:
         ) from None
     except (OSError, ValueError) as error:
         raise SimulationError(
-            f"durations file {name_of(path)} cannot be read as JSON: {error} [PIPER-T001]"
+            f"durations file {name_of(path)} cannot be read as JSON: {explained(error)} [PIPER-T001]"
         ) from None
     if not isinstance(content, dict):
         raise SimulationError(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_piper.common.limits import integer, shown
-from lightning_piper.common.user_files import name_of, read_json
+from lightning_piper.common.user_files import explained, name_of, read_json
 from lightning_piper.errors import SimulationError
 from lightning_piper.plan.instructions import Channel, Collective, SendInstruction
 from lightning_piper.plan.plan import Plan
@@ -115,7 +115,7 @@ class Hardware:
             ) from None
         except (OSError, ValueError) as error:
             raise SimulationError(
-                f"hardware file {name_of(name)} cannot be read as JSON: {error} [PIPER-T002]"
+                f"hardware file {name_of(name)} cannot be read as JSON: {explained(error)} [PIPER-T002]"
             ) from None
         return _hardware(f"hardware file {name_of(name)}", content)
 

@@ -125,7 +125,7 @@ FAULTS: dict[str, tuple[int, Edit, str]] = {
     ),
     "dropped post": (1, drop(Irecv, 1), r"slot s\d+ is not written"),
     "dropped wait": (1, drop(WaitWork, 1), r"slot s\d+ is read before it is written"),
-    "dropped retire": (0, drop(WaitSend, 2), "no instruction waits for 1 of its sends"),
+    "dropped retire": (0, drop(WaitSend, 2), "no instruction waits for 1 send of the plan"),
     "dropped reduce": (0, drop(AllReduceInstruction), r"slot s\d+ is not written"),
     "dropped report": (0, drop(ReportInstruction), "at the end, slots are not empty"),
     "dropped forward": (0, drop(Run, 0), r"slot s\d+ is read before it is written"),

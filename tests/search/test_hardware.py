@@ -131,7 +131,7 @@ def changed(tmp_path: Path, **changes: Any) -> Path:
 LINK = {"devices": 8, "latency": 1e-6, "bandwidth": 1e9}
 HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "a key that is missing": ({"memory": None}, r"mine\.json'? lacks 'memory'"),
-    "a key too many": ({"speed": 1}, "has 'speed'. Give one of name, source, memory"),
+    "a key too many": ({"speed": 1}, "the key 'speed' is unknown. Give one of name, source, memory"),
     "a negative number": ({"bandwidth": -1}, "bandwidth is -1. Give a number > 0"),
     "zero": ({"memory": 0}, "memory is 0. Give a number > 0"),
     "a truth value": ({"host_memory": True}, "host_memory is True"),

@@ -344,8 +344,8 @@ FAULTS = [
                              r"has only a shard of it"),
     Fault(gathers_missing, 1, r"F\[PP=0,MB=0\] .* reads the whole of first.weight, but this device "
                               r"has only a shard of it"),
-    Fault(frozen_parameter_not_gathered, 3, r"F\[PP=0,MB=0\] .* its own copy of mixing, of which this "
-                                            r"device has a shard alone",
+    Fault(frozen_parameter_not_gathered, 3, r"F\[PP=0,MB=0\] .* reads the whole of mixing, but this "
+                                            r"device has only a shard of it",
           model="frozen"),
     Fault(shard_read, 3, r"F\[PP=0,MB=0\] .* reads parameter first.weight from a shard: gather it first"),
     Fault(gather_of_the_other_stage, 3, r"reads parameter first.weight from param:second.weight.*, which "
@@ -374,12 +374,12 @@ FAULTS = [
     Fault(packed_elsewhere, 2, r"pack .* packs first.weight, first.bias, which grad second.weight.* does "
                                r"not hold"),
     Fault(updated_twice, 3, r"first.weight is updated twice on the same devices, by update .* and update"),
-    Fault(shard_and_partial, 2, r"as S\(0\) to P\(sum\), or of another bucket"),
+    Fault(shard_and_partial, 2, r"with the placement S\(0\) to a value with the placement P\(sum\)"),
     Fault(shard_and_whole, 3, r"gradient of a.weight \(update .*\): adds R and S\(0\)", model="used_twice"),
     Fault(names_turned, 2, r"differently from the tensor of the bucket of first.weight, first.bias"),
     Fault(shard_without_bucket, 2, r"reducescatter .* makes grad:first.weight,first.bias in shards, but "
                                    r"does not put it into a bucket"),
-    Fault(gradients_said_to_be_whole, 0, r"declares grad:first.weight,first.bias R, but its code makes "
+    Fault(gradients_said_to_be_whole, 0, r"declares grad:first.weight,first.bias as R, but its code makes "
                                          r"grad:first.weight, first.bias P\(sum\)"),
     Fault(metrics_unsummed, 3, r"report .* reads metrics:returned loss,train_loss of metrics"),
     Fault(replicas_turned, 3, r"has device [02] as replica [01], but in another node this device is replica [01]"),
@@ -400,7 +400,7 @@ def test_a_fault_is_refused(fault: Fault) -> None:
 
 @pytest.mark.parametrize("fault, says", [
     (metrics_unsummed, r"report .* reads metrics.* of one device only: sum it over the devices"),
-    (metrics_said_to_be_whole, r"metrics .* makes R, and there are 2 devices"),
+    (metrics_said_to_be_whole, r"metrics .* makes a value with the placement R, but the step has 2 devices"),
 ])  # fmt: skip
 def test_metrics_of_replicas_alone_are_refused(fault: Callable[[TrainingDAG], None], says: str) -> None:
     """One stage: every device has the value that the report reads, though only its own replica's part of

@@ -134,13 +134,15 @@ class DataDependentTensor:
     def _cause(self) -> str:
         """The operation that selects by values, as messages name it."""
         first: DataDependentTensor = self
-        while type(inner := first.args[0] if first.args else None) is DataDependentTensor:
-            first = inner
+        while inner := [
+            x for x in _torch.tree_flatten((first.args, first.kwargs))[0] if type(x) is type(self)
+        ]:
+            first = inner[0]
         if first.function is torch.Tensor.__getitem__:
             index, _ = _torch.tree_flatten(first.args[1:])
             masks = any(isinstance(x, torch.Tensor) and x.dtype == torch.bool for x in index)
             return "a boolean mask" if masks else "an index with the value of a tensor"
-        return f"torch.{first.function.__name__}" if first.function in SELECTING else "an operation"
+        return f"torch.{first.function.__name__}"
 
     def __getattr__(self, name: str) -> Any:
         if name not in _FOLLOWED:

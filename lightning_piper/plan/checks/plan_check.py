@@ -172,7 +172,8 @@ def _check_sends(plan: Plan) -> None:
     if sent:
         shown = next(iter(sent.values())).where
         raise VerificationError(
-            f"plan of device {plan.device}: no instruction waits for {counted(len(sent), 'send')} of the plan, first {shown}"
+            f"plan of device {plan.device}: no instruction waits for {counted(len(sent), 'send')} of the plan. The first "
+            f"one is {shown}"
             f"{ADVICE} [PIPER-V003]"
         )
     if reports != 1:
