@@ -140,7 +140,7 @@ def test_nodes_are_frozen_and_changed_by_their_dag() -> None:
     assert dag.nodes[node.id].devices == (0,)
     with pytest.raises(ValueError, match=r"change cannot set inputs. Use rewire to change what a node reads"):
         dag.change(node, inputs=())
-    with pytest.raises(ValueError, match="has no field 'peers'. Give one of outputs, tags, devices"):
+    with pytest.raises(ValueError, match=r"has no field 'peers'\. Give one of outputs, tags, devices"):
         dag.change(node, peers=(1,))
 
 
