@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import lightning_piper as piper
 from lightning_piper.compiler import compile
+from lightning_piper.errors import CaptureError
 from lightning_piper.verify import interpret
 from tests.strategy.fitting import Batches, distance, local, trainer, values
 
@@ -179,3 +180,75 @@ def test_a_loss_times_its_own_number_is_logged() -> None:
     fit, record = trainer(local([*STAGES, SPLIT]), max_steps=1)
     fit.fit(module, Batches([batch]))
     assert float(record.logged[0]["squared"]) == pytest.approx(whole**2, rel=1e-14)
+
+
+class Texts(Classifier):
+    """A classifier that keeps a text, a key and an attribute made from values, and predicts texts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[Any] = []
+        self.of: dict[Any, Any] = {}
+        self.last: Any = None
+
+    def classes(self, batch: Any) -> Tensor:
+        return self.logits(batch[0]).argmax(1)
+
+    def keep(self, batch: Any) -> Any:
+        return None
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.keep(batch)
+
+    predict_step = validation_step
+
+
+class Joined(Texts):
+    def keep(self, batch: Any) -> None:
+        self.lines.append(" ".join(map(str, self.classes(batch).tolist())))
+
+
+class Keyed(Texts):
+    def keep(self, batch: Any) -> None:
+        self.of[f"sum {batch[1].sum().item()}"] = self.classes(batch)
+
+
+class Attribute(Texts):
+    def keep(self, batch: Any) -> None:
+        self.last = f"sum {self.classes(batch).sum().item():.2f}"
+
+
+class Returned(Texts):
+    def keep(self, batch: Any) -> Any:
+        return {"text": [f"class {x}" for x in self.classes(batch).tolist()]}
+
+
+class Printed(Texts):
+    """The control: the text is only printed, and the numbers are kept."""
+
+    def keep(self, batch: Any) -> None:
+        found = self.classes(batch).tolist()
+        print(f"classes {found}")
+        self.lines.append(found)
+
+
+def compiled_texts(cls: type[Texts], step: str) -> Any:
+    torch.manual_seed(1)
+    batch = torch.randn(6, 4, dtype=torch.float64), torch.randint(3, (6,))
+    return compile(cls(), batch, STAGES, step=step)
+
+
+@pytest.mark.parametrize("step", ["validation_step", "predict_step"])
+@pytest.mark.parametrize(
+    "cls, of", [(Joined, "state"), (Keyed, "state"), (Attribute, "state"), (Returned, "result")]
+)
+def test_an_evaluation_that_keeps_a_text_of_a_value_is_not_captured(
+    cls: type[Texts], of: str, step: str
+) -> None:
+    with pytest.raises(CaptureError, match=f"the {of} .*{step}.*text made from the value of a tensor"):
+        compiled_texts(cls, step)
+
+
+def test_an_evaluation_that_prints_a_text_and_keeps_numbers_is_captured(capsys: Any) -> None:
+    assert compiled_texts(Printed, "validation_step").plans
+    assert "classes [<value known after the step>" in capsys.readouterr().out
