@@ -356,8 +356,9 @@ class PiperStrategy(SavingStrategy):
         if state is not None and not (start.resumes and fit.optimizer.is_whole):
             self._load_optimizer(fit, {**state, "param_groups": fit.optimizer.full_groups()})
         _lightning.move_optimizers(self.optimizers, self.root_device)
-        if self._local_replica == 0:
-            fit.record(self._profile)
+        fit.record(self._profile)
+        if self._local_replica:
+            fit.recording = None  # local replica 0 writes the files
 
     def _rounds(self, fit: Fit) -> Rounds | None:
         """Return the exchanges of a fit under local SGD, after all replicas have the same parameters, or the

@@ -98,6 +98,7 @@ class Job:
         degrees: The program of a replica, as parallel degrees.
         net: Class of the module.
         model, options: Arguments of the module and of the Trainer.
+        strategy: Other arguments of the strategy.
         save: The step after which a checkpoint is written.
         resume: Name of the job whose checkpoint the training resumes from.
         bug: Name of a fault of `BUGS` that the training has.
@@ -112,6 +113,7 @@ class Job:
     net: type[Net] = Net
     model: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    strategy: dict[str, Any] = field(default_factory=dict)
     save: int = 0
     resume: str = ""
     bug: str = ""
@@ -240,7 +242,7 @@ def fit(job: Job, rank: int, size: int, folder: Path) -> dict[str, Any]:
     if job.settings is not None and rank >= size // job.settings.replicas and not job.resume:
         with torch.no_grad():  # only the values of replica 0 count
             module.first[0].weight.add_(1.0)
-    strategy = piper.PiperStrategy(local_sgd=job.settings, timeout=PATIENCE, **job.degrees)  # type: ignore[arg-type]
+    strategy = piper.PiperStrategy(local_sgd=job.settings, timeout=PATIENCE, **job.degrees, **job.strategy)  # type: ignore[arg-type]
     shared = job.degrees.get("pp", 1)  # processes that work on one batch
     if job.loader:
         x, y = samples(job.batches)
@@ -253,7 +255,7 @@ def fit(job: Job, rank: int, size: int, folder: Path) -> dict[str, Any]:
     if job.save:
         callbacks.append(ModelCheckpoint(folder, job.name, every_n_train_steps=job.save, save_top_k=-1))
     options = {"max_epochs": 1, "precision": "64-true", "num_sanity_val_steps": 0, **job.options}
-    options |= {**QUIET, "enable_checkpointing": bool(job.save)}
+    options |= {**QUIET, "enable_checkpointing": bool(job.save), "default_root_dir": folder / "root"}
     trainer = L.Trainer(
         accelerator="cpu", devices=size, strategy=strategy, callbacks=[seen, *callbacks], **options
     )

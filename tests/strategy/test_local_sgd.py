@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_piper import Schedule
 from tests.distributed.processes import launch_trainings
 from tests.strategy import local_sgd
 from tests.strategy.fitting import distance, same
@@ -54,6 +55,8 @@ FOUR = [
         )
     ),
     Job("parts of stages", local(every=4, parts=2), degrees=PP2, batches=9, model={"optimizer": "sgd"}),
+    Job("verified", local(), degrees=PP2, strategy={"verify": "each"}),
+    Job("recorded", local(), degrees=PP2, strategy={"profile": Schedule(wait=2, warmup=1, active=1)}),
     Job(OTHER, local(2), degrees={"dp": 2}, resume="four replicas"),
     Job("parts", local(4, every=4, parts=2), batches=9, model={"optimizer": "sgd"}),
 ]
