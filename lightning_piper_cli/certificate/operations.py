@@ -22,7 +22,7 @@ FREE = {
     "aten.t.default",
     "aten.sym_size.int",
 }  # views and copies
-PROVED = "the placements of an operation of Piper, which the rules do not know, are as stated"
+PROVED = "an operation of Piper without a rule has the stated placements and numbers of parts"
 LOSSES = "the loss and logged values are sums of terms over independent samples, with the stated weights"
 LINEAR = "the backward pass is not linear in the gradient of the loss"
 SIZES = "a number in the code for fewer samples that is in proportion to the samples follows their number"
@@ -77,15 +77,15 @@ class Operations:
         renamed = {f"%{a['name']}": f"%{b['name']}" for a, b in zip(whole, code, strict=True)}
         for a, b in zip(whole, code, strict=True):
             where = f"code {name}, {b['name']} ({b['op']})"
-            known = not b["op"].startswith("lightning_piper.attend")  # its numbers of parts and of turns
-            if (
-                other_form and a["op"] == "aten.mm.default"
-            ):  # or the product of the transposes, in the other order
+            if b["op"].startswith("lightning_piper.attend"):  # it has its own numbers of parts and turns
+                a, b = ({**x, "args": list(references(x["args"], x["more"])), "more": {}} for x in (a, b))
+            # Without views, a product may be the product of the transposes, in the other order.
+            if other_form and a["op"] == "aten.mm.default":
                 a = {**a, "args": sorted(renamed[x] for x in a["args"])}
                 b = {**b, "args": sorted(b["args"])}
             more = a["more"] if b["more"] or not other_form else {}
             self.factor = b["op"] in FACTORS
-            for one, other in ((a["args"], b["args"]), (more, b["more"])) if known else ():
+            for one, other in ((a["args"], b["args"]), (more, b["more"])):
                 need(
                     self.alike(one, other, renamed, samples, parts),
                     f"{where}: {other} is {one} in the program",
