@@ -320,8 +320,8 @@ def test_what_is_wrong_is_refused(fields, expected):
 def test_names_of_no_operation_are_refused():
     with pytest.raises(
         CaptureError,
-        match=r"the pattern 'mul_mat' in keep matches no operation of the selected regions\. Their "
-        r"operations are .*mm",
+        match=r"the pattern 'mul_mat' in keep matches no operation of the selected regions\. "
+        r"Remove it, or give a pattern for one of their operations: .*mm",
     ):
         compiled_for([ONE, again(["mul_mat"])])
 
