@@ -41,6 +41,7 @@ class Setting(NamedTuple):
         replicas: The number of replicas, each on a node of its own.
         samples: The sequences of a microbatch of one replica.
         experts: The number of devices that divide the experts.
+        forward: Seconds of the forward pass of a middle stage of 1F1B, the calibration.
     """
 
     size: str
@@ -48,6 +49,7 @@ class Setting(NamedTuple):
     replicas: int
     samples: int
     experts: int = 1
+    forward: float = FORWARD
 
     @property
     def microbatches(self) -> int:
@@ -87,7 +89,7 @@ def roofline(setting: Setting, stages: int) -> dict[PassKey, float]:
 def durations(setting: Setting, stages: int, head: bool = False) -> dict[PassKey, float]:
     """Return the seconds of each pass of a microbatch.
 
-    The forward passes of a middle stage of 1F1B take `FORWARD` seconds. With several stages on each rank,
+    The forward passes of a middle stage of 1F1B take `setting.forward` seconds. With several stages on each rank,
     `stages // setting.ranks` consecutive stages have the layers of one stage of 1F1B.
 
     Args:
@@ -100,13 +102,13 @@ def durations(setting: Setting, stages: int, head: bool = False) -> dict[PassKey
     middle = range(setting.ranks // 2 * each, (setting.ranks // 2 + 1) * each)
     regions = captured(setting, stages).at(setting.samples).regions
     full = sum(times[r.index, "F"] for r in regions if r.tags["PP"] in middle)
-    made = {key: t * FORWARD / full for key, t in times.items()}
+    made = {key: t * setting.forward / full for key, t in times.items()}
     if head:
         last = regions[-1].index
         layer = max(r.index for r in regions if r.tags["PP"] == stages - 2)
         for kind in ("F", "B", "BI", "BW"):
             extra = times[last, kind] - times.get((layer, kind), 0)
-            made[last, kind] -= extra * (FORWARD / full - 1)
+            made[last, kind] -= extra * (setting.forward / full - 1)
     return made
 
 

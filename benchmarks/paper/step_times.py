@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.paper.setting import Setting, compiled, simulated
+from benchmarks.paper.setting import FORWARD, Setting, compiled, simulated
 from benchmarks.paper.table import compared, gain, percent, show
 from lightning_piper.compiler import Compiled
 from lightning_piper.simulate import Network
@@ -97,7 +97,8 @@ def r5() -> None:
         first = 0.0
         for ranks in (4, 8):
             for replicas in (1, 2, 4):
-                setting = Setting("9B", ranks, replicas, samples=4)
+                # With twice as many ranks, a stage has half of the layers.
+                setting = Setting("9B", ranks, replicas, samples=4, forward=FORWARD * 4 / ranks)
                 time = seconds(setting, compiled(setting, "1F1B", zero=0))
                 rate = setting.replicas * setting.microbatches * setting.samples / time
                 first = first or rate / ranks
