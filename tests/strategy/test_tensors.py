@@ -128,6 +128,45 @@ def test_batches_may_have_other_lengths(values):
     assert far(found["divided"], found["alone"]) < ROUNDING < 1e-6 < far(found["another"], found["alone"])
 
 
+class Quotient(Decoder):
+    """Divides the sum of the losses by the number of tokens, and logs the quotient."""
+
+    counted = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(DIM, DIM), torch.nn.Tanh()) for _ in range(2)
+        )
+
+    def loss_of(self, batch: Any) -> Any:
+        tokens, target = batch
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        scores = self.head(x).flatten(0, 1)
+        total = torch.nn.functional.cross_entropy(scores, target.flatten(), reduction="sum")
+        return total / ((target != -100).sum() if self.counted else target.numel())
+
+
+class QuotientOfAll(Quotient):
+    counted = False
+
+
+@pytest.mark.parametrize("degrees", [{"cp": 2, "dp": 2}, {"cp": 2, "microbatches": 2}], ids=str)
+def test_a_logged_quotient_of_sums_is_that_of_one_device(degrees):
+    """Its numerator, a sum over the sequences, is a result of the step."""
+    found = {}
+    for name, kind in (("alone", Quotient), ("divided", Quotient), ("another", QuotientOfAll)):
+        torch.manual_seed(0)
+        strategy = local(None, capture="always", **degrees) if name == "divided" else "auto"
+        trainer = fit(module := kind().double(), strategy, max_epochs=1)
+        found[name] = module, float(trainer.callback_metrics["loss"])
+    (divided, loss), (alone, expected), (another, other) = (found[x] for x in ("divided", "alone", "another"))
+    assert far(divided, alone) < ROUNDING < 1e-6 < far(another, alone)
+    assert abs(loss - expected) < ROUNDING < 1e-6 < abs(other - expected)
+
+
 class Stepping(Decoder):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.05)

@@ -44,6 +44,7 @@ from lightning_piper.capture.steps.code_structure import (
 )
 from lightning_piper.capture.steps.named_tensors import laid_out, named_tensors, resized
 from lightning_piper.capture.steps.symbolic_step import SymbolicStep, SymbolicTraces
+from lightning_piper.capture.tensor_sharding.placement_changes import return_copies
 from lightning_piper.capture.tensor_sharding.propagation import propagate_placements
 from lightning_piper.capture.tracing.step_trace import Fakes, TracedStep, fakes_of, trace
 from lightning_piper.common.garbage_collection import uncollected
@@ -526,6 +527,7 @@ class CapturedStep:
         propagations = propagate_placements(weighed.graph, self.divisions, names) if self.divisions else []
         for propagation in propagations if self._whole is not None else ():
             localize(weighed.graph, propagation.held, propagation.degree)
+        return_copies(weighed.graph)
         return {
             name: (propagation.division.axis, part)
             for propagation in propagations

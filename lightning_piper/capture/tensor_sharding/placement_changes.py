@@ -14,7 +14,7 @@ from lightning_piper.capture.joint.region_assignment import tags_of
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.common.operation_families import RESHAPES
 from lightning_piper.ir.values import Partial, Placement, Replicated, Sharded, is_shift
-from lightning_piper.placements.placement_changes import CHANGE, FOLLOWS, PlacementMap
+from lightning_piper.placements.placement_changes import CHANGE, FOLLOWS, PLACEMENTS, PlacementMap
 from lightning_piper.placements.rule import shape_of
 from lightning_piper.placements.views import regrouping
 
@@ -228,6 +228,17 @@ def make_like(graph: Graph, node: Node, target: Any, args: tuple[Any, ...], val:
         "val": node.meta["val"] if val is None else val
     }
     return made
+
+
+def return_copies(graph: Graph) -> None:
+    """Let the graph return a copy of each changed value that it returns. A change of placement runs between two
+    passes, so only a pass after it can return the value."""
+    output = graph.output_node()
+    for node in [x for x in output.all_input_nodes if x.target is CHANGE]:
+        with graph.inserting_after(node):
+            copy = make_like(graph, node, torch.ops.aten.clone.default, (node,))
+        copy.meta[PLACEMENTS] = node.meta.get(PLACEMENTS, ())
+        output.replace_input_with(node, copy)
 
 
 def has_own_region(x: Node) -> bool:
