@@ -427,8 +427,8 @@ def term_left_out(dag: TrainingDAG) -> None:
         (twice, r"gradient of first.weight.* samples 0:1 count 2 times: take each sample once"),
         (
             exchanged,
-            r"gradient of first.weight.*: update .* on device 0.* and update .* on device 1.* in another "
-            r"order",
+            r"gradient of first.weight.*: update .* on device 0.* and update .* on device 1.* must add up the "
+            r"same values in the same order",
         ),
         (one_home_twice, r"gradient of first.weight.* samples 0:1 count 2 times"),
         (term_left_out, r"gradient of first.weight.* samples 1:2 are missing"),

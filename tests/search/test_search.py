@@ -541,11 +541,11 @@ def test_other_sizes_are_refused(value: Any) -> None:
 
 
 @pytest.mark.parametrize(("given", "told"), [
-    ({"devices": 0}, "devices=0. Give an integer from 1 to"),
+    ({"devices": 0}, "devices=0 is not usable. Give an integer from 1 to"),
     ({"devices": True}, "devices=True"),
     ({"devices": 2.5}, "devices=2.5"),
-    ({"memory": "lots"}, "memory='lots'. Give bytes above 0"),
-    ({"objective": "speed"}, "objective='speed'. Give one of time, memory"),
+    ({"memory": "lots"}, "memory='lots' is not usable. Give bytes above 0"),
+    ({"objective": "speed"}, "objective='speed' is not usable. Give one of time, memory"),
     ({"workload": Workload((), 4)}, "the workload has no blocks"),
     ({"workload": replace(chain(), samples=0)}, "samples=0"),
     ({"workload": None}, "Give a Workload"),

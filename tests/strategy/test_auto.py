@@ -659,11 +659,11 @@ def test_a_search_that_finds_no_program(devices, monkeypatch):
     ("given", "told"),
     [
         ({"devices": 0}, "devices=0"),
-        ({"objective": "speed"}, "objective='speed'. Give one of time, memory"),
+        ({"objective": "speed"}, "objective='speed' is not usable. Give one of time, memory"),
         ({"memory": "24XB"}, "memory='24XB'"),
         ({"hardware": 3}, "hardware=3"),
         ({"gap": "x"}, "gap='x'"),
-        ({"schedules": "gpipe"}, "schedules='gpipe'. Give some of"),
+        ({"schedules": "gpipe"}, "schedules='gpipe' is not usable. Give some of"),
         ({"levels": (4,)}, "levels="),
         ({"bugdet": 3}, "'bugdet' is unknown. Give one of"),
     ],
