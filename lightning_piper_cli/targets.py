@@ -135,11 +135,14 @@ def _found(target: str) -> Any:
     check_target(target)
     place, name = _divided(target)
     found = _from_file(Path(place)) if place.endswith(".py") else _from_package(place)
+    before = ""
     for part in name.split("."):
         if not hasattr(found, part):
-            there = ", ".join([other for other in vars(found) if not other.startswith("_")][:8])
-            raise UsageError(f"{place} has no {name!r}. Give one of its names: {there or 'none'}")
-        found = getattr(found, part)
+            public = [f"{before}{other}" for other in vars(found) if not other.startswith("_")]
+            more = f" and {len(public) - 8} more" if len(public) > 8 else ""
+            fix = f"Give one of its names: {', '.join(public[:8])}{more}" if public else "Define it there"
+            raise UsageError(f"{place} has no {before + part!r}. {fix}")
+        found, before = getattr(found, part), f"{before}{part}."
     return found
 
 

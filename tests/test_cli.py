@@ -152,7 +152,9 @@ def test_check_fails_where_a_step_that_is_run_is_another(
     monkeypatch.setattr(
         cli, "verify_step", lambda *args: Report((ReportRow(0, "place", "bitwise", wrong, wrong),))
     )
-    assert failure(capsys, "check", "--run").endswith("NOT EQUIVALENT\n[PIPER-V001]\n")
+    assert failure(capsys, "check", "--run").endswith(
+        "NOT EQUIVALENT\nIf you wrote a directive or an operation, correct it. Otherwise, report this [PIPER-V001]\n"
+    )
 
 
 def untimed(text: str) -> str:
@@ -318,7 +320,7 @@ def test_files_that_are_not_there_fail(project: Path, capsys: pytest.CaptureFixt
     )
     assert (
         failure(capsys, "simulate", "--latency", "-1")
-        == "latency is -1.0. Give 0, or a number from 1e-15 to 1e15 [PIPER-T001]\n"
+        == "Link: latency is -1.0. Give 0, or a number from 1e-15 to 1e15 [PIPER-T001]\n"
     )
 
 

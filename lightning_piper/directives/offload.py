@@ -58,15 +58,14 @@ class Offload(Directive):
 
     def check_fields(self) -> None:
         self.check_filter("filter", self.filter)
-        if (
-            not isinstance(self.saved, bool)
-            or not isinstance(self.states, bool)
-            or not (self.saved or self.states)
-        ):
+        for name in ("saved", "states"):
+            if not isinstance(value := getattr(self, name), bool):
+                self.refuse(name, f"{shown(value)} is not a bool", "give True or False [PIPER-D015]")
+        if not (self.saved or self.states):
             self.refuse(
                 "saved",
-                f"saved={shown(self.saved)} with states={shown(self.states)} moves nothing",
-                "give True or False for both, and True for at least one [PIPER-D015]",
+                "saved=False with states=False moves nothing",
+                "give True for at least one of them [PIPER-D015]",
             )
         self.check_stream("store_stream", "store")
         self.check_stream("fetch_stream", "fetch")

@@ -96,8 +96,8 @@ class Recompute(Directive):
         if not second:
             self.refuse(
                 "filter",
-                "no backward pass of the selected regions reads saved values",
-                "select a region that trains [PIPER-D013]",
+                "the selected regions save nothing for a backward pass, so there is nothing to recompute",
+                "select other regions, or remove the directive [PIPER-D013]",
             )
 
     def _recompute(self, dag: TrainingDAG, backward: Chunk, second: dict[int, Chunk]) -> None:

@@ -187,7 +187,7 @@ def run(
             _step(made, [(p, seen[-1][i]) for i, p in params.items()], apart)
     moving = any(grad.any() for step in seen for grad in step.values())
     if moving and all(torch.equal(p, before[i]) for i, p in params.items()):
-        raise RuntimeError("it does not change the copies of its parameters")
+        raise RuntimeError("its steps changed none of the parameters")
     return TrialResult(
         scenario,
         before,

@@ -71,26 +71,33 @@ def agree_on_batch(
     if world.size == 1:
         return lacking, False
     rest, shapes = batch_spec.key
-    own = (_sum((key, rest)), _sum(shapes), _checksum(leaves, step) ^ state)
-    # For each replica and each of the three checksums in `own`: the largest value, and the largest negated
+    own = (_sum((key, rest)), _sum(shapes), _checksum(leaves, step), state)
+    # For each replica and each of the four checksums in `own`: the largest value, and the largest negated
     # value, which shows the smallest value.
-    sums = [NOTHING] * 6 * world.count
-    sums[6 * world.replica : 6 * world.replica + 6] = [end for x in own for end in (x, -x)]
+    sums = [NOTHING] * 8 * world.count
+    sums[8 * world.replica : 8 * world.replica + 8] = [end for x in own for end in (x, -x)]
     message = torch.tensor([int(lacking), *sums])
     dist.all_reduce(message, op=dist.ReduceOp.MAX, group=world.host_group)
     anybody, *found = message.tolist()
     for replica in range(world.count):
-        rest, rest_low, shapes, shapes_low, data, data_low = found[6 * replica : 6 * replica + 6]
-        what = "shapes" if shapes != -shapes_low else "numbers or strings" if rest != -rest_low else "values"
-        if what != "values" or data != -data_low:
-            who = "the processes" if world.count == 1 else f"the processes of replica {replica}"
+        ends = found[8 * replica : 8 * replica + 8]
+        rest_differs, shapes_differ, data_differs, state_differs = (
+            high != -low for high, low in zip(ends[::2], ends[1::2], strict=True)
+        )
+        who = "the processes" if world.count == 1 else f"the processes of replica {replica}"
+        if rest_differs or shapes_differ or data_differs:
+            what = "shapes or dtypes" if shapes_differ else "numbers or strings" if rest_differs else "values"
             raise PiperError(
                 f"{who} drew different batches (different {what}) in evaluation step {step}, but all stages of a "
-                "pipeline must read the same batch and the same Python state. Seed the code that draws the "
-                "data (seed_everything(seed, workers=True)). It must not depend on the rank or the time"
-                " [PIPER-L004]"
+                "pipeline must read the same batch. Seed the code that draws the data "
+                "(seed_everything(seed, workers=True)). It must not depend on the rank or the time [PIPER-L004]"
             )
-    return bool(anybody), len(set(found[2::6])) > 1
+        if state_differs:
+            raise PiperError(
+                f"the Python values that evaluation step {step} reads differ between {who}, but all stages of a "
+                "pipeline must read the same values. Set them independently of the rank and the time [PIPER-L006]"
+            )
+    return bool(anybody), len(set(found[2::8])) > 1
 
 
 class Agreed(NamedTuple):

@@ -486,8 +486,9 @@ class ProcessRuntime:
             if missing:
                 raise PiperError(
                     f"batch of {compiled.dag.size} samples: device {device} uses {', '.join(missing[:3])}, which "
-                    "only another device holds, because that device used the same for the first batch. Use the "
-                    "same parameters and buffers in the same annotated region for all batches [PIPER-D025]"
+                    "only another device holds, because only that device used "
+                    f"{'it' if len(missing) == 1 else 'them'} in the first batch. Use the same parameters and "
+                    "buffers in the same annotated region for all batches [PIPER-D025]"
                 )
 
 

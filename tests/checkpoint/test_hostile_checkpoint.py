@@ -88,7 +88,7 @@ def test_a_manifest_says_of_tensors_only_what_can_be(spec, saved):
 )
 def test_a_manifest_of_other_types(change, saved):
     rewritten(saved, change)
-    with pytest.raises(PiperError, match=r"manifest\.json (has no table|gives|has version None)"):
+    with pytest.raises(PiperError, match=r"manifest\.json (lacks its table|gives|has version None)"):
         values(saved)
 
 

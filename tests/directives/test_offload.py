@@ -208,7 +208,7 @@ def test_what_is_wrong_is_found(name, monkeypatch):
         ([ONE, off({"LAYER": 9})], "matches nothing"),
         ([ONE, off({"LAYER": 0, "PASS": "F"})], "runs before the values to fetch have been stored"),
         ([ONE, Offload(filter={}, store_stream="")], "is not a stream"),
-        ([ONE, Offload(filter={}, saved=False)], "Give True or False for both, and True for at least one"),
+        ([ONE, Offload(filter={}, saved=False)], "moves nothing. Give True for at least one of them"),
         ([ONE, off(PASS="B")], r"the selected passes \(such as B\[.*\]\) save nothing for a backward pass"),
         ([ONE, off(), off()], "directive 1 already offloads the values that the selected passes save"),
         (

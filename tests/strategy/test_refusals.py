@@ -17,7 +17,7 @@ from tests.strategy.models import MLP, make, vectors
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"verify": "sometimes"}, "verify='sometimes'.*'static', 'first_batch', 'each', 'off'"),
+    ({"verify": "sometimes"}, "verify='sometimes'.*'static', 'first_batch', 'each', 'determinism', 'off'"),
     ({"transport": "pigeon"}, "transport='pigeon'.*'process', 'local'"),
     ({"timeout": "30"}, "timeout='30'.*number of seconds"),
     ({"timeout": timedelta(0)}, "positive"),
@@ -173,7 +173,11 @@ class Finetuned(MLP):
             {"callbacks": [BackboneFinetuning(1)], "max_epochs": 2},
             "BackboneFinetuning, which unfreezes",
         ),
-        (MLP, {"plugins": [Eighths()]}, "'8-true' is not supported. Give one of .*'bf16-mixed'"),
+        (
+            MLP,
+            {"plugins": [Eighths()]},
+            r"plugin Eighths\('8-true'\) is not supported. Leave it out .* one of .*'bf16-mixed'",
+        ),
     ],
 )
 def test_fits(module, options, message):

@@ -480,9 +480,10 @@ class CapturedStep:
         weighed = weigh(traced, size, self.canonical, other_size)
         if self.chunk is not None and not chunk_losses(weighed.graph, self.chunk) and weighed.tangents:
             raise CaptureError(
-                f"chunk_loss: {self.name} has no cross entropy of a linear layer that Piper can compute in chunks. The "
-                "scores must have two dimensions, without class weights and label smoothing, and nothing else may "
-                "read them. Call piper.linear_cross_entropy, or remove the directive [PIPER-D026]"
+                f"chunk_loss: {self.name} has no loss that the directive can compute in chunks. It replaces "
+                "cross_entropy(head(h), y) if head is an nn.Linear, h has two dimensions, the loss has no class weights "
+                "and no label smoothing, and nothing else reads head(h). Write the loss in this form. Or remove the "
+                "directive: piper.linear_cross_entropy does not need it [PIPER-D026]"
             )
         divided = self._divide(weighed)
         regions, passes, split_passes, routed = cut(

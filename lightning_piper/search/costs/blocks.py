@@ -238,7 +238,8 @@ def _with_all_layers(made: Shortened, blocks: Sequence[_ChainBlock], code: StepC
     for name, layer in made.left_out.items():
         if not {layer.after, *layer.like} <= by_name.keys():
             raise CaptureError(
-                f"the layers beside {made.original(layer.after)} are not separate blocks. "
+                f"the layers after {made.original(layer.after)}, such as {made.original(name)}, share operations with "
+                "other layers, so the search cannot cut the model between them. "
                 "Write the program yourself: PiperStrategy(directives=...) [PIPER-C024]"
             )
         for like in layer.like:
