@@ -318,7 +318,7 @@ def test_a_loss_is_found_and_verified(kind):
 def test_a_loss_of_another_form_is_an_error(kind):
     own, batch = step(kind)
     with pytest.raises(
-        piper.CaptureError, match=r"chunk_loss: training_step has no cross entropy.*PIPER-D026"
+        piper.CaptureError, match=r"chunk_loss: training_step has no loss that the directive can.*PIPER-D026"
     ):
         piper.compile(own, batch, [piper.ChunkLoss()])
 
