@@ -201,7 +201,7 @@ def test_whole_numbers_are_rows_too(line: str, refused: bool) -> None:
 
 
 def test_as_many_rows_go_back_as_came() -> None:
-    with pytest.raises(CaptureError, match=r"moe\.py:21: combine gets \d+ rows, but \d+ were dispatched"):
+    with pytest.raises(CaptureError, match=r"moe\.py:21: combine gets \d+ rows for \d+ dispatched rows"):
         captured(("sizes))\n        with", "sizes).repeat(2, 1))[:len(x)]\n        with")).at(8, (2,))
 
 
