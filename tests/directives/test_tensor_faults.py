@@ -278,7 +278,7 @@ def test_tokens_are_counted_once():
     node = next(dag.of_type(weights.CountsSum))
     dag.change(node, mesh=Mesh.flat(4))
     with pytest.raises(
-        VerificationError, match="sums counts over data=4, and the batch is divided over data=2 x tp=2"
+        VerificationError, match="sums counts over data=4, but the batch is divided over data=2 x tp=2"
     ):
         check(dag)
 
