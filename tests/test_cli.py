@@ -340,6 +340,10 @@ USAGE = {
     ),
     "no file": (arguments("check", module="nowhere.py:module"), "there is no file 'nowhere.py'"),
     "no name": (arguments("check", module="stages:nothing"), "stages has no 'nothing'"),
+    "no inner name": (
+        arguments("check", module="stages:piper.nothing"),
+        "stages has no 'piper.nothing'. Give one of its names: piper.",
+    ),
     "no LightningModule": (
         arguments("check", module="stages:batch"),
         "stages:batch returns a Tensor. Name a LightningModule class or",

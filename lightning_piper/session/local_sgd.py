@@ -190,6 +190,8 @@ class Rounds:
         """Count an update of the inner optimizer, and exchange the parts that are due."""
         self.steps += 1
         due = {part for part in range(self._settings.parts) if self._settings.is_due(part, self.steps)}
+        if not due:
+            return
         params, buffers = self._exchanged(due)
         for anchor, change in self._changes(params):
             anchor.grad = change
@@ -312,9 +314,11 @@ def _buckets(pairs: Pairs) -> Iterator[Pairs]:
         sorted(pairs, key=lambda pair: str(pair[0].dtype)), lambda pair: pair[0].dtype
     ):
         bucket: Pairs = []
+        size = 0
         for pair in group:
-            if bucket and sum(a.nbytes for a, _ in [*bucket, pair]) > BUCKET_BYTES:
+            if bucket and size + pair[0].nbytes > BUCKET_BYTES:
                 yield bucket
-                bucket = []
+                bucket, size = [], 0
             bucket.append(pair)
+            size += pair[0].nbytes
         yield bucket

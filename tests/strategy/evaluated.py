@@ -335,6 +335,17 @@ class Runs:
                 with piper.annotate("PP", 1):
                     return {**found, "more": self.first(batch[0])}
 
+        class Scaled(Net):
+            scale = 1.0
+
+            def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+                self.scale = 1.0 + rank * batch_idx  # the first batch reads the same in all processes
+
+            def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+                found = super().validation_step(batch, batch_idx)
+                with piper.annotate("PP", 1):
+                    return {**found, "more": self.scale * found["out"]}
+
         class Nothing(Net):
             def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
                 return self.second(self.first(batch[0]))
@@ -359,6 +370,7 @@ class Runs:
             "moved in a fit": error(lambda: self.trainer(max_steps=1).fit(Moved().double(), whole, whole)),
             "untagged": error(lambda: self.trainer(capture="always").predict(Nothing().double(), whole)),
             "values": validate(net(), DataLoader(data(16, seed=rank), batch_size=4)),
+            "state": validate(Scaled(), whole),
             "length": validate(net(), loaders(self.replicas, 16 + 16 * rank)[0]),
             "nothing": validate(net(), whole),
         }

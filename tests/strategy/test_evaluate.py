@@ -159,6 +159,7 @@ def test_each_process_holds_its_part_and_saves_the_whole(name, held, ranks, plai
                        "there, so this device does not hold them"),
     ("untagged", "no place of the program selects a region of this step"),
     ("values", "drew different batches (different values) in evaluation step 0"),
+    ("state", "the Python values that evaluation step 1 reads differ between the processes"),
     ("length", "the processes have [2, 4] batches"),
     ("nothing", "no error"),
 ])  # fmt: skip
