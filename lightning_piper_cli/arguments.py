@@ -25,35 +25,7 @@ def parser_of(of_run: bool = False) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
 
     command = partial(_command, commands)
-    check = command("check", "capture the training step, apply the directives, run all static checks")
-    check.add_argument(
-        "--run",
-        dest="execute",
-        action="store_true",
-        help="also run the program, as piper.verify does, and print the report",
-    )
-    check.add_argument(
-        "--passes", action="store_true", help="print a line for each pass: contract, verdict, nodes, time"
-    )
-    check.add_argument(
-        "--dump",
-        type=Path,
-        metavar="FOLDER",
-        help="write the training DAG after each pass to files in this folder",
-    )
-    check.add_argument(
-        "--certificate",
-        type=Path,
-        metavar="FILE",
-        help="write what the checks have proved to this JSON file, which `lightning-piper certificate` verifies",
-    )
-    verified = commands.add_parser(
-        "certificate",
-        help="verify a certificate, without torch and without the module",
-        description="Verify a certificate that `check --certificate` has written.",
-    )
-    verified.add_argument("file", type=Path, metavar="FILE", help="the certificate")
-    verified.set_defaults(command="certificate")
+    _add_check(command("check", "capture the training step, apply the directives, run all static checks"))
     plan = command("plan", "print the plan of each device")
     plan.add_argument("--device", type=int, help="print only the plan of this device")
     viz = command("viz", "draw the simulated step in the terminal, or as an SVG file")
@@ -89,7 +61,7 @@ def parser_of(of_run: bool = False) -> argparse.ArgumentParser:
     )
     for sub in (viz, figures):
         _add_times(sub)
-    _add_convert(commands)
+    _add_without_module(commands)
     return parser
 
 
@@ -125,8 +97,40 @@ def _command(commands: Any, name: str, about: str, first: str | None = None) -> 
     return sub
 
 
-def _add_convert(commands: Any) -> None:
-    """Add the parser of `convert`, the only command without a module."""
+def _add_check(check: argparse.ArgumentParser) -> None:
+    """Add the options of `check`, other than the module, the batch and the directives."""
+    check.add_argument(
+        "--run",
+        dest="execute",
+        action="store_true",
+        help="also run the program, as piper.verify does, and print the report",
+    )
+    check.add_argument(
+        "--passes", action="store_true", help="print a line for each pass: contract, verdict, nodes, time"
+    )
+    check.add_argument(
+        "--dump",
+        type=Path,
+        metavar="FOLDER",
+        help="write the training DAG after each pass to files in this folder",
+    )
+    check.add_argument(
+        "--certificate",
+        type=Path,
+        metavar="FILE",
+        help="write what the checks have proved to this JSON file, which `lightning-piper certificate` verifies",
+    )
+
+
+def _add_without_module(commands: Any) -> None:
+    """Add the parsers of the commands that read files instead of a module."""
+    verified = commands.add_parser(
+        "certificate",
+        help="verify a certificate, without torch and without the module",
+        description="Verify a certificate that `check --certificate` has written.",
+    )
+    verified.add_argument("file", type=Path, metavar="FILE", help="the certificate")
+    verified.set_defaults(command="certificate")
     about = "convert a sharded checkpoint into a plain Lightning checkpoint"
     sub = commands.add_parser("convert", help=about, description=about)
     sub.set_defaults(command="convert")
