@@ -567,7 +567,7 @@ class Checker:
                 if bucket is None or value["shard"] is None:
                     need(
                         bucket is None and value["shard"] in (None, [0, 1]),
-                        f"{name} is not read as it is updated",
+                        f"{name} is read whole and updated in shards, or the reverse",
                     )
                     continue
                 mine, other = self.buckets[bucket], self.buckets[value["bucket"]]
