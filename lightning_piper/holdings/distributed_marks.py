@@ -38,7 +38,7 @@ def put_together(module: nn.Module, known: Known) -> None:
     missing = [n for n, at in places_of(module).items() if tensor_at(at).is_meta and n not in known]
     if missing and module.__dict__.get(UNREAD):
         raise PiperError(
-            f"PiperStrategy: {missing[0]!r} and other tensors are on the meta device without values, because "
+            f"PiperStrategy: {missing[0]!r} is on the meta device without values, because "
             "the previous run had no step and so did not load its checkpoint. Pass ckpt_path to this run as "
             "well [PIPER-S009]"
         )
@@ -48,7 +48,7 @@ def put_together(module: nn.Module, known: Known) -> None:
         return
     if not parts.ended:
         raise PiperError(
-            f"PiperStrategy: the previous run failed and left the module incomplete: {missing[0]!r} and "
-            "other tensors were on other ranks. Create a new module and load a checkpoint [PIPER-S010]"
+            "PiperStrategy: the previous run failed and left the module incomplete in this process: "
+            f"{missing[0]!r} has no values. Create a new module and load a checkpoint [PIPER-S010]"
         )
     parts.restore()

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_piper.holdings.optimizer_trial import (
+    AGAIN,
     SCENARIOS,
     ParameterKind,
     TrialResult,
@@ -50,6 +51,20 @@ class NotElementwise(Exception):
 
 class Untried(Exception):
     """A copy of the optimizer cannot run. The message says why."""
+
+    param: Tensor | None = None  # as of `NotElementwise`
+
+    @property
+    def unchecked(self) -> str:
+        """The sentence, without its full stop, that says why Piper cannot check the optimizer."""
+        return f"Piper cannot check this: a test copy of the optimizer failed with {self}"
+
+    @property
+    def repair(self) -> str:
+        """The beginning of the sentence with the fix; the caller adds other fixes."""
+        if AGAIN in str(self):  # however it is constructed, it compares the losses of whole modules
+            return "Either "
+        return "Make it constructible from its defaults, with a step that needs only gradients, or "
 
 
 @dataclass(frozen=True)
@@ -94,17 +109,23 @@ def state_keys(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], device:
         device: The device to run on.
 
     Raises:
-        NotElementwise: Shards are updated differently from the whole parameter, copies cannot run, or a state
-            has a number for each element of only some parameters.
+        NotElementwise: Shards are updated differently from the whole parameter or cannot be updated, or a
+            state has a number for each element of only some parameters.
+        Untried: A copy of the optimizer cannot run even on whole parameters.
     """
     kinds = kinds_of(chosen)
     keys = StateKeys()
     for scenario in SCENARIOS:
         try:
             whole = run(optimizer, kinds, scenario, device)
+        except Exception as error:
+            raise Untried(f"{type(error).__name__}: {error}") from error
+        try:
             shards = [_run_shards(optimizer, kinds, whole, part, device) for part in range(2)]
         except Exception as error:
-            raise NotElementwise(f"a copy of it fails with {type(error).__name__}: {error}") from error
+            raise NotElementwise(
+                f"a test copy of it fails on shards with {type(error).__name__}: {error}"
+            ) from error
         for i, kind in enumerate(kinds):
             try:
                 found = [(p.params[i], p.states[i]) for p in shards if i in p.params]

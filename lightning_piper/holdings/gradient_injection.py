@@ -10,7 +10,7 @@ the factor of the last batch. So the earlier batches must have had the same fact
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,19 @@ from lightning_piper.errors import ExecutionError, PiperError
 from lightning_piper.holdings._torch_foreach import scale
 from lightning_piper.holdings.gradients import mark
 from lightning_piper.holdings.remote_gradient import RemoteGradient
+
+_SKIPPED = (
+    "PiperStrategy: backward did not run on the loss of an earlier batch of this gradient accumulation, but its "
+    "gradients are already in the sum. Call backward on every loss that training_step returns [PIPER-X005]"
+)
+
+
+def _factors_differ(factors: Sequence[float]) -> str:
+    return (
+        "PiperStrategy: backward multiplied the losses of one gradient accumulation by different factors "
+        f"({', '.join(f'{factor:g}' for factor in factors)}), but Piper has already added their gradients. "
+        "Use one factor for all batches of an accumulation [PIPER-X005]"
+    )
 
 
 class GradientInjection:
@@ -106,11 +119,7 @@ class GradientInjection:
             PiperError: `backward` did not run on the loss of a batch whose gradients are accumulated locally.
         """
         if any(waiting.factor is None for waiting in self._kept):
-            raise PiperError(
-                "PiperStrategy: backward did not run on the loss of an earlier batch of this gradient "
-                "accumulation, but its gradients are already in the sum. Call backward on every loss that "
-                "training_step returns [PIPER-X005]"
-            )
+            raise PiperError(_SKIPPED)
         # Skip parameters without a gradient. Their hooks would be called with None, which torch never does.
         found = [(x, grad) for name, x in self.trained.items() if (grad := grads.get(name)) is not None]
         waiting = self._last = _PendingGradients(
@@ -135,12 +144,10 @@ class GradientInjection:
         """
         kept, self._kept = self._kept, []
         factors = [w.factor / w.scale for w in kept if w.factor is not None]
-        if len(factors) < len(kept) or any(factor != factors[0] for factor in factors):
-            raise PiperError(
-                "PiperStrategy: in this gradient accumulation, backward did not run on each loss, or it scaled "
-                "the losses by different factors, but the gradients of the batches are already summed. Call "
-                "backward on every loss that training_step returns, with the same factor [PIPER-X005]"
-            )
+        if len(factors) < len(kept):
+            raise PiperError(_SKIPPED)
+        if any(factor != factors[0] for factor in factors):
+            raise PiperError(_factors_differ([float(factor) for factor in factors]))
         return factors[0] if factors else 1.0
 
     def factor(self, read: bool) -> float | None:
@@ -173,12 +180,7 @@ class GradientInjection:
         assert last.factor is not None
         found = [(float(w.factor), w.scale) for w in [*kept, last] if w.factor is not None]
         if len(set(found)) > 1:
-            shown = ", ".join(f"{factor / scale:g}" for factor, scale in found)
-            raise PiperError(
-                "PiperStrategy: backward multiplied the losses of one gradient accumulation by different "
-                f"factors ({shown}), but gradients are summed over replicas only once, with the last batch. "
-                "Use one factor for all batches of an accumulation [PIPER-X005]"
-            )
+            raise PiperError(_factors_differ([factor / scale for factor, scale in found]))
 
 
 class _PendingGradients:
@@ -243,8 +245,8 @@ class _PendingGradients:
             raise PiperError(
                 f"PiperStrategy: backward multiplied the loss of training_step by {ratio:g}. The gradients "
                 "are already computed and cannot be scaled by this factor, because this operation is not "
-                f"linear: {nonlinear}. Multiply the loss in training_step, or use "
-                "PiperStrategy(capture='never') [PIPER-X005]"
+                f"linear: {nonlinear}. Multiply the loss in training_step. If all devices are replicas, "
+                "PiperStrategy(capture='never') also works [PIPER-X005]"
             )
 
 

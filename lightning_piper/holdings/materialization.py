@@ -453,11 +453,12 @@ def _initialize_one(
         PiperError: Initializing fails, replaces a tensor, or leaves a tensor without values.
     """
     part, path = places[group[0]][0][0], group[0].rpartition(".")[0]
-    reset: Any = (
-        partial(getattr(module, HOOK), path, part)
-        if hasattr(module, HOOK)
-        else _initializers(module).get(id(part)) or part.reset_parameters
-    )
+    what = f"{type(part).__name__}.reset_parameters()"  # the code that an error asks to correct
+    reset: Any = part.reset_parameters if hasattr(part, "reset_parameters") else None
+    if hasattr(module, HOOK):
+        what, reset = f"{HOOK} of the LightningModule", partial(getattr(module, HOOK), path, part)
+    elif (fill := _initializers(module).get(id(part))) is not None:
+        what, reset = "the model's own initialization", fill
     absent = {name: tensor_at(places[name]) for name in group}
     versions = {}
     # Only this submodule's tensors have memory while `reset` runs.
@@ -473,8 +474,8 @@ def _initialize_one(
                 reset()
         except Exception as error:
             raise PiperError(
-                f"submodule {path!r} ({type(part).__name__}) cannot be initialized: {error}. Correct its "
-                f"reset_parameters(), or {HOOK} of the LightningModule [PIPER-S009]"
+                f"submodule {path!r} ({type(part).__name__}) cannot be initialized: {error}. Correct {what}"
+                " [PIPER-S009]"
             ) from error
     for name in group:
         value = tensor_at(places[name]).detach()
@@ -488,8 +489,8 @@ def _initialize_one(
         if unwritten and bool((_bytes(value) == UNWRITTEN).all()):
             raise PiperError(
                 f"{name!r} is on the meta device, and initializing submodule {path!r} "
-                f"({type(part).__name__}) leaves it without values. Fill all tensors of the submodule in its "
-                f"reset_parameters(), or in {HOOK} of the LightningModule [PIPER-S009]"
+                f"({type(part).__name__}) leaves it without values. Fill all tensors of the submodule in {what}"
+                " [PIPER-S009]"
             )
         if name in names:
             take(name, value)

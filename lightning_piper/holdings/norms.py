@@ -23,9 +23,12 @@ _ADVICE = (
     "submodule, of the optimizer or of some of its groups, the same in every process. For the norms of "
     "single parameters, use lightning_piper.grad_norm(module, norm_type)"
 )
-_SOME = (
-    "PiperStrategy: clip_grad_norm_ or get_total_norm got only some of the gradients that this process has, "
-    "so Piper cannot add the gradients of the other processes to the norm"
+_CALL = "PiperStrategy: clip_grad_norm_ or get_total_norm"
+_NO_SUM = "so Piper cannot add the gradients of the other processes to the norm"
+_SOME = f"{_CALL} got only some of the gradients that a process has, {_NO_SUM}"
+_ONE = (
+    f"{_CALL} got one gradient in a process. Piper cannot tell whether this is the norm of one parameter, or of "
+    "the parameters of all processes together"
 )
 # A process's answer for a gradient: not requested, but on this process; requested and on this process;
 # requested, but only on other processes. 0 if the gradient is neither requested nor on this process.
@@ -212,7 +215,7 @@ class GlobalNorms:
         asked = elsewhere.union(key for key in found if key is not None)
         if (asked or not given) and self._keeps():
             raise PiperError(
-                "PiperStrategy: clip_grad_norm_ or get_total_norm was called in the middle of a gradient "
+                f"{_CALL} was called in the middle of a gradient "
                 "accumulation, but gradients are summed over replicas only with its last batch. Compute the "
                 "norm in on_before_optimizer_step or configure_gradient_clipping [PIPER-S008]"
             )
@@ -224,8 +227,13 @@ class GlobalNorms:
         incomplete = not elsewhere and (
             (partly and asked & self._in_pieces) or (len(asked) == 1 and self._ends_early)
         )
-        if incomplete or None in found:
-            raise PiperError(f"{_SOME}. {_ADVICE} [PIPER-S008]")
+        if None in found:
+            raise PiperError(
+                f"{_CALL} got gradients of the module together with a tensor that is not a gradient of the module "
+                f"or the optimizer, {_NO_SUM}. {_ADVICE} [PIPER-S008]"
+            )
+        if incomplete:
+            raise PiperError(f"{_SOME if partly else _ONE}. {_ADVICE} [PIPER-S008]")
         return self._of_all(asked, here, float(norm_type), error_if_nonfinite)
 
     def _of_all(self, asked: Collection[str], here: Mapping[str, Tensor], p: float, strict: bool) -> Tensor:
@@ -280,13 +288,11 @@ class GlobalNorms:
         grouped = {i for group in used for i in group}
         outside = any(bool(asked[:, i].any()) for i in range(asked.shape[1]) if i not in grouped)
         if outside or bool((answers == _ASKED_ELSEWHERE).any()):
-            raise PiperError(f"{_SOME}. {_ADVICE} [PIPER-S008]")
-        if int(asked.sum(1).max()) < 2:
             raise PiperError(
-                "PiperStrategy: clip_grad_norm_ or get_total_norm got one gradient in each process. Piper "
-                "cannot tell whether this is the norm of one parameter, or of all these parameters "
-                f"together. {_ADVICE} [PIPER-S008]"
+                f"{_CALL} got gradients of different parameters in different processes. {_ADVICE} [PIPER-S008]"
             )
+        if int(asked.sum(1).max()) < 2:
+            raise PiperError(f"{_ONE}. {_ADVICE} [PIPER-S008]")
 
 
 def norms_of_each(ownership: Ownership, world: World, p: float) -> dict[str, torch.Tensor]:
@@ -324,7 +330,7 @@ def _norms(grads: Mapping[str, Tensor], p: float) -> list[Tensor]:
     if sparse is not None:
         raise PiperError(
             f"parameter {sparse!r}: its gradient is sparse, and torch cannot compute the norm of a sparse "
-            "gradient. Create its embedding with sparse=False, or do not clip by the norm [PIPER-C017]"
+            "gradient. Create its embedding with sparse=False, or do not clip by the norm or log it [PIPER-C017]"
         )
     return [
         torch.linalg.vector_norm(x, p, dtype=torch.promote_types(x.dtype, torch.float32))

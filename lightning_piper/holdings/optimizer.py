@@ -28,9 +28,8 @@ from lightning_piper.holdings.elementwise import (
     state_keys,
 )
 from lightning_piper.holdings.materialization import places_of, tensor_at
-from lightning_piper.holdings.optimizer_trial import AGAIN
 from lightning_piper.holdings.ownership import Ownership
-from lightning_piper.holdings.tensor_map import LocalShard
+from lightning_piper.holdings.tensor_map import LocalShard, TensorMap
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import flattened
 from lightning_piper.ops.communication.gather import Parameters
@@ -219,12 +218,11 @@ class ShardedOptimizer:
         )
         apart = any(names != self.names for names in found)
         if apart or not any(name for names in self.names for name in names):
-            problem = f"has different parameters in each process{where}"
+            problem = f"does not have the same parameters in each process, in the same order{where}"
             raise PiperError(
-                f"PiperStrategy: the optimizer {problem if apart else 'has no parameters of this module'}. Create a new "
-                "optimizer from the module's parameters in "
-                "configure_optimizers for each fit, because a fit leaves each process only the parameters "
-                "that it holds [PIPER-S004]"
+                f"PiperStrategy: the optimizer {problem if apart else 'has no parameters of this module'}. In "
+                "configure_optimizers, create a new optimizer for each fit, from the module's parameters, in "
+                "the same way in each process [PIPER-S004]"
             )
 
     def _check_independence(self) -> None:
@@ -240,14 +238,13 @@ class ShardedOptimizer:
         except Untried as error:
             raise PiperError(
                 f"PiperStrategy: {name} must update each parameter independently, because each process has "
-                "only the parameters of its stage. Piper cannot check this: a test copy of the optimizer "
-                f"failed with {error}. Make it constructible from its defaults, with a step that needs only "
-                "gradients, or use another optimizer (SGD, AdamW, Muon, ...) [PIPER-S004]"
+                f"only some of the parameters. {error.unchecked}. {error.repair}use replicas without "
+                "sharding, or another optimizer (SGD, AdamW, Muon, ...) [PIPER-S004]"
             ) from error.__cause__
         if why:
             raise PiperError(
-                f"PiperStrategy: {name} {why}, so it needs all parameters, but each process has only the "
-                "parameters of its stage. Use replicas without sharding, or an optimizer that updates each "
+                f"PiperStrategy: {name} {why}, so it needs all parameters, but each process has only some of "
+                "the parameters. Use replicas without sharding, or an optimizer that updates each "
                 "parameter independently (SGD, AdamW, Muon, ...). To clip gradients, use "
                 "Trainer(gradient_clip_val=...) [PIPER-S004]"
             )
@@ -257,7 +254,7 @@ class ShardedOptimizer:
         the keys of its state. If no parameter is sharded, return no keys. All processes get the same result.
 
         Raises:
-            PiperError: The optimizer does not treat each element independently.
+            PiperError: The optimizer does not treat each element independently, or copies of it cannot run.
         """
         is_sharded = self._ownership.tensor_map.is_sharded
         sharded = {name: x for name, x in self._ownership.params.items() if is_sharded(name)}
@@ -266,10 +263,10 @@ class ShardedOptimizer:
             return StateKeys()
         try:
             return state_keys(self.optimizer, self.of_groups(sharded), self._world.device)
-        except NotElementwise as error:
+        except (NotElementwise, Untried) as error:
             name = next((name for name in found if sharded[name] is error.param), found[0])
             raise PiperError(
-                _refusal(type(self.optimizer).__name__, str(error), name, compiled)
+                _refusal(type(self.optimizer).__name__, error, name, compiled, self._ownership.tensor_map)
             ) from error.__cause__
 
     def of_groups(self, only: Mapping[str, Tensor] | None = None) -> list[list[Tensor]]:
@@ -580,20 +577,23 @@ class ShardedOptimizer:
         }
 
 
-def _refusal(optimizer: str, why: str, name: str, compiled: Compiled) -> str:
-    """Return the error text for an optimizer that needs whole parameters."""
-    index = next(
-        (node.placed_by for node in compiled.dag.of_type(Parameters) if name in node.outputs[0].names), None
-    )
+def _refusal(
+    optimizer: str, error: NotElementwise | Untried, name: str, compiled: Compiled, tensor_map: TensorMap
+) -> str:
+    """Return the error text for an optimizer that needs whole parameters, or that Piper cannot try."""
+    index = next(n.placed_by for n in compiled.dag.of_type(Parameters) if name in n.outputs[0].names)
     chunk = next(c for c in compiled.dag.of_type(Chunk) if name in compiled.dag.interface(c).params)
     region = compiled.dag.regions[chunk.region]
     directive = "a directive" if index is None else f"directive {index} ({compiled.program[index].op})"
-    # `AGAIN`: between the runs of its closure, the optimizer moves parameters by a measure over all
-    # parameters. So sharding by whole parameters would not help.
-    whole = "Drop" if AGAIN in why else 'Shard whole parameters there (shard_by="parameter"), or remove'
+    shards = f"{directive} leaves every process only a shard of {name!r} (region {region.label})"
+    begin, what = "Either ", "update each element of a parameter independently"
+    if isinstance(error, Untried):
+        begin, what = error.repair, f"must {what}, because {shards}. {error.unchecked}"
+    else:
+        what = f"does not {what}: {error}. But {shards}"
+        if not tensor_map.axes_of(name):
+            begin = 'Shard whole parameters there (shard_by="parameter"), or '
     return (
-        f"PiperStrategy: {optimizer} does not update each element of a parameter independently: {why}. But "
-        f"{directive} leaves every process only a shard of {name!r} (region {region.label}). {whole} "
-        "shard_optimizer, shard_grads and shard_params, or use an optimizer that works element by element "
-        "(SGD, AdamW, ...) [PIPER-S004]"
+        f"PiperStrategy: {optimizer} {what}. {begin}remove {tensor_map.unsharding(name)}, or use an optimizer that "
+        "works element by element (SGD, AdamW, ...) [PIPER-S004]"
     )

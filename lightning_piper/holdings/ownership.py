@@ -537,9 +537,8 @@ class Ownership:
 
     def _refuse_hook(self, name: str) -> None:
         raise PiperError(
-            f"PiperStrategy: parameter {name!r} has a gradient hook (register_hook), which would get only a "
-            "shard of the gradient, because a replicate directive shards the parameter. Remove shard_* for "
-            "its region, or the hook [PIPER-S007]"
+            f"PiperStrategy: parameter {name!r} has a gradient hook, which would get only a shard of the gradient, "
+            f"because the parameter is sharded. Remove the hook, or {self.tensor_map.unsharding(name)} [PIPER-S007]"
         )
 
     def _receive(self, targets: Sequence[int]) -> dict[str, torch.Tensor]:

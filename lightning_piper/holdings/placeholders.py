@@ -32,6 +32,7 @@ SAVE = (
 AVERAGE = (
     "To average weights, use Lightning's EMAWeightAveraging, WeightAveraging or StochasticWeightAveraging"
 )
+DEVICE = "To move a tensor to this process's device, pass parameter.device and parameter.dtype"
 RUN = (
     "To run the module (a forward pass, generate) in a hook, do it inside of `with piper.whole_module(module)`, "
     "which all processes must enter. Or do it in validation_step, test_step or predict_step: if Piper cannot "
@@ -90,9 +91,9 @@ class Placeholder(torch.Tensor):
             given = [*args, *kwargs.values()]
             if _writes(func.__name__):
                 _check_written(given)
-            if func.__name__ in _COPIES or (
-                func.__name__ in _MOVES and not isinstance(given[0], Placeholder)
-            ):
+            if func.__name__ in _MOVES and not isinstance(given[0], Placeholder):
+                raise _refusal(_first(given), DEVICE, func.__name__)
+            if func.__name__ in _COPIES:
                 raise _refusal(_first(given), f"{SAVE}. {AVERAGE}", func.__name__)
             try:
                 return _marked(func(*args, **kwargs), given)
@@ -263,8 +264,8 @@ def _refusal(placeholder: Placeholder | None, advice: str, operation: str = "") 
     where = " at ".join(filter(None, (operation, line)))
     return PiperError(
         f"PiperStrategy: {where}{': ' * bool(where)}the values of {_name(placeholder)!r} cannot be read or copied "
-        f"here, because the parameter is sharded or on another rank. {advice}. For other work, "
+        f"here, because this process does not have all of them. {advice}. For other work, "
         "trainer.optimizers have the parameters and shards of this process. Before the first batch "
-        "(on_fit_start, on_train_start), each process has the whole module. PiperStrategy(capture='never') "
-        f"{WHOLE} [PIPER-S007]"
+        "(on_fit_start, on_train_start), each process has the whole module, unless it was built on the meta device. "
+        f"PiperStrategy(capture='never') {WHOLE} [PIPER-S007]"
     )

@@ -86,8 +86,8 @@ class RemoteGradient(torch.Tensor):
                 getattr(piece, in_place)(*args[1:], **rest)
             return args[0]
         raise PiperError(
-            f"PiperStrategy: {_name([*args, *kwargs.values()])}the gradient is not available in this "
-            "process, because the parameter is sharded or on another rank. For norms, use "
+            f"PiperStrategy: {_name([*args, *kwargs.values()])}this process does not have the whole gradient. "
+            "For norms, use "
             "lightning_piper.grad_norm(module, norm_type). For clipping, use Trainer(gradient_clip_val=...) "
             "or torch.nn.utils.clip_grad_norm_. trainer.optimizers have the parameters and shards of this "
             "process with their gradients. PiperStrategy() without directives keeps whole gradients in each "

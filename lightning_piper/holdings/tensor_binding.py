@@ -54,6 +54,7 @@ class TensorBinding:
             id(store): {name for name, x in store.items() if x is not None} for store in self._stores
         }
         self._module, self._is_whole = module, ownership.tensor_map.is_replicated
+        self._unsharding = ownership.tensor_map.unsharding
         self._watched = self._all_dicts()
         self._versions = list(map(dict_version, self._watched))
 
@@ -98,8 +99,7 @@ class TensorBinding:
                 raise CaptureError(
                     f"PiperStrategy: the values of parameter {self._names[i]!r} were replaced (.data = ...), "
                     "but the parameter is sharded, so the change would be lost. Change the local shards, in "
-                    "the param_groups of trainer.optimizers, or remove shard_params for its region"
-                    " [PIPER-S007]"
+                    f"the param_groups of trainer.optimizers, or remove {self._unsharding(self._names[i])} [PIPER-S007]"
                 )
 
     def check_trained(self) -> None:
@@ -134,15 +134,13 @@ class TensorBinding:
                 continue
             if found is None or isinstance(tensor, nn.Parameter):
                 kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-                what, values = (
-                    ("removed", "")
-                    if found is None
-                    else (
-                        "replaced",
-                        ". To change only values, use parameter.data = ..., or change them in place under "
-                        "torch.no_grad()",
+                what, values = "removed" if found is None else "replaced", ""
+                if found is not None:
+                    values = ". To change only values, " + (
+                        "change the local shards, in the param_groups of trainer.optimizers"
+                        if tensor.is_meta
+                        else "use parameter.data = ..., or change them in place under torch.no_grad()"
                     )
-                )
                 raise CaptureError(
                     f"PiperStrategy: {kind} {name!r} was {what} after the first batch, such as by pruning, a "
                     "parametrization or an assignment in a hook. Do this before fit, or in a hook before "

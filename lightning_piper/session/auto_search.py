@@ -142,7 +142,7 @@ def parts_for(optimizer: torch.optim.Optimizer, device: torch.device, whole: boo
     """
     groups = [list(group["params"]) for group in optimizer.param_groups]
     levels, ranks = WHOLE.levels, WHOLE.ranks
-    with contextlib.suppress(NotElementwise):
+    with contextlib.suppress(NotElementwise, Untried):
         state_keys(optimizer, groups, device)
         levels = Part().levels
     with contextlib.suppress(Untried):

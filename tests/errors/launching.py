@@ -216,8 +216,8 @@ CASES: Cases = [
               "independently", "PiperError", AVERAGES),
     Elsewhere("a hook that reads sharded parameters, or parameters of another stage, such as for its own "
               "average of weights",
-              "cannot be read or copied here, because the parameter is sharded or on another "
-              "rank", "PiperError", AVERAGES),
+              "cannot be read or copied here, because this process does not have all of "
+              "them", "PiperError", AVERAGES),
     Elsewhere("an optimizer that needs whole parameters, but they are sharded",
               "Lamb does not update each element of a parameter independently", "PiperError", SHARDS),
     Elsewhere("an optimizer that needs all parameters together, but they are on several processes",
@@ -233,8 +233,7 @@ CASES: Cases = [
     Elsewhere("a gradient hook on a parameter that is "
               "sharded", "'inner.weight' has a gradient hook", "PiperError", SHARDS),
     Elsewhere("an optimizer that has been in a fit before, over processes",
-              "has different parameters in each "
-              "process", "PiperError", OPTIONS),
+              "the optimizer does not have the same parameters", "PiperError", OPTIONS),
     Elsewhere("a hook changes a parameter on the meta device before the first step",
               "'second.2.bias' was changed in place on the meta device", "PiperError", OPTIONS),
     Elsewhere("local SGD of a step that cannot be captured", "trains only captured steps", "PiperError",

@@ -158,7 +158,7 @@ CASES: Cases = [
               "step", "PiperError", UNCAPTURED),
     Case("a hook calls torch for the norm of gradients in the middle of an accumulation", impatient),
     Elsewhere("a hook calls torch for the norm of some gradients, over processes",
-              "got only some of the gradients that this process "
+              "got only some of the gradients that a process "
               "has", "PiperError", "tests/strategy/test_options.py::test_refusals"),
     Elsewhere("a hook calls torch for norms of different groups in each process",
               "clip_grad_norm_ or get_total_norm with gradients of different parameter groups", "PiperError",

@@ -67,8 +67,8 @@ def test_it_looks_like_a_gradient(layer):
 def test_who_looks_into_it_is_told(look, layer):
     with pytest.raises(
         piper.PiperError,
-        match=r"parameter 'weight': the gradient is not available in this "
-        r"process.*lightning_piper\.grad_norm",
+        match=r"parameter 'weight': this process does not have the whole gradient"
+        r".*lightning_piper\.grad_norm",
     ):
         look(layer)
 

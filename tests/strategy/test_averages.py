@@ -97,7 +97,7 @@ def test_averages_by_hand(program, name, ranks, plain):
             assert WORDS[name] in found["said"]
         else:
             assert re.search(
-                "the values of '.*' cannot be read or copied here, because the parameter is sharded or on "
-                "another rank",
+                "the values of '.*' cannot be read or copied here, because this process does not have all of "
+                "them",
                 found["said"],
             )

@@ -192,7 +192,7 @@ REFUSED = {
     "Shared": "parameter 'net.0.weight' is in several optimizers",
     "Middle": "the optimizer's parameter groups were changed in the middle of a step",
     "Wrapped": "OwnForm.state_dict() does not have 'state' and 'param_groups'",
-    "Lbfgs": "LBFGS does not update each element of a parameter independently",
+    "Lbfgs": "LBFGS must update each element of a parameter independently",
     "Whole": "Adafactor does not update each element of a parameter independently",
 }
 MORE |= {kind.__name__: kind for kind in (Again, Never, Shared, Middle, Wrapped)}
