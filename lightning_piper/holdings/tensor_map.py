@@ -170,8 +170,8 @@ class TensorMap:
         return {axis for group in self.holder_groups[name] if group.bucket for axis in group.bucket.along}
 
     def unsharding(self, name: str) -> str:
-        """Return what to remove from the program so that no process holds a shard of a sharded tensor, for the
-        fix in an error."""
+        """Return the end of a fix in an error: the part of the program without which no process would hold a
+        shard of a sharded tensor."""
         if axes := self.axes_of(name):
             return f"the directive that shards it along {min(axes)!r}"
         return "shard_optimizer, shard_grads and shard_params from its region's replicate directive"
