@@ -45,12 +45,26 @@ def _prompt() -> Any:
     return PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
 
 
+def _prefix() -> Any:
+    from peft import PrefixTuningConfig
+
+    return PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+
+
+def _p_tuning() -> Any:
+    from peft import PromptEncoderConfig
+
+    return PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=8)
+
+
 ADAPTERS: dict[str, Callable[[], Any]] = {
     "lora": _lora,
     "dora": _dora,
     "lora and head": _lora_and_head,
     "ia3": _ia3,
     "prompt": _prompt,
+    "prefix": _prefix,
+    "p-tuning": _p_tuning,
 }
 
 

@@ -156,6 +156,20 @@ def test_a_tied_weight_is_in_both_blocks() -> None:
     assert "net.embed.weight" not in blocks_of(*gpt(2)).params[-1]
 
 
+class Named(Module):
+    """A decoder whose embedding has a second name, as in models with a learned prompt of PEFT."""
+
+    def __init__(self) -> None:
+        super().__init__(GPT(5))
+        self.words = self.net.embed
+
+
+def test_a_module_with_two_names_is_one_block() -> None:
+    cut, plain = blocks_of(Named(), tokens(SAMPLES)), blocks_of(*gpt(5))
+    assert cut.groups == plain.groups and cut.groups[0] == ("net.embed",)
+    assert "words" in dict(Named().named_modules(remove_duplicate=False))
+
+
 def test_blocks_to_which_work_comes_back_are_one() -> None:
     batch = (torch.randn(SAMPLES, 4),)
     cut = blocks_of(Returning(True), batch)

@@ -32,6 +32,7 @@ from lightning_piper.capture.proxies.deferred_numbers import (
 )
 from lightning_piper.capture.proxies.numbers import NumberProxy
 from lightning_piper.capture.proxies.opaque_content import carrying
+from lightning_piper.capture.python_state.prompt_tokens import making_prompt_tokens
 from lightning_piper.capture.python_state.side_effects import ContainerGrowth
 from lightning_piper.capture.python_state.state_protection import (
     Attribute,
@@ -288,6 +289,7 @@ class TracedStep(nn.Module):
             self._context(),
             carrying(self.name, samples, user_line, reads) as carried,
             from_numpy(),
+            contextlib.nullcontext() if reads is None else making_prompt_tokens(self.module, reads),
             contextlib.nullcontext() if values else _torchmetrics.without_values(),
             plain_batch_norms() if values else whole_batch_norms(self._whole_norms),
             running,

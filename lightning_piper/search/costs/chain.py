@@ -65,8 +65,10 @@ class Shortened:
 def links(module: nn.Module) -> list[str]:
     """Return the names of the modules that form the chain of a model, in the order of `named_children`.
 
-    Only modules with parameters count. No link is inside of another link.
+    Only modules with parameters count. No link is inside of another link. A module with several names counts under
+    its first name, as in `named_modules`.
     """
+    first = {name for name, _ in module.named_modules()}
     repeated = {id(block) for block in repeated_blocks(module).values()}
     inside = {id(x) for name, block in repeated_blocks(module).items() for x in block.modules()}
     total = sum(p.numel() for p in module.parameters())
@@ -87,7 +89,7 @@ def links(module: nn.Module) -> list[str]:
         """Yield the names of the links inside of `part`, whose name is `name`."""
         for key, child in part.named_children():
             inner = f"{name}.{key}" if name else key
-            if not _has_parameters(child):
+            if inner not in first or not _has_parameters(child):
                 continue
             if opens(child):
                 yield from found(child, inner)
