@@ -20,7 +20,7 @@ def making_prompt_tokens(module: nn.Module, reads: StateReads) -> Iterator[None]
     A `PeftModel` with prompt tuning, prefix tuning or P-tuning keeps the positions 0, 1, ... of its prompt in a dict
     of tensors, `prompt_tokens`, which are not buffers. So every process has them, and no checkpoint does. The step
     instead gets a result of `torch.arange`, which is an operation of the graph. A guard compares the positions before
-    each step. The context leaves tensors with other values as they are.
+    each step. The context does not change tensors with other values.
 
     Args:
         module: The LightningModule.
