@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from lightning_piper.common.limits import INDEX, integer, is_name, shown
+from lightning_piper.common.limits import INDEX, integer, is_name, kind_of, shown
 from lightning_piper.errors import CaptureError
 
 # Keys of a graph node's metadata. `META_KEY`: tag -> index. `SOURCE_KEY`: the line or module that opened the
@@ -108,7 +108,7 @@ def annotate(tag: str, index: int | None = None) -> AbstractContextManager[None]
     number = integer(index)
     if index is not None and (number is None or not 0 <= number < INDEX):
         raise CaptureError(
-            f"annotate({tag!r}): index {shown(index)} is not usable. Give an integer >= 0, or leave it out"
+            f"annotate({tag!r}): index {shown(index)} is not usable. Give an integer from 0 to {INDEX - 1}, or leave it out"
             " [PIPER-C013]"
         )
     if _counters is None:
@@ -174,8 +174,7 @@ def annotate_modules(model: nn.Module, tag: str, groups: Sequence[Sequence[str]]
     annotate(tag)  # validates the tag
     if not isinstance(model, nn.Module):
         raise CaptureError(
-            f"annotate_modules({tag!r}): the model is a {type(model).__name__}. Give a torch.nn.Module"
-            " [PIPER-C013]"
+            f"annotate_modules({tag!r}): the model is {kind_of(model)}. Give a torch.nn.Module [PIPER-C013]"
         )
     if not isinstance(groups, Sequence) or isinstance(groups, str):
         raise CaptureError(

@@ -22,7 +22,7 @@ from lightning_piper.capture import (
     flatten,
 )
 from lightning_piper.common.garbage_collection import uncollected
-from lightning_piper.common.limits import INDEX, integer, shown
+from lightning_piper.common.limits import INDEX, integer, kind_of, shown
 from lightning_piper.common.units import duration
 from lightning_piper.directives import Directive, Place, Replicate, parse
 from lightning_piper.directives.replicate import shards_of
@@ -399,9 +399,7 @@ def verify(module: nn.Module, batch: Any, directives: Any, *, seed: int = 0) -> 
     """
     program = parse(directives)
     if not isinstance(module, nn.Module):
-        raise CaptureError(
-            f"verify: the module is a {type(module).__name__}. Give a LightningModule [PIPER-A001]"
-        )
+        raise CaptureError(f"verify: the module is {kind_of(module)}. Give a LightningModule [PIPER-A001]")
     if integer(seed) is None:
         raise CaptureError(f"verify(seed={shown(seed)}) is not usable. Give an integer [PIPER-A001]")
     device = next((p.device for p in module.parameters()), torch.device("cpu"))

@@ -73,7 +73,7 @@ class Degrees:
                 continue
             number = integer(value)
             if number is None or not 1 <= number <= DEVICES:
-                _refuse(name, value, "give an integer >= 1")
+                _refuse(name, value, f"give an integer from 1 to {DEVICES}")
             object.__setattr__(self, name, number)
         if (level := integer(self.zero)) is None or not 0 <= level <= 3:
             _refuse("zero", self.zero, "give a ZeRO stage from 0 to 3")
@@ -222,8 +222,8 @@ class Degrees:
             return tuple(directives)
         if self.replicas % self.ep:
             raise DirectiveError(
-                f"degrees dp={self.dp or 1}, ep={self.ep}: ep is not a divisor of dp. Give a dp that is a "
-                f"multiple of {self.ep} [PIPER-D023]"
+                f"degrees dp={self.dp or 1}, ep={self.ep}: ep is not a divisor of dp. Give an ep that divides dp, "
+                f"or devices for a dp that is a multiple of {self.ep} [PIPER-D023]"
             )
         devices = range(self.pp * self.replicas * self.cp)
         lines: Any = [list(devices[i : i + size]) for i in range(0, len(devices), size)]
@@ -348,9 +348,14 @@ def parallel(
         recompute=recompute,
         chunk_loss=chunk_loss,
     )
-    if (tp > 1 and module is None) or (module is None) != (batch is None):
+    if tp > 1 and module is None:
         raise DirectiveError(
             f"parallel(tp={tp}) needs a module and a batch of it to shard weights. Give module and batch [PIPER-D023]"
+        )
+    if (module is None) != (batch is None):
+        given, missing = ("batch", "module") if module is None else ("module", "batch")
+        raise DirectiveError(
+            f"parallel: {given} is given without {missing}. Give both, or neither [PIPER-D023]"
         )
     if module is None:
         return [each for each in degrees.directives().directives if not _is_untagged(each)]

@@ -106,10 +106,11 @@ def _check(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -
             f"{list(target.shape)} do not fit",
             "Give input [..., in], linear_weight [classes, in], linear_bias [classes] and target [...]",
         )
-    tensors = [x for x in (input, weight, bias) if x is not None]
-    if not torch.is_autocast_enabled(input.device.type) and len({x.dtype for x in tensors}) > 1:
-        found = ", ".join(str(x.dtype) for x in tensors)
-        _refuse(f"input, linear_weight and linear_bias are {found}", "Give them one dtype")
+    dtypes = {name: x.dtype for name, x in given.items() if name != "target" and isinstance(x, Tensor)}
+    if not torch.is_autocast_enabled(input.device.type) and len(set(dtypes.values())) > 1:
+        _refuse(
+            f"{' and '.join(f'{name} is {dtype}' for name, dtype in dtypes.items())}", "Give them one dtype"
+        )
 
 
 def _check_options(reduction: str, ignore_index: int, label_smoothing: float, chunk: int | None) -> None:

@@ -20,6 +20,7 @@ from typing import Any, overload
 
 import torch
 
+from lightning_piper.common.limits import kind_of
 from lightning_piper.errors import CaptureError
 
 # A placeholder for the number of rows of a tensor of tokens, which is known only when the step runs. It is a
@@ -145,7 +146,7 @@ def combine(outputs: torch.Tensor) -> torch.Tensor:
         CaptureError: `outputs` is not a tensor, or a captured step has no `dispatch` before this call.
     """
     if not isinstance(outputs, torch.Tensor):
-        raise CaptureError(f"combine: the outputs are a {type(outputs).__name__}. Give a tensor [PIPER-C014]")
+        raise CaptureError(f"combine: the outputs are {kind_of(outputs)}. Give a tensor [PIPER-C014]")
     if _sites is None:
         return outputs
     if not _sites.calls:

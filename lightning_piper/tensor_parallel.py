@@ -60,9 +60,8 @@ def tensor_parallel(module: nn.Module, batch: Any, degree: int, *, sequence: boo
             )
         raise PiperError(
             f"tensor_parallel: no weight of {type(module).__name__} can be sharded over {number} devices, "
-            "because an "
-            "operation after each matrix product needs its whole result. To see which operation blocks a "
-            "weight, "
+            f"because for each matrix product, {number} does not divide its outputs, or an operation after it needs "
+            "its whole result. To see what blocks a weight, "
             'name it yourself: ShardWeights(params={"fc.weight": 0}, ...) [PIPER-D024]'
         )
     devices = list(range(number))

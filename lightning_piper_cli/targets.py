@@ -33,7 +33,7 @@ def module_of(target: str) -> nn.Module:
     module = made(target)
     if not isinstance(module, nn.Module):
         raise UsageError(
-            f"{target} returns a {type(module).__name__}. Name a LightningModule class or a function that "
+            f"{target} returns an object of type {type(module).__name__}. Name a LightningModule class or a function that "
             "makes one"
         )
     return module

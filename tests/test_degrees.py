@@ -51,7 +51,7 @@ def batch(samples: int = 16) -> list[torch.Tensor]:
     (["ddp_2"], {}, "'ddp_2'.*Give 'ddp', 'zero1', 'zero2', 'zero3', 'auto', or the path of a JSON file"),
     (["zero3"], {"zero": 1}, "'zero3', zero=1.*: 'zero3' means zero=3. Leave one of them out"),
     (["ddp"], {"zero": 3, "dp": 2}, "'ddp', zero=3.*: 'ddp' means zero=0. Leave one of them out"),
-    ([], {"dp": 3, "ep": 2}, "dp=3, ep=2: ep is not a divisor of dp. Give a dp that is a multiple of 2"),
+    ([], {"dp": 3, "ep": 2}, "dp=3, ep=2: ep is not a divisor of dp. Give an ep that divides dp, or"),
     ([], {"pp": 4, "schedule": "dualpipev", "microbatches": 3}, "3 microbatches for 8 stages. Give at least 8"),
 ])  # fmt: skip
 def test_a_strategy_reports_what_does_not_compose(args: Any, fields: Any, message: str) -> None:

@@ -348,7 +348,8 @@ def _read_common(folder: Folder, weights_only: bool) -> dict[str, Any]:
     except pickle.UnpicklingError as error:
         raise PiperError(
             f"{path} holds objects of classes that loading does not trust, such as hyper-parameters: "
-            f"{error}\nIf you trust the checkpoint, pass fit(weights_only=False), or name the classes to "
+            f"{error}\nIf you trust the checkpoint, pass weights_only=False to the call that loads it (on the "
+            "command line: --unsafe), or name the classes to "
             "torch.serialization.add_safe_globals [PIPER-K007]"
         ) from error
     assert isinstance(content, dict)

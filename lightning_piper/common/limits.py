@@ -30,8 +30,14 @@ def shown(value: object) -> str:
         text = repr(value)
     except Exception:
         # an integer with too many digits, lists nested without end, or an error in a user's __repr__
-        return f"a {type(value).__name__} that cannot be shown"
+        return f"{kind_of(value)} that cannot be shown"
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def kind_of(value: object) -> str:
+    """Return the type of a value for a message, with its article: "an int", "a list"."""
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def is_name(value: object) -> bool:

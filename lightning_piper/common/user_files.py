@@ -11,7 +11,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from lightning_piper.common.limits import FILE, shown
+from lightning_piper.common.limits import FILE, kind_of, shown
+
+
+class UnsuitableFile(ValueError):
+    """An error for a path that is not a file which Piper can read. Its message says what to give."""
 
 
 def name_of(path: object) -> str:
@@ -24,18 +28,18 @@ def read_text(path: str | PathLike[str], limit: int = FILE) -> str:
 
     Raises:
         OSError: The file does not exist, or cannot be read.
-        ValueError: The path is not a path of a regular file, or the file has more than `limit` bytes or is
-            not UTF-8.
+        UnsuitableFile: The path is not a path of a regular file, or the file has more than `limit` bytes.
+        UnicodeDecodeError: The file is not UTF-8.
     """
     if not isinstance(path, str | PathLike):
-        raise ValueError(f"a {type(path).__name__} is not a path. Give a string or a Path")
+        raise UnsuitableFile(f"{kind_of(path)} is not a path. Give a string or a Path")
     found = Path(path).stat()
     if not stat.S_ISREG(found.st_mode):
-        raise ValueError(
+        raise UnsuitableFile(
             f"it is {'a directory' if stat.S_ISDIR(found.st_mode) else 'a pipe or a device'}. Give a file"
         )
     if found.st_size > limit:
-        raise ValueError(f"it has {found.st_size} bytes. Give a file of at most {limit} bytes")
+        raise UnsuitableFile(f"it has {found.st_size} bytes. Give a file of at most {limit} bytes")
     return Path(path).read_bytes().decode("utf-8-sig")
 
 
@@ -52,7 +56,9 @@ def explained(error: OSError | ValueError) -> str:
     """Return an error of `read_json` as a text with a fix. If the error does not have a fix, add one."""
     if isinstance(error, OSError):
         return f"{error}. Give the path of a file that this process may read"
-    return f"{error}{'' if '. Give ' in str(error) else '. Correct the file'}"
+    if isinstance(error, UnsuitableFile):
+        return str(error)
+    return f"{error}. {'Write the file in UTF-8' if isinstance(error, UnicodeDecodeError) else 'Correct the file'}"
 
 
 def parse_json(text: str) -> Any:

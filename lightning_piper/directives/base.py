@@ -25,6 +25,7 @@ ENTRY_POINTS = "lightning_piper.directives"
 # The attributes that hold `built_at` and `written_for`. They are not fields, so equality and JSON ignore
 # them.
 LINE, DEGREES = "_built_at", "_written_for"
+BEFORE_ORDERS = ("place", "split")  # the ops of directives that Piper applies before each `order`
 FIELD = re.compile(r"^\(\w+\): field '[^']*': ")  # the beginning of a message of `Directive.refuse`
 
 
@@ -229,11 +230,12 @@ class Directive:
         named = names_split_backward(condition)
         for chunk in there:
             if named and chunk.kind == "B":
-                self.refuse(
-                    field,
-                    f"{nothing}: {chunk.label} is not split",
-                    "name B, because only an order that names BI or BW splits it [PIPER-D008]",
+                later = (
+                    ""
+                    if self.op in BEFORE_ORDERS
+                    else ", or put an order that names BI or BW before this directive"
                 )
+                self.refuse(field, f"{nothing}: {chunk.label} is not split", f"name B{later} [PIPER-D008]")
             if chunk.kind in SPLIT_BACKWARD and not named and matches(condition, {**chunk.tags, "PASS": "B"}):
                 by = f"{nothing}: directive {chunk.origin} has split B into BI and BW, such as {chunk.label}"
                 self.refuse(field, by, "name BI and BW instead [PIPER-D008]")

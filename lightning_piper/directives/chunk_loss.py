@@ -38,7 +38,9 @@ class ChunkLoss(Directive):
     def check_fields(self) -> None:
         if self.chunk is not None and ((number := integer(self.chunk)) is None or number < 1):
             self.refuse(
-                "chunk", shown(self.chunk), "give a number of rows >= 1, or leave it out [PIPER-D003]"
+                "chunk",
+                f"{shown(self.chunk)} is not a number of rows",
+                "give an integer >= 1, or leave it out [PIPER-D003]",
             )
 
     def prepare(self, step: Step, program: Sequence[Directive]) -> Step:

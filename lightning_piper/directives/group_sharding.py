@@ -118,11 +118,12 @@ class Sharding(Directive):
             if arranged is None or arranged.size(self.axis) < 2:
                 mesh = f"with the mesh {arranged}" if arranged else "without a mesh"
                 found = f"{chunk.label} is {where}, {mesh}"
+                # Several directives that shard do not accept `devices`.
+                alone = "" if len(dag.step.divisions) else ", or give devices"
                 self.refuse(
                     "axis",
                     found,
-                    f"place it on a mesh with two or more devices along {self.axis!r}, or give devices"
-                    " [PIPER-D017]",
+                    f"place it on a mesh with two or more devices along {self.axis!r}{alone} [PIPER-D017]",
                 )
             return arranged.against(*self.dividing_axes(dag))
         own = set(chunk.devices)

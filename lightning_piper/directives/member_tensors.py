@@ -225,7 +225,7 @@ def lines_of(
                 "devices",
                 f"the program has {len(_dividing(program))} directives that shard tensors, and their devices do not "
                 "show how they form one mesh",
-                f"remove devices from all of them, and name the axes {named} in place(axes=...) [PIPER-D017]",
+                f"name the axes {named} in place(axes=...), and leave devices out of all of them [PIPER-D017]",
             )
         return directive.groups()
     found: list[tuple[int, ...]] = []
@@ -241,10 +241,11 @@ def lines_of(
             found += [tuple(place.group[p] for p in block) for block in place.mesh.blocks(axes)]
     if found:
         return found
+    alone = ", or give devices" if len(_dividing(program)) == 1 else ""
     directive.refuse(
         "axis",
         f"no place of the program has an axis {directive.axis!r}",
-        "name the axis in place(axes=...), or give devices [PIPER-D017]",
+        f"name the axis in place(axes=...){alone} [PIPER-D017]",
     )
 
 
@@ -277,11 +278,11 @@ def _params(directive: TensorSharding, step: Step, degree: int) -> dict[str, Sha
                 if part.dim < len(shape)
                 else f"{name} has shape {list(shape)}, which does not have a dimension {part.dim}"
             )
-            even = [str(dim) for dim, size in enumerate(shape) if size and size % degree == 0]
+            even = [str(dim) for dim, size in enumerate(shape) if size and size % (degree * part.blocks) == 0]
             advice = (
                 f"give it dimension {' or '.join(even)}"
                 if even
-                else f"leave it out, because {degree} divides none of its dimensions"
+                else f"leave it out, because {degree * part.blocks} divides none of its dimensions"
             )
             directive.refuse("params", found_no, f"{advice} [PIPER-D017]")
     return found

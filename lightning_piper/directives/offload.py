@@ -83,6 +83,8 @@ class Offload(Directive):
 
     def apply(self, dag: TrainingDAG) -> None:
         chunks = self.select(dag, "filter", self.filter)
+        if not chunks:
+            return  # the step does not have the pass, or a smaller batch does not have the microbatch
         if self.states:
             self._keep_states(dag, chunks)
         if self.saved:

@@ -322,13 +322,19 @@ def _summed(dag: TrainingDAG, cycle: Cycle) -> Cause:
         "statistics of the whole batch (a synchronized batch norm) need the earlier parts of the step for "
         "all microbatches first"
     )
+    # The schedule dualpipev needs several microbatches.
+    schedule = ", schedule='1f1b'" if "dualpipev" in (dag.program.degrees or "") else ""
     advice = (
-        "Use one microbatch (microbatches=1), or norms without statistics of a batch (GroupNorm, LayerNorm)"
+        f"Use one microbatch (microbatches=1{schedule}), or norms without statistics of a batch "
+        "(GroupNorm, LayerNorm)"
     )
     if dag.program.degrees is None:
         advice += ". Or remove the order, so that each part of the step runs for all microbatches before the next part"
     if dag.program.replicas == 1:
-        advice += ". Or let the batch norms take the statistics of each microbatch (sync_batchnorm=False)"
+        advice += (
+            ". Or let the batch norms take the statistics of each microbatch (sync_batchnorm=False, and "
+            "nn.BatchNorm1d instead of nn.SyncBatchNorm)"
+        )
     return cause, advice
 
 

@@ -64,17 +64,24 @@ class Place(Directive):
             )
         if self.axes:
             if len(shape := _shape(self.devices)) != len(self.axes):
+                if not shape:
+                    self.refuse(
+                        "devices",
+                        f"{shown(self.devices)} is not a mesh",
+                        "give nested lists, of equal length on each level, such as [[0, 1], [2, 3]] [PIPER-D003]",
+                    )
                 found = (
                     f"{shown(self.axes)} has {counted(len(self.axes), 'name')}, but {shown(self.devices)} has "
                     f"{counted(len(shape), 'dimension')}"
                 )
-                self.refuse(
-                    "axes",
-                    found,
-                    "give one name for each level of lists, and lists of equal length on each level"
-                    " [PIPER-D003]",
-                )
+                self.refuse("axes", found, "give one name for each level of lists [PIPER-D003]")
             self.check_device_list("devices", self.group)
+        elif len(_shape(self.devices)) > 1:
+            self.refuse(
+                "devices",
+                f"{shown(self.devices)} is a mesh without names of its axes",
+                'name its axes, such as axes=["dp", "tp"], or give one list of devices [PIPER-D003]',
+            )
         else:
             self.check_device_list("devices", self.devices)
         self.check_stream("stream", "compute")

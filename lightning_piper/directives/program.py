@@ -13,8 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_piper.annotate import annotate_modules
 from lightning_piper.common.argument_names import unknown
-from lightning_piper.common.limits import DIRECTIVES, integer, is_name, shown
-from lightning_piper.common.user_files import read_json
+from lightning_piper.common.limits import DIRECTIVES, integer, is_name, kind_of, shown
+from lightning_piper.common.user_files import explained, read_json
 from lightning_piper.directives.base import (
     Directive,
     check_class,
@@ -48,7 +48,7 @@ def parse(source: Any) -> list[Directive]:
         source = _directives_of(source, where)
     if not isinstance(source, Iterable) or isinstance(source, Directive | Tensor):
         raise DirectiveError(
-            f"the program is a {type(source).__name__}. Give a list of directives, or the path of a JSON file"
+            f"the program is {kind_of(source)}. Give a list of directives, or the path of a JSON file"
             " [PIPER-D001]"
         )
     program = []
@@ -125,14 +125,8 @@ def _read(path: str | PathLike[str], where: str) -> Any:
         content = read_json(path)
     except FileNotFoundError:
         raise DirectiveError(f"{where} does not exist. Give the path of a JSON file [PIPER-D001]") from None
-    except OSError as error:
-        raise DirectiveError(
-            f"{where} cannot be read as JSON: {error}. Give the path of a JSON file that this process may read"
-            " [PIPER-D001]"
-        ) from None
-    except ValueError as error:
-        advice = ". Write the file in UTF-8" if isinstance(error, UnicodeDecodeError) else ""
-        raise DirectiveError(f"{where} cannot be read as JSON: {error}{advice} [PIPER-D001]") from None
+    except (OSError, ValueError) as error:
+        raise DirectiveError(f"{where} cannot be read as JSON: {explained(error)} [PIPER-D001]") from None
     if not isinstance(content, list | dict):
         raise DirectiveError(
             f"{where} contains a value of type {type(content).__name__} instead of directives. Write a list "

@@ -87,6 +87,8 @@ class Recompute(Directive):
         values.
         """
         chosen = {(chunk.region, chunk.slice) for chunk in self.select(dag, "filter", self.filter)}
+        if not chosen:
+            return  # the step does not have the pass, or a smaller batch does not have the microbatch
         if self.keep is not None:
             self._check_whole(dag, chosen)
             return

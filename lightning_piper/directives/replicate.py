@@ -256,7 +256,7 @@ class Replicate(Directive):
     def _agree_on_average(self, dag: TrainingDAG) -> None:
         """Record `average` in the DAG. Raise an error if an earlier replicate has another average."""
         mean = self.average == "replicas"
-        if dag.replicas > 1 and dag.mean_of_replicas != mean:
+        if dag.policies and dag.mean_of_replicas != mean:
             self.refuse(
                 "average",
                 f"{shown(self.average)} here, but {AVERAGES[dag.mean_of_replicas]!r} in an earlier replicate",
@@ -319,7 +319,7 @@ class Replicate(Directive):
             self.refuse(
                 "devices",
                 found,
-                "remove the replicate, or name an axis of replicas in place(axes=...) [PIPER-D017]",
+                "remove the replicate, or place the chunks on a mesh with an axis of replicas [PIPER-D017]",
             )
         self._agree_on_average(dag)
         # An earlier `shard_weights` or `shard_sequences` has already divided the batch over the replicas of its mesh.

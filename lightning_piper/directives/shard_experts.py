@@ -119,7 +119,7 @@ class ShardExperts(Sharding):
             self.refuse(
                 "devices",
                 "another directive shards weights or sequences",
-                "remove devices, and name the axes of both directives in place(axes=...) [PIPER-D017]",
+                "name the axes of both directives in place(axes=...), and leave devices out [PIPER-D017]",
             )
         mesh = self.mesh_of(dag, [chunk for found in chunks.values() for chunk in found])
         for region in regions:

@@ -118,7 +118,8 @@ class Split(Directive):
                 f"the batch cannot be split into {self.num_microbatches} microbatches, because its "
                 f"tensors have no common first dimension: "
                 f"{dag.code.undivided.found}",
-                "remove the split, or give every tensor the samples in its first dimension [PIPER-D012]",
+                f"{'remove the split' if self.written_for is None else 'give microbatches=1'}, or give every "
+                "tensor the samples in its first dimension [PIPER-D012]",
             )
         made = sum(min(self.num_microbatches, len(chunk.slice)) for chunk in chunks)
         if made > PASSES:
@@ -254,13 +255,15 @@ def refuse_nonlinear(program: Sequence[Directive], dag: TrainingDAG) -> None:
         return
     for index, directive in enumerate(program):
         if isinstance(directive, Split) and directive.num_microbatches > 1 and not directive.accept_nonlinear:
+            accepted = "Give 1, or accept the difference (accept_nonlinear=True)"
+            if directive.written_for is not None:
+                accepted = "Give microbatches=1, or directives with Split(..., accept_nonlinear=True)"
             raise error_at(
                 index,
                 directive,
                 f"({directive.op}): field 'num_microbatches': the gradients of {directive.num_microbatches} "
                 "microbatches may not add up to the gradients of the whole batch, because the backward pass is not "
-                f"linear in the gradient of the loss: {dag.code.nonlinear}. Give 1, or accept the difference "
-                "(accept_nonlinear=True) [PIPER-D014]",
+                f"linear in the gradient of the loss: {dag.code.nonlinear}. {accepted} [PIPER-D014]",
             )
 
 

@@ -1,4 +1,4 @@
-"""Checks that all stages of a pipeline train on the same batch.
+"""Checks that all processes of a replica train on the same batch.
 
 With replicas, each replica has its own pipeline and its own batches. All replicas have the same number of
 samples, unless each process is a replica of the whole module.
@@ -88,14 +88,14 @@ def agree_on_batch(
         if rest_differs or shapes_differ or data_differs:
             what = "shapes or dtypes" if shapes_differ else "numbers or strings" if rest_differs else "values"
             raise PiperError(
-                f"{who} drew different batches (different {what}) in evaluation step {step}, but all stages of a "
-                "pipeline must read the same batch. Seed the code that draws the data "
+                f"{who} drew different batches (different {what}) in evaluation step {step}, but all processes of "
+                "a replica must read the same batch. Seed the code that draws the data "
                 "(seed_everything(seed, workers=True)). It must not depend on the rank or the time [PIPER-L004]"
             )
         if state_differs:
             raise PiperError(
-                f"the Python values that evaluation step {step} reads differ between {who}, but all stages of a "
-                "pipeline must read the same values. Set them independently of the rank and the time [PIPER-L006]"
+                f"the Python values that evaluation step {step} reads differ between {who}, but all processes of "
+                "a replica must read the same values. Set them independently of the rank and the time [PIPER-L006]"
             )
     return bool(anybody), len(set(found[2::8])) > 1
 
@@ -340,12 +340,15 @@ class BatchCheck:
         if what == "values":
             return
         found = self._difference(going_on)
+        # Replicas of one process each may also run uncaptured.
+        alone = self._world.count == self._world.size
+        uncaptured = ", or use PiperStrategy(capture='never')" if alone else ""
         if what == "shapes" and self._world.count > 1 and all(shapes):
             error = BatchError(
                 f"the processes drew batches of different shapes in training batch {self._steps - 1} of this "
                 f"fit{found}, but every replica needs the same number of samples, in tensors with the same "
                 "number of dimensions and the same dtypes. Use a sampler that divides the data evenly "
-                "(Lightning's own does), or use PiperStrategy(capture='never') [PIPER-L004]"
+                f"(Lightning's own does){uncaptured} [PIPER-L004]"
             )
             error.late = going_on
             raise error
@@ -355,8 +358,7 @@ class BatchCheck:
                 f"{self._steps - 1} of this fit{found}. Numbers and strings are a part of the captured step, "
                 "and all replicas run the same step. Convert them in the collate function to tensors (a "
                 "tensor without dimensions is passed whole), or, if the step does not read them, to a list "
-                "with an entry for each sample. Or remove them from the batch, or use "
-                "PiperStrategy(capture='never') [PIPER-L004]"
+                f"with an entry for each sample. Or remove them from the batch{uncaptured} [PIPER-L004]"
             )
             error.late = going_on
             raise error
@@ -366,7 +368,7 @@ class BatchCheck:
         who = "the processes" if self._world.count == 1 else f"the processes of replica {alike.index(False)}"
         raise PiperError(
             f"{who} drew different batches (different {what}) in training batch {self._steps - 1} of this "
-            f"fit{found}, but all stages of a pipeline must train on the same batch. Seed the code that "
+            f"fit{found}, but all processes of a replica must train on the same batch. Seed the code that "
             "draws the data (seed_everything(seed, workers=True)). It must not depend on the rank or the time"
             " [PIPER-L004]"
         )

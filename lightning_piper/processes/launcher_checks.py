@@ -22,7 +22,7 @@ def check_one_process(devices: int, nodes: int) -> None:
     """
     if devices * nodes != 1:
         raise PiperError(
-            "PiperStrategy(transport='local') runs all logical devices in one process, but "
+            "PiperStrategy: transport='local' and 'simulated' run all logical devices in one process, but "
             f"the Trainer has devices={devices} and num_nodes={nodes}. Use "
             "Trainer(devices=1, num_nodes=1) [PIPER-S003]"
         )

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 
-from lightning_piper.common.limits import FILE, PASSES, shown
+from lightning_piper.common.limits import FILE, PASSES, kind_of, shown
 from lightning_piper.common.user_files import read_text
 from lightning_piper.directives import Directive, Order, Place, parse
 from lightning_piper.errors import DirectiveError
@@ -72,7 +72,7 @@ def _content(source: str | PathLike[str]) -> str:
         return source
     if not isinstance(source, str | PathLike):
         raise DirectiveError(
-            f"from_csv: the source is a {type(source).__name__}. Give the path of a file, or its content [PIPER-D021]"
+            f"from_csv: the source is {kind_of(source)}. Give the path of a file, or its content [PIPER-D021]"
         )
     try:
         return read_text(source)
@@ -141,7 +141,7 @@ def _checked_microbatches(rows: Sequence[Row]) -> int:
     stages, microbatches = (1 + max((key[i] for key in found), default=-1) for i in (0, 1))
     if not found:
         raise DirectiveError(
-            "from_csv: the file has no pass. Give a row of actions such as '0F0,0B0' for each rank"
+            "from_csv: the schedule has no pass. Give a row of actions such as '0F0,0B0' for each rank"
             " [PIPER-D021]"
         )
     if len(found) > PASSES // 2:

@@ -61,7 +61,7 @@ def interleaved_one_f_one_b(
     if microbatches % rounds:
         raise DirectiveError(
             f"{name}: {counted(microbatches, 'microbatch')} on {counted(ranks, 'rank')} run in {rounds} rounds of equal size. "
-            f"Give a multiple of {rounds}, such as {microbatches - microbatches % rounds} [PIPER-D020]"
+            f"Give {microbatches - microbatches % rounds}, or a multiple of {ranks} [PIPER-D020]"
         )
     return program_of(
         interleaved_rows(ranks, microbatches, stages_per_device), microbatches, devices, tag, dim_name, name

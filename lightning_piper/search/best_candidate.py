@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_piper.common.limits import integer, is_number, shown
+from lightning_piper.common.units import counted
 from lightning_piper.errors import NoProgram, SearchError
 from lightning_piper.schedules.searched_schedules import SEARCHED
 from lightning_piper.search.bounds import INFINITE
 from lightning_piper.search.branch_and_bound import Progress, Search
 from lightning_piper.search.costs.workload import Workload
 from lightning_piper.search.report import Found, size
-from lightning_piper.search.space import Space, bytes_of, check_choices
+from lightning_piper.search.space import Space, bytes_of, check_choices, check_hardware
 from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.hardware import Hardware
 
@@ -63,7 +64,7 @@ def best_of(
         SearchError: An argument is not valid, no program fits, or the budget ends before the search finds a
             program that fits. In the last two cases, the error names the least memory with which a program
             fits, or, if the budget ends first, the least known memory.
-        NoProgram: No schedule exists for this workload on these devices, or no program fits in host memory.
+        NoProgram: No schedule exists for this workload on these devices.
     """
     schedules = tuple(SEARCHED if schedules is None else schedules)
     check_asked(
@@ -76,7 +77,8 @@ def best_of(
         budget=budget,
         ranks=ranks,
     )
-    limit = bytes_of(hardware.memory if memory is None and isinstance(hardware, Hardware) else memory or 0)
+    check_hardware(hardware)
+    limit = bytes_of(hardware.memory if memory is None else memory)
     space = Space(workload, hardware, devices, limit, schedules, tuple(levels), margin, all_devices, ranks)
     by_memory = objective == "memory"
     search = Search(space, by_memory, gap, budget, progress)
@@ -101,20 +103,11 @@ def _smallest_first(
             one. The error names the memory of the program.
         NoProgram: No program exists, however much memory a device has.
     """
-    devices, within = space.devices, size(space.memory)
-    if space.memory == INFINITE and complete:
-        raise NoProgram(
-            f"search: no schedule of {', '.join(space.schedules)} exists for this workload on {devices} "
-            "devices. Allow more schedules (schedules=...), or give another number of devices [PIPER-P003]"
-        )
+    within = size(space.memory)
     smallest = Search(replace(space, memory=INFINITE), True, 0, budget, None)
     least = smallest.run(table=False)
     if least is None and smallest.complete:
-        on = f"that uses all {devices} devices" if space.all_devices else f"on {devices} devices"
-        raise NoProgram(
-            f"search: no program {on} exists that fits in the host memory of {size(space.hardware.host_memory)}. "
-            "Give another number of devices, or a hardware with more host_memory [PIPER-P002]"
-        )
+        raise _none_exists(space)
     if least is None:
         raise SearchError(
             f"search: the budget of {budget} ended before the search found a program. Give a larger budget "
@@ -135,6 +128,25 @@ def _smallest_first(
     by = "" if math.isinf(least.gap) else f"up to {float(least.less):.1%} "
     about = f"; {by}less may be enough" if least.gap else ""
     raise SearchError(f"search: no program fits in {within}. Give {wanted}{about} [PIPER-P002]")
+
+
+def _none_exists(space: Space) -> NoProgram:
+    """Return the error of a space without candidates. Memory is not a cause, because a candidate that offloads
+    nothing needs no host memory."""
+    samples, blocks = space.workload.samples, len(space.workload.blocks)
+    on = (
+        f"that uses all {space.devices} devices"
+        if space.all_devices
+        else f"on {counted(space.devices, 'device')}"
+    )
+    fixes = ["another number of devices"] if space.all_devices else []
+    fixes.append("a batch of another size")
+    if not set(SEARCHED) <= set(space.schedules):
+        fixes.append(f"more schedules than {', '.join(space.schedules)} (schedules=...)")
+    return NoProgram(
+        f"search: no program {on} exists for {counted(samples, 'sample')} and {counted(blocks, 'block')}. "
+        f"Give {' or '.join(fixes)} [PIPER-P003]"
+    )
 
 
 def check_asked(

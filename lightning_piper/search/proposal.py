@@ -171,8 +171,7 @@ def search(
     Raises:
         SearchError: An argument is not valid, or no program fits. If none fits, the error names the least
             memory with which a program fits.
-        NoProgram: No schedule exists for this workload on these devices, no program fits in host memory, or
-            the best programs fail the check.
+        NoProgram: No schedule exists for this workload on these devices, or the best programs fail the check.
         CaptureError: The step cannot be captured.
         SimulationError: The file of the hardware is not valid, or has no speed for a data type.
     """
@@ -279,7 +278,7 @@ class _Trials:
             SearchError: No plan fits.
         """
         # If plans need more than their estimates, search again with less memory, in the same proportion.
-        within, kind = self._limit, SearchError
+        within = self._limit
         for _ in range(ROUNDS):
             found, before = self._found(find, within), len(self._large)
             proposal = self._first_fitting(found)
@@ -287,13 +286,12 @@ class _Trials:
                 return proposal
             ratios = [float(each.estimated) / each.needed for each in self._large[before:]]
             if not ratios:
-                kind = NoProgram
-                break
+                raise NoProgram(
+                    f"search: {counted(len(self._refused), 'program')} of the best candidates failed the check. "
+                    f"Reason for the best candidate: {self._refused[0][1]}"
+                )
             within = int(min(float(self._limit) * max(ratios), float(within) * 0.999))
-        raise kind(
-            f"search: {counted(len(self._refused), 'program')} of the best candidates failed the check. Reason for "
-            f"the best candidate: {self._refused[0][1]}"
-        )
+        raise self._too_large()
 
     def _found(self, find: Callable[[Number], Found], within: Number) -> Found:
         """Return the best candidates within this many bytes.
@@ -307,11 +305,15 @@ class _Trials:
         except SearchError as error:
             if within == self._limit:
                 raise
-            least = min(self._large)
-            raise SearchError(
-                f"search: found no plan that fits in {size(self._limit)}, although some programs fit by estimate. "
-                f"Give {size(least.needed)} for each device, which the plan of {least.name} needs [PIPER-P002]"
-            ) from error
+            raise self._too_large() from error
+
+    def _too_large(self) -> SearchError:
+        """Return the error of a search whose programs fit by estimate, but not by their plans."""
+        least = min(self._large)
+        return SearchError(
+            f"search: found no plan that fits in {size(self._limit)}, although some programs fit by estimate. "
+            f"Give {size(least.needed)} for each device, which the plan of {least.name} needs [PIPER-P002]"
+        )
 
     def _first_fitting(self, found: Found) -> Proposal | None:
         """Try the candidates of one search. Return the proposal of the first candidate whose program passes

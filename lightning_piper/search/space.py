@@ -139,10 +139,7 @@ class Space:
                 f"search: the workload has no blocks ({shown(self.workload)}). Give a Workload with at "
                 "least one block [PIPER-P001]"
             )
-        if not isinstance(self.hardware, Hardware) or not self.hardware.links:
-            raise SearchError(
-                "search: the hardware has no links. Give a Hardware with at least one link [PIPER-P001]"
-            )
+        check_hardware(self.hardware)
         _check_number("samples", self.workload.samples)
         check_choices(self.devices, self.schedules, self.levels, self.margin)
         if (
@@ -279,6 +276,19 @@ class Space:
                     for offloaded in range(layout.stages - recomputed + 1):
                         for cuts in combinations(range(1, len(self.workload.blocks)), layout.stages - 1):
                             yield Candidate(layout, levels, recomputed, offloaded, cuts)
+
+
+def check_hardware(hardware: object) -> None:
+    """Raise a `SearchError` unless this is a `Hardware` with links."""
+    if not isinstance(hardware, Hardware):
+        raise SearchError(
+            f"search: hardware={shown(hardware)} is not a Hardware. Give one, such as Hardware.read('h100-sxm') "
+            "[PIPER-P001]"
+        )
+    if not hardware.links:
+        raise SearchError(
+            "search: the hardware has no links. Give a Hardware with at least one link [PIPER-P001]"
+        )
 
 
 def check_choices(devices: int, schedules: Sequence[str], levels: Sequence[int], margin: Number) -> None:

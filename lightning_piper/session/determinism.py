@@ -188,15 +188,19 @@ def _compare(first: _Run, second: _Run, world: World, module: nn.Module) -> None
     )
     more = f" and in {counted(len(names) - 1, 'more result')}" if len(names) > 1 else ""
     where = f" on rank {world.members[rank]}" if world.size > 1 else ""
-    why = (
-        "Its operations, run one after another, gave the same bits twice, so the difference comes from the "
-        "order in which the plan runs them, or from an exchange"
-        if cause is None
-        else f"The first operation that {cause[2]} is {cause[3]}{where}"
-    )
+    if cause is not None:
+        why = f"The first operation that {cause[2]} is {cause[3]}{where}"
+    elif first.operations:
+        why = "All operations read and returned the same bits, so the difference comes from code that torch does not show"
+    else:  # the run as planned
+        why = (
+            "Its operations, run one after another, gave the same bits twice, so the difference comes from the "
+            "order in which the plan runs them, or from an exchange"
+        )
+    fix = "Replace the operation, or pass" if cause is not None and cause[0] == 0 else "Pass"
     raise ExecutionError(
         f"PiperStrategy(verify='determinism'): two runs of step {module.global_step} gave different bits in {names[0]}"
-        f"{more}. {why}. The optimizer has not applied these gradients. Replace the operation, or pass "
+        f"{more}. {why}. The optimizer has not applied these gradients. {fix} "
         "Trainer(deterministic=True), which makes torch choose deterministic operations or raise an error "
         "[PIPER-X007]"
     )
@@ -211,7 +215,8 @@ def _first_difference(first: _Run, second: _Run) -> tuple[int, int, str, str] | 
         there = second.operations.get(name)
         if there is None or there.inputs != here.inputs:
             if later is None:
-                later = (1, here.order, "read different values", here.text)
+                how = "ran only once" if there is None else "read different values"
+                later = (1, here.order, how, here.text)
         elif there.result != here.result and "empty" not in str(name[-1]):
             return (0, here.order, "read the same values and returned different ones", here.text)
     return later

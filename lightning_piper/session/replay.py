@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lightning_piper.capture import BatchSpec
+from lightning_piper.common.limits import kind_of
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.dag import TrainingDAG
@@ -80,9 +81,7 @@ class Given:
 
 
 def _shown(value: Any) -> str:
-    return (
-        f"a dict of {', '.join(map(repr, value))}" if isinstance(value, dict) else f"a {type(value).__name__}"
-    )
+    return f"a dict of {', '.join(map(repr, value))}" if isinstance(value, dict) else kind_of(value)
 
 
 class Replay:

@@ -174,7 +174,7 @@ def _warn(texts: Sequence[str], found: Difference | None, world: World) -> None:
         world.warn(
             "parts of the batch give a different result than the whole batch on one device: on the first "
             f"samples, {found}. The step mixes samples, or a buffer, a gradient or Python code depends on "
-            "their number. If this matters, use one microbatch (num_microbatches=1) and no replicas, so "
+            "their number. If this matters, use one microbatch (microbatches=1) and no replicas, so "
             "that the batch stays whole. PiperStrategy(verify='first_batch') measures the difference for "
             "the whole batch [PIPER-W010]"
         )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
 from os import PathLike
 
-from lightning_piper.common.limits import is_number, shown
+from lightning_piper.common.limits import is_number, kind_of, shown
 from lightning_piper.common.user_files import explained, name_of, read_json
 from lightning_piper.errors import SimulationError
 from lightning_piper.ir.dag import TrainingDAG
@@ -290,7 +290,7 @@ def read_durations(path: str | PathLike[str]) -> dict[str, Number]:
         ) from None
     if not isinstance(content, dict):
         raise SimulationError(
-            f"durations file {name_of(path)} holds a {type(content).__name__}. Write an object such "
+            f"durations file {name_of(path)} holds {kind_of(content)}. Write an object such "
             f'as {{"F": 1, "B": 2}} [PIPER-T001]'
         )
     return content

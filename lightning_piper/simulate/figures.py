@@ -193,7 +193,7 @@ def simulate(
     for name, given, good in (("dag", dag, isinstance(dag, TrainingDAG)), ("plans", plans, planned)):
         if not good:
             raise SimulationError(
-                f"simulate({name}=...) is a {type(given).__name__} that is not from a compiled program. Give "
+                f"simulate({name}=...) is {limits.kind_of(given)} that is not from a compiled program. Give "
                 f"compiled.{name} of lightning_piper.compile's result [PIPER-T003]"
             )
     if network is not None and not isinstance(network, Network):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_piper.common.limits import integer, shown
+from lightning_piper.common.limits import integer, kind_of, shown
 from lightning_piper.common.user_files import explained, name_of, read_json
 from lightning_piper.errors import SimulationError
 from lightning_piper.plan.instructions import Channel, Collective, SendInstruction
@@ -349,7 +349,7 @@ def _check_keys(where: str, content: Any, keys: Collection[str], optional: Colle
     """
     if not isinstance(content, dict):
         raise SimulationError(
-            f"{where} is a {type(content).__name__}. Give an object with {', '.join(keys)} [PIPER-T002]"
+            f"{where} is {kind_of(content)}. Give an object with {', '.join(keys)} [PIPER-T002]"
         )
     if missing := [key for key in keys if key not in content]:
         raise SimulationError(

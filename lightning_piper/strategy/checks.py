@@ -229,7 +229,7 @@ def uncapturable(
         )
     if processes > 1 and isinstance(optimizers[0], torch.optim.LBFGS):
         return (
-            "LBFGS over several processes, because it computes inner products over all parameters, which are "
+            "LBFGS over several processes, because it computes inner products over all parameters, which may be "
             "on different processes. Use an optimizer that updates each parameter independently (SGD, AdamW, "
             "...)"
         )

@@ -209,8 +209,8 @@ class OverProcesses(_lightning.Strategy):
         if self._local:
             if (started := self.cluster_environment.world_size()) != 1:
                 raise PiperError(
-                    f"PiperStrategy(transport='local') runs in one process, but {started} processes were "
-                    "started. Start one process, or use another transport [PIPER-S003]"
+                    f"PiperStrategy: transport='local' and 'simulated' run in one process, but {started} processes "
+                    "were started. Start one process, or use transport='process' [PIPER-S003]"
                 )
             return
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)

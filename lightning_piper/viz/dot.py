@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import networkx as nx
 
-from lightning_piper.common.limits import shown
+from lightning_piper.common.limits import kind_of, shown
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Node
@@ -23,7 +23,7 @@ def dot_graph(dag: TrainingDAG, device: int) -> str:
     """
     if not isinstance(dag, TrainingDAG):
         raise PiperError(
-            f"dot_graph: the DAG is a {type(dag).__name__}. Give compiled.dag of lightning_piper.compile's "
+            f"dot_graph: the DAG is {kind_of(dag)}. Give compiled.dag of lightning_piper.compile's "
             "result [PIPER-A001]"
         )
     if not isinstance(device, int) or device not in dag.devices():

@@ -230,7 +230,7 @@ def test_experts_are_owned_along_their_axis_and_tokens_travel_along_it():
                 ShardExperts(filter={"EP": "*"}, devices=[[0, 2], [1, 3]]),
                 everywhere(4),
             ],
-            "another directive shards weights or sequences. Remove devices, and name the axes of both",
+            "another directive shards weights or sequences. Name the axes of both",
         ),
     ],
 )

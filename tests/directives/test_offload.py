@@ -252,6 +252,18 @@ def test_what_cannot_be_is_refused(program, expected):
         compiled_for(program)
 
 
+@pytest.mark.parametrize("directive", [off(MB=3), Offload(filter={"MB": 3}, states=True), again(MB=3)])
+def test_a_smaller_batch_without_the_microbatch_has_nothing_to_move(directive):
+    compiled = compiled_for([ONE, piper.Split(num_microbatches=4), directive])
+    moved = [node.tags["MB"] for node in compiled.dag.nodes.values() if _moves(node)]
+    assert set(moved) == ({3} if moved else set()) and bool(moved or compiled.dag.hosted)
+    assert not any(_moves(node) for node in compiled.at(3).dag.nodes.values())
+
+
+def _moves(node: Any) -> bool:
+    return isinstance(node, Store | Fetch) or node.tags.get("PASS") == "R"
+
+
 def test_trainings_are_those_of_one_device():
     module, other, less = decoder(), decoder(), decoder()
     options: dict[str, Any] = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}

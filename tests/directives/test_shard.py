@@ -199,14 +199,14 @@ def test_each_region_has_its_own_mesh() -> None:
             r"field 'axes': .* has 1 name, but \[\[0, 1\], \[2, 3\]\] has 2 dimensions. Give one name for each "
             r"level",
         ),
-        ([[0, 1], [2]], ["dp", "ep"], "ep", r"field 'axes': .* has 2 names, but .* has 0 dimensions"),
+        ([[0, 1], [2]], ["dp", "ep"], "ep", r"field 'devices': .* is not a mesh. Give nested lists"),
         (
             TWICE,
             ["dp", "dp"],
             "dp",
             r"field 'axes': \['dp', 'dp'\] is not a list of different names. Give",
         ),
-        (TWICE, [], "ep", r"field 'devices': \[\[0, 1\], \[2, 3\]\] is not a list of distinct devices"),
+        (TWICE, [], "ep", r"field 'devices': \[\[0, 1\], \[2, 3\]\] is a mesh without names of its axes"),
         ([[0, 1], [2, 0]], ["dp", "ep"], "ep", r"field 'devices': .* is not a list of distinct devices"),
     ],
 )

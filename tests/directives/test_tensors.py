@@ -146,7 +146,7 @@ def test_members_have_parts_of_parameters_gradients_and_states():
         (
             [TWO, Replicate(filter={}, devices=[0, 1]), divided([0, 1])],
             DirectiveError,
-            "Remove the replicate, or name an axis of replicas",
+            "Remove the replicate, or place the chunks on a mesh with an axis of replicas",
         ),
         ([TWO, divided([0, 1]), divided([0, 1])], DirectiveError, "Combine them into one directive"),
     ],
@@ -429,7 +429,7 @@ def test_what_is_exchanged_is_the_same_for_all_sizes(microbatches):
         return
     with pytest.raises(
         CaptureError,
-        match=r"for 1 samples than for 4 .*: the exchange of its sharded tensors, .*, of more than one "
+        match=r"for 1 sample than for 4 .*: the exchange of its sharded tensors, .*, of more than one "
         r"sample",
     ):
         piper.compile(Labeled().double(), batch, program)

@@ -96,7 +96,7 @@ def test_idle_slots_and_spaces_do_not_matter() -> None:
         ("0F0,\n0B0,\n", r"stage 0, microbatch 0 has 0F0 in row 0, 0B0 in row 1"),
         ("1F0,1B0\n", r"stage 0, microbatch 0 has nothing"),
         ("0F0,0B0\n,\n1F0,1B0\n", r"row 1 has no pass. Give each rank some work"),
-        (",\n", r"the file has no pass"),
+        (",\n", r"the schedule has no pass"),
     ],
 )
 def test_a_file_that_is_no_schedule_is_refused(text: str, says: str) -> None:

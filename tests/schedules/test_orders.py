@@ -184,7 +184,7 @@ def test_programs_are_json_and_devices_and_tags_are_the_users(builder: Callable[
         (
             interleaved_one_f_one_b,
             (4, 5),
-            "5 microbatches on 2 ranks run in 2 rounds of equal size. Give a multiple of 2, such as 4",
+            "5 microbatches on 2 ranks run in 2 rounds of equal size. Give 4, or a multiple of 2",
         ),
         (interleaved_one_f_one_b, (4, 4, 0), "stages_per_device=0. Give an integer >= 1"),
         (zbv, (3, 8), "3 stages, 2 on each rank. Give a multiple of 2 stages"),

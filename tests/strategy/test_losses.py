@@ -192,13 +192,22 @@ def pairs(count: int, samples: int) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def test_the_mean_of_replicas_is_that_of_ddp() -> None:
+@pytest.mark.parametrize(
+    "program",
+    [
+        [piper.Place(devices=[0, 1])],
+        [
+            piper.Place(devices=[[0, 1], [2, 3]], axes=["dp", "tp"]),
+            piper.ShardWeights(params={"first.weight": 0, "second.weight": 1}),
+        ],
+    ],
+)
+def test_the_mean_of_replicas_is_that_of_ddp(program: list[Any]) -> None:
     """Each replica divides by its own tokens. One device gets there by the mean of the losses of the two
     halves.
     """
-    replicate = piper.Replicate(filter={}, devices=[0, 1], average="replicas")
     data = pairs(3, 8)
-    found, _ = fit(Tokens(), local([piper.Place(filter={}, devices=[0, 1]), replicate]), data)
+    found, _ = fit(Tokens(), local([*program, piper.Replicate(average="replicas")]), data)
     halves = [half for batch in data for half in zip(*(x.chunk(2) for x in batch), strict=True)]
     mean, _ = fit(Tokens(), "auto", halves, max_steps=3, accumulate_grad_batches=2)
     assert max(float((mean[name] - found[name]).abs().max()) for name in mean) < 1e-14

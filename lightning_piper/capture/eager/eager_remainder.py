@@ -27,6 +27,7 @@ from lightning_piper.capture.python_state.state_reads import History
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.capture.torch_private._torch_communication import without_communication
 from lightning_piper.capture.user_code.step_arguments import SKIPPED, arguments
+from lightning_piper.common.limits import kind_of
 from lightning_piper.common.units import counted
 from lightning_piper.common.user_lines import user_line
 from lightning_piper.errors import PiperError
@@ -311,7 +312,7 @@ class EagerRemainder:
             raise PiperError(SKIPPED)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             if not isinstance(loss, torch.Tensor):
-                what = f"a {type(loss).__name__} as its loss. Return a scalar tensor"
+                what = f"{kind_of(loss)} as its loss. Return a scalar tensor"
             elif loss.numel() != 1:
                 what = f"a loss of shape {tuple(loss.shape)}. Return a scalar, such as loss.mean()"
             else:
@@ -479,7 +480,7 @@ def _problem_of_log(name: str, value: Any, number: bool) -> str:
     if isinstance(value, torch.Tensor):
         return f"self.log({name!r}) gets a tensor of shape {tuple(value.shape)}. Log a single number"
     return (
-        f"self.log({name!r}) gets a {type(value).__name__}, in code that runs uncaptured. Log a number, such as the "
+        f"self.log({name!r}) gets {kind_of(value)}, in code that runs uncaptured. Log a number, such as the "
         "result of a metric object, or log the object in a hook (on_train_batch_end)"
     )
 

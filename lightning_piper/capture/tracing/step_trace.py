@@ -50,6 +50,7 @@ from lightning_piper.capture.user_code.caught_refusals import recording_refusals
 from lightning_piper.capture.user_code.error_origin import is_own, where_kept
 from lightning_piper.capture.user_code.source import mark_called
 from lightning_piper.capture.user_code.step_arguments import SKIPPED, arguments
+from lightning_piper.common.limits import kind_of
 from lightning_piper.common.units import counted
 from lightning_piper.common.user_lines import user_line
 from lightning_piper.errors import CaptureError
@@ -422,7 +423,7 @@ class TracedStep(nn.Module):
             self.logs.append(Logged(name, reduce, kwargs, constant=float(value)))  # type: ignore[arg-type]
         else:
             raise CaptureError(
-                f"{user_line()}: self.log({name!r}): a {type(value).__name__} cannot be logged inside a "
+                f"{user_line()}: self.log({name!r}): {kind_of(value)} cannot be logged inside a "
                 "captured step. Log a tensor, a number, or a metric object that is an attribute of the "
                 "module or in its nn.ModuleList or nn.ModuleDict [PIPER-C007]"
             )
@@ -474,7 +475,7 @@ def _loss_of(result: Any) -> torch.Tensor:
         raise CaptureError(SKIPPED)
     if not isinstance(result, torch.Tensor):
         raise CaptureError(
-            f"training_step returns a {type(result).__name__}. Return the loss, a scalar tensor [PIPER-C006]"
+            f"training_step returns {kind_of(result)}. Return the loss, a scalar tensor [PIPER-C006]"
         )
     if result.numel() != 1:
         raise CaptureError(

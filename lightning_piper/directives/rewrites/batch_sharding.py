@@ -21,6 +21,7 @@ from lightning_piper.ops.metrics import Metrics, MetricsSum, metrics_value
 from lightning_piper.ops.samples import Concat, Cut
 
 ORDER = "order"  # the op of `Order`
+RUNNING = ("running_mean", "running_var", "num_batches_tracked")  # the buffers of batch norms
 
 
 def shard_batch(dag: TrainingDAG, mesh: Mesh, directive: Directive) -> None:
@@ -64,14 +65,20 @@ def _refuse_statistics(
     dag: TrainingDAG, directive: Directive, chunk: Chunk, local: Sequence[str]
 ) -> NoReturn:
     """Raise an error for buffers whose values would differ between the replicas."""
+    found = (
+        f"{chunk.label} updates {', '.join(local[:3])} from its own samples, so the values would differ between "
+        "replicas"
+    )
+    if not all(name.rsplit(".", 1)[-1] in RUNNING for name in local):
+        accepted = "compute the values from the samples of all replicas (piper.gather_samples)"
+        directive.refuse("filter", found, f"{accepted} [PIPER-D011]")
     advice = "let batch norms take the statistics of the whole batch (Trainer(sync_batchnorm=True), nn.SyncBatchNorm)"
     if any(len(parts) > 1 for parts in dag.slices().values()) and ORDER in dag.program.ops:
         # An order of microbatches contradicts statistics of the whole batch.
         advice = "use one microbatch (microbatches=1) with Trainer(sync_batchnorm=True)"
     directive.refuse(
         "filter",
-        f"{chunk.label} updates {', '.join(local[:3])} from its own samples, so the values would differ between "
-        "replicas",
+        found,
         f"{advice}, or use a layer without running statistics, such as GroupNorm or LayerNorm [PIPER-D011]",
     )
 

@@ -239,14 +239,14 @@ def _with_all_layers(made: Shortened, blocks: Sequence[_ChainBlock], code: StepC
         if not {layer.after, *layer.like} <= by_name.keys():
             raise CaptureError(
                 f"the layers after {made.original(layer.after)}, such as {made.original(name)}, share operations with "
-                "other layers, so the search cannot cut the model between them. "
+                "other layers, so Piper cannot cut the model between them. "
                 "Write the program yourself: PiperStrategy(directives=...) [PIPER-C024]"
             )
         for like in layer.like:
             texts.setdefault(like, "\n".join(text_of(code, region) for region in by_name[like].run.regions))
         if len({texts[like] for like in layer.like}) > 1:
             raise CaptureError(
-                f"the search treats {made.original(layer.like[0])} and {made.original(layer.like[1])} "
+                f"Piper treats {made.original(layer.like[0])} and {made.original(layer.like[1])} "
                 "as copies, because they are of one class, but their computations differ. Make the "
                 "layers compute the same, or write the program yourself: PiperStrategy(directives=...) "
                 "[PIPER-C024]"

@@ -123,14 +123,14 @@ def copy_of(module: nn.Module) -> nn.Module:
         return copied
     except FinalizedModule as error:
         raise CaptureError(
-            f"{error}, and a search works on a copy. Move __del__ to an object that the module holds, or "
-            "annotate the stages of the module [PIPER-C024]"
+            f"{error}, and Piper cuts a copy of the module into stages. Move __del__ to an object that the module "
+            "holds, or annotate the stages and give degrees or directives [PIPER-C024]"
         ) from error
     except Exception as error:
         found = f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error})"
         raise CaptureError(
-            f"{found}. Make copy.deepcopy support all attributes of the module, because the search works on "
-            "a copy [PIPER-C024]"
+            f"{found}. Make copy.deepcopy support all attributes of the module, because Piper cuts a copy into "
+            "stages [PIPER-C024]"
         ) from error
 
 

@@ -52,8 +52,8 @@ def check_may_be(
     reason = why_not(before.module, settings, before.world.device) if trains else None
     if accumulate == "tokens":
         reason = (
-            "accumulate='tokens' needs the denominators of a captured loss. Change the step as the message above "
-            "says, or use accumulate='batches'"
+            "accumulate='tokens' needs the denominators of a captured loss. Follow the message above, or use "
+            "accumulate='batches'"
         )
     elif reason is None:
         reason = _why_not_whole(before, trains)
@@ -84,8 +84,8 @@ def _why_not_whole(before: Standalone, trains: bool) -> str | None:
     )
     if before.world.decide(stays, all=False):
         return (
-            "the module is on the meta device and has no values yet. Change the step as the message above says, "
-            "or build the module with values"
+            "the module is on the meta device and has no values yet. Follow the message above, or "
+            "build the module with values"
         )
     if trains or (parts is not None and parts.whole):
         return None

@@ -71,7 +71,7 @@ def divided(before: Standalone, named: Sequence[tuple[Optimizer, Names]]) -> tup
         twice = next(name for name in found if found.count(name) > 1)
         raise PiperError(
             f"PiperStrategy: parameter {twice!r} is in several optimizers, so its optimizer state cannot be "
-            "sharded. Remove shard_* from replicate [PIPER-S004]"
+            "sharded. Use zero=0 (in directives, a replicate without shard_*) [PIPER-S004]"
         )
     return tuple(
         EagerOptimizer(module, optimizer, groups, settings, before.world)
@@ -195,7 +195,7 @@ class EagerOptimizer:
             raise PiperError(
                 "PiperStrategy: the optimizer's parameter groups were changed in the middle of a step, while "
                 "its state was sharded over the replicas. Change them (add_param_group) in a hook before "
-                "training_step, or remove shard_* from replicate [PIPER-S005]"
+                "training_step, or use zero=0 (in directives, a replicate without shard_*) [PIPER-S005]"
             )
 
     def _enter(self) -> None:

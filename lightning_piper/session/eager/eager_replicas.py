@@ -51,13 +51,13 @@ def why_not(module: nn.Module, settings: Settings, device: torch.device) -> str 
     except (CaptureError, DirectiveError) as error:
         by = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))  # the line of the directive
         return (
-            f"the program does more than replicate the whole step{by}. Change the step as the message above "
-            "says, or train replicas (PiperStrategy())"
+            f"the program does more than replicate the whole step{by}. Follow the message above, or "
+            "train replicas (PiperStrategy())"
         )
     if any(plan.shards for plan in plans.representatives.values()):
         return (
             "an uncaptured step does not support the program's shards of parameters, gradients or optimizer "
-            "state. Change the step as the message above says, or remove the shards"
+            "state. Follow the message above, or remove the shards"
         )
     return None
 

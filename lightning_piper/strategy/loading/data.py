@@ -68,8 +68,8 @@ def agree_on_loader(loader: object, world: World, limit: float = 1.0, apart: boo
     of_replicas = set(zip(world.replicas, sizes, strict=True))
     if len(of_replicas) > world.count or (len(set(sizes)) > 1 and not apart):
         why = (
-            "all stages of a pipeline read the same batches. Give all processes the same dataset and sampler"
-            if world.count == 1
+            "all processes of a replica read the same batches. Give them the same dataset and sampler"
+            if len(of_replicas) > world.count
             else (
                 "every replica needs the same number of batches. Use a sampler that divides the data evenly "
                 "(Lightning's own does)"
@@ -105,14 +105,14 @@ def _check_sampler(sampler: DistributedSampler[Any], world: World) -> None:
     if world.count == 1:
         raise PiperError(
             f"the DataLoader's DistributedSampler splits the data over {sampler.num_replicas} replicas, but "
-            "the processes are stages of one pipeline, which all read the same batches. Use a plain sampler "
+            "all processes belong to one replica, so they read the same batches. Use a plain sampler "
             "(shuffle=True) [PIPER-L005]"
         )
     raise PiperError(
         f"the DataLoader's DistributedSampler gives process {world.rank} part {sampler.rank} of "
         f"{sampler.num_replicas}, but this process belongs to replica {world.replica} of {world.count}. Use "
         f"DistributedSampler(dataset, num_replicas={world.count}, rank={world.replica}) here, or a plain "
-        "sampler, which the Trainer replaces by a sampler that divides the data [PIPER-L005]"
+        "sampler with Trainer(use_distributed_sampler=True), which divides the data [PIPER-L005]"
     )
 
 
