@@ -28,7 +28,16 @@ from lightning_piper.errors import PiperError
 from lightning_piper.passes import run_pipeline
 from lightning_piper.plan import check_plans, compile_plans
 from lightning_piper.profile.node_times import when_it_ran
-from lightning_piper.simulate import DEFAULT, Link, Network, Simulation, read_durations, simulate
+from lightning_piper.simulate import (
+    DEFAULT,
+    Durations,
+    Link,
+    Network,
+    Simulation,
+    read_durations,
+    simulate,
+    write_chakra,
+)
 from lightning_piper.strategy import consolidate
 from lightning_piper.verify import verify_step
 from lightning_piper.verify.hook import StaticCheck
@@ -146,8 +155,16 @@ def _write(path: Path, text: str, option: str) -> None:
 
 
 def _simulate(args: argparse.Namespace) -> str:
+    """Return the figures as text. With `--chakra`, also write traces. Raise UsageError if this is impossible."""
     compiled = _compiled(args)
     simulation = _simulation(compiled, args)
+    if args.chakra is not None:
+        try:
+            write_chakra(args.chakra, compiled.dag, compiled.plans, _durations(args))
+        except OSError as error:
+            raise UsageError(
+                f"{str(args.chakra)!r} cannot be written: {error.strerror}. Give another path to --chakra"
+            ) from None
     return json.dumps(simulation.to_json()) if args.json else str(simulation)
 
 
@@ -167,8 +184,12 @@ def _explain(args: argparse.Namespace) -> str:
 
 
 def _simulation(compiled: Compiled, args: argparse.Namespace) -> Simulation:
-    durations = DEFAULT if args.durations is None else read_durations(args.durations)
-    return simulate(compiled.dag, compiled.plans, durations, Network(Link(args.latency, args.bandwidth)))
+    network = Network(Link(args.latency, args.bandwidth))
+    return simulate(compiled.dag, compiled.plans, _durations(args), network)
+
+
+def _durations(args: argparse.Namespace) -> Durations:
+    return DEFAULT if args.durations is None else read_durations(args.durations)
 
 
 def _device(compiled: Compiled, device: int) -> int:

@@ -37,6 +37,12 @@ def parser_of(of_run: bool = False) -> argparse.ArgumentParser:
     )
     figures = command("simulate", "print step time, bubbles, exposed communication and memory")
     figures.add_argument("--json", action="store_true", help="print all figures and the timeline as JSON")
+    figures.add_argument(
+        "--chakra",
+        type=Path,
+        metavar="FOLDER",
+        help="also write a Chakra execution trace of each device to this folder, with durations as seconds",
+    )
     why = command(
         "explain",
         "explain why a node exists, or how a run differs from its prediction",

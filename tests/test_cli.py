@@ -22,7 +22,7 @@ import lightning_piper as piper
 from lightning_piper import cli
 from lightning_piper.cli import main
 from lightning_piper.directives.program import to_json
-from lightning_piper.simulate import Link, Network, read_durations, simulate
+from lightning_piper.simulate import Link, Network, read_durations, simulate, write_chakra
 from lightning_piper.verify.report import Comparison, Report, ReportRow
 from tests.simulate.programs import Chain
 
@@ -292,6 +292,22 @@ def test_figures(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert output(capsys, "simulate", *more) == f"{wanted}\n"
     assert json.loads(output(capsys, "simulate", "--json", *more)) == json.loads(json.dumps(wanted.to_json()))
     assert output(capsys, "simulate") == f"{simulate(compiled().dag, compiled().plans)}\n"
+
+
+def test_chakra_traces(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert output(capsys, "simulate", "--chakra", "traces") == output(capsys, "simulate")
+    write_chakra("same", compiled().dag, compiled().plans)
+    for path in Path("same").iterdir():
+        assert path.read_bytes() == (Path("traces") / path.name).read_bytes()
+    assert sorted(path.name for path in Path("traces").iterdir()) == [
+        "comm_groups.json",
+        "trace.0.et",
+        "trace.1.et",
+    ]
+    (project / "file").write_text("")
+    with pytest.raises(SystemExit):
+        main(arguments("simulate", "--chakra", "file"))
+    assert "'file' cannot be written: File exists. Give another path to --chakra" in capsys.readouterr().err
 
 
 def failure(capsys: pytest.CaptureFixture[str], *args: Any, **named: Any) -> str:

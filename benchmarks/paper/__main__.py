@@ -1,6 +1,7 @@
 """Prints the tables of `docs/paper.md`.
 
-python -m benchmarks.paper r1 r2 r3 r4 r5 r6 slope lines
+python -m benchmarks.paper r1 r2 r3 r4 r5 r6 slope lockstep lines
+python -m benchmarks.paper r1 r4 r6 --model 1B
 """
 
 from __future__ import annotations
@@ -13,24 +14,35 @@ import torch
 
 from benchmarks.paper.contention import r6
 from benchmarks.paper.lines import lines
+from benchmarks.paper.lockstep import r1_lockstep
 from benchmarks.paper.memory import r3, slope
-from benchmarks.paper.step_times import r1, r2, r4, r5
+from benchmarks.paper.step_times import MODELS, r1, r2, r4, r5
 
 CLAIMS: dict[str, Callable[[], None]] = {
-    **{"r1": r1, "r2": r2, "r3": r3, "r4": r4, "r5": r5, "r6": r6},
-    **{"slope": slope, "lines": lines},
+    "r2": r2,
+    "r3": r3,
+    "r5": r5,
+    "slope": slope,
+    "lockstep": r1_lockstep,
+    "lines": lines,
 }
+OF_A_MODEL: dict[str, Callable[[str], None]] = {"r1": r1, "r4": r4, "r6": r6}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("claims", nargs="+", choices=CLAIMS)
+    parser.add_argument("claims", nargs="+", choices=sorted({*CLAIMS, *OF_A_MODEL}))
+    parser.add_argument("--model", default="9B", choices=MODELS, help="the model of r1, r4 and r6")
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    for name in parser.parse_args().claims:
+    for name in options.claims:
         start = time.process_time()
-        CLAIMS[name]()
+        if name in OF_A_MODEL:
+            OF_A_MODEL[name](options.model)
+        else:
+            CLAIMS[name]()
         print(f"\n{name}: {time.process_time() - start:.0f} s of one core\n", flush=True)
 
 

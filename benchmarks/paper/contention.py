@@ -6,15 +6,18 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.paper.setting import compiled, simulated
-from benchmarks.paper.step_times import LARGE, SMALL
+from benchmarks.paper.step_times import ALONE, MODELS
 from benchmarks.paper.table import show
 from lightning_piper.simulate.engine import Span, Trace
 
 PAPER = 1.46
-WAYS: dict[str, dict[str, Any]] = {
-    "sums beside the exchanges": {},
-    "one stream for both": {"stream": "reduce"},
-    "sums of 1 GB": {"bucket": 1000},
+# Name of a row -> the part of a card that one exchange reaches alone, and the arguments of `compiled`.
+WAYS: dict[str, tuple[float, dict[str, Any]]] = {
+    "sums beside the exchanges": (1, {}),
+    "one exchange alone reaches 50% of a card": (0.5, {}),
+    "one exchange alone reaches 55% of a card": (ALONE, {}),
+    "one stream for both": (1, {"stream": "reduce"}),
+    "sums of 1 GB": (1, {"bucket": 1000}),
 }
 
 
@@ -47,16 +50,16 @@ def slowdown(trace: Trace) -> tuple[float, float, int]:
     return means[0], means[1], sum(during for _, during in found)
 
 
-def r6() -> None:
+def r6(model: str) -> None:
     """Print how much longer exchanges of tokens take while the replicas sum gradients, and what helps."""
+    setting = MODELS[model]
 
     def rows() -> Iterator[list[object]]:
-        for setting in (LARGE, SMALL):
-            for name, options in WAYS.items():
-                trace = simulated(setting, compiled(setting, "interleaved 1F1B", zero=0, **options))
-                alone, during, count = slowdown(trace)
-                ratio = f"{during / alone:.2f}" if during else ""
-                about = [setting.size, name, 1e3 * alone, 1e3 * during, count]
-                yield [*about, ratio, PAPER, float(trace.end)]
+        for name, (links, options) in WAYS.items():
+            made = compiled(setting, "interleaved 1F1B", zero=0, **options)
+            trace = simulated(setting, made, setting.hardware(alone=links).network(made.plans))
+            alone, during, count = slowdown(trace)
+            ratio = f"{during / alone:.2f}" if during else ""
+            yield [name, 1e3 * alone, 1e3 * during, count, ratio, PAPER, float(trace.end)]
 
-    show(["model", "", "alone ms", "during a sum ms", "exchanges", "ratio", "paper", "step s"], rows())
+    show([model, "alone ms", "during a sum ms", "exchanges", "ratio", "paper", "step s"], rows())

@@ -59,14 +59,14 @@ class Setting(NamedTuple):
     def groups(self) -> list[list[int]]:
         return replicas_inside(self.ranks, self.replicas)
 
-    def hardware(self, share: float = 1) -> Hardware:
+    def hardware(self, share: float = 1, alone: float = 1) -> Hardware:
         """Return the nodes, of which only the first `ranks` GPUs are used. Links across nodes reach `share` of
-        their bandwidth."""
+        their bandwidth, and one exchange alone reaches `alone` of this share."""
         (_, inside), (count, across) = A100.links
         port, card = A100.shared
         assert across.bandwidth is not None and card is not None
         across = dataclasses.replace(across, bandwidth=across.bandwidth * share)
-        card = card._replace(bandwidth=card.bandwidth * share, single=card.single * share)
+        card = card._replace(bandwidth=card.bandwidth * share, single=card.single * share * alone)
         return dataclasses.replace(A100, links=((self.ranks, inside), (count, across)), shared=(port, card))
 
 

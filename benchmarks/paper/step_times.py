@@ -11,13 +11,17 @@ from benchmarks.paper.table import compared, gain, percent, show
 from lightning_piper.compiler import Compiled
 from lightning_piper.simulate import Network
 
-LARGE = Setting("9B", ranks=4, replicas=4, samples=4, experts=4)
-SMALL = Setting("1B", ranks=8, replicas=4, samples=32, experts=4)
+MODELS = {
+    "9B": Setting("9B", ranks=4, replicas=4, samples=4, experts=4),
+    "1B": Setting("1B", ranks=8, replicas=4, samples=32, experts=4),
+}
+ALONE = 0.55  # the part of a card that one exchange reaches alone, in one row of R1, R4 and R6
 # Assumptions that the tables change one at a time: name -> arguments of `seconds`.
 CHANGED: dict[str, dict[str, Any]] = {
     "as calibrated": {},
     "the output layer runs at the full speed of an A100": {"head": True},
     "links across nodes reach a quarter of their bandwidth": {"links": 0.25},
+    "one exchange alone reaches 55% of a card": {"alone": ALONE},
     "links take no time": {"links": None},
 }
 
@@ -28,6 +32,7 @@ def seconds(
     links: float | None = 1,
     head: bool = False,
     one_stream: bool = False,
+    alone: float = 1,
 ) -> float:
     """Return the time of a step.
 
@@ -37,26 +42,27 @@ def seconds(
         links: The part of their bandwidth that links across nodes reach. None: links take no time.
         head: Whether the output layer and the loss run at the full speed of an A100.
         one_stream: Whether a device sends and receives on one stream.
+        alone: The part of a link across nodes that one exchange reaches alone.
     """
-    network = Network() if links is None else setting.hardware(links).network(made.plans)
+    network = Network() if links is None else setting.hardware(links, alone).network(made.plans)
     if one_stream:
         network = dataclasses.replace(network, communicators={"send": "pair", "recv": "pair"})
     return float(simulated(setting, made, network, head).end)
 
 
-def r1() -> None:
+def r1(model: str) -> None:
     """Print how much faster interleaved 1F1B is than 1F1B, and what one stream for messages costs."""
+    setting = MODELS[model]
+    plain, interleaved = (compiled(setting, name) for name in ("1F1B", "interleaved 1F1B"))
 
     def rows() -> Iterator[list[object]]:
-        for setting in (LARGE, SMALL):
-            plain, interleaved = (compiled(setting, name) for name in ("1F1B", "interleaved 1F1B"))
-            for name, changed in CHANGED.items():
-                times = [seconds(setting, made, **changed) for made in (plain, interleaved)]
-                yield [setting.size, name, *times, *compared(gain(*times), 5)]
-            times = [seconds(setting, made, one_stream=True) for made in (plain, interleaved)]
-            yield [setting.size, "one stream for sends and receives", *times, *compared(gain(*times), -14)]
+        for name, changed in CHANGED.items():
+            times = [seconds(setting, made, **changed) for made in (plain, interleaved)]
+            yield [name, *times, *compared(gain(*times), 5)]
+        times = [seconds(setting, made, one_stream=True) for made in (plain, interleaved)]
+        yield ["one stream for sends and receives", *times, *compared(gain(*times), -14)]
 
-    show(["model", "assumption", "1F1B s", "interleaved s", "gain", "paper", "points"], rows())
+    show([f"{model}, assumption", "1F1B s", "interleaved s", "gain", "paper", "points"], rows())
 
 
 def r2() -> None:
@@ -71,23 +77,24 @@ def r2() -> None:
     show(["1B", "DP s", "ZeRO-1 s", "gain", "paper", "points"], rows())
 
 
-def r4() -> None:
+def r4(model: str) -> None:
     """Print how much faster DualPipeV with overlapped passes is, and without the overlap."""
+    setting = MODELS[model]
+    other, paper = {"9B": ("interleaved 1F1B", 10), "1B": ("1F1B", 13)}[model]
+    plain, overlapped = (compiled(setting, name) for name in (other, "DualPipeV"))
 
     def rows() -> Iterator[list[object]]:
-        for setting, other, paper in ((LARGE, "interleaved 1F1B", 10), (SMALL, "1F1B", 13)):
-            plain, overlapped = (compiled(setting, name) for name in (other, "DualPipeV"))
-            for name, changed in CHANGED.items():
-                times = [seconds(setting, made, **changed) for made in (plain, overlapped)]
-                yield [setting.size, name, other, *times, *compared(gain(*times), paper)]
-            times = [
-                seconds(setting, plain),
-                seconds(setting, compiled(setting, "DualPipeV", overlaps=False)),
-            ]
-            found = compared(gain(*times), 3) if paper == 13 else [percent(gain(*times)), "", ""]
-            yield [setting.size, "passes of an overlap group run in turn", other, *times, *found]
+        for name, changed in CHANGED.items():
+            times = [seconds(setting, made, **changed) for made in (plain, overlapped)]
+            yield [name, *times, *compared(gain(*times), paper)]
+        times = [
+            seconds(setting, plain),
+            seconds(setting, compiled(setting, "DualPipeV", overlaps=False)),
+        ]
+        found = compared(gain(*times), 3) if model == "1B" else [percent(gain(*times)), "", ""]
+        yield ["passes of an overlap group run in turn", *times, *found]
 
-    show(["model", "assumption", "against", "its s", "DualPipeV s", "gain", "paper", "points"], rows())
+    show([f"{model}, assumption", f"{other} s", "DualPipeV s", "gain", "paper", "points"], rows())
 
 
 def r5() -> None:

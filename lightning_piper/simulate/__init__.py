@@ -7,6 +7,7 @@ step needs. This needs no device::
     result.timeline                    # the work of each stream, with start and end
 """
 
+from lightning_piper.simulate.chakra import write_chakra
 from lightning_piper.simulate.durations import DEFAULT, Durations, Number, read_durations
 from lightning_piper.simulate.engine import Span
 from lightning_piper.simulate.figures import DeviceFigures, Shares, Simulation, figures, simulate
@@ -30,4 +31,5 @@ __all__ = [
     "figures",
     "read_durations",
     "simulate",
+    "write_chakra",
 ]
