@@ -367,7 +367,7 @@ def test_a_name_is_not_made_of_what_is_not_known():
     kind = using(lambda module, acc, loss: module.log(f"acc {acc}", acc))
     with pytest.raises(
         CaptureError,
-        match=r"the name, or an argument other than the value, is made from the value of a tensor",
+        match=r"this line makes a text of the value of a tensor",
     ):
         capture(kind(), batch()).at(8)
 

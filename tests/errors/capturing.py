@@ -80,6 +80,8 @@ CASES: Cases = [
     step("a tensor's value is an index or a number of loop "
          "iterations", "loss = loss + h[int(y.sum())].mean()"),
     step("a tensor's value is in the name of a logged value", "self.log(f'loss {loss.item()}', loss)"),
+    step("a tensor's value is the `batch_size` of a logged value", "self.log('loss', loss, batch_size=int(y.sum()))"),
+    step("a text of a tensor's value is used", "loss = loss * len(str(loss.item()))"),
     step("a shape depends on values", "loss = loss + h[h > 0].mean()"),
     step("random numbers are drawn in Python", "import random; loss = loss * random.random()"),
     step("a `torch.Generator` is given", "loss = loss * torch.rand((), generator=torch.Generator())"),

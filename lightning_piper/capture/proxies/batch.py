@@ -19,7 +19,7 @@ from lightning_piper.capture.proxies.data_dependent_shapes import (
     FunctionResult,
     PerSampleList,
 )
-from lightning_piper.capture.proxies.deferred_numbers import LATER, is_deferred
+from lightning_piper.capture.proxies.deferred_numbers import is_deferred
 from lightning_piper.capture.proxies.metric_values import MetricValueProxy
 from lightning_piper.capture.proxies.numbers import NumberProxy
 from lightning_piper.capture.proxies.opaque_content import Carried, OpaqueObject, is_stand_in, item_of
@@ -196,24 +196,6 @@ class BatchSpec:
         """Return path -> short text for each tensor, constant, list and object of the batch. Messages use it to
         show what differs between two batches."""
         return {path: _short(item, self.specs) for path, item in _walk(self.skeleton, "")}
-
-    def refuse_texts_of_values(self, what: str) -> None:
-        """Raise an error if a text or a key in the structure was made from the value of a tensor. It would show
-        `LATER` in place of the value.
-
-        Args:
-            what: the name of the structure in the error.
-
-        Raises:
-            CaptureError: there is such a text or key.
-        """
-        for path, item in _walk(self.skeleton, ""):
-            if LATER in path or (isinstance(item, str | bytes) and LATER in str(item)):
-                raise CaptureError(
-                    f"the {what} has a text made from the value of a tensor (an f-string, str()), but tensors have no "
-                    "values while the step is captured. Keep or return the tensor or the number itself, and make the "
-                    "text in a hook [PIPER-C001]"
-                )
 
 
 def flatten(batch: Any, what: str = "batch") -> tuple[list[torch.Tensor], BatchSpec]:

@@ -4,8 +4,8 @@ traced without values.
 A `DeferredNumber` holds the tensor in place of the number. Arithmetic on it gives another `DeferredNumber`,
 computed as Python would, in float64 and int64, by operations of the graph. An operation on a `DeferredNumber`
 and a tensor gives a tensor, and `self.log` records it as a tensor. Python itself never gets the value. If the
-step's control flow needs the value (`if`, an index, a loop count), Piper raises an error. A text shows a
-fixed phrase instead of the value.
+step's control flow needs the value (`if`, an index, a loop count), Piper raises an error. A text that is only printed
+or logged shows a fixed phrase instead of the value. Any other text of the value is an error.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from lightning_piper.capture.proxies.numbers import NumberProxy, holds_number
 from lightning_piper.capture.proxies.proxy_classes import Proxy, class_of
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.capture.user_code.replaced_attribute import replaced_attribute
+from lightning_piper.capture.user_code.shown_texts import is_only_shown
 from lightning_piper.common.user_lines import user_line
 from lightning_piper.errors import CaptureError
 
-LATER = "<value known after the step>"  # the phrase that texts show instead of the value
+LATER = "<value known after the step>"  # the phrase that printed and logged texts show instead of the value
 MANY = 1024  # the most elements that `tolist` may return
 # These functions take sizes one by one, and check them before any torch function mode sees the call.
 _SIZED = (
@@ -54,16 +55,16 @@ def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
     If `item` needs a tensor's value, return a `DeferredNumber`. If `tolist` does, return a list of such
     numbers, unless the list would have more than `MANY` elements. If an operation that selects elements needs
-    a value, return a `DataDependentTensor`. Printing a traced tensor returns `LATER`. Any other call that
+    a value, return a `DataDependentTensor`. The text of a traced tensor is `text_of_value`. Any other call that
     needs a value raises torch's own error. Conversions to tensors (`torch.tensor`) accept deferred numbers.
 
     Raises:
-        CaptureError: `bool` was called on a tensor without values.
+        CaptureError: `bool` was called on a tensor without values, or its text is not only shown.
     """
     if function in _CONVERSIONS and args and (holds_deferred(args[0]) or holds_number(args[0])):
         return _made(args[0], *args[1:], **kwargs)
     if function in _TEXTS and _torch.is_traced(args[0]):
-        return LATER
+        return text_of_value()
     try:
         return function(*args, **kwargs)
     except _torch.WITHOUT_VALUES:
@@ -119,12 +120,15 @@ class DeferredNumber(Proxy):
         raise refusal()
 
     def __str__(self) -> str:
-        return LATER
+        return text_of_value()
 
     __repr__ = __str__
 
     def __format__(self, spec: str) -> str:
-        return LATER
+        return text_of_value()
+
+    def __sizeof__(self) -> int:
+        self._refuse()
 
     def __round__(self, digits: int | None = None) -> DeferredNumber:
         if is_deferred(digits):
@@ -168,6 +172,22 @@ def refusal(error: BaseException | None = None) -> CaptureError:
     )
 
 
+def text_of_value() -> str:
+    """Return `LATER`, the text of a value that is not known yet, to code that only shows this text.
+
+    Raises:
+        CaptureError: the code may do something else with the text.
+    """
+    if is_only_shown():
+        return LATER
+    raise CaptureError(
+        f"{user_line()}: this line makes a text of the value of a tensor (str(), an f-string), but tensors have no "
+        "values while the step is captured. Print or log the text in the same function (print, self.print, logging)"
+        " and use it for nothing else. Or keep or return the tensor or the number itself, and make the text in a "
+        "hook [PIPER-C001]"
+    )
+
+
 def is_misplaced(error: BaseException) -> bool:
     """Return whether the error says that a torch function accepts only Python numbers, not a
     `DeferredNumber`."""
@@ -175,13 +195,12 @@ def is_misplaced(error: BaseException) -> bool:
 
 
 def holds_deferred(value: Any) -> bool:
-    """Return whether the value is a deferred number, a text that shows one, or a dict, list or tuple that
-    contains one of them."""
+    """Return whether the value is a deferred number, or a dict, list or tuple that contains one."""
     if isinstance(value, dict):
         return any(map(holds_deferred, value.values()))
     if isinstance(value, list | tuple):
         return any(map(holds_deferred, value))
-    return is_deferred(value) or (type(value) is str and LATER in value)
+    return is_deferred(value)
 
 
 def call_with_deferred(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

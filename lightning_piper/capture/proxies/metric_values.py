@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from lightning_piper.capture.proxies.deferred_numbers import LATER
+from lightning_piper.capture.proxies.deferred_numbers import text_of_value
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.ir.metric_calls import Derived, Later, MetricResult
 
@@ -15,7 +15,7 @@ class MetricValueProxy:
     """A placeholder for the result of a metric object.
 
     The step may log or return the placeholder, one of its items, or the result of arithmetic with numbers and
-    other such placeholders. Such a result does not have items. Texts show `LATER` in place of the value. Any other
+    other such placeholders. Such a result does not have items. Its text is `text_of_value`. Any other
     use raises the error of the constructor's `refuse`.
 
     Attributes:
@@ -42,12 +42,12 @@ class MetricValueProxy:
         return MetricValueProxy(Derived(name, function, known), self._refuse_computed)
 
     def __str__(self) -> str:
-        return LATER
+        return text_of_value()
 
     __repr__ = __str__
 
     def __format__(self, spec: str) -> str:
-        return LATER
+        return text_of_value()
 
     def detach(self) -> MetricValueProxy:
         return self

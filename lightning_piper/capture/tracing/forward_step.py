@@ -56,18 +56,12 @@ class ForwardStep(TracedStep):
         arguments of metric objects."""
         self._keeping.clear()
         returned = self._call(leaves, self._dataloader_idx)
-        results, self._returned = self._flattened(returned, f"result of {self.name}")
-        kept, self._kept = self._flattened(self._keeping.found, f"state that {self.name} keeps")
+        results, self._returned = flatten(returned, f"result of {self.name}")
+        kept, self._kept = flatten(self._keeping.found, f"state that {self.name} keeps")
         self.metrics.use([*self._returned.computed, *self._kept.computed])
         # Clone the results: the user may change them, and a result may be a part of the batch, a buffer, or
         # returned twice.
         return (*(x.detach().clone() for x in [*results, *kept]), *self._logged, *self.metrics.tensors)
-
-    def _flattened(self, values: Any, what: str) -> tuple[list[torch.Tensor], BatchSpec]:
-        """Return `flatten(values, what)`. Raise a `CaptureError` if a text was made from a tensor's value."""
-        tensors, spec = flatten(values, what)
-        spec.refuse_texts_of_values(what)
-        return tensors, spec
 
     @property
     def plain(self) -> tuple[Output, ...]:
