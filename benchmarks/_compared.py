@@ -25,45 +25,53 @@ WARM_UP = 3
 
 
 def compare_time(systems: Systems, steps: int) -> None:
-    """Print a line for each system: the median and smallest time of a step, the ratio to its peer, and the
-    largest difference of a loss from the first system's loss. The ratio is printed twice: of the medians, and
-    as the median over pairs of steps.
+    """Print a line for each system.
+
+    The line has the median and smallest time of a step, and the median CPU time of the busiest process. It has the
+    ratio to its peer three times: of the medians, as the median over pairs of steps, and of the CPU times. CPU times
+    depend less on other work of the machine. The last number is the largest difference of a loss from the first
+    system's loss.
 
     The last rank has the loss.
     """
     rank, world = join()
     built = {name: build(rank, world) for name, (build, _) in systems.items()}
     seconds: dict[str, list[float]] = {name: [] for name in systems}
+    busy: dict[str, list[float]] = {name: [] for name in systems}
     losses: dict[str, list[float]] = {name: [] for name in systems}
     names = list(systems)
     for i in range(steps + WARM_UP):
         # The order is random, so that no system always runs after the same system.
         for name in random.Random(i).sample(names, len(names)):
             dist.barrier()
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.process_time()
             loss = built[name](i)
-            took = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+            took = torch.tensor([time.perf_counter() - start, time.process_time() - cpu], dtype=torch.float64)
             dist.all_reduce(took, dist.ReduceOp.MAX)
             if i >= WARM_UP:
-                seconds[name].append(took.item())
+                seconds[name].append(took[0].item())
+                busy[name].append(took[1].item())
             losses[name].append(float("nan") if loss is None else loss.item())
     if rank == world - 1:
-        median = {name: statistics.median(values) for name, values in seconds.items()}
+        median, cpu_of = (
+            {name: statistics.median(values) for name, values in times.items()} for times in (seconds, busy)
+        )
         print(
-            f"{'':34} median ms   min ms   to its peer: medians, pairs   largest relative difference of "
+            f"{'':34} median ms   min ms   CPU ms   to its peer: medians, pairs, CPU   largest relative difference of "
             f"losses to {names[0]}"
         )
         for name, (_, peer) in systems.items():
             ratio = f"{median[name] / median[peer]:14.3f}" if peer else " " * 14
             pairs = (
                 f"{statistics.median(a / b for a, b in zip(seconds[name], seconds[peer], strict=True)):8.3f}"
+                f"{cpu_of[name] / cpu_of[peer]:8.3f}"
                 if peer
                 else ""
             )
             worst = max(abs(a - b) / abs(b) for a, b in zip(losses[name], losses[names[0]], strict=True))
             print(
-                f"{name:34} {median[name] * 1e3:9.1f} {min(seconds[name]) * 1e3:8.1f} {ratio} {pairs:8}     "
-                f"     {worst:.1e}"
+                f"{name:34} {median[name] * 1e3:9.1f} {min(seconds[name]) * 1e3:8.1f} {cpu_of[name] * 1e3:8.1f} "
+                f"{ratio} {pairs:16}      {worst:.1e}"
             )
         print(f"{steps} steps of each, in turns; losses over {steps + WARM_UP} AdamW steps", flush=True)
     dist.barrier()

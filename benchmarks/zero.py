@@ -8,7 +8,7 @@ bytes, from before the model is built. On two processes, sequences are so short 
 and the table also has the expected memory (`expected`). On four processes, sequences are the same as for
 time.
 
-    python benchmarks/zero.py [--steps 12] [--group two|found|four] [--only time|memory]
+    python benchmarks/zero.py [--steps 12] [--group two|found|muon|four] [--only time|memory]
 
 | ours | peer | what both do |
 |---|---|---|
@@ -18,6 +18,8 @@ time.
 | ZeRO-3 | FSDP2, parameters freed after each use | parameters are sharded too |
 | DP and ZeRO-3, blocks found | ours | a model without annotations, and one with an annotation around each
 layer (group `found`) |
+| Muon, by owners | DDP with torch's Muon in every process | Muon for the matrices of the layers, and AdamW for
+all other parameters. Ours divides the matrices over the processes (group `muon`) |
 | 1F1B x ZeRO-3 | Schedule1F1B over such FSDP2 stages | on four processes |
 """
 
@@ -25,7 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -44,13 +46,38 @@ import lightning_piper as piper
 from lightning_piper.runtime import Executor, ProcessTransport, local_shards_of, shards_of
 
 SEQUENCES = 16
+SIZES = Config()
 CPU = torch.device("cpu")
 
 
+class MuonAndAdamW:
+    """Muon for the matrices of layers, and AdamW for all other parameters. Either may have no parameters."""
+
+    def __init__(self, params: Iterable[torch.Tensor], lr: float) -> None:
+        matrices, others = [], []
+        for p in params:
+            inner = p.ndim == 2 and not {SIZES.vocab, SIZES.seq} & set(p.shape)
+            (matrices if inner else others).append(p)
+        self._optimizers: list[torch.optim.Optimizer] = []
+        if matrices:
+            self._optimizers.append(torch.optim.Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw"))
+        if others:
+            self._optimizers.append(torch.optim.AdamW(others, lr=lr))
+
+    def step(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+
+
 def ours(
-    level: Mapping[str, Any], pipeline: bool = False, plain: bool = False
+    *levels: Mapping[str, Any], pipeline: bool = False, plain: bool = False, update: Any = torch.optim.AdamW
 ) -> Callable[[Config, int, int], Step]:
-    """Return a builder of our system. With `plain`, the model has no annotations."""
+    """Return a builder of our system. `levels` are the fields of its `replicate` directives. With `plain`, the model
+    has no annotations. `update` makes the optimizer."""
 
     def build(c: Config, rank: int, world: int) -> Step:
         module = Plain(c) if plain else Module(c, layers=True)
@@ -58,7 +85,7 @@ def ours(
         if pipeline:
             groups = [[0, 1], [2, 3]]
             program = piper.schedules.one_f_one_b(stages=2, microbatches=microbatches, devices=groups)
-            program += [piper.Replicate(filter={}, devices=groups, **level)]
+            program += [piper.Replicate(**{"filter": {}, "devices": groups, **level}) for level in levels]
         else:
             program = [
                 piper.Place(filter={}, devices=[0, 1]),
@@ -69,7 +96,7 @@ def ours(
             program += [
                 piper.Order(filters=[{"MB": mb, "PASS": p} for mb in range(microbatches) for p in "FB"])
             ]
-            program.insert(2, piper.Replicate(filter={}, devices=[0, 1], **level))
+            program += [piper.Replicate(**{"filter": {}, "devices": [0, 1], **level}) for level in levels]
         compiled = piper.compile(module, batch(c, 0, SEQUENCES), program)
         plan = compiled.plans[rank]
         params = dict(module.named_parameters())
@@ -78,14 +105,16 @@ def ours(
             n: params[n] for n in compiled.params_on(rank) if not any(n in bucket.names for bucket in shards)
         }
         compiled.step.at(plan.local_batch_size)  # trace while the module has all its parameters
+        pieces = local_shards_of(plan, shards)
+        whole = {name for bucket in shards if bucket.whole_tensors for name in bucket.names}
+        pieces = {n: x.view(params[n].shape) if n in whole else x for n, x in pieces.items()}
         for name, param in params.items():
             if name not in owned:
                 param.data = torch.empty(0)
-        pieces = {name: nn.Parameter(x) for name, x in local_shards_of(plan, shards).items()}
         transport = ProcessTransport(compiled.plans, ranks=range(world), device=CPU)
         executor = Executor(plan, compiled.step, owned, {}, transport, CPU, shards)
-        trained = {**owned, **pieces}
-        optimizer = torch.optim.AdamW(trained.values(), lr=1e-3)
+        trained = {**owned, **{name: nn.Parameter(x) for name, x in pieces.items()}}
+        optimizer = update(trained.values(), lr=1e-3)
 
         def step(i: int) -> torch.Tensor:
             leaves = batch(c, i, SEQUENCES)
@@ -111,7 +140,7 @@ def _layers(model: nn.Module, mesh: Any, keep: bool) -> nn.Module:
     return fully_shard(model, mesh=mesh, reshard_after_forward=not keep)
 
 
-def torch_dp(kind: str) -> Callable[[Config, int, int], Step]:
+def torch_dp(kind: str, update: Any = torch.optim.AdamW) -> Callable[[Config, int, int], Step]:
     def build(c: Config, rank: int, world: int) -> Step:
         model: Any = nn.Sequential(*stages(c))
         last: Callable[[bool], Any] = lambda now: contextlib.nullcontext()  # noqa: E731
@@ -124,7 +153,7 @@ def torch_dp(kind: str) -> Callable[[Config, int, int], Step]:
         if kind == "zero1":
             optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
         else:
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            optimizer = update(model.parameters(), lr=1e-3)
         rows, count = SEQUENCES // world, 8 // world
 
         def step(i: int) -> torch.Tensor:
@@ -192,11 +221,26 @@ FOUND = {
     "torch DDP": (torch_dp("ddp"), ""), "ZeRO-3, blocks found": (ours(ZERO[3], plain=True), "ZeRO-3"),
     "ZeRO-3": (ours(ZERO[3]), "FSDP2 freed"), "FSDP2 freed": (torch_dp("fsdp freed"), ""),
 }  # fmt: skip
+# Layers have whole matrices; the embedding and the head, which AdamW updates, are cut.
+OWNERS = (
+    {"filter": {"LAYER": "*"}, "shard_optimizer": True, "shard_by": "parameter"},
+    {"filter": {"LAYER": "-"}, "shard_optimizer": True},
+)
+MUON = {
+    "Muon, by owners": (ours(*OWNERS, plain=True, update=MuonAndAdamW), "torch DDP, Muon"),
+    "Muon in every process": (ours(ZERO[0], plain=True, update=MuonAndAdamW), "torch DDP, Muon"),
+    "torch DDP, Muon": (torch_dp("ddp", MuonAndAdamW), ""),
+}
 FOUR = {
-    "1F1B x DP": (ours(ZERO[0], True), ""), "1F1B x ZeRO-3": (ours(ZERO[3], True), "torch 1F1B, FSDP2 freed"),
+    "1F1B x DP": (ours(ZERO[0], pipeline=True), ""), "1F1B x ZeRO-3": (ours(ZERO[3], pipeline=True), "torch 1F1B, FSDP2 freed"),
     "torch 1F1B, FSDP2 freed": (torch_pp(False), ""), "torch 1F1B, FSDP2 kept": (torch_pp(True), ""),
 }  # fmt: skip
-GROUPS: dict[str, tuple[int, dict[str, Any]]] = {"two": (2, TWO), "found": (2, FOUND), "four": (4, FOUR)}
+GROUPS: dict[str, tuple[int, dict[str, Any]]] = {
+    "two": (2, TWO),
+    "found": (2, FOUND),
+    "muon": (2, MUON),
+    "four": (4, FOUR),
+}
 SHARDED = ("DP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "DP, blocks found", "ZeRO-3, blocks found")
 
 
@@ -232,7 +276,7 @@ def groups(of: Callable[[str], Config]) -> dict[str, tuple[int, dict[str, tuple[
 
 def small(group: str) -> Config:
     """Return the sizes for memory. On two processes, sequences are so short that activations do not count."""
-    return Config() if group == "four" else Config(seq=4)
+    return SIZES if group == "four" else Config(seq=4)
 
 
 def note(group: str, name: str) -> str:
@@ -240,4 +284,4 @@ def note(group: str, name: str) -> str:
 
 
 if __name__ == "__main__":
-    run(__doc__, groups(lambda group: Config()), groups(small), note)
+    run(__doc__, groups(lambda group: SIZES), groups(small), note)

@@ -64,8 +64,8 @@ class Replicate(Directive):
             `shard_size` - 1 are the first group. Each group has all shards. Gathers and reduce-scatters are within a group, and
             an all-reduce sums each shard of the gradients over the groups (default: all replicas are one group).
         shard_by: How to cut a bucket. "elements": into equal parts, which may cut through parameters.
-            "parameter": each replica has some parameters of each bucket whole. Optimizers that need whole
-            matrices (Muon, Adafactor) require this.
+            "parameter": each parameter has one owner among the replicas, which updates it whole. Optimizers that
+            need whole matrices (Muon, Adafactor) require this.
         average: The definition of the loss. "batch": the loss of the whole batch. A ratio, such as a mean
             over the tokens that count, is divided by the count of all replicas. "replicas": the mean of the
             replicas' losses, as in DistributedDataParallel. All replicate directives of a program must have

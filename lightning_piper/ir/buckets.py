@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_piper.ir.mesh import DATA, GROUPS, Mesh
+from lightning_piper.ir.owners import Owners
 from lightning_piper.ir.values import Partial, Placement, Sharded, TensorSpec, view_as
 
 if TYPE_CHECKING:
@@ -45,15 +46,15 @@ class Bucket:
         dtype: Dtype of the flat tensor. It may differ from the dtype of the gradients that are summed in it.
         along: The other mesh axes along which the parameters are divided, so that the tensors are parts.
             Along the remaining axes, all group ranks have the same parts.
-        by_parameter: Whether each member has whole tensors, so that no shard ends within a tensor. The
-            tensors are balanced by their number of elements.
+        owners: For each tensor, the member that has it whole, so that no shard ends within a tensor. None: all
+            shards are equal parts of the flat tensor.
     """
 
     names: tuple[str, ...]
     tensors: tuple[TensorSpec, ...]
     mesh: Mesh
     dtype: torch.dtype
-    by_parameter: bool = False
+    owners: tuple[int, ...] | None = None
     along: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
@@ -66,11 +67,11 @@ class Bucket:
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """The offset of each tensor, in elements."""
-        if not self.by_parameter:
+        if self.owners is None:
             return tuple(itertools.accumulate(self._sizes, initial=0))[:-1]
         filled = [0] * self.members
         offsets = []
-        for member, size in zip(self._owners, self._sizes, strict=True):
+        for member, size in zip(self.owners, self._sizes, strict=True):
             offsets.append(member * self.shard + filled[member])
             filled[member] += size
         return tuple(offsets)
@@ -78,20 +79,7 @@ class Bucket:
     @cached_property
     def _sizes(self) -> tuple[int, ...]:
         """The padded size of each tensor, in elements."""
-        return tuple(-(-spec.numel // ALIGNMENT) * ALIGNMENT for spec in self.tensors)
-
-    @cached_property
-    def _owners(self) -> tuple[int, ...]:
-        """For each tensor, the member that has it if `by_parameter` is set.
-
-        The tensors are assigned from the largest to the smallest, each to the member with the fewest
-        elements.
-        """
-        filled, owners = [0] * self.members, [0] * len(self.tensors)
-        for i in sorted(range(len(self.tensors)), key=lambda i: (-self._sizes[i], i)):
-            owners[i] = min(range(self.members), key=filled.__getitem__)
-            filled[owners[i]] += self._sizes[i]
-        return tuple(owners)
+        return tuple(map(_padded, self.tensors))
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
@@ -107,11 +95,11 @@ class Bucket:
     @cached_property
     def shard(self) -> int:
         """The number of elements of one member's shard. All shards have the same size, with padding."""
-        if self.by_parameter:
-            pairs = list(zip(self._owners, self._sizes, strict=True))
-            return max(
-                sum(size for owner, size in pairs if owner == member) for member in range(self.members)
-            )
+        if self.owners is not None:
+            filled = [0] * self.members
+            for owner, size in zip(self.owners, self._sizes, strict=True):
+                filled[owner] += size
+            return max(filled)
         used = self.offsets[-1] + self.tensors[-1].numel
         return -(-used // (self.members * ALIGNMENT)) * ALIGNMENT
 
@@ -167,7 +155,7 @@ class Bucket:
     @property
     def whole_tensors(self) -> bool:
         """Whether each shard consists of undivided parameters."""
-        return self.by_parameter and self.degree == 1
+        return self.owners is not None and self.degree == 1
 
     def part_of(self, replica: int) -> int:
         """Return the index of the part of each parameter that group rank `replica` has."""
@@ -302,7 +290,7 @@ def buckets_of(
     size: int,
     mesh: Mesh,
     dtype: torch.dtype | None = None,
-    by_parameter: bool = False,
+    owners: Owners | None = None,
     along: tuple[str, ...] = (),
 ) -> list[Bucket]:
     """Return new buckets of parameters, in the order of each bucket's first parameter; empty without
@@ -310,27 +298,38 @@ def buckets_of(
 
     Args:
         params: The parameters to assign. If they are divided, their specs are the specs of parts.
-        size: A bucket gets no further parameter once it has this many bytes.
-        mesh, by_parameter, along: As in `Bucket`.
+        size: A bucket gets no further parameter once it has this many bytes. With `owners`, a parameter counts for at
+            most the share of one member, and a last bucket with fewer bytes joins the bucket before it. So all
+            members have about as many elements of a bucket, if there are enough parameters.
+        mesh, along: As in `Bucket`.
         dtype: Dtype of the flat tensors; None for the parameters' own dtype.
+        owners: Chooses the member that has each parameter whole. None: shards cut through parameters.
     """
+    share = -(-size // mesh.size(DATA))
     found: list[list[ParamInfo]] = []
-    open_: dict[torch.dtype, tuple[list[ParamInfo], int]] = {}
+    lists_of: dict[torch.dtype, list[list[ParamInfo]]] = {}
+    filled: dict[torch.dtype, int] = {}  # bytes that count for the last list of a dtype
     for info in params:
-        bucket, filled = open_.get(info.spec.dtype, ([], size))
-        if filled >= size:
-            bucket, filled = [], 0
-            found.append(bucket)
-        bucket.append(info)
-        open_[info.spec.dtype] = (bucket, filled + info.spec.nbytes)
-    return [
-        Bucket(
-            tuple(p.name for p in each),
-            tuple(p.spec for p in each),
-            mesh,
-            dtype or each[0].spec.dtype,
-            by_parameter,
-            along,
-        )
-        for each in found
-    ]
+        own = info.spec.dtype
+        if filled.get(own, size) >= size:
+            found.append([])
+            lists_of.setdefault(own, []).append(found[-1])
+            filled[own] = 0
+        lists_of[own][-1].append(info)
+        filled[own] += info.spec.nbytes if owners is None else min(info.spec.nbytes, share)
+    for own, lists in lists_of.items():
+        if owners is not None and filled[own] < size and len(lists) > 1:
+            lists[-2].extend(lists[-1])
+            lists[-1].clear()
+    buckets = []
+    for each in filter(None, found):
+        specs = tuple(p.spec for p in each)
+        chosen = None if owners is None else owners.assign(specs, tuple(map(_padded, specs)))
+        kind = dtype or specs[0].dtype
+        buckets.append(Bucket(tuple(p.name for p in each), specs, mesh, kind, chosen, along))
+    return buckets
+
+
+def _padded(spec: TensorSpec) -> int:
+    """Return the number of elements of a tensor, with padding."""
+    return -(-spec.numel // ALIGNMENT) * ALIGNMENT

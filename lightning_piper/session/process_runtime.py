@@ -31,7 +31,7 @@ from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import DATA
 from lightning_piper.ir.nodes import Chunk
-from lightning_piper.ir.values import Kind, Slice
+from lightning_piper.ir.values import Kind, Slice, Value
 from lightning_piper.ops.arguments import Arguments, join, shares, ways_of
 from lightning_piper.ops.communication.total import OverBatch
 from lightning_piper.processes.agreement import other_plans
@@ -517,7 +517,8 @@ def arguments_of(
 
 
 def _sum_of_plans(compiled: Compiled) -> int:
-    """Return a checksum of the plans. It covers the plans' operations, order and devices, but not shapes.
+    """Return a checksum of the plans. It covers the plans' operations, order and devices, and the owners of whole
+    parameters, but not shapes.
 
     The checksum covers the number of samples only if replicas exchange values for each sample.
     """
@@ -531,13 +532,17 @@ def _sum_of_plans(compiled: Compiled) -> int:
             texts[id(part)] = str(list(parts))
         return texts[id(part)]
 
+    def described(value: Value) -> tuple[object, ...]:
+        owners = None if value.bucket is None else value.bucket.owners
+        return value.kind, len(value.names) if value.kind in inner else value.names, owners
+
     joined = any(dag.of_type(OverBatch)) and dag.code.undivided is None
     return _sum(
         str(dag.size if joined else 0),
         *(
             f"{node.id} {type(node).__name__} {node.key if isinstance(node, Chunk) else ''} "
             f"{text(node.devices, node.devices)} {node.stream} {node.reads} "
-            f"{text(node.outputs, ((v.kind, len(v.names) if v.kind in inner else v.names) for v in node.outputs))}"
+            f"{text(node.outputs, map(described, node.outputs))}"
             for node in compiled.plans.order
         ),
     )

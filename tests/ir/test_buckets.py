@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_piper.ir.buckets import ALIGNMENT, Bucket, buckets_of, packed
-from lightning_piper.ir.mesh import Mesh
+from lightning_piper.ir.mesh import DATA, Mesh
+from lightning_piper.ir.owners import Owners
 from lightning_piper.ir.regions import ParamInfo
 from lightning_piper.ir.values import TensorSpec, flattened, view_as
 
@@ -39,7 +40,8 @@ def buckets(draw: Any) -> Bucket:
     dtype = draw(st.sampled_from(DTYPES))
     tensors = draw(st.lists(specs(dtype), min_size=1, max_size=5))
     names, mesh = tuple(f"p{i}" for i in range(len(tensors))), Mesh.flat(draw(st.integers(1, 5)))
-    return Bucket(names, tuple(tensors), mesh, dtype, by_parameter=draw(st.booleans()))
+    owners = [draw(st.integers(0, mesh.size(DATA) - 1)) for _ in tensors] if draw(st.booleans()) else None
+    return Bucket(names, tuple(tensors), mesh, dtype, owners and tuple(owners))
 
 
 def spec(*shape: int, dtype: torch.dtype = torch.float32) -> TensorSpec:
@@ -142,15 +144,15 @@ def test_every_tensor_and_shard_is_aligned(bucket: Bucket) -> None:
     assert all(start % ALIGNMENT == 0 for start in starts)
     ends = [start + s.numel for start, s in zip(bucket.offsets, bucket.tensors, strict=True)]
     assert bucket.numel == bucket.shard * bucket.members >= max(ends)
-    # No more padding than alignment asks for, or the largest tensor.
-    sizes = [-(-s.numel // ALIGNMENT) * ALIGNMENT for s in bucket.tensors]
-    least = max(sizes) if bucket.by_parameter else ALIGNMENT
-    assert bucket.numel - sum(sizes) < bucket.members * least
+    if bucket.owners is None:  # no more padding than alignment asks for
+        sizes = [-(-s.numel // ALIGNMENT) * ALIGNMENT for s in bucket.tensors]
+        assert bucket.numel - sum(sizes) < bucket.members * ALIGNMENT
 
 
 def test_members_have_whole_tensors_about_as_many_elements_each() -> None:
     tensors = (spec(64, 4), spec(64, 3), spec(5), spec(64), spec(64, 2), spec(3))
-    bucket = Bucket(tuple("abcdef"), tensors, Mesh.flat(2), torch.float32, by_parameter=True)
+    params = [ParamInfo(name, s, True) for name, s in zip("abcdef", tensors, strict=True)]
+    (bucket,) = buckets_of(params, 10**6, Mesh.flat(2), owners=Owners(2))
     held = [
         {name: (start, stop) for name, start, stop, _ in bucket.local_shards(member)} for member in range(2)
     ]
@@ -159,7 +161,7 @@ def test_members_have_whole_tensors_about_as_many_elements_each() -> None:
     assert all(
         stop - start == tensors["abcdef".index(n)].numel for part in held for n, (start, stop) in part.items()
     )
-    cut = replace(bucket, by_parameter=False)
+    cut = replace(bucket, owners=None)
     assert any(stop - start < tensors["abcdef".index(n)].numel for n, start, stop, _ in cut.local_shards(0))
 
 
@@ -187,6 +189,26 @@ def test_one_tensor_a_bucket_and_all_in_one() -> None:
     assert [b.names for b in buckets_of(params, 101, Mesh.flat(2))] == [("p0", "p1"), ("p2", "p3")]
     assert [b.names for b in buckets_of(params, 10**6, Mesh.flat(2))] == [("p0", "p1", "p2", "p3")]
     assert {b.dtype for b in buckets_of(params, 101, Mesh.flat(2), torch.float64)} == {torch.float64}
+
+
+def test_a_large_parameter_counts_for_one_member_only() -> None:
+    """A bucket is not full before every member can have a parameter; a last one alone joins the bucket before."""
+    params = [ParamInfo(f"p{i}", spec(5, 5), True) for i in range(5)]
+    for members, names in (
+        (2, ("p0 p1", "p2 p3 p4")),
+        (3, ("p0 p1 p2 p3 p4",)),
+        (1, ("p0", "p1", "p2", "p3", "p4")),
+    ):
+        found = buckets_of(params, 90, Mesh.flat(members), owners=Owners(members))
+        assert [" ".join(b.names) for b in found] == list(names)
+    alone = buckets_of(params, 90, Mesh.flat(2))
+    assert [len(b.names) for b in alone] == [1] * 5
+    padded = sum(replace(b, owners=(0,)).numel for b in alone)
+    assert (
+        padded
+        == 5 * 2 * ALIGNMENT
+        > sum(b.numel for b in buckets_of(params, 90, Mesh.flat(2), owners=Owners(2)))
+    )
 
 
 def test_a_parameter_across_three_shards() -> None:

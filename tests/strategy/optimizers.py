@@ -296,3 +296,41 @@ class Unmade(torch.optim.SGD):
         super().__init__(params, lr=0.1)
         self.schedule = iter(range(5) if schedule is None else schedule)
         self.draws = (x for x in self.schedule)
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Muon for the groups with `matrices`, and AdamW for the other groups, in the precision of the parameters
+    (torch's Muon iterates in bfloat16).
+    """
+
+    def __init__(self, params: Any, lr: float = 0.01, matrices: bool = False) -> None:
+        super().__init__(params, {"lr": lr, "matrices": matrices})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    change = self._muon if group["matrices"] else self._adam
+                    p.mul_(1 - 0.1 * group["lr"]).sub_(change(self.state[p], p.grad), alpha=group["lr"])
+        return loss
+
+    def _muon(self, state: dict[str, Any], grad: torch.Tensor) -> torch.Tensor:
+        momentum = state.setdefault("momentum_buffer", torch.zeros_like(grad)).lerp_(grad, 0.05)
+        x = grad.lerp(momentum, 0.95)
+        tall = x.shape[0] > x.shape[1]
+        x = (x.T if tall else x) / x.norm().clamp(min=1e-7)
+        for _ in range(5):
+            gram = x @ x.T
+            x = 3.4445 * x + (-4.775 * gram + 2.0315 * gram @ gram) @ x
+        return x.T if tall else x
+
+    def _adam(self, state: dict[str, Any], grad: torch.Tensor) -> torch.Tensor:
+        state["step"] = step = state.get("step", 0) + 1
+        first = state.setdefault("exp_avg", torch.zeros_like(grad)).lerp_(grad, 0.1)
+        second = state.setdefault("exp_avg_sq", torch.zeros_like(grad)).lerp_(grad.square(), 0.01)
+        return first / (1 - 0.9**step) / ((second / (1 - 0.99**step)).sqrt() + 1e-8)

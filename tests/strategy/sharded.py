@@ -28,7 +28,7 @@ from lightning_piper.strategy import fit as fit_module
 from tests.distributed.processes import PATIENCE
 from tests.strategy.fitting import Batches, sharing_captures, trainer, values
 from tests.strategy.models import make
-from tests.strategy.optimizers import Clipping, Lamb
+from tests.strategy.optimizers import Clipping, Lamb, MuonAndAdamW
 
 LEVELS = {0: {}, 1: {"shard_optimizer": True}, 2: {"shard_grads": True}, 3: {"shard_params": True}}
 GROUPS = [[0, 2], [1, 3]]
@@ -50,12 +50,12 @@ def dp4(level: int, **options: Any) -> list[Directive]:
     ]
 
 
-def pp2_dp2(first: int, second: int) -> list[Directive]:
+def pp2_dp2(first: int, second: int, **options: Any) -> list[Directive]:
     places: list[Directive] = [
         piper.Place(filter={"PP": stage}, devices=group) for stage, group in enumerate(GROUPS)
     ]
     replicas: list[Directive] = [
-        Replicate(filter={"PP": stage}, devices=GROUPS[stage], bucket_size=0.0005, **LEVELS[level])
+        Replicate(filter={"PP": stage}, devices=GROUPS[stage], bucket_size=0.0005, **LEVELS[level], **options)
         for stage, level in enumerate((first, second))
     ]
     return [*places, *piper.schedules.one_f_one_b(stages=2, microbatches=2)[2:], *replicas]
@@ -72,6 +72,8 @@ PROGRAMS: dict[str, Callable[[], list[Directive]]] = {
     },
     **{f"dp2x2 zero{level}": lambda level=level: dp4(level, shard_size=2) for level in (1, 2, 3)},
     "dp4 zero3": lambda: dp4(3),
+    "dp4 zero1 by parameter": lambda: dp4(1, shard_by="parameter"),
+    "pp2 dp2 zero1 by parameter": lambda: pp2_dp2(1, 1, shard_by="parameter"),
     "dp2x2 zero1 by parameter": lambda: dp4(1, shard_size=2, shard_by="parameter"),
     "dp2 zero0 in float32": lambda: dp2(0, reduce_dtype="float32"),
     "dp2 zero2 in float32": lambda: dp2(2, reduce_dtype="float32"),
@@ -136,6 +138,17 @@ def with_muon(module: Any) -> None:
         p.requires_grad_(p.ndim == 2)
     module.configure_optimizers = lambda: torch.optim.Muon(
         [p for p in module.parameters() if p.requires_grad], lr=0.02
+    )
+
+
+def with_muon_and_adamw(module: Any) -> None:
+    """One optimizer with a group for each: Muon for the matrices except the embedding, AdamW for the others."""
+    matrices, others = [], []
+    for p in module.parameters():
+        if p.requires_grad:
+            (matrices if p.ndim == 2 and p is not module.embedding.weight else others).append(p)
+    module.configure_optimizers = lambda: MuonAndAdamW(
+        [{"params": matrices, "matrices": True}, {"params": others}], lr=0.02
     )
 
 

@@ -104,10 +104,28 @@ class Whole(Net):
         return torch.optim.Adafactor(self.parameters(), lr=0.01)
 
 
-MORE: dict[str, type[Net]] = {kind.__name__: kind for kind in (Clamped, Wide, Frozen, Grown, Whole)}
+class Pair(Net):
+    """Two optimizers: torch's Muon for matrices, and AdamW for all other parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(F.mse_loss(self.net(batch[0]), batch[1]))
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        matrices, others = ([p for p in self.parameters() if (p.ndim == 2) is flat] for flat in (True, False))
+        return torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)
+
+
+MORE: dict[str, type[Net]] = {kind.__name__: kind for kind in (Clamped, Wide, Frozen, Grown, Whole, Pair)}
 ROWS = [
-    *((kind, "zero1") for kind in [*KINDS, *MORE] if kind not in ("Lbfgs", "Whole", "Sparse")),
-    ("Gan", "zero2"), ("Net", "zero3"), ("Clamped", "parameter"), ("Whole", "parameter"), ("Later", "zero3"),
+    *((kind, "zero1") for kind in [*KINDS, *MORE] if kind not in ("Lbfgs", "Whole", "Pair", "Sparse")),
+    ("Gan", "zero2"), ("Net", "zero3"), ("Clamped", "parameter"), ("Whole", "parameter"), ("Pair", "parameter"), ("Later", "zero3"),
 ]  # fmt: skip
 
 

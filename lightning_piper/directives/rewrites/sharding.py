@@ -14,8 +14,8 @@ all-reduce then sums each shard over the groups, before the update.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial
 
 import torch
 
@@ -24,6 +24,7 @@ from lightning_piper.ir.buckets import Bucket, buckets_of
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import DATA, GROUPS, Mesh
 from lightning_piper.ir.nodes import Chunk, Node, Ref
+from lightning_piper.ir.owners import Owners
 from lightning_piper.ir.policies import ShardingPolicy
 from lightning_piper.ir.values import Kind, Partial, Replicated, Sharded, Value
 from lightning_piper.ops.communication.bucket import Pack
@@ -247,9 +248,10 @@ def _untrained_buckets(
         if name not in trained and not elsewhere and readers.get(name, frozenset()) & regions:
             groups.setdefault(tuple(sorted(readers[name])), []).append(name)
     found: dict[Bucket, None] = {}
+    owners = partial(_owners_in(dag), devices) if policy.by_parameter else None
     for names in groups.values():
         found |= dict.fromkeys(
-            bucket for bucket, _ in _buckets(dag, names, policy, None) if _shardable(dag, bucket)
+            bucket for bucket, _ in _buckets(dag, names, policy, None, owners) if _shardable(dag, bucket)
         )
     return list(found)
 
@@ -296,6 +298,7 @@ def _bucket(dag: TrainingDAG, regions: set[int], policy: ShardingPolicy) -> list
     Returns:
         The new updates, one for each bucket and device group.
     """
+    owners = _owners_in(dag) if policy.by_parameter else None
     totals: dict[tuple[str, ...], list[Accumulate]] = {}
     for total in dag.of_type(Accumulate):
         if total.outputs[0].kind == Kind.GRAD and total.outputs[0].bucket is None and _is_to_sum(dag, total):
@@ -306,7 +309,7 @@ def _bucket(dag: TrainingDAG, regions: set[int], policy: ShardingPolicy) -> list
             continue
         disconnect(dag, sums)
         updates = dict.fromkeys(user.id for total in sums for user in dag.users(total))
-        buckets = _buckets(dag, names, policy, policy.dtype)
+        buckets = _buckets(dag, names, policy, policy.dtype, owners and partial(owners, sums[0].devices))
         parts = {total.id: [_packed(dag, total, bucket, own) for bucket, own in buckets] for total in sums}
         for update in [dag.nodes[i] for i in updates]:
             for k in range(len(buckets)):
@@ -339,13 +342,21 @@ def _packed(dag: TrainingDAG, total: Accumulate, bucket: Bucket, names: tuple[st
 
 
 def _buckets(
-    dag: TrainingDAG, names: Iterable[str], policy: ShardingPolicy, dtype: torch.dtype | None
+    dag: TrainingDAG,
+    names: Iterable[str],
+    policy: ShardingPolicy,
+    dtype: torch.dtype | None,
+    owners: Callable[[Mesh], Owners] | None,
 ) -> list[tuple[Bucket, tuple[str, ...]]]:
     """Return the buckets that hold parameters, each with its parameters among `names`.
 
     Parameters that an earlier program sharded are in its buckets. The other parameters of one bucket have the
     same readers, so that a gather brings only parameters that its reader reads. Parameters that a `shard_experts` may
-    divide have buckets of their own. `dtype` is the dtype of the buckets; None: the parameters' dtype.
+    divide have buckets of their own.
+
+    Args:
+        dtype: The dtype of the buckets; None: the parameters' dtype.
+        owners: Returns the owners of whole parameters along a mesh. None: shards cut through parameters.
 
     Raises:
         Conflict: An earlier program shards a parameter over other devices.
@@ -379,8 +390,25 @@ def _buckets(
     return found + [
         (bucket, bucket.names)
         for mesh, params in lists
-        for bucket in buckets_of(params, policy.bucket_bytes, mesh, dtype, policy.by_parameter)
+        for bucket in buckets_of(params, policy.bucket_bytes, mesh, dtype, owners and owners(mesh))
     ]
+
+
+def _owners_in(dag: TrainingDAG) -> Callable[[Group, Mesh], Owners]:
+    """Return a function that returns the owners of whole parameters on a device group along a mesh.
+
+    These are the owners in the buckets of `dag`, and the owners that the caller assigns later.
+    """
+    found: dict[tuple[Group, Mesh], Owners] = {}
+
+    def owners(devices: Group, mesh: Mesh) -> Owners:
+        return found.setdefault((devices, mesh), Owners(mesh.size(DATA)))
+
+    buckets = dict.fromkeys((total.devices, total.outputs[0].bucket) for total in dag.of_type(Accumulate))
+    for devices, bucket in buckets:
+        if bucket is not None and bucket.owners is not None:
+            owners(devices, bucket.mesh).add(bucket.tensors, bucket.owners)
+    return owners
 
 
 def readers_of(dag: TrainingDAG) -> Mapping[str, frozenset[int]]:
