@@ -130,6 +130,8 @@ class Propagation:
         views: Views of free parameters -> the parameter or view that they read.
         gathered: (sharded value, operation) for each operation of the forward pass that reads a sharded value
             replicated.
+        scattered: (partial sum, shard) for each operation of the forward pass that reads a partial sum as a shard
+            which the user does not declare.
         refused: Names of the sharded parameters on whose shards an operation cannot work, after `place` has
             raised an error.
         gone: Replaced operation -> the node that replaces it, or one node for each of its results. All axes
@@ -159,6 +161,7 @@ class Propagation:
         self.sought = {x: seek[name] for x, name in unsaid.items() if name in seek}
         self.views: dict[Node, Node] = {}
         self.gathered: list[tuple[Node, Node]] = []
+        self.scattered: list[tuple[Node, Sharded]] = []
         self.refused: list[str] = []
         self.gone: dict[Node, Any] = {} if len(self.axes) == 1 else self.axes[0].gone
         said = set(division.values.values())
@@ -261,12 +264,8 @@ class Propagation:
             if x in self.free:
                 self._settle(x, wanted)
             elif self.held[x] != wanted:
-                if (
-                    isinstance(self.held[x], Sharded)
-                    and wanted == R
-                    and not (_torch.is_backward(node) or self.decomposer.writes)
-                ):
-                    self.gathered.append((x, node))
+                if not (_torch.is_backward(node) or self.decomposer.writes):
+                    self._note_change(x, wanted, node)
                 node.replace_input_with(x, self.changes.changed(x, wanted, node))
         if self.decomposer.write(node):  # try again, because the node may read shards after the changes
             return
@@ -274,6 +273,13 @@ class Propagation:
         self.held[node] = rule.outputs if isinstance(node.meta.get("val"), list | tuple) else rule.outputs[0]
         if node.target in VIEWS and all(x in self.fixed for x in inputs):
             self.fixed.add(node)
+
+    def _note_change(self, x: Node, wanted: Placement, reader: Node) -> None:
+        """Record that an operation of the forward pass reads a shard replicated, or a partial sum as a shard."""
+        if isinstance(self.held[x], Sharded) and wanted == R:
+            self.gathered.append((x, reader))
+        if self.held[x] == P and isinstance(wanted, Sharded) and (len(shape_of(x)), wanted) not in self.along:
+            self.scattered.append((x, wanted))
 
     def elsewhere(self, node: Node) -> set[int]:
         """Return the dimensions of a value that axes other than this one shard; empty if there are none."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
 from lightning_piper.capture.joint.region_passes import PlaceholderNames
-from lightning_piper.capture.tensor_sharding.propagation import Propagation, propagate
+from lightning_piper.capture.tensor_sharding.propagation import PRODUCTS, Propagation, propagate
 from lightning_piper.common.operation_families import RESHAPES
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.division import Division
-from lightning_piper.ir.values import Replicated, Sharded
+from lightning_piper.ir.values import Partial, Replicated, Sharded
 from lightning_piper.placements.local_graph import SPLIT
 from lightning_piper.placements.placement_changes import CHANGE
 from lightning_piper.placements.rule import made_by, shape_of
@@ -29,6 +31,10 @@ def find_params(
     its product replicated. Exception: the weight may consist of several weights next to each other (queries,
     keys and values). Then each of them is sharded: `Sharded.blocks` is their number.
 
+    A narrow product before a wide one, such as the two products of a LoRA adapter, is not sharded if another
+    sharded product is added to their result: with the columns of the wide one only, the addition needs no
+    communication.
+
     Each round tries placements on a new graph. The next round leaves out the weights that failed.
 
     Args:
@@ -41,35 +47,107 @@ def find_params(
         CaptureError: An operation cannot work on the shards of its inputs, and none of these shards comes from
             a weight that the function may leave out.
     """
-    # Weight -> number of its equal blocks, each of which is sharded separately. 0 if the weight must not be
-    # sharded. Weights without an entry have one block.
+    search = _Search(make, axis, degree, values)
     runs: dict[str, int] = {}
-    while True:
-        graph, names = make()
-        weights = [name for x, name in names.params.items() if len(shape_of(x)) == 2]
-        seek = {name: runs.get(name, 1) for name in weights if runs.get(name, 1)}
-        propagation = Propagation(graph, Division(axis, degree, {}, values), names, seek)
-        try:
-            propagate(graph, [propagation])
-        except CaptureError:  # try again without sharding the refused weights
-            if not (more := _followed(propagation, propagation.refused) & seek.keys()):
-                raise
-            runs |= dict.fromkeys(more, 0)
+    found = search.settled(runs)
+    while narrow := _narrow_products(found):
+        other = search.settled(tried := runs | narrow)
+        if _elements(other, narrow) < _elements(found, narrow):
+            break
+        found, runs = other, tried
+    return {name: found.params[name] for name in _matrices(found) if name in found.params}
+
+
+@dataclass(frozen=True)
+class _Search:
+    """A search for shards that need no gather. The attributes are the arguments of `find_params`."""
+
+    make: Callable[[], tuple[Graph, PlaceholderNames]]
+    axis: str
+    degree: int
+    values: Mapping[str, Sharded]
+
+    def settled(self, runs: dict[str, int]) -> Propagation:
+        """Return the placements with which no operation gathers a shard of a weight or of a product.
+
+        Args:
+            runs: Weight -> number of its equal blocks, each of which is sharded separately. 0 if the weight must not
+                be sharded. Weights without an entry have one block. The search adds entries.
+        """
+        while True:
+            graph, names = self.make()
+            weights = [name for x, name in names.params.items() if len(shape_of(x)) == 2]
+            seek = {name: runs.get(name, 1) for name in weights if runs.get(name, 1)}
+            division = Division(self.axis, self.degree, {}, self.values)
+            propagation = Propagation(graph, division, names, seek)
+            try:
+                propagate(graph, [propagation])
+            except CaptureError:  # try again without sharding the refused weights
+                if not (more := _followed(propagation, propagation.refused) & seek.keys()):
+                    raise
+                runs |= dict.fromkeys(more, 0)
+                continue
+            parts = propagation.params.keys() & seek.keys()
+            # The sharded weights that are gathered, or that make a gathered value -> the number of equal blocks
+            # into which the reader splits the value. 0 if there are no equal blocks.
+            causes = [
+                (_made_with(propagation, x) & parts, _beside(propagation, x, reader))
+                for x, reader in propagation.gathered
+            ]
+            needed = {name: count for names_of_one, count in causes for name in names_of_one}
+            if not needed:
+                return propagation
+            beside = {name: count for name, count in needed.items() if count > 1 and runs.get(name, 1) == 1}
+            # If some weights can have several blocks, try only these first: the other gathers may then disappear.
+            runs |= beside or dict.fromkeys(_certain([names_of_one for names_of_one, _ in causes]), 0)
+
+
+def _matrices(propagation: Propagation) -> dict[str, Node]:
+    """Return the weight matrices of the graph by name."""
+    return {name: x for x, name in propagation.names.items() if len(shape_of(x)) == 2}
+
+
+def _elements(propagation: Propagation, without: Collection[str]) -> int:
+    """Return the number of elements of all sharded weight matrices, except these."""
+    found = propagation.params
+    return sum(
+        math.prod(shape_of(x))
+        for name, x in _matrices(propagation).items()
+        if name in found and name not in without
+    )
+
+
+def _narrow_products(propagation: Propagation) -> dict[str, int]:
+    """Return the runs with which an addition reads the result of two products without communication.
+
+    The first product is narrow, and both are sharded, so the result is a partial sum. The addition reads it as a
+    shard, because its other input is a shard. If the first weight is whole (0 runs) and the second weight has the
+    runs of the other input, the result is such a shard at once. Narrow means that the first result has at most as
+    many columns as a shard of the second result. The dict is empty if there are no such products.
+    """
+    runs: dict[str, int] = {}
+    matrices = _matrices(propagation)
+    for x, wanted in propagation.scattered:
+        product = _product_of(propagation, x)
+        if product is None:
             continue
-        found = propagation.params
-        parts = found.keys() & seek.keys()
-        # The sharded weights that are gathered, or that make a gathered value -> the number of equal blocks
-        # into which the reader splits the value. 0 if there are no equal blocks.
-        causes = [
-            (_made_with(propagation, x) & parts, _beside(propagation, x, reader))
-            for x, reader in propagation.gathered
-        ]
-        needed = {name: count for names_of_one, count in causes for name in names_of_one}
-        if not needed:
-            return {name: found[name] for name in weights if name in found}
-        beside = {name: count for name, count in needed.items() if count > 1 and runs.get(name, 1) == 1}
-        # If some weights can have several blocks, try only these first: the other gathers may then disappear.
-        runs |= beside or dict.fromkeys(_certain([names_of_one for names_of_one, _ in causes]), 0)
+        left, right = product.all_input_nodes[-2:]
+        narrow = shape_of(left)[-1] * propagation.degree <= shape_of(product)[-1]
+        if narrow and isinstance(propagation.held[left], Sharded) and right in propagation.fixed:
+            first = _made_with(propagation, left) & matrices.keys()
+            runs |= dict.fromkeys(first, 0) | {propagation.param_of(right): wanted.blocks}
+    return runs
+
+
+def _product_of(propagation: Propagation, x: Node) -> Node | None:
+    """Return the product whose partial sum the value `x` is, or None if `x` comes from several values or from another
+    operation."""
+    while x.target not in PRODUCTS:
+        sources = [y for y in x.all_input_nodes if propagation.held[y] == Partial()]
+        if len(sources) != 1:
+            return None
+        (x,) = sources
+    return x
 
 
 def _certain(causes: Sequence[Collection[str]]) -> set[str]:
