@@ -31,9 +31,9 @@ def find_params(
     its product replicated. Exception: the weight may consist of several weights next to each other (queries,
     keys and values). Then each of them is sharded: `Sharded.blocks` is their number.
 
-    A narrow product before a wide one, such as the two products of a LoRA adapter, is not sharded if another
-    sharded product is added to their result: with the columns of the wide one only, the addition needs no
-    communication.
+    A LoRA adapter consists of a narrow product and a wide one, and a third product is added to their result. If the
+    third weight is sharded along its columns, only the wide weight of the adapter is sharded, also along its columns.
+    Then the addition needs no communication.
 
     Each round tries placements on a new graph. The next round leaves out the weights that failed.
 
