@@ -21,6 +21,8 @@ All devices get the step's return values for the local batch of their own replic
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 from functools import partial
 
 from lightning_piper.directives.place import Place
@@ -126,22 +128,28 @@ def _having(dag: TrainingDAG, chunk: Chunk, groups_of: dict[str, list[Group]]) -
     wanted = {name: groups_of[name] for name in dag.interface(chunk).params if name in groups_of}
     if not wanted:
         return []
-    (first, there), *others = wanted.items()
-    found = [group for group in dict.fromkeys(there) if all(group in other for _, other in others)]
+    of_groups: dict[
+        tuple[Group, ...], str
+    ] = {}  # device groups -> the first parameter that these groups have
+    for name, groups in wanted.items():
+        of_groups.setdefault(tuple(dict.fromkeys(groups)), name)
+    found = [group for group in next(iter(of_groups)) if all(group in groups for groups in of_groups)]
     if not found:
-        name, elsewhere = next((name, other) for name, other in others if not set(other) & set(there))
+        # Name two parameters that have no common group, or as few as possible.
+        (there, first), (elsewhere, name) = min(
+            itertools.combinations(of_groups.items(), 2), key=lambda pair: len({*pair[0][0]} & {*pair[1][0]})
+        )
         region = dag.regions[chunk.region]
         raise DirectiveError(
             f"region {region.label} (begins at {region.source}) reads {first}, which is on device "
-            f"{_shown(there[0])}, and {name}, "
-            f"which is on device {_shown(elsewhere[0])}. Annotate its parts in the same way as in "
-            "training_step [PIPER-D025]"
+            f"{_shown(there)}, and {name}, which is on device {_shown(elsewhere)}. Annotate its parts in the same "
+            "way as in training_step [PIPER-D025]"
         )
     return found
 
 
-def _shown(group: Group) -> str:
-    return ",".join(map(str, group))
+def _shown(groups: Sequence[Group]) -> str:
+    return " or ".join(",".join(map(str, group)) for group in groups)
 
 
 def _return_everywhere(dag: TrainingDAG, groups: list[Group]) -> None:

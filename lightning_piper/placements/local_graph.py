@@ -32,6 +32,20 @@ SPLIT = {
 }
 
 
+class WrongShape(CaptureError):
+    """An operation on shards does not make the shapes that its rule implies.
+
+    Attributes:
+        found: The shapes, as a part of a sentence.
+    """
+
+    def __init__(self, found: str) -> None:
+        super().__init__(
+            f"{found}. If you added the placement rule of this operation, correct it. Otherwise, report this [PIPER-D019]"
+        )
+        self.found = found
+
+
 def localize(graph: Graph, held: Mapping[Node, Any], degree: int) -> None:
     """Rewrite a graph of whole values into the graph of one member, in place. All members have the same
     graph.
@@ -43,7 +57,7 @@ def localize(graph: Graph, held: Mapping[Node, Any], degree: int) -> None:
             tensors.
 
     Raises:
-        CaptureError: An operation on shards does not make the shapes that its rule implies.
+        WrongShape: An operation on shards does not make the shapes that its rule implies.
     """
     modes = (getattr(node.meta.get("val"), "fake_mode", None) for node in graph.nodes)
     with next((mode for mode in modes if mode is not None), contextlib.nullcontext()):
@@ -89,7 +103,7 @@ def _localize(node: Node, held: Mapping[Node, Any], degree: int) -> None:
                     f"{target} makes {list(part.shape)} from shards, but {share} of {list(whole.shape)} was "
                     "expected"
                 )
-                raise CaptureError(f"{found}. Correct the placement rule of this operation [PIPER-D019]")
+                raise WrongShape(found)
         node.meta["val"] = made
 
 

@@ -16,11 +16,11 @@ import torch
 from torch.fx import Graph, Interpreter, Node
 
 from lightning_piper.common.operation_families import NLL, RESHAPES
-from lightning_piper.errors import CaptureError, VerificationError
+from lightning_piper.errors import VerificationError
 from lightning_piper.ir.values import Partial, Placement, Sharded
 from lightning_piper.placements.attention import ATTENTION
 from lightning_piper.placements.chunked_scores import CHUNKED, SCORES_OF_PART, with_classes
-from lightning_piper.placements.local_graph import SHAPED, SPLIT, localize
+from lightning_piper.placements.local_graph import SHAPED, SPLIT, WrongShape, localize
 from lightning_piper.placements.ring import ATTEND, ATTEND_BACKWARD, NUMBERS, PARTS
 from lightning_piper.placements.rule import Rule, made_by, shape_of, tensors_of
 from lightning_piper.placements.views import regrouped
@@ -51,8 +51,8 @@ def prove(node: Node, rule: Rule, degree: int) -> None:
         return
     try:
         found = difference(graph, inputs, rule, degree)
-    except CaptureError as error:
-        found = str(error)
+    except WrongShape as error:
+        found = error.found
     if found is not None:
         placements = ", ".join(map(str, rule.inputs))
         raise VerificationError(

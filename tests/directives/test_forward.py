@@ -213,6 +213,28 @@ def test_untagged_code_with_parameters_of_two_devices_is_refused():
         forward_of(one_f_one_b(2, 2), "predict_step", Apart(), fit=True)
 
 
+def test_untagged_code_with_a_parameter_of_both_devices_and_parameters_of_each_is_refused():
+    class Tied(Steps):
+        def __init__(self):
+            super().__init__()
+            self.tied = torch.nn.Parameter(torch.ones(()))  # the first parameter that the region reads
+
+        def training_step(self, batch, batch_idx):
+            with piper.annotate("PP", 0):
+                h = self.tied * self.first(batch[0])
+            with piper.annotate("PP", 1):
+                return torch.nn.functional.mse_loss(self.tied * self.second(h), batch[1])
+
+        def predict_step(self, batch, batch_idx):
+            return self.second(self.tied * self.first(batch[0]))
+
+    with pytest.raises(
+        DirectiveError,
+        match=r"reads first.weight, which is on device 0, and second.weight, which is on device 1",
+    ):
+        forward_of(one_f_one_b(2, 2), "predict_step", Tied(), fit=True)
+
+
 def remove(dag, kind):
     dag.remove([next(node for node in dag.of_type(kind) if node.devices == (0,))])
 
