@@ -35,8 +35,9 @@ def shown(value: object) -> str:
 
 
 def kind_of(value: object) -> str:
-    """Return the type of a value for a message, with its article: "an int", "a list"."""
-    name = type(value).__name__
+    """Return the type of a value for a message, with its article: "an int", "a list". A placeholder in a captured
+    step has the type of the value for which it stands."""
+    name = value.__class__.__name__
     return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 

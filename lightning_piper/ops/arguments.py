@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import torch
 
+from lightning_piper.common.units import counted
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import IssuePriority, Node, Ref
@@ -81,9 +82,9 @@ def ways_of(dag: TrainingDAG, node: Arguments) -> tuple[Way, ...]:
         dims = [d for d, (x, y) in enumerate(zip(a.shape, b.shape, strict=True)) if x != y]
         if len(dims) > 1 or any(a.shape[d] * part != b.shape[d] * dag.size for d in dims):
             raise CaptureError(
-                f"argument {name} of a metric object has shape {list(a.shape)} for {dag.size} samples and "
-                f"{list(b.shape)} for {part}. Pass tensors in which exactly one dimension grows with the samples"
-                " [PIPER-C008]"
+                f"self.{name.rpartition(' ')[0]} gets a tensor of shape {list(a.shape)} for {counted(dag.size, 'sample')}, and of "
+                f"shape {list(b.shape)} for {part}. Pass tensors of which exactly one dimension grows, in proportion to "
+                "the samples [PIPER-C008]"
             )
         ways.append(dims[0] if dims else _way(dag, dag.code.metrics.terms[name]))
     return tuple(ways)

@@ -192,9 +192,23 @@ def test_python_state_is_changed(change: Callable[..., Any], names: str) -> None
 def test_a_buffer_is_replaced() -> None:
     said = message(lambda self, x, h, loss, batch_idx: setattr(self, "scale", loss.detach()))
     assert (
-        said.startswith("training_step replaces self.scale by another tensor")
-        and "self.scale.copy_(...)" in said
+        said.startswith("training_step replaces the buffer self.scale,")
+        and "Write into the buffer instead: self.scale.copy_(...)" in said
     )
+
+
+def test_a_buffer_is_replaced_by_a_tensor_of_another_shape() -> None:
+    """A copy of another shape would fail."""
+    said = message(lambda self, x, h, loss, batch_idx: setattr(self, "scale", h.detach()))
+    assert "Register it as a tensor of its final shape" in said
+
+
+def test_a_parameter_is_replaced() -> None:
+    """A write in place would be refused as well, so the fix is another one than for a buffer."""
+    said = message(
+        lambda self, x, h, loss, batch_idx: setattr(self.first, "weight", nn.Parameter(torch.ones(6, 8)))
+    )
+    assert said.startswith("training_step replaces the parameter self.first.weight,") and "in a hook" in said
 
 
 def test_a_parameter_is_changed() -> None:

@@ -277,6 +277,7 @@ class EagerRemainder:
         Raises:
             PiperError: the code has changed such a tensor.
         """
+        own = dict(self._module.named_parameters(remove_duplicate=False))
         names = [name for name, now in zip(self.trained, params, strict=True) if now]
         names += [
             name
@@ -284,7 +285,7 @@ class EagerRemainder:
             if now
         ]
         if names:
-            raise PiperError(_CHANGES.format(names[0]))
+            raise PiperError(_changes(names[0], names[0] in own))
         if any(returned) or any(others):
             made = [(key, each) for key, found in self.returned.items() for each in found.trained]
             changed = {True: iter(returned), False: iter(others)}
@@ -370,6 +371,11 @@ class EagerRemainder:
                 buffer, or other memory to a tensor in `own` (`x.data = ...`).
         """
         kept = [(store, name, store[name]) for store, name, _, _ in self._places]
+        parameters = {
+            full
+            for (_, _, x), (_, _, full, _) in zip(kept, self._places, strict=True)
+            if isinstance(x, torch.nn.Parameter)
+        }
         data = {full: x.data_ptr() for full, x in own.items()}
         try:
             for store, name, full, stand_in in self._places:
@@ -379,7 +385,7 @@ class EagerRemainder:
                 if store.get(name) is not own.get(full, stand_in) or (
                     full in own and own[full].data_ptr() != data[full]
                 ):
-                    raise PiperError(_CHANGES.format(full))
+                    raise PiperError(_changes(full, full in parameters))
         finally:
             for store, name, tensor in kept:
                 store[name] = tensor
@@ -485,6 +491,15 @@ def _problem_of_log(name: str, value: Any, number: bool) -> str:
     )
 
 
+def _changes(name: str, is_parameter: bool) -> str:
+    """Return the error text for a change of a parameter or buffer in uncaptured code."""
+    place = "" if is_parameter else "in a module whose call is captured (annotate_modules), or "
+    return (
+        f"training_step changes {name} in code that runs uncaptured, so the change would be repeated for each "
+        f"microbatch. Change it {place}in a hook [PIPER-C003]"
+    )
+
+
 def called(key: Key) -> str:
     """Return the call of a module for a message, such as `self.encoder(...)`."""
     return f"self.{key[0]}(...)" if key[0] else "self(...)"
@@ -516,16 +531,12 @@ _CAPTURED = (
     "belongs to a module whose call is captured and may be on another stage. Read it in the forward method "
     "of that module, and return the value that you need"
 )
-_CHANGES = (
-    "training_step changes {} in code that runs uncaptured, so the change would be repeated for each "
-    "microbatch. Change it in a module whose call is captured (annotate_modules), or in a hook [PIPER-C003]"
-)
 _ONCE_MORE = (
     "this happens in {}. During the capture, training_step called this module fewer times before the line that "
     "cannot be captured. Make all calls of the module before that line, and the same number for every batch"
 )
 _HANDED = (
-    "was passed to another captured call and is on another stage. Return the value that you need from the "
+    "was passed to another captured call and may be on another stage. Return the value that you need from the "
     "last call, or let"
 )
 

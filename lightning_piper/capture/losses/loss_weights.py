@@ -279,7 +279,7 @@ class _LossWeighting:
                 )
                 if summed or made.kind == Kind.ARGUMENT:
                     fix = (
-                        "Average it over the gathered samples instead of summing it"
+                        "Average it over all gathered samples, as mean() does"
                         if summed
                         else "Pass the metric object values of samples that are not gathered"
                     )

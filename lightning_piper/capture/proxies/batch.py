@@ -217,7 +217,8 @@ def flatten(batch: Any, what: str = "batch") -> tuple[list[torch.Tensor], BatchS
         skeleton = flattening.skeleton(batch, "")
     except RecursionError:
         raise CaptureError(
-            f"the {what} is nested too deeply. Give tensors in dicts and lists [PIPER-C009]"
+            f"the {what} is nested too deeply, or contains itself. Give tensors in a few levels of dicts and lists"
+            " [PIPER-C009]"
         ) from None
     except _UnsupportedObject as unknown:
         way = "in the collate function" if what == "batch" else "there, or in a hook that receives it"

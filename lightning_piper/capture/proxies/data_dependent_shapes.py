@@ -126,7 +126,7 @@ class DataDependentTensor:
         raise CaptureError(
             f"{self.where}: the result of {self._cause} depends on tensor values. They are only known when the step "
             f"runs, but {needs} uses the result. Use "
-            "torch.where, a mask or index_add instead, or move the computation to a hook. Passing the result "
+            "torch.where, a product with a mask or index_add instead, or move the computation to a hook. Passing the result "
             "to a metric object or returning it is fine [PIPER-C002]"
         )
 

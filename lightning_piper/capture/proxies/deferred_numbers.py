@@ -69,7 +69,7 @@ def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         return function(*args, **kwargs)
     except _torch.WITHOUT_VALUES:
         if function is torch.Tensor.__bool__:
-            raise refusal() from None
+            raise refusal(decides=True) from None
         if function is torch.Tensor.item:
             return deferred(args[0])
         if function is torch.Tensor.tolist and args[0].numel() <= MANY:
@@ -119,6 +119,9 @@ class DeferredNumber(Proxy):
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise refusal()
 
+    def _refuse_decision(self, *args: Any) -> NoReturn:
+        raise refusal(decides=True)
+
     def __str__(self) -> str:
         return text_of_value()
 
@@ -151,24 +154,35 @@ class DeferredNumber(Proxy):
             raise AttributeError(name)
         self._refuse()
 
-    __bool__ = __int__ = __float__ = __complex__ = __index__ = __hash__ = __iter__ = _refuse
+    __bool__ = __index__ = __hash__ = _refuse_decision
+    __int__ = __float__ = __complex__ = __iter__ = _refuse
 
 
 def is_deferred(value: Any) -> bool:
     return type(value) is DeferredNumber
 
 
-def refusal(error: BaseException | None = None) -> CaptureError:
+def refusal(error: BaseException | None = None, decides: bool = False) -> CaptureError:
     """Return the error for code that needs a value during the trace.
 
     Args:
         error: torch's error, if torch raised one.
+        decides: whether the value decides which code runs or which item the code takes.
     """
+    use, fix = (
+        (
+            " (an if, a while or an index on .item(), float() or bool())",
+            "Use torch.where, a mask or clamp for the decision",
+        )
+        if decides
+        else (
+            ", because a function gets .item(), int() or float() of the tensor as a size or another argument",
+            "Compute with tensors and functions of torch, with sizes that do not depend on values",
+        )
+    )
     return CaptureError(
-        f"{user_line(error)}: this line needs the value of a tensor (an if, a while or an index on .item(), "
-        "float() or bool()). Tensors have no values while the step is captured. Use torch.where, a mask or "
-        "clamp for the decision, or move it to a hook. Computing with .item() and logging it is fine"
-        " [PIPER-C001]"
+        f"{user_line(error)}: this line needs the value of a tensor{use}. Tensors have no values while the step is "
+        f"captured. {fix}, or move it to a hook. Computing with .item() and logging it is fine [PIPER-C001]"
     )
 
 

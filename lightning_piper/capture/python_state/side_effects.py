@@ -19,7 +19,7 @@ from torch import nn
 from lightning_piper.capture.proxies.batch import BatchSpec
 from lightning_piper.capture.proxies.deferred_numbers import is_deferred
 from lightning_piper.capture.proxies.numbers import NumberProxy
-from lightning_piper.capture.proxies.proxy_classes import Proxy
+from lightning_piper.capture.proxies.proxy_classes import Proxy, class_of
 from lightning_piper.capture.python_state.state_locations import ALL, Guard, StateLocation
 from lightning_piper.capture.python_state.state_protection import Attribute, attributes
 from lightning_piper.capture.torch_private import _torch
@@ -294,11 +294,15 @@ class EffectLog:
                 continue
             place.put(number)
             if type(now) is not NumberProxy:
-                what = "tensor" if isinstance(now, torch.Tensor) else type(now).__name__
+                what, fix = class_of(now).__name__, "Set it in a hook"
+                if isinstance(now, torch.Tensor) or is_deferred(now):
+                    what = "tensor" if isinstance(now, torch.Tensor) else f"{what} from a tensor"
+                    fix = (
+                        "Accumulate tensors in a metric object (torchmetrics.MeanMetric), or append them to a list "
+                        "and add them up in a hook"
+                    )
                 raise CaptureError(
                     f"{step} replaces {place.where}, a number that it reads, by a {what}. Python code runs "
-                    "only while the step is captured, so later steps would not see the new value. Accumulate "
-                    "tensors in a metric object (torchmetrics.MeanMetric), or append them to a list and add "
-                    "them up in a hook [PIPER-C003]"
+                    f"only while the step is captured, so later steps would not see the new value. {fix} [PIPER-C003]"
                 )
             self.note(place, (), "attribute", now)

@@ -100,10 +100,19 @@ def check_unchanged(module: nn.Module, before: list[Attribute], step: str) -> No
         if (form is old or form == old) and not shared:  # `is`, because a NaN is not equal to itself
             continue
         where = f"self.{path}.{name}" if path else f"self.{name}"
-        if name in part._parameters or name in part._buffers:
+        if name in part._parameters:
             raise CaptureError(
-                f"{step} replaces {where} by another tensor, but a captured step keeps its parameters and "
-                f"buffers. Write into the buffer instead: {where}.copy_(...) [PIPER-C003]"
+                f"{step} replaces the parameter {where}, but in a captured step only the optimizer changes parameters. "
+                "Change its values in a hook, such as on_train_batch_start [PIPER-C003]"
+            )
+        if name in part._buffers:
+            alike = [x.shape for x in (was, value) if isinstance(x, torch.Tensor)] == [
+                getattr(value, "shape", None)
+            ] * 2
+            fix = "Write" if alike else "Register it as a tensor of its final shape, and write"
+            raise CaptureError(
+                f"{step} replaces the buffer {where}, but a captured step keeps its buffers. {fix} into the buffer "
+                f"instead: {where}.copy_(...) [PIPER-C003]"
             )
         raise changes(step, where)
 

@@ -138,8 +138,8 @@ def same_structure(a: StepCode, b: StepCode) -> None:
     raise CaptureError(
         f"the step has another structure for {counted(b.size, 'sample')} than for {a.size} "
         f"({'; '.join(differing) or 'in other regions'}): {why} depends on the batch size. Make it independent of the "
-        "batch size, or choose microbatches of one "
-        f"size{', of more than one sample' if exchanges and 1 in (a.size, b.size) else ''} [PIPER-C012]"
+        "batch size, or choose microbatches of "
+        f"{'more than one sample' if exchanges and 1 in (a.size, b.size) else 'another size'} [PIPER-C012]"
     )
 
 

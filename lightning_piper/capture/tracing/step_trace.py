@@ -386,11 +386,11 @@ class TracedStep(nn.Module):
                 f"{user_line()}: self.log({name!r}) is called in the backward pass, by a hook. A captured "
                 "step can log only in its forward pass. Log it in on_after_backward [PIPER-C007]"
             )
-        if holds_deferred(list(call.values())):
+        made = next((name for name, x in call.items() if holds_deferred(x)), None)
+        if made is not None:
             raise CaptureError(
-                f"{user_line()}: self.log({name!r}): an argument other than the value is made from the value of "
-                "a tensor, which is only known when the step runs. Use arguments that are known before"
-                " [PIPER-C007]"
+                f"{user_line()}: self.log({name!r}): the argument {made} is made from the value of a tensor, which is "
+                "only known when the step runs. Use arguments that are known before [PIPER-C007]"
             )
         if self._logs_metric(name, value, call):
             return

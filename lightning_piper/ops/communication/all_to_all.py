@@ -263,6 +263,13 @@ def _even(out: bool, rows: list[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.cat([x.chunk(len(rows), split)[i] for x in rows], join) for i in range(len(rows))]
 
 
+def _combined(rows: int, dispatched: int) -> str:
+    return (
+        f"piper.combine: got {counted(rows, 'row')} for {counted(dispatched, 'dispatched row')}. Pass one row for each "
+        "dispatched row"
+    )
+
+
 def _uneven(out: bool, rows: list[torch.Tensor], counts: list[list[int]]) -> list[torch.Tensor]:
     """Exchange rows by counts: to the owners of the experts if `out`, otherwise back. `counts[i][e]` is the
     number of rows that member i has for expert e. Raise an error if the counts do not add up to the number of
@@ -279,6 +286,8 @@ def _uneven(out: bool, rows: list[torch.Tensor], counts: list[list[int]]) -> lis
     for x, order in zip(rows, before, strict=True):
         sizes = [counts[i][e] for e, i in order]
         if sum(sizes) != x.shape[0]:
+            if not out:
+                raise VerificationError(f"{_combined(x.shape[0], sum(sizes))} [PIPER-C014]")
             raise VerificationError(
                 f"piper.dispatch: counts {sizes} add up to {sum(sizes)}, but tokens has {x.shape[0]} rows. "
                 "counts[e] is the number of rows for expert e, so counts.sum() must equal tokens.shape[0] "
@@ -361,6 +370,8 @@ class Travel(Exchange):
         runs = sizes.source if self._direction == "dispatch" else sizes.arrived
         total = sum(map(sum, runs))
         if total != state.shape[0]:
+            if self._direction != "dispatch":
+                raise ValueError(_combined(state.shape[0], total))
             raise ValueError(
                 f"piper.dispatch: counts add up to {total}, but tokens has {state.shape[0]} rows. counts[e] "
                 "is the number of rows for expert e, so counts.sum() must equal tokens.shape[0]"
