@@ -251,27 +251,31 @@ def test_a_number_crosses_stages_with_its_microbatch() -> None:
         compile(module, batch, program)
 
 
+# Words of the errors. They are names, because an error shows the line of the step, which is a line of the table below.
+DECIDES = r"this line needs the value of a tensor \(an if"
+PASSED = "this line needs the value of a tensor, because a function gets"
+TORCH = r"aten\S* needs the values of a tensor"
+SELECTS = "depends on tensor values"
 REFUSED: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
-    "if": (lambda loss, n, h: 1.0 if loss.item() > 0 else 2.0, "this line needs the value of a tensor"),
-    "while": (lambda loss, n, h: [1 for _ in iter(lambda: bool(n.item()), False)], "needs the values of a tensor"),
-    "index": (lambda loss, n, h: h[n.item()].sum(), "needs the values of a tensor"),
-    "range": (lambda loss, n, h: float(len(range(int(n)))), "needs the values of a tensor"),
-    "key": (lambda loss, n, h: {1: 2.0}[n.item()], "needs the values of a tensor"),
-    "assert": (lambda loss, n, h: 1.0 if bool(torch.isfinite(loss)) else 0.0, "needs the values of a tensor"),
-    "nonzero": (lambda loss, n, h: h[h > 0].sum(), "needs the values of a tensor"),
-    "sorted": (lambda loss, n, h: sorted([loss.item(), n.item()])[0], "needs the values of a tensor"),
-    "sizes": (lambda loss, n, h: h.split(h.sum(1).long().tolist())[0].sum(), "needs the values of a tensor"),
-    "shape": (lambda loss, n, h: torch.zeros(int(n)).sum(), "needs the values of a tensor"),
-    "shapes": (lambda loss, n, h: torch.zeros(int(n) + 1, 2).sum(), "needs the values of a tensor"),
-    "new": (lambda loss, n, h: h.new_zeros(int(n), 2).sum(), "needs the values of a tensor"),
-    "expand": (lambda loss, n, h: h[:1].expand(int(n), 6).sum(), "needs the values of a tensor"),
-    "list of sizes": (lambda loss, n, h: torch.zeros([n.item(), 2], dtype=h.dtype).sum(), "needs the values of a tensor"),
-    "view": (lambda loss, n, h: h.view(n.item(), -1).sum(), "needs the values of a tensor"),
-    "arange": (lambda loss, n, h: torch.arange(n.item()).sum(), "needs the values of a tensor"),
-    "classes": (lambda loss, n, h: torch.nn.functional.one_hot((h > 0).long(), n.item()).sum(),
-        "needs the values of a tensor"),
-    "method": (lambda loss, n, h: loss.item().hex(), "needs the values of a tensor"),
-    "gamma": (lambda loss, n, h: math.gamma(loss.item()), "needs the values of a tensor"),
+    "if": (lambda loss, n, h: 1.0 if loss.item() > 0 else 2.0, DECIDES),
+    "while": (lambda loss, n, h: [1 for _ in iter(lambda: bool(n.item()), False)], DECIDES),
+    "index": (lambda loss, n, h: h[n.item()].sum(), SELECTS),
+    "range": (lambda loss, n, h: float(len(range(int(n)))), DECIDES),
+    "key": (lambda loss, n, h: {1: 2.0}[n.item()], DECIDES),
+    "assert": (lambda loss, n, h: 1.0 if bool(torch.isfinite(loss)) else 0.0, DECIDES),
+    "nonzero": (lambda loss, n, h: h[h > 0].sum(), SELECTS),
+    "sorted": (lambda loss, n, h: sorted([loss.item(), n.item()])[0], DECIDES),
+    "sizes": (lambda loss, n, h: h.split(h.sum(1).long().tolist())[0].sum(), TORCH),
+    "shape": (lambda loss, n, h: torch.zeros(int(n)).sum(), PASSED),
+    "shapes": (lambda loss, n, h: torch.zeros(int(n) + 1, 2).sum(), PASSED),
+    "new": (lambda loss, n, h: h.new_zeros(int(n), 2).sum(), PASSED),
+    "expand": (lambda loss, n, h: h[:1].expand(int(n), 6).sum(), PASSED),
+    "list of sizes": (lambda loss, n, h: torch.zeros([n.item(), 2], dtype=h.dtype).sum(), TORCH),
+    "view": (lambda loss, n, h: h.view(n.item(), -1).sum(), TORCH),
+    "arange": (lambda loss, n, h: torch.arange(n.item()).sum(), TORCH),
+    "classes": (lambda loss, n, h: torch.nn.functional.one_hot((h > 0).long(), n.item()).sum(), TORCH),
+    "method": (lambda loss, n, h: loss.item().hex(), PASSED),
+    "gamma": (lambda loss, n, h: math.gamma(loss.item()), PASSED),
 }  # fmt: skip
 
 

@@ -247,6 +247,7 @@ def test_a_tensor_that_is_no_buffer_is_used() -> None:
         (lambda loss, h: {"value": loss}, r"a dict with keys \['value'\]"),
         (lambda loss, h: {"loss": None}, "training_step returned None to skip the batch"),
         (lambda loss, h: 1.5, "training_step returns a float. Return the loss"),
+        (lambda loss, h: loss.item(), "training_step returns a float. Return the loss"),
     ],
 )
 def test_the_result_is_no_loss(result: Callable[..., Any], says: str) -> None:

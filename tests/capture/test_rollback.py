@@ -269,7 +269,8 @@ def test_a_generator_cannot_be_put_back():
         next(holder.numbers)
         raise CaptureError("no")
     assert caught.value.late and caught.value.__notes__ == [
-        "self.numbers advanced during the capture and cannot be reset. Use PiperStrategy(capture='never')"
+        "self.numbers advanced during the capture and cannot be reset, so this run cannot continue. If all devices "
+        "are replicas, PiperStrategy(capture='never') runs the step unchanged"
     ]
     with pytest.raises(CaptureError) as caught, rollback_on_failure(holder):
         raise CaptureError("no")  # none has gone on

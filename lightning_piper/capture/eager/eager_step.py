@@ -84,7 +84,7 @@ class EagerStep:
         """Raise the `CaptureError` for a program that recomputes values of an uncaptured step."""
         raise CaptureError(
             f"{self.name} runs uncaptured, so Piper does not know which values it saves and cannot "
-            "recompute them. Remove the recompute directive, or change the step so that Piper captures it "
+            "recompute them. Remove recompute, or change the step so that Piper captures it "
             "[PIPER-C019]"
         )
 
@@ -92,7 +92,7 @@ class EagerStep:
         """Raise the `CaptureError` for a program that computes the losses of an uncaptured step in chunks."""
         raise CaptureError(
             f"{self.name} runs uncaptured, so Piper does not know its losses and cannot compute them in chunks. "
-            "Remove the chunk_loss directive and call piper.linear_cross_entropy, or change the step so that Piper "
+            "Remove chunk_loss and call piper.linear_cross_entropy, or change the step so that Piper "
             "captures it [PIPER-C019]"
         )
 

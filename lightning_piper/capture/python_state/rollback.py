@@ -114,7 +114,8 @@ def _taken(iterator: str, stuck: list[str]) -> CaptureError:
     if stuck:
         changed.late = True
         changed.add_note(
-            f"{stuck[0]} advanced during the capture and cannot be reset. Use PiperStrategy(capture='never')"
+            f"{stuck[0]} advanced during the capture and cannot be reset, so this run cannot continue. If all devices "
+            "are replicas, PiperStrategy(capture='never') runs the step unchanged"
         )
     return changed
 

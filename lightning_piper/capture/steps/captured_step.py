@@ -482,8 +482,8 @@ class CapturedStep:
             raise CaptureError(
                 f"chunk_loss: {self.name} has no loss that the directive can compute in chunks. It replaces "
                 "cross_entropy(head(h), y) if head is an nn.Linear, h has two dimensions, the loss has no class weights "
-                "and no label smoothing, and nothing else reads head(h). Write the loss in this form. Or remove the "
-                "directive: piper.linear_cross_entropy does not need it [PIPER-D026]"
+                "and no label smoothing, and nothing else reads head(h). Write the loss in this form. Or remove "
+                "chunk_loss: piper.linear_cross_entropy does not need it [PIPER-D026]"
             )
         divided = self._divide(weighed)
         regions, passes, split_passes, routed = cut(
