@@ -8,6 +8,7 @@ the module's tensors under `model` (FSDP) or `state_dict`, and each optimizer's 
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -47,13 +48,7 @@ def read_distributed(path: Path, weights_only: bool = True) -> dict[str, Any]:
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # this process reads alone
             dcp.load(flat, checkpoint_id=path, no_dist=True)
     except (Exception, CheckpointException) as error:
-        first: BaseException = error
-        if isinstance(error, CheckpointException):  # its text has stack traces
-            first, *_ = next(iter(error.failures.values()))
-        raise PiperError(
-            f"{path} cannot be read: {first}. Save the checkpoint again, or pass weights_only=False (--unsafe) "
-            "if you trust it and it has objects of your own classes [PIPER-K002]"
-        ) from error
+        raise _unreadable(path, error) from error
     saved = _nested(flat, metadata)
     name = next((name for name in _MODULE if name in saved), None)
     if name is None:
@@ -61,8 +56,24 @@ def read_distributed(path: Path, weights_only: bool = True) -> dict[str, Any]:
             f"{path} has {', '.join(map(repr, sorted(saved)))}, but not the module ('model' or 'state_dict'). "
             "Give a folder that FSDPStrategy or ModelParallelStrategy has saved [PIPER-K002]"
         )
-    states = [saved[f"optimizer_{i}"] for i in range(sum(key.startswith("optimizer_") for key in saved))]
-    return {**content, "state_dict": saved[name], "optimizer_states": [_numbered(state) for state in states]}
+    optimizers = [f"optimizer_{i}" for i in range(sum(key.startswith("optimizer_") for key in saved))]
+    states = [_numbered(saved.get(key, {}), f"{path}: the state of {key!r}") for key in optimizers]
+    return {**content, "state_dict": saved[name], "optimizer_states": states}
+
+
+def _unreadable(path: Path, error: BaseException) -> PiperError:
+    """Return the error for a folder that torch cannot read."""
+    if isinstance(error, CheckpointException):  # its text has stack traces
+        error, *_ = next(iter(error.failures.values()))
+    if isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error):
+        return PiperError(
+            f"{path / 'meta.pt'} has objects of your own classes, whose code would run. If you trust the checkpoint, "
+            "pass weights_only=False (--unsafe) [PIPER-K007]"
+        )
+    return PiperError(
+        f"{path} cannot be read, because a file is missing or damaged: {type(error).__name__}: {error}. Copy or "
+        "save the checkpoint again [PIPER-K002]"
+    )
 
 
 def _room(of: Any) -> torch.Tensor | None:
@@ -94,12 +105,29 @@ def _with_lists(value: Any) -> Any:
     return found
 
 
-def _numbered(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the names of parameters in an optimizer's state by their numbers in the parameter groups."""
-    groups = state["param_groups"]
+def _numbered(state: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Replace the names of parameters in an optimizer's state by their numbers in the parameter groups.
+
+    Args:
+        where: The state's name for errors.
+
+    Raises:
+        PiperError: The state does not have parameter groups, or has a parameter that is in none of them.
+    """
+    groups, states = state.get("param_groups"), state.get("state", {})
+    if groups is None:
+        raise PiperError(
+            f"{where} does not have 'param_groups', so the parameter groups are not known. Save the folder with "
+            "FSDPStrategy or ModelParallelStrategy of Lightning [PIPER-K002]"
+        )
     names = [name for group in groups for name in group["params"]]
     number = {name: i for i, name in enumerate(names)}
+    if lost := sorted(states.keys() - number.keys()):
+        raise PiperError(
+            f"{where} has the parameter {lost[0]!r}, but no parameter group has it. Save the checkpoint again "
+            "[PIPER-K002]"
+        )
     return {
-        "state": {number[name]: of_param for name, of_param in state.get("state", {}).items()},
+        "state": {number[name]: of_param for name, of_param in states.items()},
         "param_groups": [{**group, "params": [number[name] for name in group["params"]]} for group in groups],
     }

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from lightning_piper.checkpoint.folders import Fingerprint, Folder, fingerprint, read, sync
+from lightning_piper.checkpoint.folders import Fingerprint, Folder, LocalFolder, fingerprint, read, sync
 from lightning_piper.errors import CheckpointNotFoundError, PiperError
 
 MANIFEST = "manifest.json"
@@ -77,11 +77,30 @@ def no_checkpoint(path: str | Path) -> CheckpointNotFoundError:
     )
 
 
+def check_replaceable(folder: Folder) -> None:
+    """Check that a save may replace this folder: it does not exist, is empty, or has files of a checkpoint.
+
+    Raises:
+        PiperError: It has other content, which a save would delete.
+    """
+    names = folder.names()
+    if names and not any(name == MANIFEST or FILES.fullmatch(name) or SAVE.fullmatch(name) for name in names):
+        raise PiperError(
+            f"{folder} is a folder that is not a checkpoint: it has {min(names)!r}. To save a checkpoint under this "
+            "name would delete the folder. Give the name of a file, such as "
+            f"{folder.path_of('last.ckpt')!r} [PIPER-K005]"
+        )
+
+
 def prepare(path: Path) -> Path:
     """Clean up after interrupted saves of this checkpoint, and return the temporary name, which is then free.
 
     If only the earlier checkpoint exists, it gets its name back.
+
+    Raises:
+        PiperError: The path is a directory with content that is not a checkpoint.
     """
+    check_replaceable(LocalFolder(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     earlier, temporary = earlier_of(path), temporary_of(path)
     _delete(temporary)

@@ -20,6 +20,7 @@ from fsspec.core import url_to_fs
 
 from lightning_piper.checkpoint.files import (
     MANIFEST,
+    check_replaceable,
     earlier_of,
     existing_path,
     is_complete,
@@ -284,6 +285,7 @@ class RemoteLocation(Location):
 
     def begin_file(self) -> str:
         root = self._root
+        check_replaceable(root)
         kept = newest_complete(root)
         if kept is not None:
             assert isinstance(kept, RemoteFolder)

@@ -352,8 +352,13 @@ def consolidate(path: str | os.PathLike[str], out: str | os.PathLike[str], weigh
             `.metadata` of Lightning's folders can run code nevertheless.
 
     Raises:
-        PiperError: There is no sharded checkpoint, or it is damaged.
+        PiperError: There is no sharded checkpoint, or it is damaged. Or `out` is a folder.
     """
+    if location_of(out).root().is_folder():
+        raise PiperError(
+            f"{os.fspath(out)} is a folder, which the converted file would replace. Give the name of a file that "
+            "does not exist yet, such as 'plain.ckpt' [PIPER-K005]"
+        )
     local = Path(path)
     if is_distributed(local) and not (local / MANIFEST).exists():
         save_in_one_go(TorchCheckpointIO(), read_distributed(local, weights_only), os.fspath(out), None)

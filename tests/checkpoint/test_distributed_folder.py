@@ -94,3 +94,57 @@ def test_a_folder_without_a_module_is_refused(tmp_path):
     torch.save({}, tmp_path / "fsdp" / "meta.pt")
     with pytest.raises(piper.PiperError, match=r"has 'other', but not the module"):
         consolidate(tmp_path / "fsdp", tmp_path / "plain.ckpt")
+
+
+def folder_of(path, **content):
+    dcp.save(content, checkpoint_id=path, no_dist=True)
+    torch.save({}, path / "meta.pt")
+    return path
+
+
+def test_a_folder_is_not_replaced(tmp_path):
+    source = folder_of(tmp_path / "fsdp", model={"a": torch.ones(2)})
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    (runs / "notes.txt").write_text("precious")
+    for out in (runs, source):
+        with pytest.raises(piper.PiperError, match=r"is a folder.*PIPER-K005"):
+            consolidate(source, out)
+    assert (runs / "notes.txt").read_text() == "precious"
+    consolidate(source, runs / "plain.ckpt")
+    consolidate(source, runs / "plain.ckpt")  # an existing file is replaced
+    assert torch.equal(torch.load(runs / "plain.ckpt")["state_dict"]["a"], torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"state.a.exp_avg": torch.ones(2)}, "does not have 'param_groups'"),
+        ({"state": {"a": {"exp_avg": torch.ones(2)}}, "param_groups": []}, "has the parameter 'a', but no"),
+        ({"state": {"a": {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": ["a"]}]}, None),
+    ],
+)
+def test_a_state_needs_its_groups(state, message, tmp_path):
+    source = folder_of(tmp_path / "fsdp", model={"a": torch.ones(2)}, optimizer_0=state)
+    if message is None:
+        consolidate(source, tmp_path / "plain.ckpt")
+        return
+    with pytest.raises(piper.PiperError, match=rf"'optimizer_0' {message}.*PIPER-K002"):
+        consolidate(source, tmp_path / "plain.ckpt")
+
+
+class Own:
+    """A hyperparameter of the user's own class."""
+
+
+def test_own_classes_and_damage_have_their_own_messages(tmp_path):
+    source = folder_of(tmp_path / "fsdp", model={"a": torch.ones(2)})
+    torch.save({"hyper_parameters": {"own": Own()}}, source / "meta.pt")
+    with pytest.raises(piper.PiperError, match=r"objects of your own classes.*--unsafe.*PIPER-K007"):
+        consolidate(source, tmp_path / "plain.ckpt")
+    consolidate(source, tmp_path / "plain.ckpt", weights_only=False)
+    file = source / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(piper.PiperError, match=r"missing or damaged: \w+Error.*PIPER-K002") as caught:
+        consolidate(source, tmp_path / "plain.ckpt", weights_only=False)
+    assert "--unsafe" not in str(caught.value)

@@ -245,6 +245,11 @@ def test_consolidate_from_and_into_a_store(tmp_path):
     assert torch.load(tmp_path / "plain.ckpt", weights_only=True) == {"form": "sharded", "seed": 0}
     with pytest.raises(PiperError, match=r"plain\.ckpt is a file"):
         consolidate("faulty://bucket/run/plain.ckpt", tmp_path / "x.ckpt")
+    with pytest.raises(PiperError, match=r"bucket/run is a folder"):
+        consolidate("faulty://bucket/run/last.ckpt", "faulty://bucket/run")
+    with pytest.raises(PiperError, match=r"bucket/run is a folder that is not a checkpoint"):
+        write("consolidated", 0, "faulty://bucket/run")
+    assert read("faulty://bucket/run/last.ckpt") == ("sharded", 0)
     with pytest.raises(CheckpointNotFoundError, match="there is no checkpoint faulty://bucket/run/none"):
         consolidate("faulty://bucket/run/none.ckpt", tmp_path / "x.ckpt")
 

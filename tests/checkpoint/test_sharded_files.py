@@ -500,3 +500,14 @@ def test_the_format_stays(saved):
     assert all(zlib.crc32(data[start : start + size]) == crc for start, size, crc in parts)
     assert found["files"].keys() == {"__0_0.distcp", ".metadata", "meta.pt"}
     assert torch.load(io.BytesIO((saved / "meta.pt").read_bytes()), weights_only=True)["epoch"] == 3
+
+
+def test_a_folder_that_is_not_a_checkpoint_is_not_replaced(saved):
+    prepare(saved)
+    other = saved.with_name("runs")
+    other.mkdir()
+    prepare(other)  # an empty folder has nothing to lose
+    (other / "notes.txt").write_text("precious")
+    with pytest.raises(PiperError, match=r"runs is a folder that is not a checkpoint.*PIPER-K005"):
+        prepare(other)
+    assert (other / "notes.txt").read_text() == "precious"

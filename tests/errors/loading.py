@@ -121,6 +121,14 @@ def of_another_data_set() -> None:
         made.save_checkpoint("a.ckpt")
 
 
+def over_a_folder() -> None:
+    Path("runs").mkdir()
+    Path("runs/notes.txt").write_text("")
+    made, _ = trainer(local(), max_steps=1)
+    made.fit(net("pass"), Batches([batch()]))
+    made.save_checkpoint("runs")
+
+
 ON_META = "tests/strategy/test_on_meta.py::test_refusals_over_processes"
 MOMENTUM = ("lr=0.1)", "lr=0.1, momentum=0.9)")
 GROUPS = (
@@ -155,6 +163,7 @@ CASES: Cases = [
               "tests/strategy/test_loader_states.py::test_another_number_of_replicas_needs_a_method"),
     Case("a sharded checkpoint to a web server", to_a_web_server),
     Case("a sharded checkpoint with `storage_options`", with_options),
+    Case("a save under the name of a folder with other content", over_a_folder),
     Elsewhere("a remote store that keeps only a part of an upload", "but a process wrote", "PiperError",
               "tests/checkpoint/test_remote.py::test_a_store_that_keeps_a_part_says_so"),
     Case("a save before the first batch of a fit that resumes from a sharded checkpoint", early),
