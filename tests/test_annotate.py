@@ -137,7 +137,9 @@ def test_a_tag_is_a_string_that_is_not_reserved(tag: Any) -> None:
 
 @pytest.mark.parametrize("index", [-1, 1.0, True, "0"])
 def test_an_index_is_a_number_from_zero(index: Any) -> None:
-    with pytest.raises(CaptureError, match=r"annotate\('PP'\): index .* is not usable. Give an integer >= 0"):
+    with pytest.raises(
+        CaptureError, match=r"annotate\('PP'\): index .* is not usable. Give an integer from 0 to 2147483647"
+    ):
         annotate("PP", index)
 
 

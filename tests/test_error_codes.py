@@ -35,6 +35,8 @@ WRAPPERS = {
     "PiperError(f'PiperStrategy: {problem}')",
     "PiperError(problem if rank == 0 else f'rank {rank}: {problem}')",
     "PiperError(text)",
+    "NoProgram(f\"search: {counted(len(self._refused), 'program')} of the best candidates failed the check. "
+    'Reason for the best candidate: {self._refused[0][1]}")',
     "world.warn(_said(error, step))",
     "self._later.warn(compiled, self._leaves, captured_now, self.programs.traced, own)",
     "before.world.warn(_said(step, before, problem, shards))",

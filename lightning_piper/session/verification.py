@@ -284,13 +284,16 @@ def _plain_to_see(compiled: Compiled) -> Iterator[str]:
     dag = compiled.dag
     if found := list(batch_statistics(dag)):
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        ordered = any(isinstance(directive, Order) for directive in compiled.program)
-        # An order of microbatches contradicts statistics of the whole batch.
-        instead = "one microbatch (microbatches=1)" if ordered else "Trainer(sync_batchnorm=True)"
+        cut = len(dag.microbatches() or ()) > dag.replicas
+        instead = "Trainer(sync_batchnorm=True)"
+        if cut and any(isinstance(directive, Order) for directive in compiled.program):
+            # An order of microbatches contradicts statistics of the whole batch.
+            instead = "one microbatch (microbatches=1)" + f" with {instead}" * (dag.replicas > 1)
         instead += ", or norms without statistics of a batch (GroupNorm, LayerNorm)"
         yield (
-            f"the batch norm of region {found[0]}{more} computes its statistics over microbatches, not over "
-            f"the whole batch of {dag.size} samples. Use {instead} [PIPER-W004]"
+            f"the batch norm of region {found[0]}{more} computes its statistics over "
+            f"{'microbatches' if cut else 'the samples of each replica'}, not over the whole batch of {dag.size} "
+            f"samples. Use {instead} [PIPER-W004]"
         )
     if any(len(parts) > 1 for parts in dag.slices().values()):
         yield from _dependent_samples(compiled)

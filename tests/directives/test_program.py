@@ -195,7 +195,8 @@ def test_an_object_that_is_no_program(program: dict[str, Any], says: str, tmp_pa
 @pytest.mark.parametrize("source", [PROGRAM[0], 3, None])
 def test_what_is_no_program(source: Any) -> None:
     with pytest.raises(
-        DirectiveError, match=r"the program is a \w+. Give a list of directives, or the path of a JSON file"
+        DirectiveError,
+        match=r"the program is (an? )?\w+\. Give a list of directives, or the path of a JSON file",
     ):
         parse(source)
 
