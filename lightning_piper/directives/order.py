@@ -265,7 +265,7 @@ class Order(Directive):
             steps.append(f"{_name(dag.nodes[a])} -> ({_why(dag, a, b)}) ")
         found = f"this order closes a cycle: {''.join(steps)}{_name(dag.nodes[cycle[0][0]])}"
         cause, advice = (
-            _summed(dag, cycle) or _entered_again(dag) or _numbered_backwards(dag, cycle) or ("", "")
+            _summed(dag, cycle) or _entered_again(dag, cycle) or _numbered_backwards(dag, cycle) or ("", "")
         )
         if not cause:
             advice = "remove or reverse one of the orders in this cycle"
@@ -338,13 +338,16 @@ def _summed(dag: TrainingDAG, cycle: Cycle) -> Cause:
     return cause, advice
 
 
-def _entered_again(dag: TrainingDAG) -> Cause:
-    """Return the cause of a cycle in a step that enters the same tags twice. Return None for any other step.
+def _entered_again(dag: TrainingDAG, cycle: Cycle) -> Cause:
+    """Return the cause of a cycle in which an order names a part of the step that has the same tags as an earlier
+    part. Return None for any other cycle.
 
     An order by tags then orders the two parts of the step that have these tags as one part.
     """
     first: dict[str, Region] = {}
-    for region in dag.code.regions:
+    ordered = [edge for edge in cycle if not dag.graph.edges[edge]["data"]]
+    labels = {dag.regions[chunk.region].label for chunk in _chunks_of(dag, ordered)}
+    for region in (region for region in dag.code.regions if region.label in labels):
         before = first.setdefault(region.label, region)
         if before is not region and region.tags:
             return (
@@ -355,15 +358,16 @@ def _entered_again(dag: TrainingDAG) -> Cause:
     return None
 
 
+def _chunks_of(dag: TrainingDAG, cycle: Cycle) -> list[Chunk]:
+    """Return the chunks at both ends of edges of a cycle."""
+    nodes = [dag.nodes[node] for edge in cycle for node in edge]
+    return [node for node in nodes if isinstance(node, Chunk)]
+
+
 def _numbered_backwards(dag: TrainingDAG, cycle: Cycle) -> Cause:
     """Return the cause of a cycle in a step whose stages are not numbered in the order in which they run.
     Return None if the stages of the cycle are numbered in this order."""
-    chunks: list[Chunk] = []
-    for before, _ in cycle:
-        node = dag.nodes[before]
-        if isinstance(node, Chunk):
-            chunks.append(node)
-    regions = sorted({chunk.region for chunk in chunks})
+    regions = sorted({chunk.region for chunk in _chunks_of(dag, cycle)})
     for first, second in itertools.combinations([dag.regions[i] for i in regions], 2):
         for tag, number in first.tags.items():
             if second.tags.get(tag, number) < number:
