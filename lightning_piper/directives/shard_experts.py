@@ -103,10 +103,10 @@ class ShardExperts(Sharding):
         regions = sorted(selected & dag.code.routed.keys())
         if not regions:
             labels = ", ".join(sorted({dag.regions[r].label for r in selected})[:3])
-            found = f"the filter selects no region that dispatches tokens to experts, but only {labels}"
+            nothing = f"the filter selects no region that dispatches tokens to experts, but only {labels}"
             self.refuse(
                 "filter",
-                found if self.written_for is None else "no region of the step dispatches tokens to experts",
+                nothing if self.written_for is None else "no region of the step dispatches tokens to experts",
                 "mark where tokens enter and leave the experts, with piper.dispatch and piper.combine"
                 " [PIPER-D016]",
             )
