@@ -2,12 +2,14 @@
 
 A device holds its parameters, its part of the optimizer states of Adam (two tensors of the parameters' dtype),
 and the values of the step, which include gradients and gathered parameters. The CUDA context and the
-fragmentation of memory are not counted.
+fragmentation of memory are not counted. R3 also changes two assumptions: the dtype of gradients and states, and
+recomputation.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import lightning as L
@@ -31,12 +33,13 @@ class Held(NamedTuple):
 
     Attributes:
         params: The parameters of the device's stages, whole.
-        fixed: Gradients and gathered parameters at the peak of the step's values.
+        gradients, gathered: Gradients and gathered parameters at the peak of the step's values.
         growing: All other values at the peak, which grow in proportion to the samples.
     """
 
     params: int
-    fixed: int
+    gradients: int
+    gathered: int
     growing: int
 
 
@@ -48,8 +51,8 @@ def held(made: Compiled, devices: range) -> list[Held]:
         params = sum(made.step.params[name].spec.nbytes for name in made.params_on(device))
         memory, kinds, _ = curves(made.dag, made.plans[device], trace)
         moment, peak = max(memory, key=lambda point: point[1])
-        fixed = sum(_at(kinds[kind], moment) for kind in ("gradients", "gathered"))
-        found.append(Held(params, fixed, peak - fixed))
+        gradients, gathered = (_at(kinds[kind], moment) for kind in ("gradients", "gathered"))
+        found.append(Held(params, gradients, gathered, peak - gradients - gathered))
     return found
 
 
@@ -58,10 +61,18 @@ def _at(curve: Curve, moment: Number) -> int:
     return next((n for time, n in reversed(curve) if time <= moment), 0)
 
 
-def total(found: Held, zero: int, replicas: int) -> float:
-    """Return the bytes of parameters, optimizer states and values of one device."""
+def total(found: Held, zero: int, replicas: int, float32: bool = False) -> float:
+    """Return the bytes of parameters, optimizer states and values of one device.
+
+    Args:
+        found: The bytes of a plan in bfloat16.
+        zero: The level of ZeRO.
+        replicas: The number of replicas.
+        float32: Whether gradients and states are float32, and the optimizer also has float32 parameters.
+    """
     params = found.params / replicas if zero == 3 else found.params
-    return params + 2 * found.params / (replicas if zero else 1) + found.fixed + found.growing
+    states = (6 if float32 else 2) * found.params / (replicas if zero else 1)
+    return params + states + (2 if float32 else 1) * found.gradients + found.gathered + found.growing
 
 
 def first(base: float, each: float, memory: float) -> int:
@@ -75,24 +86,39 @@ def r3(samples: int = 16) -> None:
     "Kept gathered" is a system that does not reshard between the microbatches of a step: a device has whole
     gradients, and with ZeRO-3 also the gathered parameters of all its layers.
     """
-    setting, rows = Setting("9B", 8, 4, samples), []
-    plans = {zero: held(compiled(setting, "1F1B", zero), range(setting.ranks)) for zero in (1, 2, 3)}
-    for name, zero, plan, gathered, paper in (
-        ("ZeRO-1", 1, 1, False, "nothing fits"),
-        ("ZeRO-2", 2, 2, False, "32"),
-        ("ZeRO-2, kept gathered", 2, 1, False, "4"),
-        ("ZeRO-3", 3, 3, False, "40"),
-        ("ZeRO-3, kept gathered", 3, 1, True, "12"),
-    ):
-        lines = [
-            (total(p, zero, setting.replicas) - p.growing + gathered * p.params, p.growing / samples)
-            for p in plans[plan]
-        ]
-        limits = [min(first(*each, memory) for each in lines) for memory in (40 * GB, 80 * GB)]
-        worst = min(range(len(lines)), key=lambda i: first(*lines[i], 40 * GB))
-        base, each = (x / GB for x in lines[worst])
-        rows.append([name, f"rank {worst}: {base:.1f} + {each:.2f} n", *limits, paper])
-    show(["9B, PP8 x DP4", "GB of n sequences", "first not in 40 GB", "in 80 GB", "paper"], rows)
+    setting = Setting("9B", 8, 4, samples)
+
+    def rows() -> Iterator[list[object]]:
+        for assumption, float32, recompute in (
+            ("as in the paper's scripts", False, False),
+            ("float32 gradients and states", True, False),
+            ("recomputation", False, True),
+        ):
+            plans = {
+                zero: held(compiled(setting, "1F1B", zero, recompute=recompute), range(setting.ranks))
+                for zero in (1, 2, 3)
+            }
+            for name, zero, plan, gathered, paper in (
+                ("ZeRO-1", 1, 1, False, "nothing fits"),
+                ("ZeRO-2", 2, 2, False, "32"),
+                ("ZeRO-2, kept gathered", 2, 1, False, "4"),
+                ("ZeRO-3", 3, 3, False, "40"),
+                ("ZeRO-3, kept gathered", 3, 1, True, "12"),
+            ):
+                lines = [
+                    (
+                        total(p, zero, setting.replicas, float32) - p.growing + gathered * p.params,
+                        p.growing / samples,
+                    )
+                    for p in plans[plan]
+                ]
+                limits = [min(first(*each, memory) for each in lines) for memory in (40 * GB, 80 * GB)]
+                worst = min(range(len(lines)), key=lambda i: first(*lines[i], 40 * GB))
+                base, each = (x / GB for x in lines[worst])
+                about = f"rank {worst}: {base:.1f} + {each:.2f} n"
+                yield [assumption, name, about, *limits, paper]
+
+    show(["9B, PP8 x DP4", "", "GB of n sequences", "first not in 40 GB", "in 80 GB", "paper"], rows())
 
 
 class Layers(L.LightningModule):

@@ -17,7 +17,7 @@ from examples.qwen3_moe.model import on_meta
 from examples.qwen3_moe.programs import SCHEDULES, program, replicas_inside
 from lightning_piper.capture import CapturedStep, capture
 from lightning_piper.compiler import Compiled, compile_step
-from lightning_piper.directives import Order, parse
+from lightning_piper.directives import Order, Recompute, parse
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.regions import PassKey
 from lightning_piper.plan.instructions import Run
@@ -120,6 +120,7 @@ def compiled(
     stream: str = "alltoall",
     bucket: float = 25,
     overlaps: bool = True,
+    recompute: bool = False,
 ) -> Compiled:
     """Compile a program for a setting. The static check of these programs takes longer than the compilation,
     so a test runs it on the tiny model instead.
@@ -131,12 +132,15 @@ def compiled(
         stream: The stream of the exchanges of tokens.
         bucket: MB of gradients in one sum.
         overlaps: Whether the passes of an overlap group may overlap. Otherwise they run one after the other.
+        recompute: Whether the backward passes of all stages recompute the forward passes.
     """
     directives = program(
         schedule, setting.groups, setting.microbatches, zero, setting.experts, stream, bucket
     )
     if not overlaps:
         directives = [in_turn(each) if isinstance(each, Order) else each for each in directives]
+    if recompute:
+        directives.append(Recompute())
     step = captured(setting, SCHEDULES[schedule][1] * setting.ranks)
     return compile_step(step, tuple(parse(directives)), verify=False)
 
