@@ -191,7 +191,7 @@ def test_conversions_are_refused_by_name(tmp_path):
 
 
 def test_damaged_files_and_folders_are_refused(tmp_path):
-    with pytest.raises(PiperError, match=r"s3://bucket/x is a remote address.*Copy.*\[PIPER-K008\]"):
+    with pytest.raises(PiperError, match=r"s3://bucket/x is an address.*local folder.*\[PIPER-K008\]"):
         piper.from_pretrained(object, "s3://bucket/x")
     with pytest.raises(PiperError, match=r"does not have a config\.json.*\[PIPER-K008\]"):
         read("llama", tmp_path)

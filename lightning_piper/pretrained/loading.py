@@ -51,8 +51,8 @@ def from_pretrained(model_class: Any, path: str | os.PathLike[str], **options: A
     """
     if "://" in os.fspath(path):
         raise PiperError(
-            f"piper.from_pretrained: {os.fspath(path)} is a remote address, but Piper reads weights from a disk only. Copy the "
-            "folder to a disk that each process sees [PIPER-K008]"
+            f"piper.from_pretrained: {os.fspath(path)} is an address, but Piper reads weights from a local folder only. "
+            "Give the path of a folder that each process sees [PIPER-K008]"
         )
     folder = Path(os.path.abspath(path))
     model = _built(model_class, folder, options)

@@ -4,7 +4,7 @@ own data."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -73,11 +73,11 @@ class BatchJoin:
                 f"Piper could join them. Give all tensors the samples in dimension 0. {_ADVICE} [PIPER-L004]"
             )
         if any(each[0] != found[0][0] for each in found):
-            shapes = self._world.gather(_shapes(spec))
-            first = next(rank for rank, each in enumerate(found) if each[0] != found[0][0])
+            texts = self._world.gather(spec.described())
+            rank = next(rank for rank, each in enumerate(found) if each[0] != found[0][0])
             raise BatchError(
-                f"{_CHOSEN}, but rank 0 has drawn a batch of {shapes[0]} and rank {first} a batch of "
-                f"{shapes[first]}. Pad the batches to one shape. {_ADVICE} [PIPER-L004]"
+                f"{_CHOSEN}, but the batches differ: {_difference(texts[0], texts[rank], rank)}. Give all "
+                f"processes tensors of one shape, and equal numbers and strings. {_ADVICE} [PIPER-L004]"
             )
 
 
@@ -87,8 +87,8 @@ _CHOSEN = (
 _ADVICE = "Or use PiperStrategy(), which uses data parallelism and does not join batches"
 
 
-def _shapes(spec: BatchSpec) -> str:
-    shown: Sequence[str] = [
-        f"{path or 'batch'} {tensor}" for path, tensor in zip(spec.paths, spec.specs, strict=True)
-    ]
-    return ", ".join(shown[:4])
+def _difference(first: Mapping[str, str], other: Mapping[str, str], rank: int) -> str:
+    """Return the first difference between the batches of rank 0 and of `rank`, from their paths and texts."""
+    path = next(path for path in {**first, **other} if first.get(path) != other.get(path))
+    found = [f"{texts.get(path, 'missing')} on rank {each}" for each, texts in ((0, first), (rank, other))]
+    return f"batch{path} is {' and '.join(found)}"

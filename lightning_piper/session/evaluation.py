@@ -185,8 +185,8 @@ class Evaluation:
             )
         if apart and prepared.replay.tensors and batch_spec.undivided is None:
             raise BatchError(
-                f"the replicas have batches of different shapes in {step[0]}, which logs tensors, so small "
-                "batches would count as much as large batches. Use a sampler that divides the data evenly "
-                "(Lightning's own does), or log in on_..._epoch_end [PIPER-L004]"
+                f"the replicas have batches of different shapes in {step[0]}, which logs tensors, but Piper takes "
+                "their mean with one weight for each replica. Pad the batches to one shape and give each "
+                "replica as many samples, or log in on_..._epoch_end [PIPER-L004]"
             )
         return prepared, self.runtime.run(prepared, prepared.compiled.step.inputs(leaves), next(self._seeds))

@@ -387,8 +387,9 @@ def last_checkpoint(folder: str | os.PathLike[str], name: str = "last") -> str |
 
 
 def warn_of_unused_last(trainer: pl.Trainer) -> None:
-    """Warn if a fit starts from the beginning although its remote folder has a last checkpoint."""
-    if trainer.ckpt_path is not None or not trainer.is_global_zero:
+    """Warn if the first fit of a Trainer starts from the beginning although its remote folder has a last
+    checkpoint."""
+    if trainer.ckpt_path is not None or trainer.global_step or not trainer.is_global_zero:
         return
     for callback in trainer.checkpoint_callbacks:
         if not is_a(callback, ModelCheckpoint) or not callback.save_last or not callback.dirpath:

@@ -438,8 +438,8 @@ def check_local_fit(trainer: pl.Trainer, plugin: Precision, searched: bool) -> N
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if is_a(callback, WeightAveraging, StochasticWeightAveraging):
             raise PiperError(
-                f"{where}: {type(callback).__name__} would average the parameters of each replica apart. Remove "
-                "the callback [PIPER-S002]"
+                f"{where}: {type(callback).__name__} would average the parameters of each replica separately, but "
+                "replicas exchange them. Remove the callback [PIPER-S002]"
             )
 
 

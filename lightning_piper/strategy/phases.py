@@ -446,8 +446,8 @@ def copied(phase: Phase, processes: int) -> Idle:
         return Idle(left, phase.replicas)
     if processes > 1:
         raise PiperError(
-            "PiperStrategy: a Trainer cannot be copied after a fit over several processes, because each "
-            "process holds only a part of the optimizer's state. Copy it before the fit, or save a "
+            "PiperStrategy: a Trainer cannot be copied after a fit over several processes, because the "
+            "optimizer's state may be divided over them. Copy it before the fit, or save a "
             "checkpoint and load it into a new Trainer [PIPER-S002]"
         )
     # A single process has only `ShardedOptimizer`s here, never an `EagerOptimizer`.

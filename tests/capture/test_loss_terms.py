@@ -359,11 +359,26 @@ def test_products_and_quotients_of_the_number_of_samples_are_simplified() -> Non
 
 
 PYTHON_NUMBERS: dict[str, tuple[Callable[[int], float], str]] = {
-    "at least eight": (lambda n: max(n, 8), "with 12 samples: samples; with 3 samples: not known"),
-    "at most four": (lambda n: min(n, 4), "with 12 samples: sum; with 3 samples: samples"),
-    "a half": (lambda n: n // 2, "with 12 samples: samples; with 3 samples: not known"),
-    "a root of half": (lambda n: (n // 2) ** 0.5, "with 12 samples: sum; with 3 samples: samples"),
-    "a logarithm": (lambda n: math.log(n + 1), "with 12 samples: sum; with 3 samples: samples"),
+    "at least eight": (
+        lambda n: max(n, 8),
+        "proportional to the number of samples with 12 samples and not known with 3 samples",
+    ),
+    "at most four": (
+        lambda n: min(n, 4),
+        "constant with 12 samples and proportional to the number of samples with 3 samples",
+    ),
+    "a half": (
+        lambda n: n // 2,
+        "proportional to the number of samples with 12 samples and not known with 3 samples",
+    ),
+    "a root of half": (
+        lambda n: (n // 2) ** 0.5,
+        "constant with 12 samples and proportional to the number of samples with 3 samples",
+    ),
+    "a logarithm": (
+        lambda n: math.log(n + 1),
+        "constant with 12 samples and proportional to the number of samples with 3 samples",
+    ),
     "a cube": (lambda n: n**3, ""),
 }
 
@@ -376,7 +391,7 @@ def test_a_number_that_another_size_contradicts_is_refused(name: str) -> None:
     step, _ = captured(lambda m, p, y, r: p.square().sum() / of(len(p)))
     assert step.at(SIZE).assumed == (not said)
     if said:
-        with pytest.raises(CaptureError, match=rf"cannot follow \({said}\)"):
+        with pytest.raises(CaptureError, match=rf"cannot follow: it is {said}\."):
             step.at(3)
     else:
         assert step.at(3).assumed
@@ -420,7 +435,7 @@ def test_constants_in_these_ways_are_known(name: str, loss: Loss) -> None:
 def test_a_part_whose_denominator_is_zero_is_refused() -> None:
     step, _ = captured(lambda m, p, y, r: p.square().sum() / (number(p) // 5))
     assert [term.label for term in step.at(SIZE).terms] == ["floor_divide(samples, 5)"]
-    with pytest.raises(CaptureError, match=r"with 3 samples: floor_divide\(samples, 5\) = 0\)"):
+    with pytest.raises(CaptureError, match=r"and floor_divide\(samples, 5\) = 0 with 3 samples\."):
         step.at(3)
     step.at(6)
 
@@ -486,7 +501,7 @@ def test_a_part_of_one_sample_has_no_variance() -> None:
     assert [term.label for term in step.at(SIZE).terms] == ["add(samples, -1)"]
     with pytest.raises(
         CaptureError,
-        match=rf"\(with {SIZE} samples: add\(samples, -1\); with 1 sample: sum\).* use larger microbatches",
+        match=rf"it is add\(samples, -1\) with {SIZE} samples and constant with 1 sample\..* use larger microbatches",
     ):
         step.at(1)
 
@@ -497,7 +512,7 @@ def test_a_number_that_turns_out_to_follow_the_size_is_refused() -> None:
     assert [term.label for term in step.at(SIZE).terms] == ["sum"]
     with pytest.raises(
         CaptureError,
-        match=r"denominator .* cannot follow \(with 12 samples: sum; with 6 samples: samples\)",
+        match=r"denominator .* cannot follow: it is constant with 12 samples and proportional to .* with 6 samples",
     ):
         step.at(6)
     constant, _ = captured(lambda m, p, y, r: p.square().sum() / 2.4)

@@ -52,7 +52,7 @@ def traced(use: Use) -> None:
 @pytest.mark.parametrize("name", SHARED)
 def test_a_mask_that_all_samples_share_is_refused(name: str) -> None:
     with pytest.raises(
-        CaptureError, match="gives each sample the same matrix of 4 rows, tensor 2 of the batch"
+        CaptureError, match=r"uses the whole 4 x 4 matrix \(tensor 2 of the batch\) for each sample"
     ):
         traced(SHARED[name])
 

@@ -42,8 +42,8 @@ def refuse_shared_masks(graph: torch.fx.Graph, size: int) -> None:
                 masks.add(node)
         elif found and _is_shared(node, masks, rows, size):
             raise CaptureError(
-                f"{own_line(node)}: {node.target} gives each sample the same matrix of {size} rows, tensor "
-                f"{_index(found[0])} of the batch. The batch has {size} samples, so Piper would divide the "
+                f"{own_line(node)}: {node.target} uses the whole {size} x {size} matrix (tensor {_index(found[0])} of the batch) "
+                f"for each sample. The batch has {size} samples, so Piper would divide the "
                 "matrix over microbatches and replicas. Register the matrix as a buffer, or make it in the step"
                 " [PIPER-C009]"
             )

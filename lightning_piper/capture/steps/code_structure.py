@@ -184,8 +184,8 @@ def _same_weights(a: StepCode, b: StepCode) -> None:
     if one != other or contradicted:
         pairs = zip_longest(one, other, fillvalue=("", "nothing"))
         differ = next(((x, y) for x, y in pairs if x != y), (_weights_of_loss(a), ("", "not known")))
-        weights = "; ".join(
-            f"with {code.size} sample{'s' * (code.size != 1)}: {label}"
+        weights = " and ".join(
+            f"{_IN_WORDS.get(label, label)} with {counted(code.size, 'sample')}"
             for code, (_, label) in zip((a, b), differ, strict=True)
         )
         single = (
@@ -195,9 +195,13 @@ def _same_weights(a: StepCode, b: StepCode) -> None:
         )
         raise CaptureError(
             "the denominator of the loss, or of a logged value, depends on the batch size in a way that "
-            f"Piper cannot follow ({weights}). Divide by len(x), or declare the denominator with "
+            f"Piper cannot follow: it is {weights}. Divide by len(x), or declare the denominator with "
             f"piper.mean(values, count){single} [PIPER-C012]"
         )
+
+
+# Labels of terms that are not expressions.
+_IN_WORDS = {"samples": "proportional to the number of samples", "sum": "constant"}
 
 
 def _weights_of_loss(code: StepCode) -> tuple[str, str]:

@@ -123,8 +123,8 @@ def copy_of(module: nn.Module) -> nn.Module:
         return copied
     except FinalizedModule as error:
         raise CaptureError(
-            f"{error}, and Piper cuts a copy of the module into stages. Move __del__ to an object that the module "
-            "holds, or annotate the stages and give degrees or directives [PIPER-C024]"
+            f"{error}, and Piper must copy the module to find its blocks. Move __del__ to an object that the module holds "
+            "[PIPER-C024]"
         ) from error
     except Exception as error:
         found = f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error})"
