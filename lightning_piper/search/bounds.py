@@ -12,7 +12,7 @@ backward pass, to the last pass or the last pass that makes gradients of inputs.
 - head(B of s): the same gather, all forward passes, and the backward passes and messages of the stages after
   s.
 - tail(B of s): the backward passes and messages of the stages before s; or the sum of the gradients of s over
-  the replicas, and the optimizer's update.
+  the replicas and over groups of replicas, and the optimizer's update.
 
 `bound_of` computes these bounds for a whole candidate. `Cutting` computes a bound from the blocks of one
 stage. This bound holds for every cut of the other blocks, because the work before and after the stage is a

@@ -33,7 +33,7 @@ from lightning_piper.search.coarse_bounds import Coarse
 from lightning_piper.search.estimate import Estimate, estimate, memory_of, time_of
 from lightning_piper.search.joint_bounds import Together
 from lightning_piper.search.report import CandidateRow, Found, reason
-from lightning_piper.search.space import Candidate, Layout, Space
+from lightning_piper.search.space import Candidate, Layout, Space, shards_some
 from lightning_piper.search.stage_costs import CostModel
 from lightning_piper.simulate.durations import Number
 
@@ -205,7 +205,7 @@ class Search:
     def _beside(self, candidate: Candidate) -> Iterator[Candidate]:
         """Yield the neighbors of a candidate; see `_refine`."""
         layout, levels, again, away, cuts = candidate
-        for other in self._other_levels(layout, levels):
+        for other in (own for own in self._other_levels(layout, levels) if shards_some(layout, own)):
             yield candidate._replace(levels=other)
             yield from self._fitting(layout, other, cuts)
         for more, further in ((-1, 0), (0, -1), (-1, 1), (1, -1)):

@@ -96,10 +96,13 @@ def everything(layout: Layout, levels: tuple[int, ...]) -> Choice:
     """Return the set of all choices of a layout with any of these ZeRO levels.
 
     Args:
-        levels: ZeRO levels, the highest first.
+        levels: ZeRO levels, the highest first: a set of `Space.levels_of`.
     """
     some = (0, layout.stages)
-    return Choice(layout, levels, (some,) * (len(levels) - 1), (some, some))
+    shared = [some] * (len(levels) - 1)
+    if shared and layout.groups > 1 and not levels[-1]:
+        shared[-1] = (1, layout.stages)  # `shards_some`
+    return Choice(layout, levels, tuple(shared), (some, some))
 
 
 def _open(ends: Sequence[Range], stage: int) -> list[int]:

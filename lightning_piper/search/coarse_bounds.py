@@ -11,8 +11,9 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from lightning_piper.schedules.searched_schedules import SEARCHED
+from lightning_piper.search.links import ring
 from lightning_piper.search.space import Layout
-from lightning_piper.search.stage_costs import CostModel, ring
+from lightning_piper.search.stage_costs import CostModel
 from lightning_piper.simulate.durations import Number
 
 
@@ -97,7 +98,11 @@ class Coarse:
         allows. Activations do not count."""
         params = self._model.params(layout.tensor, layout.routed)
         every = ((0, len(self._space.workload.blocks)),)
-        n, level, states = layout.replicas, max(self._space.levels_of(layout))[0], self._space.workload.states
+        n, level, states = (
+            layout.shard_size,
+            max(self._space.levels_of(layout))[0],
+            self._space.workload.states,
+        )
 
         def nbytes(shared: bool, trained: bool = True) -> int:
             whole, routed = params.of(every, trained=trained)

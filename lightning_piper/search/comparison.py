@@ -23,8 +23,6 @@ from lightning_piper.directives.group_sharding import Sharding
 from lightning_piper.directives.program import Annotations, annotate_as
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.nodes import Chunk
-from lightning_piper.plan.instructions import Collective, SendInstruction
-from lightning_piper.plan.plan import Plan
 from lightning_piper.profile.files import read_json, steps_in
 from lightning_piper.search.costs.blocks import BlockCut, blocks_of
 from lightning_piper.search.costs.chain import copy_of
@@ -33,7 +31,7 @@ from lightning_piper.search.costs.workload import Workload
 from lightning_piper.search.program_writer import TAG
 from lightning_piper.search.proposal import Proposal, search, sizes_of, work_of
 from lightning_piper.search.report import described
-from lightning_piper.simulate import Link, Network, Simulation, simulate
+from lightning_piper.simulate import Simulation, simulate
 from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.hardware import Hardware
 
@@ -263,24 +261,7 @@ def _simulated(compiled: Compiled, workload: Workload, stages: Stages, hardware:
             else _seconds(workload, stages[stage], chunk.kind, _samples(chunk)) / nodes[key(chunk)]
         )
 
-    return simulate(compiled.dag, compiled.plans, duration, _network(compiled.plans, hardware))
-
-
-def _network(plans: Mapping[int, Plan], hardware: Hardware) -> Network:
-    """Return the network for a simulation: the link of each channel and of each group in the plans."""
-    channels: dict[tuple[int, int], Link] = {}
-    groups: dict[tuple[int, ...], Link] = {}
-    for plan in plans.values():
-        for instruction in plan.instructions:
-            if isinstance(instruction, SendInstruction):
-                channels[instruction.channel[:2]] = hardware.link(
-                    min(instruction.channel[:2]), max(instruction.channel[:2])
-                )
-            elif isinstance(instruction, Collective):
-                groups[instruction.members] = hardware.link(
-                    min(instruction.members), max(instruction.members)
-                )
-    return Network(channels=channels, groups=groups, host=hardware.host)
+    return simulate(compiled.dag, compiled.plans, duration, hardware.network(compiled.plans))
 
 
 def _passes(compiled: Compiled, before: Workload, after: Workload, stages: Stages) -> list[ComparedTime]:

@@ -7,8 +7,10 @@ Each rank runs its passes one after the other. A message starts when three thing
 makes it, the previous message on its channel, and the start of its receive (`plan.irecv`). The message takes
 the time of its link, while both ranks go on computing. When the last backward pass of a stage is done, the
 gradients of the stage are summed over the replicas. At ZeRO levels 2 and 3, a sum follows each run of
-consecutive backward passes of a stage. A rank sums one stage at a time. At levels 1 and 2, parameters are
-gathered at the beginning of the step. The estimate differs from the simulator in three points:
+consecutive backward passes of a stage. With groups of replicas (HSDP), these sums are within a group,
+and a sum of the shards over the groups follows the last one. A rank sums one stage at a time within its group,
+and one stage at a time over the groups. At levels 1 and 2, parameters are gathered at the beginning of the step.
+The estimate differs from the simulator in three points:
 
 - Level 3: a pass takes at least as long as the gather of its parameters, which overlaps the pass before,
   block by block. In the simulator, gathers run as far ahead as their stream allows, and happen once for a
@@ -24,9 +26,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_piper.search.links import message
 from lightning_piper.search.rows import BW, B, F, Kept, Rows, rows_of
 from lightning_piper.search.space import Candidate
-from lightning_piper.search.stage_costs import CostModel, Costs, Span, message
+from lightning_piper.search.stage_costs import CostModel, Costs, Span
 from lightning_piper.simulate.durations import Number
 
 Interval = tuple[Number, Number]  # start and end
@@ -124,10 +127,11 @@ def time_of(model: CostModel, candidate: Candidate) -> Number:
     rows, costs, levels = rows_for(candidate), model.costs(candidate.layout), candidate.levels
     spans = candidate.spans(costs.blocks)
     hops = _hops(costs, candidate)
-    sums = [costs.reduction(span, level) for span, level in zip(spans, levels, strict=True)]
+    sums = [costs.repeated_sum(span, level) for span, level in zip(spans, levels, strict=True)]
+    lasts = [costs.last_sum(span, level) for span, level in zip(spans, levels, strict=True)]
     gathers = gathers_of(model, candidate, rows)
     each = [level > 1 for level in levels]
-    ends, done, busy = virtual_time(rows, passes_of(costs, candidate), hops, sums, gathers, each)
+    ends, done, busy = virtual_time(rows, passes_of(costs, candidate), hops, sums, lasts, gathers, each)
     for tied in costs.params.tied:
         users = {s for s, (i, j) in enumerate(spans) if any(i <= block < j for block in tied.blocks)}
         ranks = {rows.rank[s] for s in users}
@@ -202,6 +206,7 @@ def virtual_time(
     passes: Sequence[Sequence[Number]],
     hops: Sequence[Number],
     sums: Sequence[Number] = (),
+    lasts: Sequence[Number] = (),
     gathers: Sequence[Number] = (),
     each: Sequence[bool] = (),
 ) -> tuple[list[Number], list[Number], list[Interval]]:
@@ -216,6 +221,8 @@ def virtual_time(
         passes: For each stage, seconds of F, B, BI and BW.
         hops: For each boundary between stages, seconds of a message across it.
         sums: For each stage, seconds of the sum of its gradients over the replicas (default: 0).
+        lasts: For each stage, seconds of the sum over groups of replicas after the last of these sums
+            (default: 0).
         gathers: For each stage, seconds of the gather before its first pass (default: 0).
         each: For each stage, whether a sum follows every run of consecutive backward passes of the stage. If
             not, a sum follows only the last backward pass (default).
@@ -225,6 +232,7 @@ def virtual_time(
         passes,
         hops,
         sums or [0] * rows.stages,
+        lasts or [0] * rows.stages,
         gathers or [0] * rows.stages,
         each or [False] * rows.stages,
     )
@@ -252,11 +260,13 @@ class _ClockSimulation:
         passes: Sequence[Sequence[Number]],
         hops: Sequence[Number],
         sums: Sequence[Number],
+        lasts: Sequence[Number],
         gathers: Sequence[Number],
         each: Sequence[bool],
     ) -> None:
         """Set all clocks to 0."""
-        self._wires, self._passes, self._hops, self._sums, self._each = rows.wires, passes, hops, sums, each
+        self._wires, self._passes, self._hops, self._each = rows.wires, passes, hops, each
+        self._sums, self._lasts = sums, lasts
         n = len(self._wires.messages)
         # For each message: when it was sent, when its receive was started, when it ends. None: not known yet.
         self._sent: list[Number | None] = [None] * n
@@ -274,6 +284,7 @@ class _ClockSimulation:
         self.done: list[Number] = [0] * rows.stages
         self.busy: list[Interval] = []
         self._lane: list[Number] = [0] * rows.ranks  # rank -> end of its latest sum
+        self._across: list[Number] = [0] * rows.ranks  # rank -> end of its latest sum over groups of replicas
         # Rank -> end of the sum that its previous pass has started, if the stage sums several times;
         # otherwise 0.
         self._arriving: list[Number] = [0] * rows.ranks
@@ -345,8 +356,10 @@ class _ClockSimulation:
             The time until which the pass after the next one must wait, because a stage that sums several
             times uses its bucket again. 0 if the stage sums once.
         """
-        end = self._lane[rank] = max(made, self._lane[rank]) + self._sums[stage]
-        self.done[stage] = end
+        end = self.done[stage] = self._lane[rank] = max(made, self._lane[rank]) + self._sums[stage]
+        if not self._left[stage] and self._lasts[stage]:
+            across = max(end, self._across[rank]) + self._lasts[stage]
+            self.done[stage] = self._across[rank] = across
         return end if self._summed_often[stage] else 0
 
     def _meet(self, m: int, ready: list[int]) -> None:

@@ -39,6 +39,7 @@ from lightning_piper.search.inequalities import Array, Table, table_of
 from lightning_piper.search.rows import BI, B, Rows, rows_of
 from lightning_piper.search.space import Layout
 from lightning_piper.search.stage_costs import CostModel, Costs
+from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.network import Link
 
 KINDS = 4  # largest number of kinds of blocks if `_alike` groups blocks by their work
@@ -160,14 +161,14 @@ class _OptionPrices:
             ).reshape(n, 2)
             for only in (False, True)
         )
-        self._replicas, self._routed = layout.replicas, layout.replicas // layout.routed
+        self._replicas, self._routed = layout.shard_size, layout.shard_size // layout.routed
         self._states = float(costs.states)
-        none, gather = np.zeros(n), _collective(costs, owned, "gather", 1)
+        none, gather = np.zeros(n), _collective(owned, costs.gather_slopes())
         self._away = _moved(costs.host, self._work[3])  # seconds to offload the saved values
         # For each level: the gather during a pass, the gather at the start of the step, the sum of gradients.
         self._gathers = [none, none, none, gather]
         self._starts = [none, gather, gather, gather]
-        self._sums = [_collective(costs, trained, "sum", 2), *[_collective(costs, trained, "scatter", 1)] * 3]
+        self._sums = [_collective(trained, costs.reduction_slopes(level)) for level in range(4)]
         rows = rows_of(layout.schedule, layout.per_rank, layout.ranks, layout.microbatches)
         self._kinds = _pass_kinds(rows)
         self._charged = _charged(costs, rows, owned, trained)
@@ -283,10 +284,10 @@ def _charged(costs: Costs, rows: Rows, owned: Array, trained: Array) -> _Charged
     return _Charged(found[0], found[1], updated)
 
 
-def _collective(costs: Costs, nbytes: Array, kind: str, rings: int) -> Array:
+def _collective(nbytes: Array, slopes: tuple[Number, Number]) -> Array:
     """Return the seconds of a collective of each block, without the part that does not depend on the
     bytes."""
-    found: Array = nbytes @ np.array([float(slope) for slope in costs.slopes(kind, rings)])
+    found: Array = nbytes @ np.array([float(slope) for slope in slopes])
     return found
 
 

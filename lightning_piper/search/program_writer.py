@@ -115,8 +115,9 @@ def write(
     if layout.replicas > 1:
         everywhere = groups if len(groups) > 1 else groups[0]
         for level in sorted(set(candidate.levels)):
+            size = layout.shard_size if level and layout.groups > 1 else None
             more += [
-                Replicate(filter=f, devices=everywhere, **LEVELS[level])
+                Replicate(filter=f, devices=everywhere, shard_size=size, **LEVELS[level])
                 for f in _at(candidate, level, unnamed)
             ]
     again, away = candidate.recomputed, candidate.offloaded
@@ -162,8 +163,5 @@ def _devices(candidate: Candidate, rank: int) -> list[int]:
     """Return the devices of one rank of all pipelines. Replicas follow each other, and the devices of one
     replica are in the order of the tensor axis."""
     layout = candidate.layout
-    found = []
-    for replica in range(layout.replicas):
-        index = rank * layout.replicas + replica if layout.data_inside else replica * layout.ranks + rank
-        found += [index * layout.tensor + member for member in range(layout.tensor)]
-    return found
+    firsts = [layout.device(replica, rank) for replica in range(layout.replicas)]
+    return [first + member for first in firsts for member in range(layout.tensor)]

@@ -120,7 +120,8 @@ def described(candidate: Candidate, blocks: int | None = None) -> str:
     )
     if layout.replicas > 1:
         apart = " on adjacent devices" if several and layout.data_inside else ""
-        parts.append(f"{layout.replicas} replicas at ZeRO {_levels(candidate)}{apart}")
+        within = f" in groups of {layout.shard_size}" if layout.groups > 1 else ""
+        parts.append(f"{layout.replicas} replicas{within} at ZeRO {_levels(candidate)}{apart}")
     if layout.tensor > 1:
         parts.append(f"tensor-parallel over {layout.tensor} devices")
     if layout.routed > 1:

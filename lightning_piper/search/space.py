@@ -16,6 +16,8 @@ from fractions import Fraction
 from itertools import combinations, combinations_with_replacement
 from typing import NamedTuple
 
+import numpy as np
+
 from lightning_piper.common.limits import DEVICES, integer, is_number, shown
 from lightning_piper.errors import SearchError
 from lightning_piper.schedules.searched_schedules import SEARCHED
@@ -40,7 +42,7 @@ class Layout(NamedTuple):
     """A division of the devices among stages, replicas and the tensor axis.
 
     The devices of a tensor-parallel group have consecutive numbers. The first device of rank r of replica x
-    is
+    (`device`) is
 
         tensor * (x + replicas * r)     with `data_inside`: the replicas of one rank have near numbers
         tensor * (r + ranks * x)        otherwise: the ranks of one pipeline have near numbers
@@ -57,6 +59,8 @@ class Layout(NamedTuple):
             of them.
         microbatches: Microbatches of each replica.
         data_inside: Whether the replicas of one rank, and not the ranks of one pipeline, have near numbers.
+        groups: Number of groups of replicas. Each group has all shards of its sharded stages (HSDP). Its
+            replicas follow each other. With 1, all replicas together have one copy of the shards.
     """
 
     schedule: str
@@ -67,6 +71,17 @@ class Layout(NamedTuple):
     routed: int
     microbatches: int
     data_inside: bool
+    groups: int = 1
+
+    @property
+    def shard_size(self) -> int:
+        """Number of replicas that shard together."""
+        return self.replicas // self.groups
+
+    def device(self, replica: int, rank: int) -> int:
+        """Return the first device of a rank of a replica."""
+        index = replica + self.replicas * rank if self.data_inside else rank + self.ranks * replica
+        return self.tensor * index
 
     @property
     def stages(self) -> int:
@@ -180,15 +195,46 @@ class Space:
             # If all devices are equally far apart, the numbering of the devices does not matter.
             last = ranks * replicas * tensor - 1
             far = ranks > 1 and replicas > 1 and self.hardware.link(0, last) != self.hardware.link(0, 1)
-            inside = (True, False) if far else (True,)
+            divided = [
+                (inside, self._groups(Layout("", 1, ranks, replicas, tensor, 1, microbatches, inside)))
+                for inside in ((True, False) if far else (True,))
+            ]
             for name in self._different(microbatches):
                 for per_rank in SEARCHED[name].per_rank:
                     if ranks * per_rank <= blocks and is_possible(name, per_rank, ranks, microbatches):
                         for routed in degrees:
-                            for data_inside in inside:
-                                yield Layout(
+                            for data_inside, groups in divided:
+                                plain = Layout(
                                     name, per_rank, ranks, replicas, tensor, routed, microbatches, data_inside
                                 )
+                                yield plain
+                                for n in groups:
+                                    if plain.shard_size // n % routed == 0:
+                                        yield plain._replace(groups=n)
+
+    def _groups(self, layout: Layout) -> list[int]:
+        """Return the numbers of groups into which the search divides the replicas of a layout, above 1.
+
+        Groups exist to keep gathers off slow links. So the devices of each group must have a nearer link to
+        each other than the devices of all replicas of a rank.
+        """
+        links, n = self.hardware.links, layout.replicas
+        if not any(self.levels) or n == 1 or len(links) == 1:
+            return []
+        step = layout.device(1, 0) - layout.device(0, 0)
+        begins = np.array([layout.device(0, rank) for rank in range(layout.ranks)])[:, None]
+
+        def level(size: int) -> int:
+            """Return the index of the nearest link that joins each group of this many replicas, or of the last
+            link."""
+            first = begins + step * np.arange(0, n, size)
+            last = first + step * (size - 1) + layout.tensor - 1
+            joined = (k for k, (m, _) in enumerate(links[:-1]) if (first // m == last // m).all())
+            return next(joined, len(links) - 1)
+
+        whole = level(n)
+        near = [size for size in _divisors(n)[1:-1] if level(size) < whole]
+        return [n // size for size in near if links[level(size)][1] != links[whole][1]]
 
     def _different(self, microbatches: int) -> list[str]:
         """Return the schedules to consider. With one microbatch, leave out each schedule that has the same
@@ -207,7 +253,8 @@ class Space:
         """Return sets of ZeRO levels, such as `[(3,), (2, 1), (0,)]`. The stages of a candidate may have any
         levels of one set. A set lists the highest level first.
 
-        With one replica, all stages have level 0, whatever `levels` allows. If stages share a trained
+        With one replica, all stages have level 0, whatever `levels` allows. With groups of replicas, the first
+        stage has a level above 0 (`shards_some`). If stages share a trained
         parameter, there are several sets, because other mixtures are not valid programs. The parameter is
         sharded in all of its stages or in none. Of the stages on one device that use it, either all keep it
         gathered between its uses (level < 3), or none does.
@@ -218,7 +265,7 @@ class Space:
         found: dict[tuple[bool, bool], list[int]] = {}
         for level in sorted(set(self.levels), reverse=True):
             found.setdefault((apart and level > 0, meet and level == 3), []).append(level)
-        return [tuple(levels) for levels in found.values()]
+        return [tuple(levels) for levels in found.values() if layout.groups == 1 or any(levels)]
 
     @functools.cached_property
     def _tied(self) -> list[list[int]]:
@@ -255,7 +302,9 @@ class Space:
         # How many stages recompute and how many offload; then the levels, which never rise along the chain.
         kept = math.comb(layout.stages + 2, 2)
         shared = sum(
-            math.comb(layout.stages + len(levels) - 1, layout.stages) for levels in self.levels_of(layout)
+            math.comb(layout.stages + len(levels) - 1, layout.stages)
+            - (layout.groups > 1 and not levels[-1])  # without the choice of level 0 for all stages
+            for levels in self.levels_of(layout)
         )
         return shared * kept * self.cuts(layout)
 
@@ -271,6 +320,7 @@ class Space:
                 own
                 for any_of in self.levels_of(layout)
                 for own in combinations_with_replacement(any_of, layout.stages)
+                if shards_some(layout, own)
             ):
                 for recomputed in range(layout.stages + 1):
                     for offloaded in range(layout.stages - recomputed + 1):
@@ -289,6 +339,12 @@ def check_hardware(hardware: object) -> None:
         raise SearchError(
             "search: the hardware has no links. Give a Hardware with at least one link [PIPER-P001]"
         )
+
+
+def shards_some(layout: Layout, levels: Sequence[int]) -> bool:
+    """Return whether a candidate may have these ZeRO levels of its stages. With several groups of replicas, at
+    least one stage must be sharded, because groups do not change other stages."""
+    return layout.groups == 1 or levels[0] > 0
 
 
 def check_choices(devices: int, schedules: Sequence[str], levels: Sequence[int], margin: Number) -> None:

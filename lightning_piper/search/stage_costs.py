@@ -3,102 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 from lightning_piper.errors import SearchError
 from lightning_piper.runtime.process import MOST as LENT
 from lightning_piper.schedules.searched_schedules import SEARCHED
 from lightning_piper.search.costs.workload import Block, Workload
-from lightning_piper.search.rows import rank_of
+from lightning_piper.search.links import Groups, Links, LinkTable, message, ring
 from lightning_piper.search.space import Layout, Space
 from lightning_piper.simulate.durations import Number
-from lightning_piper.simulate.hardware import Hardware
+from lightning_piper.simulate.hardware import Collectives
 from lightning_piper.simulate.network import Link
 
 Span = tuple[int, int]  # the blocks of a stage: the first, and the end (exclusive)
-
-
-def message(link: Link, nbytes: Number, parts: int = 1) -> Number:
-    """Return the seconds of a message of `nbytes / parts` bytes. Unlike `Link.time`, accept an `nbytes` that
-    is not an integer."""
-    if isinstance(nbytes, int):
-        return link.time(nbytes, parts)
-    return link.latency if link.bandwidth is None else link.latency + nbytes / parts / link.bandwidth
-
-
-def ring(link: Link, nbytes: Number, members: int) -> Number:
-    """Return the seconds of a reduce-scatter or all-gather of `nbytes` over a ring (Patarasuk and Yuan 2009).
-
-    Each of the n members sends n - 1 messages in turn, each with 1/n of the bytes. Without members or bytes
-    to communicate, it takes 0 seconds.
-    """
-    return (members - 1) * message(link, nbytes, members) if members > 1 and nbytes else 0
-
-
-class Links(NamedTuple):
-    """A layout's links. Each link is the slowest one among all groups of its kind, or among all pipelines.
-
-    Attributes:
-        tensor: The link between all devices of a tensor-parallel group.
-        data: The link between all replicas of a rank.
-        routed: The link between all replicas that divide the experts' parameters among them.
-        hops: The link across each boundary between stages. None if both stages are on one rank.
-        ends: The link between the first and the last rank of a pipeline.
-    """
-
-    tensor: Link
-    data: Link
-    routed: Link
-    hops: tuple[Link | None, ...]
-    ends: Link
-
-
-def links_of(hardware: Hardware, layout: Layout) -> Links:
-    """Return the links of a layout on some hardware.
-
-    The replicas run the same passes at the same time, so all of them wait for the slowest pair of devices.
-    """
-    t, n, ranks = layout.tensor, layout.replicas, layout.ranks
-
-    def device(replica: int, rank: int) -> int:
-        return t * (replica + n * rank if layout.data_inside else rank + ranks * replica)
-
-    order = [link for _, link in hardware.links]  # the nearest link first
-
-    def farthest(pairs: Iterable[tuple[int, int]]) -> Link:
-        """Return the slowest link between two tensor-parallel groups, over all pairs of groups. A pair has
-        the first devices of two groups, or twice the first device of one group: then the link is inside of
-        the group."""
-        most = 0
-        for a, b in pairs:
-            most = max(most, order.index(hardware.link(min(a, b), max(a, b) + t - 1)))
-            if most == len(order) - 1:
-                break
-        return order[most]
-
-    folded = SEARCHED[layout.schedule].folded
-    stage_ranks = [rank_of(stage, ranks, folded) for stage in range(layout.stages)]
-    hops: dict[tuple[int, int], Link | None] = {
-        (a, b): None if a == b else farthest((device(x, a), device(x, b)) for x in range(n))
-        for a, b in set(pairwise(stage_ranks))
-    }
-
-    def within(members: int) -> Link:
-        """Return the slowest link within groups of this many replicas."""
-        return farthest(
-            (device(x, r), device(x + members - 1, r)) for r in range(ranks) for x in range(0, n, members)
-        )
-
-    return Links(
-        within(1),
-        within(n),
-        within(layout.routed),
-        tuple(hops[pair] for pair in pairwise(stage_ranks)),
-        farthest((device(x, 0), device(x, ranks - 1)) for x in range(n)),
-    )
 
 
 def _held(block: Block, tensor: int, routed: int) -> tuple[Number, Number]:
@@ -204,6 +124,39 @@ class Params:
         return found[0], found[1]
 
 
+class Collective(NamedTuple):
+    """A collective of the replicas on the parameters of a stage, or on their gradients.
+
+    Attributes:
+        groups: The groups of replicas.
+        passes: The number of passes around their rings.
+        parts: The collective has 1/`parts` of the bytes.
+        measured: The measured time of the whole collective; None to compute it from the rings.
+    """
+
+    groups: Groups
+    passes: int
+    parts: int = 1
+    measured: Link | None = None
+
+    def time(self, nbytes: Number) -> Number:
+        """Return the seconds of the collective on parameters of `nbytes` bytes."""
+        if self.measured is None or self.groups.members == 1 or not nbytes:
+            return self.passes * self.groups.time(nbytes, self.parts)
+        return message(self.measured, nbytes)
+
+    @property
+    def slope(self) -> Number:
+        """The seconds per byte, without the part of the time that does not depend on the bytes."""
+        if self.measured is None or self.groups.members == 1:
+            return self.passes * self.groups.slope / self.parts
+        return 0 if self.measured.bandwidth is None else 1 / self.measured.bandwidth
+
+
+# A collective of parameters outside of experts, and one of experts.
+Pair = tuple[Collective, Collective]
+
+
 class Costs:
     """A table of the costs of any stage of one layout. Each cost grows with the blocks of the stage.
 
@@ -229,7 +182,8 @@ class Costs:
         workload = space.workload
         self.layout, self.params, self.links = layout, params, links
         self.host, self.states, self.blocks = space.hardware.host, workload.states, len(workload.blocks)
-        self._collectives, self._step = space.hardware.collectives, space.hardware.step
+        self._step = space.hardware.step
+        self._gather, self._reductions = _collectives(links, space.hardware.collectives)
         self._processes = space.hardware.at_once is not None
         samples = workload.samples // layout.replicas // layout.microbatches
         sums: list[list[Number]] = [[], [], [], [], [], []]
@@ -289,57 +243,44 @@ class Costs:
         return f, b, bi, bw
 
     def ring(self, span: Span) -> Number:
-        """Return the seconds of an all-gather of a stage's parameters over the replicas; 0 with one
-        replica."""
-        return self._collective(span, "gather", 1)
+        """Return the seconds of an all-gather of a stage's parameters over the replicas that shard them; 0 if
+        they are not sharded."""
+        return self._time(self._gather, span, trained=False)
 
     def reduction(self, span: Span, level: int) -> Number:
-        """Return the seconds of the sum of a stage's gradients over the replicas: an all-reduce at level 0,
-        otherwise a reduce-scatter. 0 with one replica."""
-        return self._collective(span, "scatter", 1) if level else self._collective(span, "sum", 2)
+        """Return the seconds of the sum of a stage's gradients over the replicas: `repeated_sum` and
+        `last_sum` together. 0 with one replica."""
+        return self.repeated_sum(span, level) + self.last_sum(span, level)
 
-    def _collective(self, span: Span, kind: str, rings: int) -> Number:
-        """Return the seconds of a collective over the replicas: of the parameters of a stage if `kind` is
-        "gather", otherwise of its gradients.
+    def repeated_sum(self, span: Span, level: int) -> Number:
+        """Return the seconds of the sum that levels 2 and 3 repeat for each microbatch: an all-reduce at level
+        0, otherwise a reduce-scatter over the replicas of a group."""
+        return self._time(self._reductions[level > 0][0], span, trained=True)
 
-        Args:
-            span: The blocks of the stage.
-            kind: The attribute of `Collectives` with measured times.
-            rings: The number of passes around a ring, if the times were not measured.
-        """
-        found: Number = 0
-        n = self.layout.replicas
-        for nbytes, members in zip(
-            self.params.of((span,), trained=kind != "gather"), (n, n // self.layout.routed), strict=True
-        ):
-            known = self._collectives.get(members)
-            if nbytes and members > 1 and known is not None:
-                found += message(getattr(known, kind), nbytes)
-            else:
-                found += rings * ring(self.links.data, nbytes, members)
-        return found
+    def last_sum(self, span: Span, level: int) -> Number:
+        """Return the seconds of the sum after the last repeated sum: an all-reduce of the shards over the
+        groups of replicas. 0 at level 0, and with one group."""
+        return sum(self._time(pair, span, trained=True) for pair in self._reductions[level > 0][1:])
 
-    def slopes(self, kind: str, rings: int) -> tuple[Number, Number]:
-        """Return the seconds per byte of a collective of parameters outside of experts, and of experts.
+    def _time(self, pair: Pair, span: Span, trained: bool) -> Number:
+        """Return the seconds of a collective of the parameters of a stage, or only of the trained ones."""
+        both = self.params.of((span,), trained=trained)
+        return sum(each.time(nbytes) for each, nbytes in zip(pair, both, strict=True))
 
-        The part of the time that does not depend on the bytes is not included. `_collective` explains the
-        arguments.
-        """
-        n, found = self.layout.replicas, list[Number]()
-        for members in (n, n // self.layout.routed):
-            known = self._collectives.get(members)
-            link, share = (
-                (getattr(known, kind), 1)
-                if known is not None
-                else (self.links.data, Fraction(rings * (members - 1), members))
-            )
-            found.append(share / link.bandwidth if members > 1 and link.bandwidth is not None else 0)
-        return found[0], found[1]
+    def gather_slopes(self) -> tuple[Number, Number]:
+        """Return the seconds per byte of `ring`, for parameters outside of experts and of experts. The part of
+        the time that does not depend on the bytes is not included."""
+        return self._gather[0].slope, self._gather[1].slope
+
+    def reduction_slopes(self, level: int) -> tuple[Number, Number]:
+        """Return the seconds per byte of `reduction`, like `gather_slopes`."""
+        first, second = zip(*self._reductions[level > 0], strict=True)
+        return sum(each.slope for each in first), sum(each.slope for each in second)
 
     def update(self, spans: Sequence[Span], levels: Sequence[int]) -> Number:
         """Return the seconds of the optimizer on a rank with these stages, plus the hardware's overhead of a
         step (`Hardware.step`)."""
-        n = self.layout.replicas
+        n = self.layout.shard_size
         found: Number = self._step
         for k, members in enumerate((n, n // self.layout.routed)):
             for (i, j), level in zip(spans, levels, strict=True):
@@ -370,7 +311,7 @@ class Costs:
             lowest: Leave out the gathered blocks, this buffer, and parameters that several blocks use. The
                 result is then also a lower bound for all lower levels.
         """
-        n, own = self.layout.replicas, self.layout.replicas // self.layout.routed
+        n, own = self.layout.shard_size, self.layout.shard_size // self.layout.routed
 
         def held(least: int, trained: bool, gathered: Sequence[int] = ()) -> int:
             """Return the bytes of a rank's parameters if stages at level `least` or above shard them, and
@@ -394,7 +335,7 @@ class Costs:
 
         states: Number = self.states * held(1, True)
         made = states + held(2, True, self.params.trained_bytes) + held(3, False, self.params.block_bytes)
-        if lowest or n == 1 or not self._processes:
+        if lowest or self.layout.replicas == 1 or not self._processes:
             return made
         summed = [span for span, level in zip(spans, levels, strict=True) if level < 2]
         return made + min(sum(self.params.of(summed, trained=True)), LENT)
@@ -408,7 +349,7 @@ class Costs:
         """
         if not self._processes:
             return 0
-        parts = self.layout.replicas // self.layout.routed
+        parts = self.layout.shard_size // self.layout.routed
         largest = [
             max(self.params.largest_update[i:j]) // (parts if level else 1)
             for (i, j), level in zip(spans, levels, strict=True)
@@ -432,6 +373,30 @@ class Costs:
         return max(made)
 
 
+def _collectives(links: Links, measured: Mapping[int, Collectives]) -> tuple[Pair, list[list[Pair]]]:
+    """Return the gather of parameters, and for level 0 and for other levels the sums of gradients in order.
+
+    Args:
+        links: The links of the layout.
+        measured: Number of members -> measured times of collectives of neighboring devices.
+    """
+
+    def pair(kind: str, passes: int, groups: tuple[Groups, Groups]) -> Pair:
+        known = [measured.get(each.members) for each in groups]
+        first, second = (
+            Collective(each, passes, measured=None if own is None else getattr(own, kind))
+            for each, own in zip(groups, known, strict=True)
+        )
+        return first, second
+
+    across = tuple(Collective(links.across, 2, parts=each.members) for each in links.shards)
+    scatter = pair("scatter", 1, links.shards)
+    return pair("gather", 1, links.shards), [
+        [pair("sum", 2, links.holders)],
+        [scatter, (across[0], across[1])],
+    ]
+
+
 class CostModel:
     """A space, with cached functions: `costs(layout)` returns its `Costs`, and `params(tensor, routed)` its
     `Params`."""
@@ -439,12 +404,12 @@ class CostModel:
     def __init__(self, space: Space) -> None:
         self.space = space
         self.params = functools.cache(functools.partial(Params, space.workload))
-        self._links = functools.cache(functools.partial(links_of, space.hardware))
+        self._links = LinkTable(space.hardware)
         self.costs = functools.lru_cache(maxsize=4096)(self._costs)
 
     def _costs(self, layout: Layout) -> Costs:
         # Links depend neither on the schedule's name nor on the number of microbatches, so layouts that
         # differ only in these share a cache entry.
         name = "zbv" if SEARCHED[layout.schedule].folded else "one_f_one_b"
-        links = self._links(layout._replace(schedule=name, microbatches=1))
+        links = self._links.of(layout._replace(schedule=name, microbatches=1))
         return Costs(self.space, layout, self.params(layout.tensor, layout.routed), links)

@@ -170,7 +170,7 @@ class Hardware:
                         instruction.channel, self._single_device_link(self._level(instruction.channel))[1]
                     )
                 elif isinstance(instruction, Collective) and instruction.members not in groups:
-                    groups[instruction.members] = self._ring(instruction.members)
+                    groups[instruction.members] = self.ring(instruction.members, alone=True)
         return Network(channels=channels, groups=groups, host=self.host, shared=self._shared(sorted(plans)))
 
     def _level(self, devices: Iterable[int]) -> int:
@@ -187,20 +187,29 @@ class Hardware:
         shared = self.shared[level] if self.shared else None
         return count, link if shared is None else Link(link.latency, shared.single)
 
-    def _ring(self, members: tuple[int, ...]) -> Link | HierarchicalRing:
-        """Return the links of a group. A node is a set of devices that the next nearer link joins. If the
-        group has the same number of members on each of several nodes, and at least two, it is a hierarchical
-        ring. Otherwise it is a ring over one link."""
+    def ring(self, members: Sequence[int], alone: bool = False) -> Link | HierarchicalRing:
+        """Return the links of the collectives of a group of devices. A node is a set of devices that the next
+        nearer link joins. If the group has the same number of members on each of several nodes, and at least
+        two, it is a hierarchical ring. Otherwise it is a ring over one link.
+
+        Args:
+            members: The devices of the group.
+            alone: Give shared links the bandwidth that one device has while the other devices are idle
+                (default: the bandwidth while all devices send).
+        """
+
+        def link(level: int) -> Link:
+            return (self._single_device_link(level) if alone else self.links[level])[1]
+
         level = self._level(members)
-        across = self._single_device_link(level)[1]
         nodes: dict[int, list[int]] = {}
         for member in members if level else ():
             nodes.setdefault(member // self.links[level - 1][0], []).append(member)
         counts = {len(node) for node in nodes.values()}
         if len(counts) != 1 or counts == {1}:
-            return across
-        inside = self._single_device_link(max(self._level(node) for node in nodes.values()))[1]
-        return HierarchicalRing(tuple(map(tuple, nodes.values())), inside, across)
+            return link(level)
+        inside = link(max(self._level(node) for node in nodes.values()))
+        return HierarchicalRing(tuple(map(tuple, nodes.values())), inside, link(level))
 
     def _shared(self, devices: Sequence[int]) -> list[SharedLink]:
         """Return the shared links between these devices. At its other end, a shared link has the devices that

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
 from lightning_piper.search import Block, Found, Space, Work, Workload, best_of
-from lightning_piper.search.estimate import memory_of, time_of
-from lightning_piper.search.space import Candidate
+from lightning_piper.search.bounds import INFINITE, Cutting, bound_of
+from lightning_piper.search.choices import everything
+from lightning_piper.search.coarse_bounds import Coarse
+from lightning_piper.search.estimate import Option, memory_of, options_of, time_of
+from lightning_piper.search.joint_bounds import Together
+from lightning_piper.search.space import Candidate, shards_some
 from lightning_piper.search.stage_costs import CostModel
 from lightning_piper.simulate import Link, Number
 from lightning_piper.simulate.hardware import Collectives, Hardware
@@ -118,3 +123,63 @@ def best_of_all(space: Space, by_memory: bool = False) -> Number | None:
         if fits(space, model, c)
     ]
     return min(values, default=None)
+
+
+def some(space: Space, seed: int) -> Iterator[tuple[CostModel, Candidate]]:
+    """Random candidates of a problem with five blocks, whether they fit into the memory or not."""
+    rng = random.Random(seed)
+    model, layouts = CostModel(space), list(space.layouts())
+    for layout in rng.sample(layouts, min(6, len(layouts))):
+        for _ in range(3):
+            recomputed = rng.randint(0, layout.stages)
+            offloaded = rng.randint(0, layout.stages - recomputed)
+            cuts = tuple(sorted(rng.sample(range(1, 5), layout.stages - 1)))
+            some = rng.choice(space.levels_of(layout))
+            levels = tuple(sorted((rng.choice(some) for _ in range(layout.stages)), reverse=True))
+            if shards_some(layout, levels):
+                yield model, Candidate(layout, levels, recomputed, offloaded, cuts)
+
+
+def anything(space: Space, candidate: Candidate) -> list[list[Option]]:
+    """For each stage, every level and every way of storing activations that is possible."""
+    levels = next(levels for levels in space.levels_of(candidate.layout) if candidate.levels[0] in levels)
+    return everything(candidate.layout, levels).options()
+
+
+def broken_bounds(spaces: Sequence[Space]) -> tuple[int, int, int]:
+    """How many bounds of candidates of spaces with five blocks were computed, how many of them exceeded the value
+    that they bound, and how many would exceed it if they were one percent higher.
+    """
+    found = [
+        _bounds_of(model, candidate) for k, space in enumerate(spaces) for model, candidate in some(space, k)
+    ]
+    pairs = [pair for own, _ in found for pair in own]
+    wrong = sum(bound > value for bound, value in pairs) + sum(missing for _, missing in found)
+    return len(pairs), wrong, sum(bound * Fraction(101, 100) > value for bound, value in pairs)
+
+
+def _bounds_of(model: CostModel, candidate: Candidate) -> tuple[list[tuple[Number, Number]], int]:
+    """The bounds of a candidate with the values that they bound, and how many enumerations lack its cuts."""
+    time, memory, missing = time_of(model, candidate), max(memory_of(model, candidate)[0]), 0
+    coarse = Coarse(model)
+    pairs = [
+        (bound_of(model, candidate), time),
+        (coarse.time(candidate.layout), time),
+        (coarse.memory(candidate.layout), memory),
+    ]
+    unlimited = CostModel(dataclasses.replace(model.space, memory=INFINITE))
+    for options in ([[option] for option in options_of(candidate)], anything(model.space, candidate)):
+        together = Together(model if fits(model.space, model, candidate) else unlimited)
+        # Exactly as much as the candidate needs.
+        tight = CostModel(dataclasses.replace(model.space, memory=memory))
+        if fits(tight.space, model, candidate):
+            pairs.append((Together(tight).time(candidate.layout, options, time * 2), time))
+        if fits(together.space, model, candidate):
+            pairs.append((together.time(candidate.layout, options, time * 2), time))
+        for by_memory, value in ((False, time), (True, memory)):
+            cutting = Cutting(unlimited, candidate.layout, options, by_memory)
+            pairs += [(cutting.stage(s, i, j)[0], value) for s, (i, j) in enumerate(candidate.spans(5))]
+            within = [bound for bound, cuts in cutting.cuts(INFINITE, lambda: None) if cuts == candidate.cuts]
+            pairs += [(within[0], value)] if within else []
+            missing += not within and model.space.hardware.host_memory > 1000
+    return pairs, missing

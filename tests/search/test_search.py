@@ -5,9 +5,7 @@ has not tried and why.
 from __future__ import annotations
 
 import functools
-import random
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from types import SimpleNamespace
@@ -34,7 +32,7 @@ from lightning_piper.search.bounds import INFINITE, Cutting, bound_of
 from lightning_piper.search.branch_and_bound import Search
 from lightning_piper.search.choices import everything
 from lightning_piper.search.coarse_bounds import Coarse
-from lightning_piper.search.estimate import PLAIN, Option, memory_of, options_of, time_of
+from lightning_piper.search.estimate import PLAIN, memory_of, options_of, time_of
 from lightning_piper.search.joint_bounds import Together
 from lightning_piper.search.program_writer import write
 from lightning_piper.search.rows import rows_of
@@ -43,7 +41,7 @@ from lightning_piper.session import auto_search
 from lightning_piper.simulate import Link, Number
 from lightning_piper.simulate.hardware import Collectives
 from tests.groups import marked
-from tests.search.problems import best_of_all, fits, found, problem
+from tests.search.problems import best_of_all, broken_bounds, fits, found, problem, some
 
 CHAINS = ("gpipe", "one_f_one_b")
 PARTS = 16  # parts of the set of problems; `make test` runs one of them
@@ -94,71 +92,9 @@ def test_a_bound_that_is_too_high_loses_the_best(monkeypatch: pytest.MonkeyPatch
     assert not all(equal(seed, False) for seed in SMALL[:60])
 
 
-def some(seed: int) -> Iterator[tuple[CostModel, Candidate]]:
-    """Random candidates of a problem, whether they fit into the memory or not."""
-    space, rng = problem(seed, blocks=5), random.Random(seed)
-    model, layouts = CostModel(space), list(space.layouts())
-    for layout in rng.sample(layouts, min(6, len(layouts))):
-        for _ in range(3):
-            recomputed = rng.randint(0, layout.stages)
-            offloaded = rng.randint(0, layout.stages - recomputed)
-            cuts = tuple(sorted(rng.sample(range(1, 5), layout.stages - 1)))
-            some = rng.choice(space.levels_of(layout))
-            levels = tuple(sorted((rng.choice(some) for _ in range(layout.stages)), reverse=True))
-            yield model, Candidate(layout, levels, recomputed, offloaded, cuts)
-
-
-def anything(space: Space, candidate: Candidate) -> list[list[Option]]:
-    """For each stage, every level and every way of storing activations that is possible."""
-    levels = next(levels for levels in space.levels_of(candidate.layout) if candidate.levels[0] in levels)
-    return everything(candidate.layout, levels).options()
-
-
 @functools.cache
 def broken() -> tuple[int, int, int]:
-    """How many bounds were computed, how many of them exceeded the value that they bound, and how many would
-    exceed it if they were one percent higher.
-    """
-    taken = wrong = more = 0
-    for seed in range(60):
-        for model, candidate in some(seed):
-            time = time_of(model, candidate)
-            memory = max(memory_of(model, candidate)[0])
-            coarse = Coarse(model)
-            pairs = [
-                (bound_of(model, candidate), time),
-                (coarse.time(candidate.layout), time),
-                (coarse.memory(candidate.layout), memory),
-            ]
-            for options in ([[option] for option in options_of(candidate)], anything(model.space, candidate)):
-                together = Together(
-                    model
-                    if fits(model.space, model, candidate)
-                    else CostModel(replace(model.space, memory=INFINITE))
-                )
-                # Exactly as much as the candidate needs.
-                tight = CostModel(replace(model.space, memory=memory))
-                if fits(tight.space, model, candidate):
-                    pairs.append((Together(tight).time(candidate.layout, options, time * 2), time))
-                if fits(together.space, model, candidate):
-                    pairs.append((together.time(candidate.layout, options, time * 2), time))
-                for by_memory, value in ((False, time), (True, memory)):
-                    unlimited = CostModel(replace(model.space, memory=INFINITE))
-                    cutting = Cutting(unlimited, candidate.layout, options, by_memory)
-                    pairs += [
-                        (cutting.stage(s, i, j)[0], value) for s, (i, j) in enumerate(candidate.spans(5))
-                    ]
-                    within = [
-                        bound
-                        for bound, cuts in cutting.cuts(INFINITE, lambda: None)
-                        if cuts == candidate.cuts
-                    ]
-                    pairs += [(within[0], value)] if within else []
-                    wrong += not within and model.space.hardware.host_memory > 1000
-            taken += len(pairs)
-            wrong += sum(bound > value for bound, value in pairs)
-            more += sum(bound * Fraction(101, 100) > value for bound, value in pairs)
-    return taken, wrong, more
+    return broken_bounds([problem(seed, blocks=5) for seed in range(60)])
 
 
 def test_bounds_are_never_above_what_they_bound() -> None:
@@ -250,7 +186,7 @@ def test_bounds_are_close() -> None:
 @pytest.mark.parametrize("seed", range(0, 40, 4))
 def test_a_stage_bound_grows_with_the_stage(seed: int) -> None:
     """What the reach of a cut relies on."""
-    for model, candidate in some(seed):
+    for model, candidate in some(problem(seed, blocks=5), seed):
         for by_memory in (False, True):
             cutting = Cutting(
                 model, candidate.layout, [[option] for option in options_of(candidate)], by_memory

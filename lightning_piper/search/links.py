@@ -1,0 +1,196 @@
+"""The links of a layout: between stages, inside of tensor-parallel groups, and among replicas.
+
+A collective of a group goes around rings. If the group is on several nodes, with the same number of members on
+each, and at least two, there are two kinds of rings, as in `HierarchicalRing`: inside of each node, and across
+the nodes with a part of the bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from fractions import Fraction
+from itertools import pairwise
+from typing import NamedTuple
+
+from lightning_piper.schedules.searched_schedules import SEARCHED
+from lightning_piper.search.rows import rank_of
+from lightning_piper.search.space import Layout
+from lightning_piper.simulate.durations import Number
+from lightning_piper.simulate.hardware import Hardware
+from lightning_piper.simulate.network import HierarchicalRing, Link
+
+
+def message(link: Link, nbytes: Number, parts: int = 1) -> Number:
+    """Return the seconds of a message of `nbytes / parts` bytes. Unlike `Link.time`, accept an `nbytes` that
+    is not an integer."""
+    if isinstance(nbytes, int):
+        return link.time(nbytes, parts)
+    return link.latency if link.bandwidth is None else link.latency + nbytes / parts / link.bandwidth
+
+
+def ring(link: Link, nbytes: Number, members: int, parts: int = 1) -> Number:
+    """Return the seconds of a reduce-scatter or all-gather of `nbytes / parts` bytes over a ring (Patarasuk and
+    Yuan 2009).
+
+    Each of the n members sends n - 1 messages in turn, each with 1/n of the bytes. Without members or bytes
+    to communicate, it takes 0 seconds.
+    """
+    return (members - 1) * message(link, nbytes, members * parts) if members > 1 and nbytes else 0
+
+
+class Phase(NamedTuple):
+    """A phase of a collective: one pass around a ring of `members` devices, with 1/`parts` of the bytes."""
+
+    members: int
+    parts: int
+    link: Link
+
+
+class Groups(NamedTuple):
+    """Groups of devices that communicate at the same time, such as the replicas of each rank.
+
+    Attributes:
+        members: Number of devices of each group.
+        rings: The phases of one pass around the rings of a group, for each different group. The slowest group
+            decides the time.
+    """
+
+    members: int
+    rings: tuple[tuple[Phase, ...], ...]
+
+    def time(self, nbytes: Number, parts: int = 1) -> Number:
+        """Return the seconds of a reduce-scatter or all-gather of `nbytes / parts` bytes."""
+        if self.members == 1 or not nbytes:
+            return 0
+        return max(
+            sum(ring(phase.link, nbytes, phase.members, phase.parts * parts) for phase in phases)
+            for phases in self.rings
+        )
+
+    @property
+    def slope(self) -> Number:
+        """The seconds per byte of a reduce-scatter or all-gather, without latencies."""
+        if self.members == 1:
+            return 0
+        return max(
+            sum(
+                Fraction(phase.members - 1, phase.members * phase.parts) / phase.link.bandwidth
+                for phase in phases
+                if phase.link.bandwidth is not None
+            )
+            for phases in self.rings
+        )
+
+
+class Links(NamedTuple):
+    """A layout's links. A single link is the slowest one among all groups of its kind, or among all pipelines.
+
+    Attributes:
+        tensor: The link between all devices of a tensor-parallel group.
+        routed: The link between all replicas that divide the experts' parameters among them.
+        hops: The link across each boundary between stages. None if both stages are on one rank.
+        ends: The link between the first and the last rank of a pipeline.
+        holders: All replicas that have a parameter: of parameters outside of experts, and of experts.
+        shards: The replicas that shard a parameter: outside of experts, and of experts.
+        across: The replicas that have the same shards, one in each group of replicas.
+    """
+
+    tensor: Link
+    routed: Link
+    hops: tuple[Link | None, ...]
+    ends: Link
+    holders: tuple[Groups, Groups]
+    shards: tuple[Groups, Groups]
+    across: Groups
+
+
+# (first device, distance between neighbors, number of devices) of a group -> the phases of its collectives.
+RingsOf = Callable[[int, int, int], tuple[Phase, ...]]
+
+
+class LinkTable:
+    """The links of layouts on some hardware. Results are cached."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self._hardware = hardware
+        self._rings: RingsOf = functools.cache(self._phases)
+        self.of = functools.cache(self._of)
+
+    def _phases(self, first: int, step: int, members: int) -> tuple[Phase, ...]:
+        found = self._hardware.ring(range(first, first + step * members, step))
+        if isinstance(found, HierarchicalRing):
+            count, each = len(found.nodes), len(found.nodes[0])
+            return Phase(each, 1, found.inside), Phase(count, each, found.across)
+        return (Phase(members, 1, found),)
+
+    def _of(self, layout: Layout) -> Links:
+        """Return the links of a layout.
+
+        The replicas run the same passes at the same time, so all of them wait for the slowest pair of devices.
+        """
+        t, n, ranks = layout.tensor, layout.replicas, layout.ranks
+        order = [link for _, link in self._hardware.links]  # the nearest link first
+
+        def farthest(pairs: Iterable[tuple[int, int]]) -> Link:
+            """Return the slowest link between two tensor-parallel groups, over all pairs of groups. A pair has
+            the first devices of two groups, or twice the first device of one group: then the link is inside of
+            the group."""
+            most = 0
+            for a, b in pairs:
+                most = max(most, order.index(self._hardware.link(min(a, b), max(a, b) + t - 1)))
+                if most == len(order) - 1:
+                    break
+            return order[most]
+
+        folded, device = SEARCHED[layout.schedule].folded, layout.device
+        stage_ranks = [rank_of(stage, ranks, folded) for stage in range(layout.stages)]
+        hops: dict[tuple[int, int], Link | None] = {
+            (a, b): None if a == b else farthest((device(x, a), device(x, b)) for x in range(n))
+            for a, b in set(pairwise(stage_ranks))
+        }
+
+        def within(members: int) -> Link:
+            """Return the slowest link within groups of this many replicas."""
+            return farthest(
+                (device(x, r), device(x + members - 1, r)) for r in range(ranks) for x in range(0, n, members)
+            )
+
+        size, routed = layout.shard_size, layout.routed
+        return Links(
+            within(1),
+            within(routed),
+            tuple(hops[pair] for pair in pairwise(stage_ranks)),
+            farthest((device(x, 0), device(x, ranks - 1)) for x in range(n)),
+            (self._groups(layout, range(1), 1, n), self._groups(layout, range(routed), routed, n // routed)),
+            (
+                self._groups(layout, range(0, n, size), 1, size),
+                self._groups(
+                    layout,
+                    (x + k for x in range(0, n, size) for k in range(routed)),
+                    routed,
+                    size // routed,
+                ),
+            ),
+            self._groups(layout, range(size), size, layout.groups),
+        )
+
+    def _groups(self, layout: Layout, firsts: Iterable[int], step: int, members: int) -> Groups:
+        """Return the groups of the replicas x, x + step, x + 2 step, ... of each rank.
+
+        Args:
+            layout: The layout of the devices.
+            firsts: The first replica of each group of a rank.
+            step: The distance between the replicas of a group.
+            members: The number of replicas of a group.
+        """
+        if members == 1:
+            return Groups(1, ())
+        distance = layout.device(step, 0) - layout.device(0, 0)
+        found = {
+            self._rings(layout.device(x, rank) + each, distance, members): None
+            for x in firsts
+            for rank in range(layout.ranks)
+            for each in range(layout.tensor)
+        }
+        return Groups(members, tuple(found))
