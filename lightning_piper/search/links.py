@@ -1,8 +1,8 @@
 """The links of a layout: between stages, inside of tensor-parallel groups, and among replicas.
 
-A collective of a group goes around rings. If the group is on several nodes, with the same number of members on
-each, and at least two, there are two kinds of rings, as in `HierarchicalRing`: inside of each node, and across
-the nodes with a part of the bytes.
+A collective of a group goes around rings. Suppose that a group is on several nodes, with the same number of
+members on each, and at least two. Then there are two kinds of rings, as in `HierarchicalRing`. One ring is inside
+of each node, and the other rings are across the nodes, each with a part of the bytes.
 """
 
 from __future__ import annotations

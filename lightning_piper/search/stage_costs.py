@@ -268,8 +268,8 @@ class Costs:
         return sum(each.time(nbytes) for each, nbytes in zip(pair, both, strict=True))
 
     def gather_slopes(self) -> tuple[Number, Number]:
-        """Return the seconds per byte of `ring`, for parameters outside of experts and of experts. The part of
-        the time that does not depend on the bytes is not included."""
+        """Return two numbers, the seconds per byte of `ring` of parameters outside of experts and of experts.
+        The part of the time that does not depend on the bytes is not included."""
         return self._gather[0].slope, self._gather[1].slope
 
     def reduction_slopes(self, level: int) -> tuple[Number, Number]:
