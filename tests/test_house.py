@@ -85,6 +85,7 @@ PACKAGES = {
         "accounting",
         "space",
         "program_writer",
+        "links",
         "stage_costs",
         "coarse_bounds",
         "estimate",

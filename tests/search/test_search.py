@@ -485,7 +485,7 @@ def test_other_sizes_are_refused(value: Any) -> None:
     ({"workload": Workload((), 4)}, "the workload has no blocks"),
     ({"workload": replace(chain(), samples=0)}, "samples=0"),
     ({"workload": None}, "Give a Workload"),
-    ({"hardware": None}, "Give a Hardware"),
+    ({"hardware": None}, "hardware=None is not a Hardware"),
     ({"schedules": ("fast",)}, "schedules=.*Give some of gpipe"),
     ({"levels": (4,)}, "levels=.*Give some of 0, 1, 2, 3"),
     ({"gap": -1}, "gap=-1"),
