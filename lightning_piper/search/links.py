@@ -39,7 +39,7 @@ def ring(link: Link, nbytes: Number, members: int, parts: int = 1) -> Number:
     return (members - 1) * message(link, nbytes, members * parts) if members > 1 and nbytes else 0
 
 
-class Phase(NamedTuple):
+class RingPass(NamedTuple):
     """A phase of a collective: one pass around a ring of `members` devices, with 1/`parts` of the bytes."""
 
     members: int
@@ -57,7 +57,7 @@ class Groups(NamedTuple):
     """
 
     members: int
-    rings: tuple[tuple[Phase, ...], ...]
+    rings: tuple[tuple[RingPass, ...], ...]
 
     def time(self, nbytes: Number, parts: int = 1) -> Number:
         """Return the seconds of a reduce-scatter or all-gather of `nbytes / parts` bytes."""
@@ -106,7 +106,7 @@ class Links(NamedTuple):
 
 
 # (first device, distance between neighbors, number of devices) of a group -> the phases of its collectives.
-RingsOf = Callable[[int, int, int], tuple[Phase, ...]]
+RingsOf = Callable[[int, int, int], tuple[RingPass, ...]]
 
 
 class LinkTable:
@@ -117,12 +117,12 @@ class LinkTable:
         self._rings: RingsOf = functools.cache(self._phases)
         self.of = functools.cache(self._of)
 
-    def _phases(self, first: int, step: int, members: int) -> tuple[Phase, ...]:
+    def _phases(self, first: int, step: int, members: int) -> tuple[RingPass, ...]:
         found = self._hardware.ring(range(first, first + step * members, step))
         if isinstance(found, HierarchicalRing):
             count, each = len(found.nodes), len(found.nodes[0])
-            return Phase(each, 1, found.inside), Phase(count, each, found.across)
-        return (Phase(members, 1, found),)
+            return RingPass(each, 1, found.inside), RingPass(count, each, found.across)
+        return (RingPass(members, 1, found),)
 
     def _of(self, layout: Layout) -> Links:
         """Return the links of a layout.

@@ -124,7 +124,7 @@ class Params:
         return found[0], found[1]
 
 
-class Collective(NamedTuple):
+class ReplicaCollective(NamedTuple):
     """A collective of the replicas on the parameters of a stage, or on their gradients.
 
     Attributes:
@@ -154,7 +154,7 @@ class Collective(NamedTuple):
 
 
 # A collective of parameters outside of experts, and one of experts.
-Pair = tuple[Collective, Collective]
+Pair = tuple[ReplicaCollective, ReplicaCollective]
 
 
 class Costs:
@@ -384,12 +384,12 @@ def _collectives(links: Links, measured: Mapping[int, Collectives]) -> tuple[Pai
     def pair(kind: str, passes: int, groups: tuple[Groups, Groups]) -> Pair:
         known = [measured.get(each.members) for each in groups]
         first, second = (
-            Collective(each, passes, measured=None if own is None else getattr(own, kind))
+            ReplicaCollective(each, passes, measured=None if own is None else getattr(own, kind))
             for each, own in zip(groups, known, strict=True)
         )
         return first, second
 
-    across = tuple(Collective(links.across, 2, parts=each.members) for each in links.shards)
+    across = tuple(ReplicaCollective(links.across, 2, parts=each.members) for each in links.shards)
     scatter = pair("scatter", 1, links.shards)
     return pair("gather", 1, links.shards), [
         [pair("sum", 2, links.holders)],
