@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import random
@@ -187,6 +188,27 @@ def test_an_unused_batch_index_is_fine() -> None:
 def test_python_state_is_changed(change: Callable[..., Any], names: str) -> None:
     said = message(lambda self, x, h, loss, batch_idx: change(self, loss) and None)
     assert said.startswith(f"training_step changes {names}. ") and "register_buffer" in said
+
+
+class Cached(Probe):
+    @functools.cached_property
+    def factor(self) -> float:
+        return 2.0
+
+
+def test_a_cached_property_is_computed() -> None:
+    module = Cached(lambda self, x, h, loss, batch_idx: loss * self.factor)
+    with pytest.raises(CaptureError, match=r"computes the cached property self\.factor for the first time"):
+        build_dag(capture(module, regression(4)))
+    assert module.factor == 2.0  # read once before, as the error says
+    build_dag(capture(module, regression(4)))
+
+
+def test_a_batch_that_contains_itself() -> None:
+    batch: list[Any] = [torch.ones(4, 8)]
+    batch.append(batch)
+    with pytest.raises(CaptureError, match="nested too deeply, or contains itself"):
+        capture(Probe(lambda *_: None), batch)
 
 
 def test_a_buffer_is_replaced() -> None:

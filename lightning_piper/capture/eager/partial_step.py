@@ -44,7 +44,7 @@ class PartlyCaptured(CapturedStep):
         remainder: runs the uncaptured code.
 
     Raises:
-        CaptureError: the step calls no module with annotated code before the line that cannot be captured.
+        CaptureError: the step calls no module with annotated code before the code that cannot be captured.
     """
 
     def __init__(
@@ -62,13 +62,20 @@ class PartlyCaptured(CapturedStep):
         reads = StateReads(dataclasses.replace(self.reads.history))
         followed = _FollowedStep(module, batch_spec, context, (), reads, self._blocks, whole_norms)
         # The trace ends with an error at the line that cannot be captured.
+        failed = True
         with contextlib.suppress(Exception), without_drawing():
             trace(followed, self._specs(self.size), device, {})
+            failed = False
         self.calls = tuple(followed.followed.captured)
         if not self.calls:
             raise CaptureError(
-                "training_step calls no module with annotated code before that line. Move that line after "
-                "the calls of annotated modules, or annotate a module that is called before it [PIPER-C022]"
+                "training_step calls no module with annotated code"
+                + (
+                    " before the code that cannot be captured. Move that code after the calls of annotated modules, or "
+                    "annotate a module that is called before it [PIPER-C022]"
+                    if failed
+                    else ". Annotate modules that it calls (piper.annotate_modules) [PIPER-C022]"
+                )
             )
         # The uncaptured code may read the parameters and buffers that belong to no captured call.
         owned = [name for name in self.canonical if not any(name in call.has for call in self.calls)]

@@ -212,8 +212,8 @@ def flatten(batch: Any, what: str = "batch") -> tuple[list[torch.Tensor], BatchS
         CaptureError: the structure holds a value that a captured step does not support, or is nested too
             deeply.
     """
-    flattening = _Flattener(batch, given=what == "batch")
     try:
+        flattening = _Flattener(batch, given=what == "batch")
         skeleton = flattening.skeleton(batch, "")
     except RecursionError:
         raise CaptureError(

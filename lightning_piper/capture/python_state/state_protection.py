@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -100,6 +101,11 @@ def check_unchanged(module: nn.Module, before: list[Attribute], step: str) -> No
         if (form is old or form == old) and not shared:  # `is`, because a NaN is not equal to itself
             continue
         where = f"self.{path}.{name}" if path else f"self.{name}"
+        if old is _ABSENT and isinstance(getattr(type(part), name, None), functools.cached_property):
+            raise CaptureError(
+                f"{step} computes the cached property {where} for the first time, and so sets an attribute, which a "
+                "captured step would not do again. Read it once before, in __init__ or on_fit_start [PIPER-C003]"
+            )
         if name in part._parameters:
             raise CaptureError(
                 f"{step} replaces the parameter {where}, but in a captured step only the optimizer changes parameters. "
