@@ -133,6 +133,8 @@ from lightning_piper.testing import directive_suite
     "docs/howto/schedule.md 0": "module, durations = Layers(4, 'PP'), {'F': 1, 'B': 2, 'BI': 1, 'BW': 1}",
     "docs/howto/verify.md 0": "Net, batch, program = Pair, samples, lambda: piper.schedules.one_f_one_b(2, "
     "4)",
+    "docs/howto/zero.md 1": "from tests.strategy.test_muon import Words, batches; "
+    "module, batch = Words((16, 16), lambda: True), batches(1)[0]",
     "docs/losses.md 0": "token_losses, mask, count = torch.ones(4, 3), torch.ones(4, 3), torch.tensor(12.0)",
     "docs/losses.md 2": "directives = program",
     "docs/schedules.md 1": "module, _ = Pair(), piper.schedules.to_csv(piper.schedules.gpipe(2, 2), "

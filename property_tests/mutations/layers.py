@@ -19,7 +19,7 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import AGAIN, matches
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.regions import PassKey
-from lightning_piper.ir.values import Kind, Slice
+from lightning_piper.ir.values import Kind, Slice, flattened
 from lightning_piper.ops.arguments import Arguments
 from lightning_piper.ops.host import Fetch
 from lightning_piper.ops.metrics import named
@@ -331,7 +331,9 @@ def _train(built: Built) -> None:
             for grad in result.grads.values():
                 grad.div_(SCALE)
             for name, grad in result.grads.items():
-                parts.get(name, own[name]).sub_(grad, alpha=RATE)
+                held = parts.get(name, own[name])  # in one dimension also if it is a whole parameter's shard
+                change = grad if held.shape == grad.shape else flattened(grad, dag.step.params[name].spec)
+                held.sub_(change, alpha=RATE)
         for name, grad in outcome.grads.items():
             expected[name].sub_(grad, alpha=RATE)
         for name, value in outcome.buffers.items():

@@ -137,6 +137,10 @@ def _turned(bucket: Any) -> Any:
     return dataclasses.replace(bucket, names=bucket.names[::-1], tensors=bucket.tensors[::-1])
 
 
+def _of_other_owners(bucket: Any) -> Any:
+    return dataclasses.replace(bucket, owners=tuple(bucket.members - 1 - owner for owner in bucket.owners))
+
+
 def _as_rows(bucket: Any) -> Any:
     return dataclasses.replace(
         bucket, tensors=tuple(dataclasses.replace(s, shape=(s.numel,), stride=(1,)) for s in bucket.tensors)
@@ -248,6 +252,13 @@ for _name, _what, _target, _change, _scenario in (
         GATHER,
         _rebucketed(_turned),
         "sharded optimizer",
+    ),
+    (
+        "parameters of other owners",
+        "an owner updates its parameters with the gradients of other parameters",
+        GATHER,
+        _rebucketed(_of_other_owners),
+        "whole parameters",
     ),
     (
         "shards off by one",
