@@ -59,7 +59,7 @@ class Sharding(Directive):
             self.refuse(
                 "devices",
                 f"the groups have {' and '.join(map(str, sizes))} {'device' if sizes == [1] else 'devices'}",
-                "give groups of one size, of at least two devices [PIPER-D005]",
+                "give groups of one size, of at least two devices, and place the chunks on them [PIPER-D005]",
             )
         counts = Counter(device for group in self.groups() for device in group)
         twice, times = counts.most_common(1)[0]
@@ -132,11 +132,11 @@ class Sharding(Directive):
             given = [list(group) for group in self.groups()]
             if not chunk.devices and (forgotten := without_device(dag)) is not None:
                 self.refuse("devices", *forgotten)
-            advice = (
-                f"give groups that together have exactly these devices, not {given} [PIPER-D005]"
-                if chunk.devices
-                else "place it first [PIPER-D009]"
-            )
+            advice = f"place it on one of the groups {given} [PIPER-D005]"
+            if len(chunk.devices) > 1:
+                advice = f"give groups that together have exactly these devices, not {given} [PIPER-D005]"
+            elif not chunk.devices:
+                advice = "place it first [PIPER-D009]"
             self.refuse("devices", f"{chunk.label} is {where}", advice)
         group_rank_of = {device: group_rank for group_rank, device in enumerate(chunk.devices)}
         lines = sorted(tuple(group_rank_of[device] for device in group) for group in here)

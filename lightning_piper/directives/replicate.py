@@ -143,7 +143,7 @@ class Replicate(Directive):
             self.refuse(
                 "devices",
                 f"the groups have {' and '.join(map(str, sizes))} {'device' if sizes == [1] else 'devices'}",
-                "give groups of one size, of at least two devices [PIPER-D005]",
+                "give groups of one size, of at least two devices, and place the chunks on them [PIPER-D005]",
             )
         replica: dict[int, int] = {}
         for group in self.replica_groups():

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 from lightning_piper.directives.base import register
 from lightning_piper.directives.group_sharding import Sharding
@@ -19,7 +19,7 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import AGAIN
 from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk, Ref
-from lightning_piper.ir.regions import Routed
+from lightning_piper.ir.regions import Output, Routed
 from lightning_piper.ir.values import Kind, Slice, TensorSpec, Value
 from lightning_piper.ops.chunk import make_chunk
 from lightning_piper.ops.communication.all_to_all import AllToAll
@@ -187,17 +187,29 @@ class ShardExperts(Sharding):
                 if not direction and out.kind not in (Kind.SAVED, Kind.GRAD)
             ]
             if direct := received or returned:
-                names = ", ".join(f"{out.kind} {out.names[0]}" for out in direct[:3])
                 # A backward pass receives what its forward pass returns, as gradients.
                 enters = bool(received) == (kind == "F")
-                self.refuse(
-                    "filter",
-                    f"{kind} of {label} {'receives' if received else 'returns'} {names} without "
-                    f"{'dispatch' if enters else 'combine'}, but the tokens in this region are on other devices "
-                    "and in another order",
-                    f"pass each tensor that {'enters' if enters else 'leaves'} the region through "
-                    f"{'piper.dispatch' if enters else 'piper.combine'} [PIPER-D016]",
-                )
+                does = f"{kind} of {label} {'receives' if received else 'returns'}"
+                self._refuse_direct(label, does, enters, direct)
+
+    def _refuse_direct(self, label: str, does: str, enters: bool, direct: Sequence[Output]) -> NoReturn:
+        """Raise the error for the values `direct`, which enter or leave the experts without an exchange."""
+        # The directives that shard tensors have put a change of placements into the region.
+        if any(out.names[0].startswith("change") for out in direct):
+            self.refuse(
+                "filter",
+                f"{label} reads or makes tensors that another directive shards along another dimension",
+                "shard the parameters that read these tensors along another dimension, or leave them out of "
+                "params [PIPER-D016]",
+            )
+        names = ", ".join(f"{out.kind} {out.names[0]}" for out in direct[:3])
+        self.refuse(
+            "filter",
+            f"{does} {names} without {'dispatch' if enters else 'combine'}, but the tokens in this region are on "
+            "other devices and in another order",
+            f"pass each tensor that {'enters' if enters else 'leaves'} the region through "
+            f"{'piper.dispatch' if enters else 'piper.combine'} [PIPER-D016]",
+        )
 
     def _check_shared(self, dag: TrainingDAG, regions: Sequence[int], mesh: Mesh) -> None:
         """Raise an error if another region that reads a divided parameter is not divided in the same way, or

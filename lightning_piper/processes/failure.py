@@ -509,10 +509,15 @@ def _connect(host: str, port: int) -> Connection:
     try:
         return _line(socket.create_connection((host, port), PATIENCE))
     except OSError as error:
+        advice = (
+            "Look for the error of rank 0, which runs on this machine"
+            if host == HERE
+            else "All processes of a run must reach each other on all ports. Set MASTER_ADDR to the address of rank "
+            "0's machine"
+        )
         raise PiperError(
-            f"PiperStrategy: this process cannot reach port {port} of rank 0 at {host} ({error}). All "
-            "processes of a run must reach each other on all ports. Set MASTER_ADDR to the address of rank "
-            "0's machine [PIPER-L002]"
+            f"PiperStrategy: this process cannot reach port {port} of rank 0 at {host} ({error}). {advice} "
+            "[PIPER-L002]"
         ) from error
 
 
