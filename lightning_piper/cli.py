@@ -28,6 +28,7 @@ from lightning_piper.errors import PiperError
 from lightning_piper.passes import run_pipeline
 from lightning_piper.plan import check_plans, compile_plans
 from lightning_piper.profile.node_times import when_it_ran
+from lightning_piper.session.local_sgd import LocalSGD, RoundCost
 from lightning_piper.simulate import (
     DEFAULT,
     Durations,
@@ -165,7 +166,25 @@ def _simulate(args: argparse.Namespace) -> str:
             raise UsageError(
                 f"{str(args.chakra)!r} cannot be written: {error.strerror}. Give another path to --chakra"
             ) from None
-    return json.dumps(simulation.to_json()) if args.json else str(simulation)
+    cost = None if args.local_sgd is None else _round_cost(compiled, simulation, args)
+    if args.json:
+        more = {} if cost is None else {"local_sgd": cost.to_json()}
+        return json.dumps({**simulation.to_json(), **more})
+    return str(simulation) if cost is None else f"{simulation}\n{cost}"
+
+
+def _round_cost(compiled: Compiled, simulation: Simulation, args: argparse.Namespace) -> RoundCost:
+    """Return what a round of local SGD with the settings of `--local-sgd` costs. Raise UsageError if these are not
+    usable."""
+    try:
+        settings = LocalSGD(**json.loads(args.local_sgd))
+    except (ValueError, TypeError, PiperError) as error:
+        raise UsageError(
+            f"--local-sgd {args.local_sgd}: {error}. Give fields of LocalSGD as JSON, such as "
+            '\'{"replicas": 4, "every": 64}\''
+        ) from None
+    latency, bandwidth = args.across or (args.latency, args.bandwidth)
+    return settings.cost(compiled, simulation.step_time, Link(latency, bandwidth))
 
 
 def _explain(args: argparse.Namespace) -> str:

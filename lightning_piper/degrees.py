@@ -267,6 +267,13 @@ def requested_degrees(directives: Any, **fields: Any) -> Degrees | None:
                     f"zero={stage}. Leave one of them out [PIPER-D023]"
                 )
             directives = None
+    if named and directives == "auto":
+        given = ", ".join(named)
+        raise DirectiveError(
+            f"PiperStrategy('auto', {', '.join(f'{name}={shown(value)}' for name, value in named.items())}): a search "
+            "chooses stages, replicas and their groups (HSDP), ZeRO levels, tensor parallelism, microbatches and "
+            f"recomputation by itself, and never uses cp or chunk_loss. Remove {given}, or remove 'auto' [PIPER-D023]"
+        )
     if named and directives is not None:
         raise DirectiveError(
             f"PiperStrategy: directives and {', '.join(named)} are given. Give either directives or degrees"

@@ -43,6 +43,19 @@ def parser_of(of_run: bool = False) -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="also write a Chakra execution trace of each device to this folder, with durations as seconds",
     )
+    figures.add_argument(
+        "--local-sgd",
+        metavar="JSON",
+        help='also print what a round of local SGD costs, such as \'{"replicas": 4, "every": 64, "parts": 4}\'. '
+        "The program is that of one replica",
+    )
+    figures.add_argument(
+        "--across",
+        type=number,
+        nargs=2,
+        metavar=("LATENCY", "BANDWIDTH"),
+        help="the link between replicas of local SGD (default: the link of --latency and --bandwidth)",
+    )
     why = command(
         "explain",
         "explain why a node exists, or how a run differs from its prediction",

@@ -22,6 +22,7 @@ import lightning_piper as piper
 from lightning_piper import cli
 from lightning_piper.cli import main
 from lightning_piper.directives.program import to_json
+from lightning_piper.session.local_sgd import LocalSGD
 from lightning_piper.simulate import Link, Network, read_durations, simulate, write_chakra
 from lightning_piper.verify.report import Comparison, Report, ReportRow
 from tests.simulate.programs import Chain
@@ -292,6 +293,23 @@ def test_figures(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert output(capsys, "simulate", *more) == f"{wanted}\n"
     assert json.loads(output(capsys, "simulate", "--json", *more)) == json.loads(json.dumps(wanted.to_json()))
     assert output(capsys, "simulate") == f"{simulate(compiled().dag, compiled().plans)}\n"
+
+
+def test_a_round_of_local_sgd(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It costs what `LocalSGD.cost` says, over the given link or that of the messages."""
+    step = simulate(compiled().dag, compiled().plans, network=Network(Link(0, 64)))
+    settings = LocalSGD(replicas=2, every=4, parts=2)
+    given = ("simulate", "--bandwidth", "64", "--local-sgd", '{"replicas": 2, "every": 4, "parts": 2}')
+    near, far = (settings.cost(compiled(), step.step_time, link) for link in (Link(0, 64), Link(2, 8)))
+    assert near.step_time < far.step_time
+    assert output(capsys, *given) == f"{step}\n{near}\n"
+    assert output(capsys, *given, "--across", "2", "8") == f"{step}\n{far}\n"
+    found = json.loads(output(capsys, *given, "--json"))
+    assert found == json.loads(json.dumps({**step.to_json(), "local_sgd": near.to_json()}))
+    for wrong in ('{"replicas": 1, "every": 4}', "[]", "4", '{"replica": 2}', "{"):
+        with pytest.raises(SystemExit):
+            main(arguments("simulate", "--local-sgd", wrong))
+        assert "Give fields of LocalSGD as JSON" in capsys.readouterr().err
 
 
 def test_chakra_traces(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,10 +21,13 @@ import torch
 
 from lightning_piper.common.limits import integer, is_number, shown
 from lightning_piper.common.units import counted
+from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.optimizer import ShardedOptimizer
 from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.processes.world import World
+from lightning_piper.simulate.durations import Number
+from lightning_piper.simulate.network import Link
 
 State = dict[str, Any]
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # (anchor, current value) of tensors
@@ -124,6 +127,100 @@ class LocalSGD:
     def is_due(self, part: int, steps: int) -> bool:
         """Return whether a part is exchanged after the update number `steps`, counted from 1."""
         return (steps + part * self.every // self.parts) % self.every == 0
+
+    def cost(self, compiled: Compiled, step_time: Number, link: Link) -> RoundCost:
+        """Return what a round costs.
+
+        The optimizer's outer step and the small messages of its check are not included. The next step waits for an
+        exchange, so exchanges never overlap with steps.
+
+        Args:
+            compiled: The program of one local replica.
+            step_time: The time of its step, such as `Simulation.step_time`.
+            link: The link between processes of the same rank in different replicas, with bytes per unit of
+                `step_time`. All devices of a replica use it at the same time.
+        """
+        params = {name: x.spec for name, x in compiled.step.params.items()}
+        part = self.part_of({name: spec.numel for name, spec in params.items()})
+        times: list[Number] = [0] * self.parts
+        most = 0
+        for device in compiled.plans:
+            exchanged = [0] * self.parts
+            for name, count in _elements(compiled, device).items():
+                exchanged[part[name]] += count * _itemsize(params[name].dtype)
+            buffers = [compiled.step.buffers[name] for name in compiled.buffers_on(device)]
+            floats = sum(x.numel * _itemsize(x.dtype) for x in buffers if x.dtype.is_floating_point)
+            for k, nbytes in enumerate(exchanged):
+                time = self._exchange(nbytes, link) + (0 if k else self._exchange(floats, link))
+                times[k] = max(times[k], time)
+            most = max(most, sum(exchanged) + floats)
+        return RoundCost(self, step_time, tuple(times), most)
+
+    def _exchange(self, nbytes: int, link: Link) -> Number:
+        """Return the time of the all-reduces of `nbytes` over the replicas, in messages of `BUCKET_BYTES`."""
+        whole, rest = divmod(nbytes, BUCKET_BYTES)
+        messages = [BUCKET_BYTES] * whole + [rest] * (rest > 0)
+        return 2 * (self.replicas - 1) * sum(link.time(each, self.replicas) for each in messages)
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundCost:
+    """The time and the bytes of a round of local SGD. `print` shows them.
+
+    Attributes:
+        settings: The algorithm.
+        update_time: The time of a step without exchanges.
+        pauses: For each part of the parameters, the time in which training waits for its exchange.
+        nbytes: The bytes of the values that the device with most of them exchanges in a round.
+    """
+
+    settings: LocalSGD
+    update_time: Number
+    pauses: tuple[Number, ...]
+    nbytes: int
+
+    @property
+    def step_time(self) -> Number:
+        """The mean time of a step, with its share of the exchanges of a round."""
+        return self.update_time + sum(self.pauses) / self.settings.every
+
+    @property
+    def bytes_per_step(self) -> float:
+        """The mean number of bytes that a device sends to other replicas in a step: 2 (R - 1) / R times its
+        exchanged bytes in a round, with R replicas."""
+        replicas = self.settings.replicas
+        return 2 * (replicas - 1) / replicas * self.nbytes / self.settings.every
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures as JSON data."""
+        times = {"step_time": self.step_time, "update_time": self.update_time}
+        plain = {name: float(value) for name, value in times.items()}
+        pauses = [float(pause) for pause in self.pauses]
+        return {**plain, "pauses": pauses, "nbytes": self.nbytes, "bytes_per_step": self.bytes_per_step}
+
+    def __str__(self) -> str:
+        share = float(1 - self.update_time / self.step_time) if self.step_time else 0.0
+        return (
+            f"local SGD: {float(self.step_time):.6g} a step, {share:.1%} of it for exchanges; longest pause "
+            f"{float(max(self.pauses)):.6g}; each device sends {self.bytes_per_step:,.0f} bytes a step to other replicas"
+        )
+
+
+def _elements(compiled: Compiled, device: int) -> dict[str, int]:
+    """Return the number of elements that a device holds of each trained parameter."""
+    plan, trained = compiled.plans[device], compiled.step.params
+    found = {name: compiled.dag.spec_of(name).numel for name in compiled.params_on(device)}
+    for bucket in plan.shards:
+        start = bucket.member(plan.group_rank) * bucket.shard
+        for name, offset, spec in zip(bucket.names, bucket.offsets, bucket.tensors, strict=True):
+            end = min(offset + spec.numel, start + bucket.shard)
+            found[name] = max(0, end - max(offset, start))
+    return {name: count for name, count in found.items() if trained[name].requires_grad}
+
+
+def _itemsize(dtype: torch.dtype) -> int:
+    """Return the bytes of an element in an exchange, which is at least in float32."""
+    return torch.promote_types(dtype, torch.float32).itemsize
 
 
 class Rounds:

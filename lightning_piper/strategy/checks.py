@@ -395,7 +395,13 @@ def check_local_sgd(
             "piper.LocalSGD(replicas=..., every=...) [PIPER-S001]"
         )
     for name, value, unusable, why in (
-        ("directives", directives, "auto", "the search does not know local SGD. Give directives or degrees"),
+        (
+            "directives",
+            directives,
+            "auto",
+            "a search chooses only programs with the result of one device. Give the directives or degrees of one "
+            "replica, such as the program that piper.search proposes for its devices",
+        ),
         ("transport", transport, "local", "one process cannot have different parameters for each replica"),
         (
             "transport",
@@ -427,8 +433,8 @@ def check_local_fit(trainer: pl.Trainer, plugin: Precision, searched: bool) -> N
     where = "PiperStrategy(local_sgd=...)"
     if searched:
         raise PiperError(
-            f"{where}: the module or PIPER_DIRECTIVES asks for a search, which does not know local SGD. Give "
-            "directives or degrees [PIPER-S002]"
+            f"{where}: the module or PIPER_DIRECTIVES asks for a search, which chooses only programs with the result of "
+            "one device. Give the directives or degrees of one replica [PIPER-S002]"
         )
     if getattr(plugin, "scaler", None) is not None:
         raise PiperError(

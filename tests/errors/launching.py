@@ -167,6 +167,8 @@ CASES: Cases = [
     Case("`LocalSGD` with more parts than updates", lambda: piper.LocalSGD(replicas=2, every=2, parts=4)),
     strategy("`local_sgd` is not a `LocalSGD`", local_sgd=2),
     strategy("local SGD in one process", local_sgd=TWO_REPLICAS, transport="local"),
+    Case("local SGD with a search", lambda: piper.PiperStrategy("auto", local_sgd=TWO_REPLICAS)),
+    Case("a search with degrees", lambda: piper.PiperStrategy("auto", dp=(2, 4), zero=3)),
     Case("local SGD with a number of processes that its replicas do not divide", lambda: TWO_REPLICAS.processes(3)),
     Case("local SGD with a module that asks for a search", lambda: check_local_fit(*plain(), searched=True)),
     Case("local SGD with a loss scale", lambda: check_local_fit(plain()[0], Scaled(), searched=False)),

@@ -202,7 +202,7 @@ def test_replicas_of_several_processes_log_the_same_values(four):
 def test_the_blocks_of_the_page_run(tmp_path):
     codes = [code for _, code, _ in blocks("docs/howto/local_sgd.md")]
     ranks = launch_trainings(4, local_sgd.follow, tmp_path, COMMON, codes)
-    assert len(codes) == 4 and [rank["fits"] for rank in ranks] == [2] * 4
+    assert len(codes) == 5 and [rank["fits"] for rank in ranks] == [2] * 4
     assert all(same(ranks[0]["values"], rank["values"]) for rank in ranks)
 
 
