@@ -164,7 +164,7 @@ def test_scores_exist_for_one_chunk(chunk):
 class Chunked(Packed):
     """A decoder with the loss in chunks; `whole`: with torch's cross entropy.
 
-    `form`: "plain", "bias", "flat" (rows without a dimension of samples) or "smooth".
+    `form`: "plain", "bias", "flat" (rows without a dimension of samples), "smooth" or "transposed" (`whole` only).
     """
 
     def __init__(self, form: str, whole: bool = False) -> None:
@@ -175,6 +175,8 @@ class Chunked(Packed):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         hidden, target = self.hidden(batch), batch["labels"]
         smoothing = 0.1 if self.form == "smooth" else 0.0
+        if self.form == "transposed":
+            return F.cross_entropy(self.head(hidden).mT, target, ignore_index=IGNORED)
         if self.whole:
             scores = self.head(hidden).flatten(0, 1)
             return F.cross_entropy(scores, target.flatten(), ignore_index=IGNORED, label_smoothing=smoothing)
@@ -238,11 +240,13 @@ def chunked(program: dict[str, Any]) -> dict[str, Any]:
     return {**program, "chunk_loss": True}
 
 
-FOUND = [(form, program) for form in ("plain", "bias") for program in PROGRAMS]
+FOUND = [(form, program) for form in ("plain", "bias", "transposed") for program in PROGRAMS]
 
 
 @pytest.mark.filterwarnings("error:.*PIPER")
-@pytest.mark.parametrize("form, program", marked(FOUND, [("plain", "pp2"), ("bias", "ring")]))
+@pytest.mark.parametrize(
+    "form, program", marked(FOUND, [("plain", "pp2"), ("bias", "ring"), ("transposed", "classes")])
+)
 def test_a_found_loss_trains_as_on_one_device(form, program):
     own = module(form, whole=True)
     fit(own, piper.PiperStrategy(**chunked(PROGRAMS[program]), transport="local"))
@@ -258,14 +262,18 @@ class Step(L.LightningModule):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind, self.embed = kind, nn.Embedding(30, 8)
-        self.head = nn.Linear(8, 30, bias=kind == "bias")
+        self.head = nn.Linear(8, 30, bias="bias" in kind)
         if kind == "frozen":
             self.head.requires_grad_(False)
+        if kind == "adapter":
+            self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 30, bias=False)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         tokens, target = batch
         with torch.autocast("cpu", torch.bfloat16, enabled=self.kind == "autocast"):
             scores = self.head(self.embed(tokens).tanh())
+        if self.kind == "adapter":
+            scores = scores + 2.0 * self.up(self.down(self.embed(tokens).tanh()))
         rows = scores.flatten(0, 1), target.flatten()
         match self.kind:
             case "shifted":  # as in transformers
@@ -284,15 +292,28 @@ class Step(L.LightningModule):
                 return F.cross_entropy(*rows, weight=torch.ones(30, dtype=scores.dtype))
             case "penalty":
                 return F.cross_entropy(*rows) + 1e-4 * scores.logsumexp(-1).square().mean()
-            case "other dimension":
-                return F.cross_entropy(scores.mT, target)
+            case "transposed" | "transposed bias":
+                return F.cross_entropy(scores.transpose(1, 2), target)
+            case "transposed sum":
+                return F.cross_entropy(scores.mT, target, reduction="sum", ignore_index=0)
+            case "transposed rows":
+                return (F.cross_entropy(scores.mT, target, reduction="none") * target).mean()
+            case "transposed shifted":
+                return F.cross_entropy(scores[:, :-1].transpose(1, 2).float(), target[:, 1:])
+            case "image":
+                picture = scores.unflatten(1, (2, 3)).permute(0, 3, 1, 2)
+                return F.cross_entropy(picture, target.unflatten(1, (2, 3)))
+            case "last position":
+                return F.cross_entropy(scores[:, -1], target[:, 0])
+            case "positions as classes":
+                return F.cross_entropy(scores, target[:, :1].expand(-1, 30).clamp(0, 5))
         return F.cross_entropy(rows[0].to(torch.float32) if self.kind == "autocast" else rows[0], rows[1])
 
 
 def step(kind: str) -> tuple[Step, tuple[Tensor, Tensor]]:
     torch.manual_seed(0)
     target = torch.randint(30, (4, 6))
-    target[0, 2] = {"weighted": 1, "summed": 0}.get(kind, IGNORED)
+    target[0, 2] = {"weighted": 1, "summed": 0, "transposed sum": 0, "transposed rows": 1}.get(kind, IGNORED)
     made = Step(kind) if kind == "autocast" else Step(kind).double()
     return made, (torch.randint(30, (4, 6)), target)
 
@@ -301,7 +322,8 @@ def operations(compiled: Any) -> list[Any]:
     return [node for code in compiled.step.at(4).code.values() for node in code.graph.nodes]
 
 
-KINDS = ("plain", "bias", "frozen", "shifted", "summed", "weighted", "autocast")
+KINDS = ("plain", "bias", "frozen", "shifted", "summed", "weighted", "autocast", "last position", "image",
+    "transposed", "transposed bias", "transposed sum", "transposed rows", "transposed shifted")  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -314,7 +336,9 @@ def test_a_loss_is_found_and_verified(kind):
     assert torch.ops.aten._log_softmax.default not in found
 
 
-@pytest.mark.parametrize("kind", ["accuracy", "smooth", "class weights", "penalty", "other dimension"])
+@pytest.mark.parametrize(
+    "kind", ["accuracy", "smooth", "class weights", "penalty", "positions as classes", "adapter"]
+)
 def test_a_loss_of_another_form_is_an_error(kind):
     own, batch = step(kind)
     with pytest.raises(

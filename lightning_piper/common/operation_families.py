@@ -6,6 +6,7 @@ can be.
 """
 
 import torch
+from torch.fx import Node
 
 aten = torch.ops.aten
 
@@ -27,3 +28,16 @@ DIVIDED = {aten.div.Tensor, aten.div.Scalar}
 SOFTMAXES = {aten._softmax.default, aten._safe_softmax.default, aten._log_softmax.default}
 # Negative log likelihoods. Results: the loss, and the total weight of the labels that count.
 NLL = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
+
+
+def permutation(node: Node) -> list[int]:
+    """Return, for each dimension of the result of an operation in `PERMUTATIONS`, its dimension in the input."""
+    rank = len(node.meta["val"].shape)
+    if node.target is aten.t.default:
+        return list(reversed(range(rank)))
+    if node.target is aten.transpose.int:
+        order = list(range(rank))
+        a, b = (int(x) % rank for x in node.args[1:3])  # type: ignore[arg-type]
+        order[a], order[b] = order[b], order[a]
+        return order
+    return [int(x) % rank for x in node.args[1]]  # type: ignore[union-attr, arg-type]

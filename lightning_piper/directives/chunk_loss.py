@@ -20,10 +20,11 @@ class ChunkLoss(Directive):
 
         F -> scores, softmax -> B      --chunk_loss-->      F -> one number a row -> B
 
-    Piper finds the losses in the captured step: `F.cross_entropy(linear(x).flatten(0, 1), target.flatten())`, with
-    views, slices and casts between the layer and the loss. The loss has classes as targets, without class weights
-    and label smoothing, and nothing else reads the scores. The forward and the backward pass compute the scores of
-    a chunk of rows at a time, so they compute the scores twice. Losses and gradients stay equal within rounding.
+    Piper finds the losses in the captured step: `F.cross_entropy(linear(x).flatten(0, 1), target.flatten())` and
+    `F.cross_entropy(linear(x).transpose(1, 2), target)`, with views, slices and casts between the layer and the loss.
+    The loss has classes as targets, without class weights and label smoothing, and nothing else reads the scores. The
+    forward and the backward pass compute the scores of a chunk of rows at a time, so they compute the scores twice.
+    Losses and gradients stay equal within rounding.
 
     Attributes:
         chunk: The number of rows whose scores exist at once (default: as many as have 16,777,216 scores, but at

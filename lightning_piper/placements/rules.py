@@ -25,6 +25,7 @@ from lightning_piper.common.operation_families import (
     SOFTMAXES,
     SQUEEZES,
     SUMS,
+    permutation,
 )
 from lightning_piper.ir.values import Placement, Sharded
 from lightning_piper.placements.attention import ATTENTION, attention_rules
@@ -191,14 +192,7 @@ def _moves(
 
 def _permuted(node: Node, rank: int) -> list[int | None]:
     """Return the positions of dimensions after `t`, `transpose` or `permute`."""
-    if node.target is aten.t.default:
-        order = list(reversed(range(rank)))
-    elif node.target is aten.transpose.int:
-        order = list(range(rank))
-        a, b = (int(x) % rank for x in node.args[1:3])  # type: ignore[arg-type]
-        order[a], order[b] = order[b], order[a]
-    else:
-        order = [int(x) % rank for x in node.args[1]]  # type: ignore[union-attr, arg-type]
+    order = permutation(node)
     return [order.index(d) for d in range(rank)]
 
 

@@ -481,8 +481,9 @@ class CapturedStep:
         if self.chunk is not None and not chunk_losses(weighed.graph, self.chunk) and weighed.tangents:
             raise CaptureError(
                 f"chunk_loss: {self.name} has no loss that the directive can compute in chunks. It replaces "
-                "cross_entropy(head(h), y) if head is an nn.Linear, h has two dimensions, the loss has no class weights "
-                "and no label smoothing, and nothing else reads head(h). Write the loss in this form. Or remove "
+                "cross_entropy(scores, y) if one nn.Linear makes the scores, without an adapter such as LoRA. Slices, "
+                "views, transposes and casts may follow the nn.Linear, and nothing else may read the scores. The "
+                "loss must not have class weights or label smoothing. Write the loss in this form. Or remove "
                 "chunk_loss: piper.linear_cross_entropy does not need it [PIPER-D026]"
             )
         divided = self._divide(weighed)
