@@ -9,6 +9,7 @@ The table has a row for each program. The number of differences must be 0.
 from __future__ import annotations
 
 import argparse
+import copy
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ import lightning as L
 import torch
 
 import lightning_piper as piper
-from lightning_piper.capture import capture
+from lightning_piper.capture import CapturedStep, capture
 from lightning_piper.compiler import compile_step
 from lightning_piper.directives import (
     Directive,
@@ -43,59 +44,76 @@ from lightning_piper.testing import Spec, case, make_batch
 from lightning_piper.testing.simulated import Batch, Values, first_difference, run_steps
 
 Program = tuple[list[Batch], Values]  # batches of two or more steps; parameters and buffers by name
+CPU = torch.device("cpu")
 GROUPS = ([0, 2], [1, 3])
 CHAIN = Spec(("linear", "attention", "norm", "residual"), (0, 1, 2, 3))
 PAIR = Spec(("attention", "norm"), (0, 1), loss="tokens")
 
 
-def steps(spec: Spec, size: int, program: Sequence[Directive], accumulated: int = 1) -> Program:
-    """Return the batches of two steps, `accumulated` batches each, under a program, and the model's tensors.
-    All batches differ."""
+def captured(spec: Spec, size: int, device: torch.device) -> tuple[CapturedStep, Values]:
+    """Return the step of a model for a device, and the model's tensors in host memory."""
     one = case(spec, size)
-    compiled = compile_step(one.step, tuple(program))
+    if device.type == "cpu":
+        return one.step, one.tensors
+    batch = {name: x.to(device) for name, x in one.batch.items()}
+    return capture(copy.deepcopy(one.module).to(device), batch, device), one.tensors
+
+
+def steps(
+    spec: Spec,
+    size: int,
+    program: Sequence[Directive],
+    accumulated: int = 1,
+    device: torch.device = CPU,
+) -> Program:
+    """Return the batches of two steps, `accumulated` batches each, under a program for a device, and the
+    model's tensors. All batches differ."""
+    step, held = captured(spec, size, device)
+    compiled = compile_step(step, tuple(program))
     batches = []
     for i in range(2 * accumulated):
         leaves = list(make_batch(spec, size, seed=10 + i).values())
         batches.append(Batch(compiled.dag, compiled.plans, leaves, last=i % accumulated == accumulated - 1))
-    return batches, one.tensors
+    return batches, held
 
 
-def replicated(level: str = "", spec: Spec = PAIR, accumulated: int = 1, **more: object) -> Program:
+def replicated(device: torch.device, level: str = "", accumulated: int = 1, **more: object) -> Program:
     """Return batches and tensors for 1F1B of two stages with two replicas and two microbatches. `level` and
     `more` are fields of `Replicate`."""
     levels = {level: True} if level else {}
     both = _both(**levels, **more)
-    return steps(spec, 8, [*one_f_one_b(2, 2, devices=[list(g) for g in GROUPS]), both], accumulated)
+    program = [*one_f_one_b(2, 2, devices=[list(g) for g in GROUPS]), both]
+    return steps(PAIR, 8, program, accumulated, device)
 
 
 def _both(**fields: Any) -> Replicate:
     return Replicate(filter={}, devices=[list(g) for g in GROUPS], bucket_size=0.0003, **fields)
 
 
-def sizes_of(spec: Spec, sizes: Sequence[int]) -> Program:
+def sizes_of(device: torch.device, spec: Spec, sizes: Sequence[int]) -> Program:
     """Return batches and tensors for two steps, each of which accumulates gradients over batches of these
     sizes. Each size has its own plans and executors.
     """
     program = [Place(filter={}, devices=[0, 1]), Replicate(filter={}, devices=[0, 1], bucket_size=0.0003)]
-    one, batches, compiled = case(spec, sizes[0]), [], {}
+    (step, held), batches, compiled = captured(spec, sizes[0], device), [], {}
     for i, size in enumerate([*sizes, *sizes]):
         if size not in compiled:
-            compiled[size] = compile_step(one.step, tuple(program), size)
+            compiled[size] = compile_step(step, tuple(program), size)
         found = compiled[size]
         leaves = list(make_batch(spec, size, seed=10 + i).values())
         batches.append(Batch(found.dag, found.plans, leaves, last=i % len(sizes) == len(sizes) - 1))
-    return batches, one.tensors
+    return batches, held
 
 
-def experts(**level: bool) -> Program:
+def experts(device: torch.device, **level: bool) -> Program:
     spec = Spec(("experts", "crowded"), (0, 1))
     program = [*one_f_one_b(2, 2, devices=[list(g) for g in GROUPS]),
                _both(**level),
                ShardExperts(filter={"EP": "*"}, devices=[list(g) for g in GROUPS])]  # fmt: skip
-    return steps(spec, 8, program)
+    return steps(spec, 8, program, device=device)
 
 
-def tensors(sequence: bool) -> Program:
+def tensors(device: torch.device, sequence: bool) -> Program:
     """Return batches and tensors for a tensor-parallel model on two devices, with two replicas. With
     `sequence`, values between the layers are sharded too."""
     torch.manual_seed(0)
@@ -115,7 +133,7 @@ def tensors(sequence: bool) -> Program:
         ),
         Replicate(filter={}, devices=[0, 1, 2, 3], shard_optimizer=True),
     ]
-    step = capture(module, batch)
+    step = capture(module.to(device), batch, device)
     compiled = compile_step(step, tuple(program))
     held = {step.canonical[n]: x.detach() for n, x in [*module.named_parameters(), *module.named_buffers()]}
     return [Batch(compiled.dag, compiled.plans, [batch + i]) for i in range(2)], held
@@ -143,37 +161,38 @@ class _Divided(L.LightningModule):
             return batch.square().mean()
 
 
-PROGRAMS: dict[str, Callable[[], Program]] = {
-    "GPipe, 4 stages": lambda: steps(CHAIN, 8, gpipe(4, 2)),
-    "1F1B, 2 stages": lambda: steps(PAIR, 6, one_f_one_b(2, 3)),
-    "1F1B, 4 stages": lambda: steps(CHAIN, 8, one_f_one_b(4, 4)),
-    "interleaved": lambda: steps(CHAIN, 8, interleaved_one_f_one_b(4, 4, 2)),
-    "zero bubble": lambda: steps(PAIR, 6, zero_bubble(2, 3)),
-    "zero bubble, H2": lambda: steps(PAIR, 6, zb_h2(2, 3)),
-    "ZBV": lambda: steps(CHAIN, 8, zbv(4, 4)),
-    "DualPipeV": lambda: steps(CHAIN, 8, dualpipev(4, 4)),
-    "replicas": lambda: replicated(),
-    "ZeRO-1": lambda: replicated("shard_optimizer"),
-    "ZeRO-2": lambda: replicated("shard_grads"),
-    "ZeRO-3": lambda: replicated("shard_params"),
-    "ZeRO-3, float32 sums": lambda: replicated("shard_params", reduce_dtype="float32"),
-    "accumulated over 3 batches": lambda: replicated(accumulated=3),
-    "ZeRO-1, accumulated": lambda: replicated("shard_optimizer", accumulated=2),
-    "accumulated over sizes": lambda: sizes_of(Spec(("linear", "residual"), (0, 0)), (8, 4)),
-    "experts": lambda: experts(),
-    "experts, ZeRO-2": lambda: experts(shard_grads=True),
-    "tensors in two parts": lambda: tensors(False),
-    "tensors and sequence": lambda: tensors(True),
-    "second passes": lambda: steps(PAIR, 6, [*one_f_one_b(2, 3), Recompute(filter={})]),
-    "stored on the host": lambda: steps(PAIR, 6, [*one_f_one_b(2, 3), Offload(filter={}, ahead=1)]),
-    "second passes stored": lambda: steps(PAIR, 6,
-        [*zero_bubble(2, 3), Recompute(filter={}), Offload(filter={}, ahead=2)]),
-    "dropout": lambda: steps(Spec(("dropout", "attention"), (0, 1)), 6, one_f_one_b(2, 3)),
-    "batch norm": lambda: steps(Spec(("batchnorm", "linear"), (0, 1)), 6, one_f_one_b(2, 3)),
-    "sums over the whole batch": lambda: steps(Spec(("synced", "linear", "synced"), (0, 1, 1)), 8, [
+# Name -> a function that returns the program for a device.
+PROGRAMS: dict[str, Callable[[torch.device], Program]] = {
+    "GPipe, 4 stages": lambda d: steps(CHAIN, 8, gpipe(4, 2), device=d),
+    "1F1B, 2 stages": lambda d: steps(PAIR, 6, one_f_one_b(2, 3), device=d),
+    "1F1B, 4 stages": lambda d: steps(CHAIN, 8, one_f_one_b(4, 4), device=d),
+    "interleaved": lambda d: steps(CHAIN, 8, interleaved_one_f_one_b(4, 4, 2), device=d),
+    "zero bubble": lambda d: steps(PAIR, 6, zero_bubble(2, 3), device=d),
+    "zero bubble, H2": lambda d: steps(PAIR, 6, zb_h2(2, 3), device=d),
+    "ZBV": lambda d: steps(CHAIN, 8, zbv(4, 4), device=d),
+    "DualPipeV": lambda d: steps(CHAIN, 8, dualpipev(4, 4), device=d),
+    "replicas": lambda d: replicated(d),
+    "ZeRO-1": lambda d: replicated(d, "shard_optimizer"),
+    "ZeRO-2": lambda d: replicated(d, "shard_grads"),
+    "ZeRO-3": lambda d: replicated(d, "shard_params"),
+    "ZeRO-3, float32 sums": lambda d: replicated(d, "shard_params", reduce_dtype="float32"),
+    "accumulated over 3 batches": lambda d: replicated(d, accumulated=3),
+    "ZeRO-1, accumulated": lambda d: replicated(d, "shard_optimizer", accumulated=2),
+    "accumulated over sizes": lambda d: sizes_of(d, Spec(("linear", "residual"), (0, 0)), (8, 4)),
+    "experts": lambda d: experts(d),
+    "experts, ZeRO-2": lambda d: experts(d, shard_grads=True),
+    "tensors in two parts": lambda d: tensors(d, False),
+    "tensors and sequence": lambda d: tensors(d, True),
+    "second passes": lambda d: steps(PAIR, 6, [*one_f_one_b(2, 3), Recompute(filter={})], device=d),
+    "stored on the host": lambda d: steps(PAIR, 6, [*one_f_one_b(2, 3), Offload(filter={}, ahead=1)], device=d),
+    "second passes stored": lambda d: steps(PAIR, 6,
+        [*zero_bubble(2, 3), Recompute(filter={}), Offload(filter={}, ahead=2)], device=d),
+    "dropout": lambda d: steps(Spec(("dropout", "attention"), (0, 1)), 6, one_f_one_b(2, 3), device=d),
+    "batch norm": lambda d: steps(Spec(("batchnorm", "linear"), (0, 1)), 6, one_f_one_b(2, 3), device=d),
+    "sums over the whole batch": lambda d: steps(Spec(("synced", "linear", "synced"), (0, 1, 1)), 8, [
         Split(filter={}, dim_name="MB", num_microbatches=2),
-        *(Place(filter={"PP": i}, devices=list(g)) for i, g in enumerate(GROUPS)), _both()]),
-    "metric objects": lambda: steps(Spec(("scored", "scored"), (0, 1)), 6, one_f_one_b(2, 3)),
+        *(Place(filter={"PP": i}, devices=list(g)) for i, g in enumerate(GROUPS)), _both()], device=d),
+    "metric objects": lambda d: steps(Spec(("scored", "scored"), (0, 1)), 6, one_f_one_b(2, 3), device=d),
 }  # fmt: skip
 
 
@@ -187,7 +206,7 @@ def main() -> None:
     print(f"{'program':<28} {'devices':>7} {'orders':>7} {'differences':>12} {'ms/order':>9}")
     total = 0
     for name, make in chosen.items():
-        batches, held = make()
+        batches, held = make(CPU)
         expected, start, found = run_steps(batches, held, None), time.perf_counter(), []
         for over in ("devices", "one device"):
             found += [

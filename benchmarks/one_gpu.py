@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import re
 import statistics
 import sys
 import time
@@ -60,24 +61,32 @@ class Trained(Module):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
+def trained(
+    module: L.LightningModule, batches: list[Any], strategy: Any, device: torch.device, **options: Any
+) -> Clock:
+    """Fit a module, one step for each batch. `options` are further arguments of the Trainer."""
+    clock = Clock(device)
+    trainer = L.Trainer(
+        accelerator=device.type,
+        devices=1,
+        strategy=strategy,
+        max_steps=len(batches),
+        callbacks=[clock],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    return clock
+
+
 def under(strategy: Callable[[], Any]) -> Callable[[Config, int, torch.device], Clock]:
     """Return a function that runs a fit with this strategy."""
 
     def fit(c: Config, steps: int, device: torch.device) -> Clock:
-        clock = Clock(device)
-        trainer = L.Trainer(
-            accelerator=device.type,
-            devices=1,
-            strategy=strategy(),
-            max_steps=steps,
-            callbacks=[clock],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        trainer.fit(Trained(c), DataLoader([batch(c, i, SEQUENCES) for i in range(steps)], batch_size=None))  # type: ignore[arg-type]
-        return clock
+        return trained(Trained(c), [batch(c, i, SEQUENCES) for i in range(steps)], strategy(), device)
 
     return fit
 
@@ -121,13 +130,15 @@ SYSTEMS: dict[str, Callable[[Config, int, torch.device], Clock]] = {
 }
 
 
-def measured(steps: int, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Yield the measurements of each system, one after the other.
+def measured(steps: int, device: torch.device, systems: str = "") -> Iterator[dict[str, Any]]:
+    """Yield the measurements of each system whose name matches the pattern `systems`, and of plain Lightning.
 
     A captured step is traced again at batches 1, 2, 4, 8 ..., which the median of twenty steps does not show.
     """
     losses: list[float] = []
     for name, run in SYSTEMS.items():
+        if losses and not re.search(systems, name):
+            continue
         if device.type != "cpu":
             torch.accelerator.empty_cache()
         clock = run(SMALL if device.type == "cpu" else LARGE, steps + WARM_UP, device)
@@ -148,6 +159,7 @@ def main() -> None:
     parser.add_argument(
         "--json", action="store_true", help="an object a line on the standard output, and nothing else"
     )
+    parser.add_argument("--systems", default="", help="a pattern of the first column (default: all systems)")
     options = parser.parse_args()
     if not options.device and not torch.accelerator.is_available():
         print(f"skipped: torch {torch.__version__} finds no accelerator here", file=sys.stderr)
@@ -158,7 +170,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     if not options.json:
         print(f"{'':46} {'ms':>9} {'peak MB':>9} {'loss':>9}")
-    for row in measured(options.steps, device):
+    for row in measured(options.steps, device, options.systems):
         shown = f"{row['name']:46} {row['ms']:9.1f} {row.get('peak', float('nan')):9.1f} {row['loss']:9.1e}"
         print(json.dumps(row) if options.json else shown, flush=True)
 

@@ -50,7 +50,7 @@ def plain_loop(compiled: piper.Compiled, params: dict[str, Tensor], batch: Tenso
             args += [params[name].detach() for name in interface.params]
             args += [batch[chunk.slice.start : chunk.slice.stop] for _ in interface.batch]
             if interface.seeds_gradient:
-                args.append(torch.tensor(len(chunk.slice) / dag.size))
+                args.append(torch.tensor(len(chunk.slice) / dag.size, device=batch.device))
             calls.append((code.run, args))
             flat = iter(code.run(list(args)))
             for i, specs in enumerate(code.outputs):

@@ -14,7 +14,7 @@ from dataclasses import replace
 from unittest import mock
 
 import torch
-from accelerator import PROGRAMS, Program
+from accelerator import CPU, PROGRAMS, Program
 
 from lightning_piper.accelerators.communicators import Issued
 from lightning_piper.accelerators.simulated_device import Host, Stream
@@ -195,7 +195,7 @@ def main() -> None:
     print(f"{'fault':<46} {'program':<24} {'sites':>5} {'by the check':>12} {'run':>4} {'by running':>10}")
     rows = missed = 0
     for name in CHOSEN:
-        program = PROGRAMS[name]()
+        program = PROGRAMS[name](CPU)
         expected = run_steps(*program, None)
         for kind, (where, edit) in PLANS.items():
             every = list(mutants(program, where, edit))
@@ -216,7 +216,7 @@ def main() -> None:
                 flush=True,
             )
     for kind, (name, over, patch) in EXECUTORS.items():
-        program = PROGRAMS[name]()
+        program = PROGRAMS[name](CPU)
         expected = run_steps(*program, None)
         with patch():  # An exception is not a find: the fault could not be seeded.
             caught = first_difference(*program, ORDERS, over, expected=expected) is not None
