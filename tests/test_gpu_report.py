@@ -10,14 +10,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.gpu import report
+from lightning_piper.testing.simulated import Batch, Values
+from tests.gpu import equality, report
 from tests.gpu.report import Budget, Part, Report, Row, parts, row_of, run_parts, table, write
 
+CPU = torch.device("cpu")
 SYSTEMS = [
     {"name": "Lightning", "ms": 12.345, "loss": 0.0, "peak": 1000.0},
     {"name": "ours", "ms": 11.0, "tokens/s": 9.0, "outcome": "failed", "said": "far|off"},
@@ -213,3 +216,48 @@ def test_make_gpu_refuses_before_it_installs_anything(tmp_path: Path) -> None:
         timeout=60,
     )
     assert done.returncode and "finds no NVIDIA GPU here" in done.stderr and not (tmp_path / "venv").exists()
+
+
+def wrong(batches: Sequence[Batch], tensors: Values) -> list[Values]:
+    """Runs with one parameter that is a little larger."""
+    name = next(iter(tensors))
+    return equality.outcomes(batches, {**tensors, name: tensors[name] + 1e-6}, CPU)
+
+
+def test_other_bits_of_a_late_run_are_a_failure() -> None:
+    right = equality.late_runs(CPU, None)[:1]
+    assert "outcome" not in equality.compared("1F1B, 2 stages", CPU, right)
+    row = equality.compared("1F1B, 2 stages", CPU, [*right, wrong])
+    assert row["outcome"] == "failed" and str(row["said"]).startswith("late run 1: device 0: ")
+    assert row["runs with other bits"] == 1
+
+
+def test_the_distance_is_relative_and_sees_nan() -> None:
+    one, two = torch.tensor([1000.0, 0.0]), torch.tensor([1000.0, 1.0])
+    assert equality.distance([{"x": one}], [{"x": one}]) == 0
+    assert equality.distance([{"x": one}], [{"x": two}]) == 1e-3
+    assert equality.distance([{"x": one}], [{"x": one / 0}]) == float("inf")
+
+
+@pytest.mark.long
+def test_the_measured_memory_is_the_predicted_memory() -> None:
+    """Recomputation and offload lower both."""
+    from benchmarks.gpu import recomputation
+
+    rows = {row["name"]: row for row in recomputation.measured(CPU)}
+    assert all(0.99 < float(row["measured / predicted"]) < 1.01 for row in rows.values())  # type: ignore[arg-type]
+    kept = rows.pop("all values kept")["measured MB"]
+    assert all(row["measured MB"] < 0.7 * kept for row in rows.values())  # type: ignore[operator]
+
+
+@pytest.mark.long
+def test_memory_grows_with_the_stages_as_predicted() -> None:
+    """With plain data parallelism, a stage takes more than twice as much memory as with ZeRO-3."""
+    pytest.importorskip("transformers", minversion="5.0")
+    from benchmarks.gpu import memory
+
+    found, predicted = memory.peaks(3, CPU)
+    slopes = [(values[2] - values[1]) / 4 for values in (found, predicted)]
+    assert slopes[0] == pytest.approx(slopes[1], abs=0.05)
+    plain, _ = memory.peaks(0, CPU)
+    assert (plain[2] - plain[1]) / 4 > 2 * slopes[0]

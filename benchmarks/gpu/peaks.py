@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ def peak_with(device: torch.device, build: Callable[[], Callable[[int], Any]]) -
         device: The device whose memory counts.
         build: Allocates tensors, and returns a function that runs a step with a seed.
     """
+    gc.collect()  # otherwise tensors of earlier measurements may be freed in this one
     if device.type == "cpu":
         return peak_of(build) * MB
     torch.accelerator.empty_cache()
@@ -32,6 +34,7 @@ def peak_with(device: torch.device, build: Callable[[], Callable[[int], Any]]) -
 
 def growth_in(device: torch.device, step: Callable[[], Any]) -> int:
     """Return the peak bytes during a step, counted from before the step."""
+    gc.collect()
     if device.type == "cpu":
         return growth_of(step)
     torch.accelerator.synchronize(device)

@@ -7,6 +7,7 @@ own. So it runs here with the whole model as its only stage.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -143,6 +144,7 @@ def measured(device: torch.device) -> Iterator[dict[str, object]]:
         if device.type == "cpu" and name == COMPILED:
             yield {"name": name, "outcome": "skipped", "said": "only on a GPU, because it takes minutes here"}
             continue
+        gc.collect()  # a Trainer and its model refer to each other
         if device.type != "cpu":
             torch.accelerator.empty_cache()
         try:
