@@ -404,6 +404,31 @@ def batches_ahead(trainer: pl.Trainer) -> int:
     return len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
 
 
+def draws_ahead(trainer: pl.Trainer) -> bool:
+    """Return whether the fit draws each batch before the step of the previous batch, because the number of batches
+    is not known."""
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    return getattr(fetcher, "prefetch_batches", 0) > 0 and fetcher.length is None
+
+
+def begin_next_epoch(trainer: pl.Trainer) -> None:
+    """Count the batches of the next epoch from 0, if the fit resumes from a checkpoint that was saved after the
+    last batch of an epoch, before the epoch's end. Call it in `on_train_start`.
+
+    Lightning does this only for loaders whose number of batches is known.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    progress = loop.batch_progress
+    known = trainer.fit_loop.max_batches != float("inf")
+    if known or not loop.restarted_on_train_batch_end or not progress.is_last_batch:
+        return
+    progress.reset_on_run()
+    progress.current.completed = -1  # Lightning adds 1 for the last batch
+    loop.scheduler_progress.reset_on_run()
+    loop.automatic_optimization.optim_progress.reset_on_run()
+    loop.val_loop.batch_progress.total.reset()
+
+
 def before_fetches(trainer: pl.Trainer, call: Callable[[], object]) -> None:
     """Call a function before the fit draws a batch, from now on."""
     fetcher: Any = trainer.fit_loop._data_fetcher

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import lightning_piper as piper
+from lightning_piper.strategy.loading import loaders
 from tests.distributed.processes import launch_trainings
 from tests.strategy.middle_of_epoch import How, fit, on_processes, samples, together
 
@@ -146,6 +147,36 @@ def test_as_many_replicas_continue_at_their_own_states(name, tmp_path):
     assert samples(second, 1) == list(range(LENGTH))
 
 
+@pytest.mark.parametrize("name", [name for name in CASES if name != "a stream with a length"])
+def test_after_the_last_batch_of_an_epoch_the_next_epoch_is_whole(name, tmp_path):
+    how = CASES[name]
+    batches = sum(len(seen) for seen in together(how, LENGTH, tmp_path / "whole")[0].module.seen.values())
+    first = together(how, LENGTH, tmp_path / "first", batches)
+    second = together(how, LENGTH, tmp_path / "second", path=first[0].path, epochs=3)
+    assert samples(first) == samples(second, 1) == samples(second, 2) == list(range(LENGTH))
+    assert second[0].module.indices == [*range(batches)] * 2
+
+
+@pytest.mark.parametrize(
+    "name", ["a stateful data set in workers", "Hugging Face, shards", "Hugging Face, workers"]
+)
+def test_an_epoch_that_a_limit_ends_is_over(name, tmp_path):
+    how, limit = CASES[name], {"limit_train_batches": 3}
+    whole = together(how, LENGTH, tmp_path / "whole", epochs=2, **limit)
+    first = together(how, LENGTH, tmp_path / "first", 3, **limit)
+    second = together(how, LENGTH, tmp_path / "second", path=first[0].path, epochs=2, **limit)
+    assert [each.module.seen[1] for each in second] == [each.module.seen[1] for each in whole]
+    assert set(second[0].module.seen) == {1}
+
+
+def test_the_state_of_an_epoch_that_a_limit_ends_would_continue_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(loaders, "at_epoch_end", lambda loader, state: state)
+    how, limit = CASES["Hugging Face, shards"], {"limit_train_batches": 3}
+    first = together(how, LENGTH, tmp_path / "first", 3, **limit)
+    second = together(how, LENGTH, tmp_path / "second", path=first[0].path, epochs=2, **limit)
+    assert set(samples(second, 1)).isdisjoint(samples(first))
+
+
 class Epochs(L.Callback):
     """Gives a stream another order in each epoch, as the documentation of datasets says."""
 
@@ -170,6 +201,16 @@ def test_a_stream_continues_in_a_later_epoch(tmp_path):
 def test_a_shuffle_buffer_warns(tmp_path):
     with pytest.warns(UserWarning, match=r"samples in the shuffle buffer .*PIPER-W029"):
         together(Streamed(buffer=8), LENGTH, tmp_path, 5)
+
+
+@pytest.mark.filterwarnings("ignore:a checkpoint is in the middle")
+def test_a_stream_that_is_empty_after_a_resume_is_whole_in_the_next_epoch(tmp_path):
+    """All samples that are left were in the shuffle buffer."""
+    how = Streamed(buffer=8)
+    first = together(how, LENGTH, tmp_path / "first", 22)
+    second = together(how, LENGTH, tmp_path / "second", path=first[0].path, epochs=2)
+    assert len(samples(first)) == 44 and samples(second) == []
+    assert samples(second, 1) == list(range(LENGTH))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ replicas.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from functools import partial
 
@@ -11,10 +12,11 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import lightning_piper as piper
-from tests.strategy.middle_of_epoch import How, Seeing, fit, samples, together
+from tests.strategy.middle_of_epoch import How, Numbers, Seeing, fit, samples, together
 
 S = StatefulDataLoader
 CASES = {
@@ -208,3 +210,53 @@ class Validated(L.Callback):
     def on_validation_start(self, trainer, module):
         if not trainer.sanity_checking:
             self.indices.append(module.indices[-1])
+
+
+class Learning(Sampler):
+    """Draws sample by sample. It never ends, and each sample depends on what was drawn and trained before."""
+
+    def __init__(self, ends=False):
+        self.trained, self.ends, self.asked = 0, ends, 0
+
+    def __len__(self):
+        return LENGTH
+
+    def __iter__(self):
+        for number in itertools.count():
+            if self.ends and number == LENGTH:
+                return
+            self.asked += 1
+            yield (number + 7 * self.trained) % LENGTH
+
+    def note(self, *args):
+        self.trained += 1
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_sampler_draws_when_a_sample_is_needed(ends, tmp_path):
+    """As with a plain Trainer, until a checkpoint has the order of the epoch."""
+    sampler, how = Learning(ends), How()
+    after = L.pytorch.callbacks.LambdaCallback(on_train_batch_end=sampler.note)
+    make = lambda: DataLoader(Numbers(LENGTH), batch_size=2, sampler=sampler)  # noqa: E731
+    found = fit(how, make, tmp_path, more=[after], epochs=1).module.seen[0]
+    assert found == [
+        [(i + 7 * (i // 2)) % LENGTH, (i + 1 + 7 * (i // 2)) % LENGTH] for i in range(0, LENGTH, 2)
+    ]
+    assert sampler.asked == LENGTH
+    sampler.trained = 0
+    first = fit(how, make, tmp_path, more=[after], stop=5)
+    rest = fit(how, make, tmp_path, path=first.path).module.seen[0]
+    drawn = [(i + 7 * (i // 2)) % LENGTH if i < 10 else (i + 7 * 4) % LENGTH for i in range(LENGTH)]
+    assert [
+        sample for batch in first.module.seen[0] + rest for sample in batch
+    ] == drawn  # the checkpoint was saved before the fifth `note`
+
+
+class Wrapping(DataLoader):
+    def __iter__(self):
+        yield from super().__iter__()
+
+
+def test_a_loader_whose_batches_are_not_counted_says_so(tmp_path):
+    with pytest.warns(UserWarning, match=r"Wrapping has its own __iter__, .*PIPER-W029"):
+        fit(How(), lambda: Wrapping(Numbers(LENGTH), batch_size=2), tmp_path, stop=4)

@@ -1,8 +1,11 @@
-"""The only module that uses private names of Hugging Face's datasets, tested with datasets 5.
+"""The only module that uses private names of Hugging Face's datasets, tested with datasets 5, and of torchdata's
+`StatefulDataLoader`, tested with torchdata 0.11.
 
 - `IterableDataset._ex_iterable`: the source of the examples. A source has other sources in `ex_iterable` or
   `ex_iterables`. `BufferShuffledExamplesIterable` is a shuffle buffer, whose examples are not in its state.
 - `IterableDataset.load_state_dict` only keeps the state. Each iteration of the same epoch number begins at it.
+- A state of a `StatefulDataLoader` whose `_iterator_finished` is true is that of an iteration that has ended. The
+  next iteration then begins at the first sample.
 """
 
 from __future__ import annotations
@@ -30,6 +33,15 @@ def forget_state(dataset: Any) -> None:
     iteration continues. Other data sets stay unchanged."""
     if _is_stream(dataset):
         dataset.load_state_dict(None)
+
+
+def at_epoch_end(loader: object, state: Any) -> Any:
+    """Return a loader's state for the next epoch, if an epoch ends with this state, such as at
+    `limit_train_batches`. Return None if the loader then needs no state."""
+    kind = type(loader)
+    if not kind.__module__.startswith("torchdata.") or not isinstance(state, dict):
+        return state
+    return None if _is_stream(getattr(loader, "dataset", None)) else {**state, "_iterator_finished": True}
 
 
 def _is_stream(dataset: object) -> bool:

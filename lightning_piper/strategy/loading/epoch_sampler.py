@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,6 +42,7 @@ class EpochSampler(Sampler[int]):
         self.own, self.replicas, self.replica = own, replicas, replica
         self._start: Position | None = None
         self._resumed: Position | None = None
+        self._drawn: _Drawn | None = None  # the current iteration, if only the sampler knows its order
 
     def __len__(self) -> int:
         return len(self.own)
@@ -48,18 +50,21 @@ class EpochSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         if self._resumed is not None:
             return self._left(self._resumed)
-        order = _order_of(self.own)
-        if order is not None:
-            self._start = Position(order)
-            return iter(self.own)
-        samples = list(self.own)
-        order = _listed(self.own, samples)
+        order, self._drawn = _order_of(self.own), None
         self._start = None if order is None else Position(order)
-        return iter(samples)
+        if order is not None:
+            return iter(self.own)
+        if isinstance(self.own, DistributedSampler):  # has drawn all samples for all replicas
+            samples = list(self.own)
+            order = _listed(self.own, samples)
+            self._start = None if order is None else Position(order)
+            return iter(samples)
+        self._drawn = _Drawn(self.own)
+        return self._drawn.samples()
 
     def _left(self, position: Position) -> Iterator[int]:
         # A loader may make iterators that it does not use. So the position is taken with the first sample.
-        self._start, self._resumed = position, None
+        self._start, self._resumed, self._drawn = position, None, None
         yield from position.share(self.replicas, self.replica, self.drops)
 
     def set_epoch(self, epoch: int) -> None:
@@ -69,7 +74,11 @@ class EpochSampler(Sampler[int]):
     @property
     def start(self) -> Position | None:
         """The position at which the current iteration has begun, or will begin after `resume`. None before the
-        first iteration, and for samples that are not integers."""
+        first iteration, and for samples that are not integers. A sampler of the user's draws the rest of its order
+        now."""
+        if self._drawn is not None:
+            order, self._drawn = _listed(self.own, self._drawn.whole()), None
+            self._start = None if order is None else Position(order)
         return self._start if self._resumed is None else self._resumed
 
     @property
@@ -95,6 +104,33 @@ class EpochSampler(Sampler[int]):
     def forget(self) -> None:
         """Begin the next iteration with the loader's own sampler, at its first sample."""
         self._resumed = None
+
+
+class _Drawn:
+    """An iteration of a sampler that draws its order sample by sample, perhaps from what it learns meanwhile.
+
+    Args:
+        sampler: The sampler, which has a length.
+    """
+
+    def __init__(self, sampler: Any) -> None:
+        self._found: list[Any] = []
+        self._own, self._length = iter(sampler), len(sampler)
+
+    def samples(self) -> Iterator[Any]:
+        """Yield the samples. A sample is drawn when it is needed, unless `whole` has drawn it."""
+        for at in itertools.count():
+            if at == len(self._found):
+                drawn = list(itertools.islice(self._own, 1))
+                if not drawn:
+                    return
+                self._found += drawn
+            yield self._found[at]
+
+    def whole(self) -> list[Any]:
+        """Return all samples of the epoch. A sampler that never ends has as many as its length."""
+        self._found += itertools.islice(self._own, max(0, self._length - len(self._found)))
+        return self._found[:]
 
 
 def epoch_sampler(loader: object) -> EpochSampler | None:

@@ -25,7 +25,7 @@ from lightning_piper.common.units import counted
 from lightning_piper.errors import PiperError
 from lightning_piper.processes.world import World
 from lightning_piper.strategy import _lightning
-from lightning_piper.strategy.loading._datasets import forget_state, has_shuffle_buffer
+from lightning_piper.strategy.loading._datasets import at_epoch_end, forget_state, has_shuffle_buffer
 from lightning_piper.strategy.loading.data import drawn_length
 from lightning_piper.strategy.loading.epoch_order import Position
 from lightning_piper.strategy.loading.epoch_sampler import EpochSampler, epoch_sampler, problem_of
@@ -219,16 +219,18 @@ class Loaders:
                 f"this fit has {len(loaders)}. Resume with the same loaders, or from a checkpoint at the end "
                 "of an epoch [PIPER-K012]"
             )
+        if self._content is not None and not self._content["running"]:
+            _lightning.begin_next_epoch(trainer)
         self._content = None
         stateful = [
             each for each in loaders if epoch_sampler(each) is None and isinstance(each, _lightning.Stateful)
         ]
         if stateful:
             # A batch may be drawn before the step of the previous batch, or wait for an update.
-            ahead = _lightning.batches_ahead(trainer)
+            ahead, begun = _lightning.batches_ahead(trainer), _lightning.draws_ahead(trainer)
             self._states = deque([None] * ahead, maxlen=2 + ahead + trainer.accumulate_grad_batches)
             _lightning.before_fetches(trainer, lambda: self._states.append(_states(loaders)))
-            for loader in stateful if ahead else ():  # their iterations have begun
+            for loader in stateful if begun else ():  # also if a state had no batch left
                 forget_state(getattr(loader, "dataset", None))
 
     def remember(self) -> None:
@@ -250,6 +252,8 @@ class Loaders:
         states = _states(loaders) if back == 0 or back > len(self._states) else self._states[-back]
         if states is None:
             states = [None] * len(loaders) if self._local is None else self._local["states"]
+        if counts.processed > 0 and not running:
+            states = [at_epoch_end(*pair) for pair in zip(loaders, states, strict=True)]
         entries = [
             self._entry(loader, None if count is None else count - back, running)
             for loader, count in zip(loaders, given, strict=True)
@@ -267,7 +271,10 @@ class Loaders:
             return {"problem": f"its training loader {type(loader).__name__} does not have a state_dict"}
         if sampler.start is None:
             return {"problem": f"the samples of its {type(sampler.own).__name__} are not integers"}
-        if given is None or given < 0:
+        if given is None:
+            kind = type(loader).__name__
+            return {"problem": f"its training loader {kind} has its own __iter__, which Piper cannot count"}
+        if given < 0:
             return {
                 "problem": "one of its training loaders began a new pass while gradients were accumulated"
             }
