@@ -9,9 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torch.fx import Node
 
+from lightning_piper.capture import as_before
+from lightning_piper.capture.torch_private import _torch
 from lightning_piper.common.units import counted
 from lightning_piper.errors import ExecutionError, PiperError
 from lightning_piper.ops.instruction import Instruction
@@ -96,8 +99,9 @@ def run_compared(
 
 
 def compare_uncaptured(step: Callable[[], Any], module: nn.Module, world: World) -> None:
-    """Run an uncaptured step twice, forward and backward, and compare all bits of the loss, the gradients and
-    the buffers. Buffers, gradients and the random numbers of torch stay as they were. Collective.
+    """Run an uncaptured step twice, forward and backward, and compare all bits of the loss, the logged values, the
+    gradients and the buffers. The module, its gradients, logged values and random numbers stay as they were.
+    Collective.
 
     Raises:
         ExecutionError: Both runs gave different bits on any process; raised on every process.
@@ -110,7 +114,13 @@ def compare_uncaptured(step: Callable[[], Any], module: nn.Module, world: World)
             "[PIPER-S002]"
         )
     first, second = (_uncaptured(step, module, world.device) for _ in range(2))
-    _compare(first, second, world, module)
+    _compare(
+        first,
+        second,
+        world,
+        module,
+        "Let no code of the step depend on the time or on unseeded random numbers, or pass",
+    )
 
 
 _GRADIENT = "the gradient of "
@@ -144,33 +154,83 @@ def _uncaptured(step: Callable[[], Any], module: nn.Module, device: torch.device
     params = {name: x for name, x in module.named_parameters() if x.requires_grad}
 
     def see(
-        name: str, inputs: Sequence[torch.Tensor], value: Any, _: Any, order: int, text: Callable[[], str]
+        name: str,
+        inputs: Sequence[torch.Tensor],
+        value: Any,
+        arguments: Any,
+        order: int,
+        text: Callable[[], str],
     ) -> None:
-        found.operations[order, name] = _Operation(order, text(), digest(inputs), digest(tensors_in(value)))
+        numbers = [
+            x for x in _torch.tree_leaves(arguments) if isinstance(x, bool | int | float | complex | str)
+        ]
+        read = digest(inputs) + repr(numbers).encode()
+        found.operations[order, name] = _Operation(order, text(), read, digest(tensors_in(value)))
 
-    with _kept(module, device):
+    with _kept(module, device), _logs_noted(module) as logged:
         loss, grads = WatchedUncaptured(see).run(step, list(params.values()))
         if loss is not None:
             given = {name: x for name, x in zip(params, grads, strict=True) if x is not None}
             found.results = _results(StepResult(given, loss.detach()), dict(module.named_buffers()))
+        found.results |= {f"the logged value {name!r}": bits for name, bits in logged.items()}
     return found
 
 
 @contextmanager
 def _kept(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Give buffers and the state of torch's random numbers back at the end."""
-    before = [(x, x.detach().clone()) for x in module.buffers()]
-    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device.type):
+    """At the end, restore the state that a run of the step changes, so that the next run reads the same values.
+
+    This is the state of the module (parameters, buffers, other tensors, Python objects) and of random numbers.
+    """
+    stores = [
+        (store, dict(store)) for part in module.modules() for store in (part._parameters, part._buffers)
+    ]
+    tensors = {
+        id(x): x
+        for part in module.modules()
+        for x in _torch.tree_leaves([part._parameters, part._buffers, vars(part)])
+        if isinstance(x, torch.Tensor) and x.layout == torch.strided and not x.is_meta
+    }
+    before = [(x, x.detach().clone()) for x in tensors.values()]
+    random = torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device.type)
+    with random, isolate_rng(include_cuda=False), as_before(module):
         try:
             yield
         finally:
+            for store, kept in stores:
+                store.update(kept)
             with torch.no_grad():
                 for x, old in before:
-                    x.copy_(old)
+                    if digest([x]) != digest([old]):
+                        x.copy_(old)
 
 
-def _compare(first: _Run, second: _Run, world: World, module: nn.Module) -> None:
+@contextmanager
+def _logs_noted(module: nn.Module) -> Iterator[dict[str, bytes]]:
+    """In this context, the module's `log` notes digests of values by their names, and logs nothing. The Trainer
+    logs the values of the run that trains."""
+    found: dict[str, bytes] = {}
+
+    def log(name: str, value: Any, *_: Any, **__: Any) -> None:
+        if isinstance(value, torch.Tensor | bool | int | float):
+            found[name] = digest([torch.as_tensor(value)])
+
+    logging = [part for part in module.modules() if hasattr(type(part), "log_dict")]
+    for part in logging:
+        vars(part)["log"] = log
+    try:
+        yield found
+    finally:
+        for part in logging:
+            vars(part).pop("log", None)
+
+
+def _compare(first: _Run, second: _Run, world: World, module: nn.Module, fix_of_inputs: str = "Pass") -> None:
     """Compare two runs on all processes. Collective.
+
+    Args:
+        fix_of_inputs: The beginning of the advice if no operation alone is the cause, because the first that
+            differs read different values.
 
     Raises:
         ExecutionError: They differ on any process.
@@ -197,7 +257,7 @@ def _compare(first: _Run, second: _Run, world: World, module: nn.Module) -> None
             "Its operations, run one after another, gave the same bits twice, so the difference comes from the "
             "order in which the plan runs them, or from an exchange"
         )
-    fix = "Replace the operation, or pass" if cause is not None and cause[0] == 0 else "Pass"
+    fix = "Replace the operation, or pass" if cause is not None and cause[0] == 0 else fix_of_inputs
     raise ExecutionError(
         f"PiperStrategy(verify='determinism'): two runs of step {module.global_step} gave different bits in {names[0]}"
         f"{more}. {why}. The optimizer has not applied these gradients. {fix} "

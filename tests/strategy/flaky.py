@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import random
+import time
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 import torch.nn.functional as F
+import torchmetrics
 from torch import nn
 
 import lightning_piper as piper
@@ -99,6 +104,54 @@ class Hidden(Net):
             return F.mse_loss(self.second(h), y)
 
 
+STATES: dict[str, Callable[[Any], float]] = {
+    "nothing": lambda module: 1.0,
+    "random": lambda module: random.random(),
+    "numpy": lambda module: float(np.random.rand()),
+    "generator": lambda module: float(torch.rand((), generator=module.generator)),
+    "numpy generator": lambda module: float(module.numbers.random()),
+    "count": lambda module: float(module.count),
+    "tensor": lambda module: float(module.total),
+}
+
+
+class Stateful(Net):
+    """Changes its state in each step, and reads a part of it.
+
+    Args:
+        state: A name of `STATES`; "time" for a number that never comes again, which the step reads, or
+            "logged", which it only logs.
+    """
+
+    def __init__(self, state: str) -> None:
+        super().__init__()
+        self.state, self.count, self.outputs, self.total = state, 0, [], torch.zeros(())
+        self.generator, self.numbers = torch.Generator().manual_seed(1), np.random.default_rng(1)
+        self.mean = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        self.count += 1
+        self.total += 1
+        number = STATES.get(self.state, lambda module: 1.0)(self)
+        h = self.drop(self.norm(self.first(x)))
+        h = h * (time.perf_counter_ns() if self.state == "time" else number)
+        loss = F.mse_loss(self.second(h), y)
+        self.outputs.append(loss.detach())
+        self.mean.update(loss.detach())
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        self.log("batches", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
+        self.log(
+            "noise",
+            flaky(loss.detach()) if self.state != "logged" else loss.detach() * time.perf_counter_ns(),
+        )
+        return loss
+
+    def drawn(self) -> tuple[Any, ...]:
+        """Draw a number from each generator."""
+        return random.random(), np.random.rand(), torch.rand((), generator=self.generator).item()
+
+
 def batches(number: int = 4) -> Batches:
     draw = torch.Generator().manual_seed(0)
     return Batches(
@@ -108,7 +161,7 @@ def batches(number: int = 4) -> Batches:
 
 def fit(strategy: Any, module: Net, **options: Any) -> tuple[L.Trainer, list[torch.Tensor]]:
     """Train four batches. Return the Trainer and the losses."""
-    torch.manual_seed(0)
+    L.seed_everything(0, verbose=False)
     with torch.no_grad():
         for x in module.parameters():
             x.copy_(torch.randn(x.shape))

@@ -12,7 +12,7 @@ import lightning_piper as piper
 from tests.distributed.processes import launch
 from tests.strategy import flaky
 from tests.strategy.fitting import local
-from tests.strategy.flaky import PROGRAMS, Buffered, Hidden, Net, fit
+from tests.strategy.flaky import PROGRAMS, Buffered, Hidden, Net, Stateful, fit
 
 LINE = r"\(\S+flaky\.py:\d+ \(h = flaky"
 pytestmark = pytest.mark.filterwarnings("ignore:Piper could not capture training_step")
@@ -100,3 +100,29 @@ def test_manual_optimization_is_refused():
     module.automatic_optimization = False
     with pytest.raises(piper.PiperError, match=r"manual optimization .* twice"):
         fit(piper.PiperStrategy(verify="determinism"), module)
+
+
+@pytest.mark.parametrize("state", flaky.STATES)
+def test_state_that_a_step_changes_is_not_a_difference(state):
+    """An uncaptured step that draws and counts in Python trains as without the check, and logs once."""
+    one, other = Stateful(state), Stateful(state)
+    found, _ = fit(STRATEGIES["uncaptured"](verify="determinism"), one)
+    drawn = one.drawn()
+    plain, _ = fit(STRATEGIES["uncaptured"](), other)
+    assert all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
+    assert found.callback_metrics == plain.callback_metrics and found.callback_metrics["batches"] == 4
+    assert one.count == other.count == 4 and len(one.outputs) == 4 and torch.equal(one.total, other.total)
+    assert drawn == other.drawn()
+
+
+def test_a_number_that_is_not_a_state_is_named():
+    error = stopped("uncaptured", Stateful("time"), step=0)
+    assert re.search(
+        r"operation that read different values is aten.mul\.Tensor \(\S+flaky\.py:\d+ \(h = h", error
+    )
+    assert "Let no code of the step depend on the time" in error
+
+
+def test_a_logged_value_is_compared():
+    error = stopped("uncaptured", Stateful("logged"), step=0)
+    assert "different bits in the logged value 'noise'. " in error

@@ -4,8 +4,8 @@
 - `IterableDataset._ex_iterable`: the source of the examples. A source has other sources in `ex_iterable` or
   `ex_iterables`. `BufferShuffledExamplesIterable` is a shuffle buffer, whose examples are not in its state.
 - `IterableDataset.load_state_dict` only keeps the state. Each iteration of the same epoch number begins at it.
-- A state of a `StatefulDataLoader` whose `_iterator_finished` is true is that of an iteration that has ended. The
-  next iteration then begins at the first sample.
+- With `_iterator_finished=True` in its state, the next iteration of a `StatefulDataLoader` begins at the first
+  sample.
 """
 
 from __future__ import annotations
