@@ -198,7 +198,7 @@ def _kept(module: nn.Module, device: torch.device) -> Iterator[None]:
             yield
         finally:
             for store, kept in stores:
-                store.update(kept)
+                store.update(kept)  # type: ignore[arg-type]
             with torch.no_grad():
                 for x, old in before:
                     if digest([x]) != digest([old]):
