@@ -57,12 +57,15 @@ class Board:
 
     def step(self, step: Mapping[str, Any]) -> None:
         """Log the figures of a recorded step. `step` is the content of its step file."""
-        values = scalars(step)
+        self.values(scalars(step), step["global_step"])
+
+    def values(self, values: Mapping[str, float], at: int) -> None:
+        """Log figures by name, at a global step."""
         for logger in self._loggers:
-            logger.log_metrics(values, step["global_step"])
+            logger.log_metrics(dict(values), at)
         if self._writer is not None:
             for name, value in values.items():
-                self._writer.add_scalar(name, value, step["global_step"])
+                self._writer.add_scalar(name, value, at)
 
     def schedule(self, planned: Simulation, measured: Simulation, at: int) -> None:
         """Log the planned and the measured schedule as images, at a global step."""

@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import torch
 from torch.optim import Optimizer
 
+from lightning_piper.accelerators import synchronize
 from lightning_piper.common.units import counted
 from lightning_piper.compiler import Compiled
 from lightning_piper.profile.board import Board
@@ -133,6 +134,22 @@ class Recording:
             self._steps.append(
                 _Step(prepared.compiled, number, self._trainer.global_step, self._begun, times)
             )
+
+    def exchange(self, run: Callable[[], int]) -> None:
+        """Run an exchange of local SGD. Rank 0 logs its seconds, which include the wait for the slowest replica, and
+        its bytes. Exchanges are logged in the whole fit, because they are rarer than the steps of a cycle.
+
+        Args:
+            run: Runs the exchange, and returns the bytes of the values that this process exchanges.
+        """
+        synchronize(self._world.device)
+        start = now()
+        nbytes = run()
+        synchronize(self._world.device)
+        if self._world.rank == 0:
+            self._board = self._board or Board(self._trainer, self.folder.parent)
+            values = {"piper/exchange_time": (now() - start) * SECOND, "piper/exchange_bytes": float(nbytes)}
+            self._board.values(values, self._trainer.global_step)
 
     def close(self) -> None:
         """Write the remaining steps at the end of the training. Warn if no step was recorded. Collective."""

@@ -282,13 +282,19 @@ class Rounds:
         """Whether the last update ended a round, and the next update begins a round."""
         return self._settings.is_due(0, self.steps)
 
+    @property
+    def is_due(self) -> bool:
+        """Whether a part is exchanged after the next update."""
+        return any(self._settings.is_due(part, self.steps + 1) for part in range(self._settings.parts))
+
     @torch.no_grad()
-    def after_update(self) -> None:
-        """Count an update of the inner optimizer, and exchange the parts that are due."""
+    def after_update(self) -> int:
+        """Count an update of the inner optimizer, and exchange the parts that are due. Return the bytes of the values
+        that this process exchanges, as they travel."""
         self.steps += 1
         due = {part for part in range(self._settings.parts) if self._settings.is_due(part, self.steps)}
         if not due:
-            return
+            return 0
         params, buffers = self._exchanged(due)
         for anchor, change in self._changes(params):
             anchor.grad = change
@@ -297,6 +303,7 @@ class Rounds:
         for anchor, param in params:
             param.copy_(anchor)
         self._average(buffers)
+        return sum(anchor.numel() * _itemsize(anchor.dtype) for anchor, _ in params + buffers)
 
     @torch.no_grad()
     def end(self) -> None:

@@ -326,7 +326,11 @@ class PiperStrategy(SavingStrategy):
         with self._times or contextlib.nullcontext():
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if isinstance(self.phase, Fitting) and self.phase.rounds is not None:
-            self.phase.rounds.after_update()
+            rounds, recording = self.phase.rounds, self.phase.fit.recording
+            if recording is not None and rounds.is_due:
+                recording.exchange(rounds.after_update)
+            else:
+                rounds.after_update()
         return result
 
     def _begin_eager(self, before: Standalone, captures: Sequence[Compiled], why: str) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -13,6 +16,8 @@ from torch import Tensor, nn
 
 import lightning_piper as piper
 from lightning_piper.compiler import Compiled
+from lightning_piper.profile import Schedule
+from lightning_piper.profile.recording import Recording
 from lightning_piper.simulate import Link, simulate
 
 
@@ -96,3 +101,30 @@ def test_the_step_is_that_of_the_simulation() -> None:
     cost = piper.LocalSGD(replicas=2, every=4).cost(program, step, Link())
     assert cost.step_time == step and cost.pauses == (0,)
     assert json.loads(json.dumps(cost.to_json()))["bytes_per_step"] == cost.bytes_per_step
+
+
+class Logger:
+    def __init__(self) -> None:
+        self.logged: list[tuple[int, dict[str, float]]] = []
+
+    def log_metrics(self, values: dict[str, float], step: int) -> None:
+        self.logged.append((step, values))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_recording_logs_exchanges(rank: int, tmp_path: Path) -> None:
+    """On rank 0 only. The time is that of the exchange."""
+    logger = Logger()
+    trainer: Any = SimpleNamespace(loggers=[logger], log_dir=str(tmp_path), global_step=7)
+    world: Any = SimpleNamespace(rank=rank, device=torch.device("cpu"))
+    recording = Recording(Schedule(), trainer, world, None)
+    started = time.perf_counter()
+    recording.exchange(lambda: 1234)
+    most = time.perf_counter() - started
+    if rank:
+        assert not logger.logged and not [*tmp_path.glob("events*")]
+        return
+    ((step, values),) = logger.logged
+    assert (step, values["piper/exchange_bytes"]) == (7, 1234)
+    assert 0 < values["piper/exchange_time"] < most
+    assert [*tmp_path.glob("events*")]
