@@ -363,7 +363,7 @@ class StepCode:
             raise CaptureError(
                 f"{key[1]} of region {self.regions[key[0]].label} has another structure for "
                 f"{counted(self.size, 'sample')} than for the size captured first. Name B instead of BI and BW in "
-                "orders, or choose microbatches of one size [PIPER-C012]"
+                "orders, or choose microbatches of another size [PIPER-C012]"
             )
         return self.split_passes[key]
 

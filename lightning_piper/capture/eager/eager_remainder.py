@@ -285,7 +285,7 @@ class EagerRemainder:
             if now
         ]
         if names:
-            raise PiperError(_changes(names[0], names[0] in own))
+            raise _changes(names[0], names[0] in own)
         if any(returned) or any(others):
             made = [(key, each) for key, found in self.returned.items() for each in found.trained]
             changed = {True: iter(returned), False: iter(others)}
@@ -385,7 +385,7 @@ class EagerRemainder:
                 if store.get(name) is not own.get(full, stand_in) or (
                     full in own and own[full].data_ptr() != data[full]
                 ):
-                    raise PiperError(_changes(full, full in parameters))
+                    raise _changes(full, full in parameters)
         finally:
             for store, name, tensor in kept:
                 store[name] = tensor
@@ -491,10 +491,10 @@ def _problem_of_log(name: str, value: Any, number: bool) -> str:
     )
 
 
-def _changes(name: str, is_parameter: bool) -> str:
-    """Return the error text for a change of a parameter or buffer in uncaptured code."""
+def _changes(name: str, is_parameter: bool) -> PiperError:
+    """Return the error for a change of a parameter or buffer in uncaptured code."""
     place = "" if is_parameter else "in a module whose call is captured (annotate_modules), or "
-    return (
+    return PiperError(
         f"training_step changes {name} in code that runs uncaptured, so the change would be repeated for each "
         f"microbatch. Change it {place}in a hook [PIPER-C003]"
     )

@@ -68,15 +68,13 @@ class PartlyCaptured(CapturedStep):
             failed = False
         self.calls = tuple(followed.followed.captured)
         if not self.calls:
-            raise CaptureError(
-                "training_step calls no module with annotated code"
-                + (
+            fix = ". Annotate modules that it calls (piper.annotate_modules)"
+            if failed:
+                fix = (
                     " before the code that cannot be captured. Move that code after the calls of annotated modules, or "
-                    "annotate a module that is called before it [PIPER-C022]"
-                    if failed
-                    else ". Annotate modules that it calls (piper.annotate_modules) [PIPER-C022]"
+                    "annotate a module that is called before it"
                 )
-            )
+            raise CaptureError(f"training_step calls no module with annotated code{fix} [PIPER-C022]")
         # The uncaptured code may read the parameters and buffers that belong to no captured call.
         owned = [name for name in self.canonical if not any(name in call.has for call in self.calls)]
         free = dict.fromkeys(self.canonical[name] for name in owned)
