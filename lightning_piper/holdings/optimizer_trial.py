@@ -21,6 +21,7 @@ from lightning_piper.holdings.optimizer_slices import only, own_step
 # In `reduced`: the size to which a large side becomes smaller, the size of other dimensions, and the number
 # of elements that a large parameter keeps at least.
 SIDE, FEW, LEAST = 128, 2, 8192
+ROUNDING = 1e-12  # smaller gradients count as zero
 AGAIN = "it runs the closure more than once"  # the error of a trial, by which callers recognize its cause
 
 
@@ -185,7 +186,8 @@ def run(
                 }
             seen.append(grads[number] if grads else given)
             _step(made, [(p, seen[-1][i]) for i, p in params.items()], apart)
-    moving = any(grad.any() for step in seen for grad in step.values())
+    # Gradients at right angles to a number are rounding, and too small to move it.
+    moving = any((grad.abs() > ROUNDING).any() for step in seen for grad in step.values())
     if moving and all(torch.equal(p, before[i]) for i, p in params.items()):
         raise RuntimeError("its steps changed none of the parameters")
     return TrialResult(

@@ -241,6 +241,22 @@ def test_a_copy_has_what_the_constructor_makes():
     assert torch.equal(copy.state[piece]["sum"], torch.full((5,), 0.3))
 
 
+class Still(optim.SGD):
+    """Changes nothing."""
+
+    def step(self, closure=None):
+        return None if closure is None else closure()
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3, 1)])
+def test_numbers_alone_are_tried(shape):
+    """No gradient is at right angles to a number, except zero and rounding, which move nothing."""
+    params = [nn.Parameter(torch.ones(shape, dtype=torch.float64))]
+    state_keys(optim.SGD(params, lr=1e-3), [params], CPU)
+    with pytest.raises(Untried, match="its steps changed none of the parameters"):
+        state_keys(Still(params), [params], CPU)
+
+
 def test_scalars_of_parameters_without_dimensions():
     """The sum of one number has the shape of a count of steps."""
     keys = keys_of(made(optim.AdamW, {}))
