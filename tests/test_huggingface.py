@@ -4,6 +4,7 @@ devices.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import lightning_piper as piper
+from lightning_piper.capture import capture
 from lightning_piper.errors import CaptureError
 from lightning_piper.huggingface import use_piper_experts
 
@@ -119,6 +121,21 @@ def test_computes_what_eager_experts_do(name: str) -> None:
     expected = results(model, weights)
     assert distance(expected, results(other, weights)) <= 1e-14
     assert distance(expected, results(other, weights.flip(1))) > 1e-3
+
+
+@pytest.mark.parametrize("implementation, refused", [("eager", True), ("batched_mm", False)])
+def test_eager_experts_are_refused_with_a_remedy(implementation: str, refused: bool) -> None:
+    model = qwen()
+    model.set_experts_implementation(implementation)
+    expected = (
+        pytest.raises(
+            CaptureError, match=r"by values\. Call model\.set_experts_implementation\('batched_mm'\)"
+        )
+        if refused
+        else contextlib.nullcontext()
+    )
+    with expected:
+        capture(Wrapped(model), torch.randint(16, (4, 6))).at(4)
 
 
 def test_trains_as_one_device_does() -> None:

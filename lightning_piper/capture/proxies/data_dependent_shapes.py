@@ -8,11 +8,14 @@ log, a number) raises an error that names the line of the selection.
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 
 from lightning_piper.accelerators.kinds import MOVES
 from lightning_piper.capture.torch_private import _torch
@@ -84,12 +87,14 @@ class DataDependentTensor:
     Attributes:
         function, args, kwargs: the call that returns it.
         where: the line of the user's code that selected elements.
+        remedy: what to do if the step uses the tensor.
     """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     where: str
+    remedy: str
 
     def __init__(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], where: str
@@ -99,7 +104,7 @@ class DataDependentTensor:
         args, kwargs = _torch.tree_unflatten(
             [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in leaves], tree
         )
-        self.__dict__.update(function=function, args=args, kwargs=kwargs, where=where)
+        self.__dict__.update(function=function, args=args, kwargs=kwargs, where=where, remedy=_remedy())
 
     @classmethod
     def __torch_function__(
@@ -125,9 +130,7 @@ class DataDependentTensor:
         """
         raise CaptureError(
             f"{self.where}: the result of {self._cause} depends on tensor values. They are only known when the step "
-            f"runs, but {needs} uses the result. Use "
-            "torch.where, a product with a mask or index_add instead, or move the computation to a hook. Passing the result "
-            "to a metric object or returning it is fine [PIPER-C002]"
+            f"runs, but {needs} uses the result. {self.remedy} [PIPER-C002]"
         )
 
     @property
@@ -157,6 +160,25 @@ class DataDependentTensor:
         __float__
     ) = __bool__ = refuse
     __iadd__ = __isub__ = __imul__ = __itruediv__ = __hash__ = __str__ = __format__ = refuse
+
+
+def _remedy() -> str:
+    """Return what to do if a capture does not support the running selection of elements."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
+        # `transformers` gives this attribute to experts whose implementation can be chosen.
+        if isinstance(caller, nn.Module) and hasattr(caller, "has_post_expert_norm"):
+            return (
+                "transformers selects the tokens of each expert by values. Call "
+                "model.set_experts_implementation('batched_mm'), or use_piper_experts(model) of "
+                "lightning_piper.huggingface"
+            )
+        frame = frame.f_back
+    return (
+        "Use torch.where, a product with a mask or index_add instead, or move the computation to a hook. Passing the result "
+        "to a metric object or returning it is fine"
+    )
 
 
 def _operator(name: str) -> Callable[..., DataDependentTensor]:
