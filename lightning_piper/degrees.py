@@ -238,14 +238,33 @@ class Degrees:
         assert module is not None
         stages = self._candidate(()).layout.stages
         if len(cut.names) < stages:
-            blocks = "1 block" if len(cut.names) == 1 else f"{len(cut.names)} blocks"
             raise PiperError(
-                f"degrees: {stages} stages, but {type(module).__name__} has only {blocks} that can be stages. "
-                f"Give fewer stages, or mark them with piper.annotate({TAG!r}, i) [PIPER-D023]"
+                f"degrees: {stages} stages, but {_too_few(cut, stages, type(module).__name__)} [PIPER-D023]"
             )
         hardware = Hardware.read(CPU if _device_of(module) == "cpu" else ACCELERATOR)
         work = analytic(module, batch, hardware, sizes_of(batch)[-1:], (), cut=cut)
         return even_cuts([_seconds(next(iter(block.work.values()))) for block in work.blocks], stages)
+
+
+def _too_few(cut: BlockCut, stages: int, name: str) -> str:
+    """Return why a module of this class name has fewer blocks than stages, and what to do."""
+    modules = [module for group in cut.groups for module in group]
+    joined = next((i for i, group in enumerate(cut.groups) if len(group) > 1), None)
+    if joined is None or len(modules) < stages:
+        return (
+            f"{name} has only {counted(len(cut.names), 'block')} that can be stages. Give fewer stages, or mark "
+            f"them with piper.annotate({TAG!r}, i)"
+        )
+    first, last = cut.groups[joined][0], cut.groups[joined][-1]
+    returns = (
+        "uses parameters outside of these modules"
+        if joined in cut.untagged
+        else "returns to a module after it has run another"
+    )
+    return (
+        f"Piper does not cut between {first!r} and {last!r} of {name} by itself, because the step {returns}. Mark "
+        f"the stages with piper.annotate({TAG!r}, i) or piper.annotate_modules"
+    )
 
 
 def requested_degrees(directives: Any, **fields: Any) -> Degrees | None:

@@ -262,11 +262,15 @@ class Misuse(Loop):
             mock.patch.object(
                 available_memory, "_free", return_value=0 if self.kind == "memory" else 1 << 30
             ),
-            piper.whole_module(self),
+            piper.whole_module(self.head if self.kind == "submodule" else self),  # type: ignore[arg-type]
             torch.no_grad(),
         ):
-            if self.kind == "changes":
+            if self.kind in ("changes", "restores"):
                 self.head[1].weight.mul_(2)
+            if self.kind == "changes data" and not self.trainer.is_global_zero:
+                self.head[1].weight.data *= 2
+            if self.kind == "restores":  # the control
+                self.head[1].weight.div_(2)
 
 
 class CachedLoop(Loop):

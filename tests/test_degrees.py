@@ -350,3 +350,49 @@ def test_microbatches_have_an_equal_part_for_each_replica() -> None:
         piper.DirectiveError, match=r"the batch has 7 samples, .*The first batch had 16.*drop_last=True"
     ):
         compiled.at(7)
+
+
+class Repeated(Net):
+    """Runs its blocks twice, first without gradients. If `outside` is set, it runs them once, between two uses of a
+    parameter outside of them."""
+
+    def __init__(self, outside: bool) -> None:
+        super().__init__(marked=False)
+        self.outside = nn.Parameter(torch.ones(8, dtype=torch.float64)) if outside else None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        if self.outside is None:
+            with torch.no_grad():
+                for block in self.blocks:
+                    x = block(x)
+            for block in self.blocks:
+                x = block(x)
+        else:
+            x = x * self.outside
+            for block in self.blocks:
+                x = block(x)
+            x = x * self.outside
+        return nn.functional.mse_loss(x, y)
+
+
+@pytest.mark.parametrize(
+    "module, message",
+    [
+        (Repeated(False), "because the step returns to a module after it has run another. Mark the stages"),
+        (Repeated(True), "because the step uses parameters outside of these modules. Mark the stages"),
+        (Net(marked=False), "Net has only 4 blocks that can be stages. Give fewer stages"),
+    ],
+)
+def test_too_few_blocks_for_the_stages(module: Net, message: str) -> None:
+    stages = 2 if isinstance(module, Repeated) else 8
+    with pytest.raises(piper.PiperError, match=message):
+        piper.parallel(pp=stages, module=module, batch=batch())
+
+
+def test_stages_of_repeated_modules_that_are_named() -> None:
+    """The remedy of the error."""
+    module = Repeated(False)
+    piper.annotate_modules(module, "PP", [["blocks.[0-1]"], ["blocks.[2-3]"]])
+    report = piper.verify(module, batch(), piper.parallel(pp=2, module=module, batch=batch()))
+    assert "verified" in str(report)

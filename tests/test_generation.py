@@ -143,11 +143,22 @@ def test_replicas_generate_texts_of_different_lengths(tmp_path, program, batches
 
 def test_errors_of_whole_module(tmp_path):
     line = r"piper\.whole_module at .*tests/generation\.py:\d+: "
-    for rank in launch_trainings(2, generation.misuse, tmp_path, ["changes", "memory"]):
+    ranks = launch_trainings(2, generation.misuse, tmp_path, ["restores", "changes", "memory", "submodule"])
+    for rank in ranks:
+        assert "restores" not in rank
+        assert re.match(
+            f"{line}Sequential is not the LightningModule that the Trainer runs", rank["submodule"]
+        )
         assert re.match(rf"{line}'head\.1\.weight' was changed in the block", rank["changes"])
         assert re.match(
             rf"{line}the whole module needs .* more memory on rank 0, which has 0", rank["memory"]
         )
+
+
+def test_a_change_of_data_on_one_rank_is_an_error(tmp_path):
+    """On rank 1, which has received this parameter from rank 0. Torch does not count such a change."""
+    _, second = run_ranks(2, generation.misuse, tmp_path, ["changes data"], joined=False)
+    assert "'head.1.weight' was changed in the block" in second.result["changes data"]
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""Changes of tensors in place, by the counters that torch keeps of them."""
+"""Changes of tensors in place, by the counters that torch keeps of them, or by sums of their bits."""
 
 from __future__ import annotations
 
@@ -18,3 +18,17 @@ def tensor_versions(tensors: Mapping[str, torch.Tensor]) -> list[Version]:
 def changed_tensors(versions: list[Version]) -> list[str]:
     """Return the names of the tensors that have changed in place since `tensor_versions`."""
     return [name for name, x, version in versions if x._version != version]
+
+
+def sum_of_bits(tensor: torch.Tensor) -> int:
+    """Return the sum of a tensor's bits as integers, modulo 2**64. It also shows changes that torch does not count,
+    such as changes of `tensor.data`."""
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
+    size = flat.element_size()
+    # Without a conversion to int64, the sum needs no memory.
+    whole = flat.numel() * size % 8 == 0 and flat.storage_offset() * size % 8 == 0
+    kind = torch.int64 if whole else _INTEGERS[min(size, 8)]
+    return int(flat.view(kind).sum(dtype=torch.int64))
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -9,8 +9,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch import nn
 
-from lightning_piper.common.tensor_versions import changed_tensors, tensor_versions
+from lightning_piper.common.lightning_packages import is_a
+from lightning_piper.common.tensor_versions import sum_of_bits
 from lightning_piper.common.user_lines import user_frame
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.distributed_marks import parts_of
@@ -29,18 +31,23 @@ def whole_module(module: pl.LightningModule) -> Iterator[None]:
                 texts = self.model.generate(self.prompts)
 
     Collective: call it on all processes. Inside of the block, processes need not do the same work, and one
-    process alone may run the module. The block reads parameters. It must not change them. If every process has
-    the whole module already, or with another strategy, this changes nothing.
+    process alone may run the module. At the end of the block, each parameter must have the value that it had at the
+    start. If every process has the whole module already, or with another strategy, this changes nothing.
 
     Args:
         module: The Trainer's LightningModule.
 
     Raises:
-        PiperError: A process did not call it. Or a process does not have memory for the whole module. Or the
-            block changed a parameter. Or the module has no values, because it is on the meta device before the
-            first batch.
+        PiperError: The module is not the Trainer's LightningModule. Or a process did not call it. Or a process
+            does not have memory for the whole module. Or the block changed a parameter. Or the module has no
+            values, because it is on the meta device before the first batch.
     """
     parts, where = parts_of(module), f"{NAME} at {user_frame()}"
+    if not _is_whole_run(module):
+        raise PiperError(
+            f"{where}: {type(module).__name__} is not the LightningModule that the Trainer runs. Give the whole "
+            "LightningModule, and use its submodule inside of the block [PIPER-S007]"
+        )
     if parts is None and any(x.is_meta for x in module.parameters()):
         raise PiperError(
             f"{where}: the module is on the meta device and has no values before the first step of a run. Call it "
@@ -68,11 +75,24 @@ def whole_module(module: pl.LightningModule) -> Iterator[None]:
     with contextlib.ExitStack() as whole:
         with torch.inference_mode(False):
             whole.enter_context(parts.whole_everywhere())
-        versions = tensor_versions(dict(module.named_parameters()))
+        before = _sums(module)
         yield
-        if changed := changed_tensors(versions):
+        if changed := [name for name, total in _sums(module).items() if before.get(name) != total]:
             raise PiperError(
                 f"{where}: {changed[0]!r} was changed in the block, but other processes would not get the new "
                 "values. Change parameters outside of the block, in the param_groups of trainer.optimizers"
                 " [PIPER-S007]"
             )
+
+
+def _is_whole_run(module: nn.Module) -> bool:
+    """Return whether a module is a LightningModule, and is not a submodule of the Trainer's LightningModule."""
+    if not is_a(module, pl.LightningModule):
+        return False
+    trainer = module._trainer
+    return trainer is None or trainer.lightning_module is None or trainer.lightning_module is module
+
+
+def _sums(module: pl.LightningModule) -> dict[str, int]:
+    """Return `sum_of_bits` of each parameter that has values, by name."""
+    return {name: sum_of_bits(x) for name, x in module.named_parameters() if x.layout == torch.strided}
