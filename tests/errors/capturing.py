@@ -89,6 +89,7 @@ CASES: Cases = [
                                                              "else 2 * loss"),
     step("the values of a parameter are replaced", "self.first.weight.data = 0.9 * self.first.weight.data"),
     step("a list of the module grows", "self.seen.append(loss.detach())"),
+    step("a file is written", "open('losses.txt', 'a').write('step')"),
     step("an attribute of the module changes", "self.last_loss = loss.detach()"),
     step("a buffer is replaced instead of written into", "self.scale = loss.detach()"),
     step("a parameter is changed in place", "self.first.weight.data.clamp_(-1, 1)"),

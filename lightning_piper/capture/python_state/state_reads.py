@@ -38,6 +38,7 @@ from lightning_piper.capture.python_state.state_locations import (
 from lightning_piper.capture.python_state.state_protection import RefusalMode, changes
 from lightning_piper.capture.python_state.state_recorder import StateRecorder
 from lightning_piper.capture.torch_private import _torch
+from lightning_piper.capture.user_code.opened_files import refusing_opened_files
 from lightning_piper.common.user_lines import shown_line
 from lightning_piper.errors import CaptureError
 
@@ -266,7 +267,13 @@ class StateReads:
         assert self._recorder is not None
         self._behind.close()  # the tracer runs the step more than once
         deferred = accepting_deferred(self.namespaces)
-        with RefusalMode(module, step), self.inputs.tracing(numbers), deferred, self._recorder.watching():
+        with (
+            RefusalMode(module, step),
+            refusing_opened_files(step),
+            self.inputs.tracing(numbers),
+            deferred,
+            self._recorder.watching(),
+        ):
             yield
         self._note_results()
         if self.keeping is not None:
