@@ -91,7 +91,7 @@ class Held:
         self.value = value
 
 
-READS = [store_item, store_item_elsewhere, store_in_update, append_list, return_list, copy_list, text_of_list]
+READS = [store_item, store_item_elsewhere, store_in_update, append_list, return_list, copy_list]
 CHANGES = [store_attribute, share_equal, keep_object]
 
 
@@ -99,6 +99,13 @@ CHANGES = [store_attribute, share_equal, keep_object]
 def test_a_list_that_is_used_otherwise_is_refused(change: Callable[[Any, Tensor], Any]) -> None:
     with pytest.raises(CaptureError, match=r"the step adds to self\.\S+, and also reads or changes it"):
         capture(Keeps(change), examples(), name="validation_step").at(8)
+
+
+def test_a_text_of_a_list_that_the_step_fills_is_refused() -> None:
+    with pytest.raises(
+        CaptureError, match=r"m\.last = repr\(m\.losses\).*makes a text of the value of a tensor"
+    ):
+        capture(Keeps(text_of_list), examples(), name="validation_step").at(8)
 
 
 @pytest.mark.parametrize("change", [*CHANGES, share_equal_items], ids=lambda f: f.__name__)
