@@ -87,7 +87,7 @@ class DataDependentTensor:
     Attributes:
         function, args, kwargs: the call that returns it.
         where: the line of the user's code that selected elements.
-        remedy: what to do if the step uses the tensor.
+        remedy: The last sentences of the error for a use of the tensor.
     """
 
     function: Callable[..., Any]
