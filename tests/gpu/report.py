@@ -249,6 +249,11 @@ def parts(device: str) -> list[Part]:
     python = [sys.executable, "-m"]
     tests = [*python, "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.gpu.json_lines"]
 
+    on_cpu = [
+        "--deselect",
+        "tests/gpu/test_delays_cuda.py::test_programs_run_here",
+    ]  # two processes over gloo
+
     def measure(name: str) -> list[str]:
         return [*python, "benchmarks.gpu", name, "--device", device]
 
@@ -257,15 +262,15 @@ def parts(device: str) -> list[Part]:
     one_gpu = [sys.executable, "benchmarks/one_gpu.py", "--json", "--device", device]
     small = ["--steps", "3", "--systems", "PiperStrategy$"] if device == "cpu" else []
     return [
-        Part("programs against the CPU", [*python, "tests.gpu.equality", "--device", device], 80),
-        Part("tests", [*tests, "tests/gpu"], 90),
+        Part("programs against the CPU", [*python, "tests.gpu.equality", "--device", device], 70),
+        Part("tests", [*tests, "tests/gpu", *on_cpu], 150),
         Part("memory and stages", measure("memory"), 25),
         Part("qwen3", measure("qwen3"), 110),
         Part("recomputation and offload", measure("recomputation"), 25),
         Part("precision", measure("precision"), 25),
         Part("host time", measure("overhead"), 20),
         Part("fit of the simulator", measure("hardware"), 25),
-        Part("side by side", [*one_gpu, *small], 60),
+        Part("side by side", [*one_gpu, *small], 30),
         Part(
             "sanitizer",
             None if sanitizer is None else [sanitizer, "--error-exitcode", "9", *checked],
