@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -23,7 +23,7 @@ from lightning_piper.capture.tensor_sharding.shardable_params import find_params
 from lightning_piper.common.limits import shown
 from lightning_piper.common.units import counted
 from lightning_piper.compiler import compile, verify
-from lightning_piper.directives import Directive
+from lightning_piper.directives import ChunkLoss, Directive
 from lightning_piper.errors import NoProgram, PiperError, SearchError
 from lightning_piper.ir.values import Sharded
 from lightning_piper.search.accounting import bytes_needed
@@ -149,6 +149,9 @@ def search(
     recompute or offload. It excludes candidates only by proved bounds (`bounds`). So no candidate of the
     space has a better estimate than `found.best` by more than the share `found.gap`.
 
+    If no program fits and no `workload` is given, the search runs again with `ChunkLoss`, if the step has such a
+    loss.
+
     Args:
         module: A LightningModule without annotations of its own. The module's parameters may be on the meta
             device if `hardware` is given.
@@ -181,6 +184,7 @@ def search(
     if cut is None:
         say("tracing the step")
         cut = blocks_of(module, batch)
+    known = workload is not None
     if workload is None:
         say(f"{len(cut.names)} blocks; {'measuring' if hardware is None else 'calculating'} what they cost")
         workload = work_of(module, batch, None if hardware is None else on, sizes_of(batch), cut)
@@ -191,7 +195,16 @@ def search(
     options = {"margin": FRAGMENTATION, "all_devices": all_devices, "progress": told, **options}
     limit = bytes_of(on.memory if memory is None else memory)
     find = partial(best_of, workload, on, devices, objective=objective, **options)
-    return _Trials(module, batch, cut, check, limit, say).proposal(find)
+    try:
+        return _Trials(module, batch, cut, check, limit, say).proposal(find)
+    except SearchError as error:
+        chunked = None if known or isinstance(error, NoProgram) else cut.chunked()
+        if chunked is None:
+            raise
+    say("no program fits; searching again with the scores of the loss in chunks")
+    workload = work_of(module, batch, None if hardware is None else on, sizes_of(batch), chunked)
+    find = partial(best_of, workload, on, devices, objective=objective, **options)
+    return _Trials(module, batch, chunked, check, limit, say, (ChunkLoss(),)).proposal(find)
 
 
 def _check_arguments(
@@ -251,6 +264,7 @@ class _Trials:
         check: How to check a program.
         limit: Bytes of each device.
         say: Called with a line of text about the progress.
+        first: Directives that each program begins with.
     """
 
     def __init__(
@@ -261,7 +275,9 @@ class _Trials:
         check: Check,
         limit: Number,
         say: Callable[[str], None],
+        first: tuple[Directive, ...] = (),
     ) -> None:
+        self._first = first
         self._module, self._batch, self._cut, self._check = module, batch, cut, check
         self._limit, self._say = limit, say
         self._refused: list[tuple[Candidate, str]] = []
@@ -327,6 +343,7 @@ class _Trials:
             self._say(f"checking {described(candidate)}")
             try:
                 written = _written(candidate, self._cut)
+                written = replace(written, directives=(*self._first, *written.directives))
                 used, verdict = _checked(written, self._module, self._batch, self._check, workload.states)
                 needed = float(used * keep)
             except PiperError as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -85,6 +85,12 @@ class BlockCut:
     def refuses(self, samples: int) -> Exception | None:
         """Return the error of a trace with this number of samples; None if the trace succeeds."""
         return refusal(self.step, samples)
+
+    def chunked(self) -> BlockCut | None:
+        """Return the cut of the step that computes the scores of its losses in chunks of rows, like `ChunkLoss`.
+        None if the step has no such loss."""
+        step = self.step.chunking_losses(0)
+        return None if refusal(step, step.size) else replace(self, step=step)
 
     def bytes(self, samples: int) -> tuple[Bytes, ...]:
         """Return the bytes that each block saves and outputs with a microbatch of this many samples."""
