@@ -380,7 +380,7 @@ USAGE = {
     ),
     "no LightningModule": (
         arguments("check", module="stages:batch"),
-        "stages:batch returns a Tensor. Name a LightningModule class or",
+        "stages:batch returns an object of type Tensor. Name a LightningModule class or",
     ),
     "arguments": (
         arguments("check", module="stages:Needy"),
