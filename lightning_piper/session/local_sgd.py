@@ -103,9 +103,10 @@ class LocalSGD:
             PiperError: The replicas would have different numbers of processes.
         """
         if of_all % self.replicas:
+            divisor = f", or replicas that divide {of_all}" if of_all > 1 else ""
             raise PiperError(
-                f"LocalSGD(replicas={self.replicas}) does not divide the Trainer's {of_all} processes. Give a "
-                "divisor of the number of processes, or change Trainer(devices=..., num_nodes=...) [PIPER-S003]"
+                f"LocalSGD(replicas={self.replicas}) does not divide the Trainer's {counted(of_all, 'process')}. Give a "
+                f"multiple of {self.replicas} processes (Trainer(devices=..., num_nodes=...)){divisor} [PIPER-S003]"
             )
         return of_all // self.replicas
 

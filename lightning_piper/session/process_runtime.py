@@ -485,10 +485,9 @@ class ProcessRuntime:
                 )
             if missing:
                 raise PiperError(
-                    f"batch of {compiled.dag.size} samples: device {device} uses {', '.join(missing[:3])}, which "
-                    "only another device holds, because only that device used "
-                    f"{'it' if len(missing) == 1 else 'them'} in the first batch. Use the same parameters and "
-                    "buffers in the same annotated region for all batches [PIPER-D025]"
+                    f"batch of {compiled.dag.size} samples: device {device} uses {', '.join(missing[:3])}, which it "
+                    f"does not hold, because it did not use {'it' if len(missing) == 1 else 'them'} in the first batch. "
+                    "Use the same parameters and buffers in the same annotated region for all batches [PIPER-D025]"
                 )
 
 
