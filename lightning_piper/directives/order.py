@@ -264,8 +264,12 @@ class Order(Directive):
         for a, b in cycle:
             steps.append(f"{_name(dag.nodes[a])} -> ({_why(dag, a, b)}) ")
         found = f"this order closes a cycle: {''.join(steps)}{_name(dag.nodes[cycle[0][0]])}"
+        ordered = [edge for edge in cycle if not dag.graph.edges[edge]["data"]]
         cause, advice = (
-            _summed(dag, cycle) or _entered_again(dag, cycle) or _numbered_backwards(dag, cycle) or ("", "")
+            _summed(dag, cycle)
+            or _entered_again(dag, ordered)
+            or _numbered_backwards(dag, ordered)
+            or ("", "")
         )
         if not cause:
             advice = "remove or reverse one of the orders in this cycle"
@@ -338,14 +342,13 @@ def _summed(dag: TrainingDAG, cycle: Cycle) -> Cause:
     return cause, advice
 
 
-def _entered_again(dag: TrainingDAG, cycle: Cycle) -> Cause:
+def _entered_again(dag: TrainingDAG, ordered: Cycle) -> Cause:
     """Return the cause of a cycle in which an order names a part of the step that has the same tags as an earlier
-    part. Return None for any other cycle.
+    part. `ordered` has the edges of the cycle that are from orders. Return None for any other cycle.
 
     An order by tags then orders the two parts of the step that have these tags as one part.
     """
     first: dict[str, Region] = {}
-    ordered = [edge for edge in cycle if not dag.graph.edges[edge]["data"]]
     labels = {dag.regions[chunk.region].label for chunk in _chunks_of(dag, ordered)}
     for region in (region for region in dag.code.regions if region.label in labels):
         before = first.setdefault(region.label, region)
@@ -364,10 +367,10 @@ def _chunks_of(dag: TrainingDAG, cycle: Cycle) -> list[Chunk]:
     return [node for node in nodes if isinstance(node, Chunk)]
 
 
-def _numbered_backwards(dag: TrainingDAG, cycle: Cycle) -> Cause:
-    """Return the cause of a cycle in a step whose stages are not numbered in the order in which they run.
-    Return None if the stages of the cycle are numbered in this order."""
-    regions = sorted({chunk.region for chunk in _chunks_of(dag, cycle)})
+def _numbered_backwards(dag: TrainingDAG, ordered: Cycle) -> Cause:
+    """Return the cause of a cycle in a step whose stages are not numbered in the order in which they run. `ordered` has
+    the edges of the cycle that are from orders. Return None if the stages of these edges are numbered in this order."""
+    regions = sorted({chunk.region for chunk in _chunks_of(dag, ordered)})
     for first, second in itertools.combinations([dag.regions[i] for i in regions], 2):
         for tag, number in first.tags.items():
             if second.tags.get(tag, number) < number:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import lightning as L
 import networkx as nx
 import pytest
+import torch
+from torch import nn
 
+import lightning_piper as piper
 from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ops.order import Barrier
@@ -179,3 +183,40 @@ def test_the_orders_that_together_are_a_cycle_are_fine_alone() -> None:
         dag = build("mlp", *place(0, 1), split(2), single)
         complete(dag)
         check(dag)
+
+
+class Entered(L.LightningModule):
+    """A step that enters PP=0, and the other tag, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int = 0) -> torch.Tensor:
+        with piper.annotate("X", 0):
+            h = batch * 2
+        with piper.annotate("PP", 0):
+            h = self.first(h).relu()
+        with piper.annotate("PP", 1):
+            h = self.second(h)
+        with piper.annotate("X", 0):
+            h = h * self.second.bias
+        with piper.annotate("PP", 0):
+            return (h * self.first.bias).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("filters", "says"),
+    [
+        ([{"PP": 0, "PASS": "F"}, {"PP": 1, "PASS": "F"}], r"the step enters PP=0 at .* again at"),
+        (
+            [{"PP": 1, "PASS": "B"}, {"PP": 1, "PASS": "F"}],
+            r"F\[PP=1\]@\?\. Remove or reverse one of the orders",
+        ),
+    ],
+)
+def test_a_step_is_blamed_for_a_cycle_only_if_the_order_names_its_parts(
+    filters: list[Any], says: str
+) -> None:
+    with pytest.raises(DirectiveError, match=says):
+        piper.compile(Entered(), torch.randn(4, 4), [piper.Order(filters=filters)])
