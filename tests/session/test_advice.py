@@ -52,12 +52,22 @@ def test_batch_norms_of_stages() -> None:
     ) as caught:
         compiled(nn.BatchNorm1d(8), synced=True, dp=2)
     assert "sync_batchnorm=False" not in str(caught.value)  # which replicas refuse
-    with pytest.raises(piper.DirectiveError, match=r"statistics of each microbatch \(sync_batchnorm=False\)"):
+    with pytest.raises(piper.DirectiveError, match=r"statistics of each microbatch \(sync_batchnorm=False"):
         compiled(nn.BatchNorm1d(8), synced=True)
     # the advice
     assert not warned(compiled(nn.BatchNorm1d(8), microbatches=1))
     assert not warned(compiled(nn.BatchNorm1d(8), synced=True, microbatches=1, dp=2))
     assert not warned(compiled(nn.GroupNorm(2, 8), dp=2))
+
+
+def test_batch_norms_of_replicas_without_microbatches() -> None:
+    norm = nn.BatchNorm1d(8, track_running_stats=False)
+    (text,) = warned(compiled(norm, dp=2, microbatches=1))
+    assert "over the samples of each replica" in text and "Use Trainer(sync_batchnorm=True), or norms" in text
+    (text,) = warned(compiled(norm, dp=2, microbatches=2))
+    assert "over microbatches" in text
+    assert "one microbatch (microbatches=1) with Trainer(sync_batchnorm=True), or norms" in text
+    assert not warned(compiled(norm, synced=True, dp=2, microbatches=1))
 
 
 def test_batch_norms_of_microbatches_without_an_order() -> None:
