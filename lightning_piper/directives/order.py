@@ -83,7 +83,7 @@ class Order(Directive):
             self.refuse(
                 "filters",
                 f"{shown(self.filters)} is not an order",
-                "give a list of at least two groups [PIPER-D003]",
+                "give a list of at least two filters, or lists of filters [PIPER-D003]",
             )
         for i, group in enumerate(self.filters):
             members: Any = [group] if isinstance(group, Mapping) else group

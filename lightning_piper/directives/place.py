@@ -163,7 +163,7 @@ class Place(Directive):
                     "devices",
                     f"{list(group)} is a group of {len(group)}, but {other.label} is on a group of "
                     f"{len(other.devices)}",
-                    "place all regions on groups of one size [PIPER-D005]",
+                    "place every region on the same number of devices [PIPER-D005]",
                 )
             mine = placed.get((other.region, other.slice))
             if mine is not None and other.devices not in ((), group):

@@ -329,7 +329,7 @@ def _norms(grads: Mapping[str, Tensor], p: float) -> list[Tensor]:
     sparse = next((key for key, x in grads.items() if x.layout is not torch.strided), None)
     if sparse is not None:
         raise PiperError(
-            f"parameter {sparse!r}: its gradient is sparse, and torch cannot compute the norm of a sparse "
+            f"parameter {sparse!r}: its gradient is sparse, and Piper cannot compute the norm of a sparse "
             "gradient. Create its embedding with sparse=False, or do not clip by the norm or log it [PIPER-C017]"
         )
     return [

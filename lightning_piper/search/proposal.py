@@ -190,7 +190,9 @@ def search(
         workload = work_of(module, batch, None if hardware is None else on, sizes_of(batch), cut)
 
     def told(evaluated: int, bound: float, best: float) -> None:
-        say(f"{evaluated} candidates estimated; at least {bound:.4g}, best so far {best:.4g}")
+        say(
+            f"{evaluated} candidates estimated: the best takes {best:.4g}, and none takes less than {bound:.4g}"
+        )
 
     options = {"margin": FRAGMENTATION, "all_devices": all_devices, "progress": told, **options}
     limit = bytes_of(on.memory if memory is None else memory)

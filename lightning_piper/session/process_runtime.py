@@ -570,9 +570,10 @@ def check_placed(program: Sequence[Directive], processes: int) -> None:
 def _check_number(devices: int, processes: int) -> None:
     if devices != processes:
         raise PiperError(
-            f"the directives place the step on {counted(devices, 'logical device')}, but the Trainer runs "
-            f"{counted(processes, 'process')}. Give Trainer(devices={devices}), or run all devices in one process "
-            "with PiperStrategy(transport='local') and devices=1 [PIPER-S003]"
+            f"the directives place the step on {counted(devices, 'logical device')}, but "
+            f"{counted(processes, 'process')} run{'s' * (processes == 1)} it. Give Trainer(devices={devices}) (with "
+            "local_sgd, as many for each of its replicas), or run all devices in one process with "
+            "PiperStrategy(transport='local') and devices=1 [PIPER-S003]"
         )
 
 

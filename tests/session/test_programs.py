@@ -129,13 +129,13 @@ def test_python_state_has_a_capture_of_its_own(session):
 
 
 def test_processes_that_do_not_fit_the_program(session):
-    with pytest.raises(PiperError, match=r"on 2 logical devices, but the Trainer runs 1 process\b"):
+    with pytest.raises(PiperError, match=r"on 2 logical devices, but 1 process runs it"):
         check_devices(session.first, ALONE)
 
 
 def test_the_number_of_processes_is_checked_before_a_capture() -> None:
     program = parse(piper.schedules.one_f_one_b(2, 4))
-    with pytest.raises(PiperError, match=r"on 2 logical devices, but the Trainer runs 4 processes"):
+    with pytest.raises(PiperError, match=r"on 2 logical devices, but 4 processes run it"):
         check_placed(program, 4)
     check_placed(program, 2)
     check_placed(program, 1)  # an uncaptured step runs on one device

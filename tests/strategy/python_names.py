@@ -362,7 +362,7 @@ class MethodOfTheClass(Net):
 class Cached(Net):
     """Computed once on one device too."""
 
-    refused = r"changes self\.table"
+    refused = r"computes the cached property self\.table"
 
     @functools.cached_property
     def table(self) -> float:

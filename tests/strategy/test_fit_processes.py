@@ -169,7 +169,7 @@ def test_checkpoint_files_are_those_of_one_process(file, ranks, local, folders):
 
 
 @pytest.mark.parametrize("what, words", [
-    ("devices", "1 logical device, but the Trainer runs 2 processes"),
+    ("devices", "1 logical device, but 2 processes run it"),
     ("on exception", "every_n_train_steps"),
     ("lbfgs", "LBFGS"),
     ("sampler", "DistributedSampler splits the data over 2 replicas"),

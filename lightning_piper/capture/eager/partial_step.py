@@ -268,8 +268,8 @@ class _RemainderStep(TracedStep):
         still += [state[name] for name in self._remainder.others]
         if not flowing:
             raise CaptureError(
-                "the captured calls of training_step return no tensor that needs a gradient. Annotate a "
-                "module whose trained result the loss uses [PIPER-C022]"
+                "none of the captured calls of training_step returns a tensor that needs a gradient. Annotate a "
+                "module that has trained parameters and whose result the loss uses [PIPER-C022]"
             )
         with fx_traceback.annotate(dict(self._last)):
             loss, _ = remainder(flowing, [*still, *leaves[: len(self._batch_spec.specs)]], _dtype(flowing))

@@ -515,8 +515,10 @@ def _refuse_metric(step: TracedStep, error: BaseException) -> None:
     Raises:
         CaptureError: `error` comes from such a metric object. The message names the line that runs it.
     """
+    inside = {id(part) for part in step.module.modules()}
     if any(
-        "/torchmetrics/metric.py" in frame.filename for frame in traceback.extract_tb(error.__traceback__)
+        "/torchmetrics/metric.py" in frame.f_code.co_filename and id(frame.f_locals.get("self")) not in inside
+        for frame, _ in traceback.walk_tb(error.__traceback__)
     ):
         raise CaptureError(
             f"{user_line(error)}: {step.name} runs a metric object that is not an attribute of the module, "

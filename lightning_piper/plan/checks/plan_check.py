@@ -178,7 +178,7 @@ def _check_sends(plan: Plan) -> None:
         )
     if reports != 1:
         raise VerificationError(
-            f"plan of device {plan.device}: it reports {reports} times instead of once{ADVICE} [PIPER-V003]"
+            f"plan of device {plan.device}: it reports the step's results {reports} times instead of once{ADVICE} [PIPER-V003]"
         )
 
 

@@ -70,8 +70,8 @@ def measured(
     leaves = flatten(batch)[0]
     if any(x.is_meta for x in (*leaves, *cut.module.parameters())):
         raise CaptureError(
-            "measured: the module or the batch has tensors on the meta device, without data. Use analytic"
-            " [PIPER-P005]"
+            "the costs cannot be measured, because the module or the batch has tensors on the meta device, without "
+            "data. Give the search a hardware, or call analytic instead of measured [PIPER-P005]"
         )
     works: dict[tuple[int, int], list[Work]] = {}
     for n in checked_samples(cut, samples):

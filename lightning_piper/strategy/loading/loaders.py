@@ -95,7 +95,7 @@ class Loaders:
         if index == len(saved):
             raise PiperError(
                 f"the checkpoint has the positions of {counted(len(saved), 'training loader')}, but this fit has more. "
-                "Resume with the same loaders, or from a checkpoint at the end of an epoch [PIPER-K012]"
+                "Resume with the same loaders [PIPER-K012]"
             )
         entry: Mapping[str, Any] = saved[index]
         left: int | None = None
