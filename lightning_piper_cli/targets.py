@@ -33,8 +33,8 @@ def module_of(target: str) -> nn.Module:
     module = made(target)
     if not isinstance(module, nn.Module):
         raise UsageError(
-            f"{target} returns an object of type {type(module).__name__}. Name a LightningModule class or a function that "
-            "makes one"
+            f"{target} gives an object of type {type(module).__name__}, not a module. Name a LightningModule "
+            "class or a function that makes one"
         )
     return module
 

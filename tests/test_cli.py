@@ -380,7 +380,7 @@ USAGE = {
     ),
     "no LightningModule": (
         arguments("check", module="stages:batch"),
-        "stages:batch returns an object of type Tensor. Name a LightningModule class or",
+        "stages:batch gives an object of type Tensor, not a module. Name a LightningModule class or",
     ),
     "arguments": (
         arguments("check", module="stages:Needy"),

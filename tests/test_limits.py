@@ -101,7 +101,7 @@ def test_what_is_no_file_or_too_large(read: Callable[[Any], object], tmp_path: P
             lambda: parse([piper.Split(filter={}, dim_name="MB", num_microbatches=10**9)]),
             "Give at most 100000",
         ),
-        (lambda: parse([piper.Place(filter={"PP": 10**5000}, devices=[0])]), "a int that cannot be shown"),
+        (lambda: parse([piper.Place(filter={"PP": 10**5000}, devices=[0])]), "an int that cannot be shown"),
         (lambda: parse([piper.Place(filter={}, devices=[10**6])]), "Give indices below 65536"),
         (
             lambda: parse([piper.ShardExperts(filter={}, devices=[[0, 1], 2])]),

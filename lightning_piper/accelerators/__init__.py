@@ -103,9 +103,8 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
     found = getattr(torch.get_device_module(device), "default_generators", ())
     if number >= len(found):
         raise ExecutionError(
-            f"random numbers (dropout) on {device}: torch.{device.type} has no default_generators[{number}] "
-            "that Piper could seed, so each run would draw different masks. Draw the numbers on the CPU, and "
-            "move them to the device [PIPER-S012]"
+            f"{device}: torch.{device.type} has no default_generators[{number}], so Piper cannot seed the random "
+            "numbers of this device. Train on another accelerator, or on the CPU [PIPER-S012]"
         )
     return [found[number], torch.default_generator]
 

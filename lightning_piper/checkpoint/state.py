@@ -239,7 +239,8 @@ class Loading:
             raise PiperError(
                 f"the checkpoint belongs to another module than this {type(module).__name__}: missing in the "
                 f"checkpoint are {missing or 'none'}, unexpected are {unexpected or 'none'}. Resume with the "
-                "same module. If only tensors differ that no optimizer trains, set its strict_loading=False [PIPER-K003]"
+                "same module. If only frozen parameters or buffers differ, strict_loading=False of the module also "
+                "works [PIPER-K003]"
             )
         plain = {name: value for name, value in state.items() if key_of(value) is None}
         kept: dict[str, torch.Tensor] = {}

@@ -64,7 +64,7 @@ class Untried(Exception):
         """The beginning of the sentence with the fix; the caller adds other fixes."""
         if AGAIN in str(self):  # however it is constructed, it compares the losses of whole modules
             return "Either "
-        return "Make it constructible from its defaults, with a step that needs only gradients, or "
+        return "Let type(optimizer)(params, **optimizer.defaults) work with a step() that reads only gradients, or "
 
 
 @dataclass(frozen=True)

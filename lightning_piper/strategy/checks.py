@@ -399,8 +399,7 @@ def check_local_sgd(
             "directives",
             directives,
             "auto",
-            "a search chooses only programs with the result of one device. Give the directives or degrees of one "
-            "replica, such as the program that piper.search proposes for its devices",
+            "a search chooses only programs with the result of one device",
         ),
         ("transport", transport, "local", "one process cannot have different parameters for each replica"),
         (
@@ -415,7 +414,7 @@ def check_local_sgd(
         if isinstance(value, str) and value == unusable:
             raise PiperError(
                 f"PiperStrategy(local_sgd=..., {name}={value!r}): local SGD does not support {name}={value!r}, "
-                f"because {why}. Remove one of the two arguments [PIPER-S001]"
+                f"because {why}. Remove {name}={value!r}, or local_sgd [PIPER-S001]"
             )
 
 

@@ -264,7 +264,7 @@ def test_a_tensor_that_is_no_buffer_is_used() -> None:
         (lambda loss, h: loss.detach(), "a loss that depends on no parameter with requires_grad=True"),
         (
             lambda loss, h: {"loss": loss, "h": h},
-            r"a dict with keys \['h', 'loss'\]\. Return the loss alone or under 'loss'",
+            r"a dict with keys \['h', 'loss'\]\. Return only the loss, or",
         ),
         (lambda loss, h: {"value": loss}, r"a dict with keys \['value'\]"),
         (lambda loss, h: {"loss": None}, "training_step returned None to skip the batch"),

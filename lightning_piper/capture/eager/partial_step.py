@@ -268,8 +268,8 @@ class _RemainderStep(TracedStep):
         still += [state[name] for name in self._remainder.others]
         if not flowing:
             raise CaptureError(
-                "none of the captured calls of training_step returns a tensor that needs a gradient. Annotate a "
-                "module that has trained parameters and whose result the loss uses [PIPER-C022]"
+                "the loss of training_step depends on no trained parameter. Look for no_grad, detach() and frozen "
+                "parameters in the annotated modules [PIPER-C022]"
             )
         with fx_traceback.annotate(dict(self._last)):
             loss, _ = remainder(flowing, [*still, *leaves[: len(self._batch_spec.specs)]], _dtype(flowing))

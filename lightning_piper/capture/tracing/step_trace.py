@@ -465,8 +465,8 @@ def _loss_of(result: Any) -> torch.Tensor:
     if isinstance(result, Mapping):
         if set(result) != {"loss"}:
             raise CaptureError(
-                f"training_step returns a dict with keys {sorted(map(str, result))}. Return the loss alone "
-                "or under 'loss', and log other values with self.log [PIPER-C006]"
+                f"training_step returns a dict with keys {sorted(map(str, result))}. Return only "
+                "the loss, or {'loss': loss}. Log other values with self.log [PIPER-C006]"
             )
         result = result["loss"]
     if type(result) is DataDependentTensor:
