@@ -348,7 +348,7 @@ def test_zbv_of_a_tied_model() -> None:
         ),
         (
             [split(2), place(0, MB=0), place([0, 1], MB=1)],
-            "[0, 1] is a group of 2, but F[PP=0,MB=0] is on a group of 1. Place all regions",
+            "[0, 1] is a group of 2, but F[PP=0,MB=0] is on a group of 1. Place every region",
         ),
         (
             [split(2), place(0, MB=0), place(1, PP=0)],

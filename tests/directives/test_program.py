@@ -262,11 +262,11 @@ PLACE, SPLIT, ORDER = JSON[0], JSON[2], JSON[3]
         ({**SPLIT, "num_microbatches": True}, r"field 'num_microbatches': True"),
         (
             {**ORDER, "filters": [{"PP": 0}]},
-            r"\(order\): field 'filters': \[{'PP': 0}\] is not an order. Give a list of at least two groups",
+            r"\(order\): field 'filters': \[{'PP': 0}\] is not an order. Give a list of at least two filters",
         ),
         (
             {**ORDER, "filters": {"PP": 0}},
-            r"field 'filters': {'PP': 0} is not an order. Give a list of at least two groups",
+            r"field 'filters': {'PP': 0} is not an order. Give a list of at least two filters",
         ),
         (
             {**ORDER, "filters": [{"PP": 0}, []]},

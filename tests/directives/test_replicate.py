@@ -181,7 +181,7 @@ REFUSED: list[tuple[list[Any], str]] = [
     ),
     ([placed()], "F[PP=0] is on 2 devices, [0, 1] (directive 0), but the program has 1 replica. Add a "
                  "replicate"),
-    ([placed((0, 1), PP=0), placed((2,), PP=1)], "Place all regions on groups of one size"),
+    ([placed((0, 1), PP=0), placed((2,), PP=1)], "Place every region on the same number of devices"),
 ]  # fmt: skip
 
 
