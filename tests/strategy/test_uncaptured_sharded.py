@@ -27,7 +27,7 @@ def test_it_trains_as_with_ddp(kind, level, ranks):
     for rank in ranks:
         own, peer = rank[kind, level], rank[kind]
         assert own["states"] == peer["states"]
-        if kind not in ("Later", "File"):  # whose first steps are captured: losses and logs are of all replicas
+        if kind not in ("Later", "File"):  # the first steps are captured: losses are of all replicas
             equal = (lambda x: pytest.approx(x, rel=1e-12, abs=0)) if kind in ROUNDED else (lambda x: x)
             assert own["seen"] == equal(peer["seen"]) and own["losses"] == equal(peer["losses"])
         for part in ("values", "saved"):
