@@ -193,7 +193,7 @@ def _kept(module: nn.Module, device: torch.device) -> Iterator[None]:
     }
     before = [(x, x.detach().clone()) for x in tensors.values()]
     random = torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device.type)
-    with random, isolate_rng(include_cuda=False), as_before(module):
+    with random, isolate_rng(), as_before(module):
         try:
             yield
         finally:

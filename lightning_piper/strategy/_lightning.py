@@ -354,6 +354,11 @@ def progress_of(trainer: pl.Trainer) -> Progress | None:
     return progress(done, epochs.ready, counts.completed, left, over)
 
 
+def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
+    """Return the Trainer to which the module is attached. None if there is no such Trainer."""
+    return module._trainer
+
+
 def throughputs_of(monitor: ThroughputMonitor) -> Iterable[Throughput]:
     return monitor._throughputs.values()
 

@@ -18,6 +18,7 @@ from lightning_piper.errors import PiperError
 from lightning_piper.holdings.distributed_marks import parts_of
 from lightning_piper.processes.background import MEETING
 from lightning_piper.session.available_memory import lacks_memory
+from lightning_piper.strategy import _lightning
 
 NAME = "piper.whole_module"
 
@@ -89,7 +90,7 @@ def _is_whole_run(module: nn.Module) -> bool:
     """Return whether a module is a LightningModule, and is not a submodule of the Trainer's LightningModule."""
     if not is_a(module, pl.LightningModule):
         return False
-    trainer = module._trainer
+    trainer = _lightning.trainer_of(module)
     return trainer is None or trainer.lightning_module is None or trainer.lightning_module is module
 
 

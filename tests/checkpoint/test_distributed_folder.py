@@ -84,7 +84,9 @@ def test_the_command_converts(saved, tmp_path):
 def test_damage_is_named(saved, tmp_path):
     broken = shutil.copytree(saved[0], tmp_path / "broken.ckpt")
     (broken / "__1_0.distcp").unlink()
-    with pytest.raises(piper.PiperError, match=rf"{re.escape(str(broken))} cannot be read: .*PIPER-K002"):
+    with pytest.raises(
+        piper.PiperError, match=rf"{re.escape(str(broken))} cannot be read, because .*PIPER-K002"
+    ):
         consolidate(broken, tmp_path / "plain.ckpt", weights_only=False)
     assert not (tmp_path / "plain.ckpt").exists()
 
