@@ -196,17 +196,20 @@ def search(
 
     options = {"margin": FRAGMENTATION, "all_devices": all_devices, "progress": told, **options}
     limit = bytes_of(on.memory if memory is None else memory)
-    find = partial(best_of, workload, on, devices, objective=objective, **options)
+
+    def proposal(cut: BlockCut, workload: Workload, *first: Directive) -> Proposal:
+        find = partial(best_of, workload, on, devices, objective=objective, **options)
+        return _Trials(module, batch, cut, check, limit, say, first).proposal(find)
+
     try:
-        return _Trials(module, batch, cut, check, limit, say).proposal(find)
+        return proposal(cut, workload)
     except SearchError as error:
         chunked = None if known or isinstance(error, NoProgram) else cut.chunked()
         if chunked is None:
             raise
     say("no program fits; searching again with the scores of the loss in chunks")
     workload = work_of(module, batch, None if hardware is None else on, sizes_of(batch), chunked)
-    find = partial(best_of, workload, on, devices, objective=objective, **options)
-    return _Trials(module, batch, chunked, check, limit, say, (ChunkLoss(),)).proposal(find)
+    return proposal(chunked, workload, ChunkLoss())
 
 
 def _check_arguments(
