@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -511,3 +512,17 @@ def test_an_empty_list_stays_a_list():
     (call,) = capture(Empty(), torch.tensor(2.0, dtype=torch.float64)).at(0).metrics.calls
     assert call.tensors == ()
     assert isinstance(stack_dicts([{"a": torch.ones(2)}], 1), PerSampleList), "the control"
+
+
+def test_a_method_that_a_captured_step_cannot_call_is_named() -> None:
+    class Syncs(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.acc = torch.nn.Linear(4, 1), MeanMetric()
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            self.acc.sync(distributed_available=lambda: True)
+            return self.layer(batch).mean()
+
+    with pytest.raises(CaptureError, match=r"training_step calls sync\(\) of a metric object"):
+        capture(Syncs(), torch.zeros(4, 4)).at(4)

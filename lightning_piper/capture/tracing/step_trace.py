@@ -509,17 +509,25 @@ def _communicates(step: str) -> CaptureError:
 
 
 def _refuse_metric(step: TracedStep, error: BaseException) -> None:
-    """Raise an error if `error` comes from a metric object of torchmetrics that is not a submodule. Otherwise do
-    nothing.
+    """Raise an error if `error` comes from a metric object of torchmetrics that is not a submodule, or from a method
+    of a submodule that a captured step cannot call. Otherwise do nothing.
 
     Raises:
-        CaptureError: `error` comes from such a metric object. The message names the line that runs it.
+        CaptureError: `error` comes from such a metric object or method. The message names the line that runs it.
     """
-    inside = {id(part) for part in step.module.modules()}
-    if any(
-        "/torchmetrics/metric.py" in frame.f_code.co_filename and id(frame.f_locals.get("self")) not in inside
+    frames = [
+        frame
         for frame, _ in traceback.walk_tb(error.__traceback__)
-    ):
+        if "/torchmetrics/metric.py" in frame.f_code.co_filename
+    ]
+    inside = {id(part) for part in step.module.modules()}
+    if frames and id(frames[0].f_locals.get("self")) in inside:
+        if (name := frames[0].f_code.co_name) in ("sync", "unsync", "sync_context", "plot"):
+            raise CaptureError(
+                f"{user_line(error)}: {step.name} calls {name}() of a metric object, which a captured step cannot do. "
+                "Call it in a hook, such as on_train_batch_end [PIPER-C008]"
+            ) from error
+    elif frames:
         raise CaptureError(
             f"{user_line(error)}: {step.name} runs a metric object that is not an attribute of the module, "
             "which a captured step cannot do. Keep metric objects as attributes of the module (self.acc = "
