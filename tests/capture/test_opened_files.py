@@ -1,9 +1,11 @@
-"""A step that opens a file to write into it is not captured."""
+"""A step that opens a file to write into it, or that writes into an open file, is not captured."""
 
 from __future__ import annotations
 
+import csv
 import logging
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 from torch import nn
 
 from lightning_piper.capture import capture
+from lightning_piper.capture.python_state.rollback import rollback_on_failure
 from lightning_piper.errors import CaptureError
 
 
@@ -68,3 +71,57 @@ def test_a_step_that_writes_a_file_is_refused(write: Any, tmp_path: Path) -> Non
 @pytest.mark.parametrize("use", [reads, discards, logs])
 def test_a_step_that_writes_no_file_of_its_own_is_captured(use: Any, tmp_path: Path) -> None:
     assert capture(Writer(use, tmp_path), torch.ones(4, 4)).at(4).regions
+
+
+class Reporter(L.LightningModule):
+    """Has a file, and a function that a step calls with it."""
+
+    def __init__(self, file: Any, report: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.file, self.table, self.report = file, csv.writer(file), report
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.report(self)
+        return self.layer(batch).mean()
+
+
+REPORTS: dict[str, Callable[[Any], Any]] = {
+    "write": lambda module: module.file.write("1,2\n"),
+    "print": lambda module: print("1,2", file=module.file),
+    "writelines": lambda module: module.file.writelines(["1", ",2", "\n"]),
+    "csv": lambda module: module.table.writerow([1, 2]),
+}
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_a_step_that_writes_into_an_open_file_is_refused_and_the_file_is_as_before(
+    name: str, tmp_path: Path
+) -> None:
+    with open(tmp_path / "report.csv", "w") as file:
+        file.write("header\n")
+        module = Reporter(file, REPORTS[name])
+        with (
+            pytest.raises(CaptureError, match=r"training_step changes self\.(file|table)"),
+            rollback_on_failure(module),
+        ):
+            capture(module, torch.ones(4, 4)).at(4)
+        file.write("end\n")
+    assert (tmp_path / "report.csv").read_text() == "header\nend\n"
+
+
+@pytest.mark.parametrize("ask", [lambda module: None, lambda module: bool(module.file)])
+def test_a_step_that_has_an_open_file_and_writes_nothing_is_captured(ask: Any, tmp_path: Path) -> None:
+    with open(tmp_path / "report.csv", "w") as file:
+        module = Reporter(file, ask)
+        found = capture(module, torch.ones(4, 4))
+        assert found.at(4).regions and found.reads.hold()
+        file.write("a hook may write between steps")
+        assert found.reads.hold()
+        asks = ask(module) is not None
+        module.file = None
+        assert found.reads.hold() is not asks
+
+
+def test_a_step_that_prints_is_captured() -> None:
+    assert capture(Reporter(sys.stdout, lambda module: print("text")), torch.ones(4, 4)).at(4).regions

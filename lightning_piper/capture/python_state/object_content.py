@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import collections
 import contextvars
+import csv
 import decimal
 import functools
 import gc
@@ -14,6 +15,7 @@ import logging
 import mmap
 import os
 import queue
+import sys
 import threading
 import types
 import weakref
@@ -46,6 +48,8 @@ ATTRIBUTES = (
 )  # fmt: skip
 _VIEW: Any = type({}.values())
 _TEXT_OR_BYTES = (io.StringIO, io.BytesIO)
+_FILES = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.FileIO)
+CSV_WRITER: Any = type(csv.writer(io.StringIO()))
 # Class, or classes, of the standard library -> function that reads the content of an object that does not have
 # attributes for it. The flags of a decimal context do not count, because every computation may set them.
 _READERS: dict[type | tuple[type, ...], Callable[[Any], Any]] = {
@@ -71,7 +75,8 @@ _PLAIN = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
 
 def held_by(value: Any) -> dict[str, Any]:
     """Return the objects that `value` holds: a context variable, an object of `ATTRIBUTES` such as a queue, the
-    view of a dict's values, or a function that caches its results. Return an empty dict for any other object.
+    view of a dict's values, a function that caches its results, or a writer of the module `csv`, which holds its
+    file. Return an empty dict for any other object.
 
     The keys are the end of the expression that a user would write for an object, such as ".get()". A context
     variable without a value holds a placeholder.
@@ -87,6 +92,9 @@ def held_by(value: Any) -> dict[str, Any]:
         return {f".{name}": x for name, x in vars(value).items()}
     if isinstance(value, MEMOISED):
         return {f"(): result {i}": x for i, x in enumerate(cached_results(value))}
+    if isinstance(value, CSV_WRITER):  # it has no public name for its file, but refers to the file's `write`
+        writes = (x for x in gc.get_referents(value) if getattr(x, "__name__", None) == "write")
+        return next(({"'s file": write.__self__} for write in writes if hasattr(write, "__self__")), {})
     return {}
 
 
@@ -103,6 +111,8 @@ def content_of(value: Any) -> Any:
     for kinds, read in _READERS.items():
         if isinstance(value, kinds):
             return ("content", read(value))
+    if is_written_file(value):
+        return ("position", value.name, value.tell())
     try:
         view = memoryview(value)
     except (TypeError, ValueError, BufferError):
@@ -112,6 +122,14 @@ def content_of(value: Any) -> Any:
     return (view.format, view.shape, zlib.crc32(view if view.c_contiguous else view.tobytes()))
 
 
+def is_written_file(value: Any) -> bool:
+    """Return whether the value is an open file whose end tells what was written into it. The standard streams are
+    not: a step may print."""
+    if not isinstance(value, _FILES) or value in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        return False
+    return not value.closed and value.writable() and value.seekable()
+
+
 def restoring(value: Any) -> Callable[[], None] | None:
     """Return a function that restores the current content of an object. Return None if this is not possible.
 
@@ -119,6 +137,7 @@ def restoring(value: Any) -> Callable[[], None] | None:
 
     - a context variable with a value
     - a file in memory that is not closed (`StringIO`, `BytesIO`)
+    - an open file on a disk, if later code only appends to it
     - a `queue.SimpleQueue`, if later code only adds to it
     - a buffer, such as a `bytearray`, that is writable, contiguous and at most `_LARGE` bytes large, also if
       processes share it (`multiprocessing.Value`, `multiprocessing.Array`)
@@ -141,6 +160,8 @@ def restoring(value: Any) -> Callable[[], None] | None:
         return set_again
     if isinstance(value, _TEXT_OR_BYTES) and not value.closed:
         return functools.partial(_rewrite, value, value.getvalue(), value.tell())
+    if is_written_file(value):
+        return functools.partial(_shorten, value, value.tell())
     if isinstance(value, queue.SimpleQueue):
         return functools.partial(_drop_newest, value, value.qsize())
     if isinstance(value, (bytes, mmap.mmap, *_PLAIN)):
@@ -172,6 +193,13 @@ def _rewrite(file: Any, content: str | bytes, position: int) -> None:
         file.truncate()
         file.write(content)
         file.seek(position)
+
+
+def _shorten(file: Any, end: int) -> None:
+    """Remove what was written into a file after the position `end`. Do nothing if the file is closed."""
+    if not file.closed and file.tell() != end:
+        file.seek(end)
+        file.truncate()
 
 
 def _drop_newest(waiting: queue.SimpleQueue[Any], size: int) -> None:

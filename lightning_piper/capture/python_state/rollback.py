@@ -24,7 +24,13 @@ from torch import nn
 
 from lightning_piper.capture.proxies.numbers import NumberInputs
 from lightning_piper.capture.python_state.name_scan import reached_locations
-from lightning_piper.capture.python_state.object_content import ATTRIBUTES, MEMOISED, held_by, restoring
+from lightning_piper.capture.python_state.object_content import (
+    ATTRIBUTES,
+    CSV_WRITER,
+    MEMOISED,
+    held_by,
+    restoring,
+)
 from lightning_piper.capture.python_state.state_locations import (
     PROXIES,
     Guards,
@@ -180,6 +186,8 @@ class _SavedState:
             self._keep_memoised(path, value)
         elif (undo := restoring(value)) is not None:
             self._undo.append(undo)
+            self._wait((f"{path}{name}", x) for name, x in held_by(value).items())
+        elif isinstance(value, CSV_WRITER):
             self._wait((f"{path}{name}", x) for name, x in held_by(value).items())
         elif hasattr(type(value), "__next__"):
             self._iterators.append((path, value, _position(value)))

@@ -21,7 +21,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from lightning_piper.capture.proxies.numbers import NumberProxy
-from lightning_piper.capture.python_state.object_content import ENVIRONMENT, content_of
+from lightning_piper.capture.python_state.object_content import ENVIRONMENT, content_of, is_written_file
 from lightning_piper.capture.torch_private import _torch
 
 MISSING = object()  # the value of a place that has no value, such as a dict's entry that does not exist
@@ -361,6 +361,8 @@ class Guard:
 
     def release(self) -> None:
         """Stop keeping the value alive. Call it when the trace has ended: from then on, `form` is enough."""
+        if is_written_file(self.value):  # between steps, hooks may write into it
+            self.form = _ObjectIdentity(self.value)
         if self.value is not MISSING and not _is_fixed(self.value):
             self.value, self.containers = _RELEASED, ()
 
