@@ -75,8 +75,8 @@ _PLAIN = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
 
 def held_by(value: Any) -> dict[str, Any]:
     """Return the objects that `value` holds: a context variable, an object of `ATTRIBUTES` such as a queue, the
-    view of a dict's values, a function that caches its results, or a writer of the module `csv`, which holds its
-    file. Return an empty dict for any other object.
+    view of a dict's values, or a function that caches its results. A writer of the module `csv` holds its file.
+    Return an empty dict for any other object.
 
     The keys are the end of the expression that a user would write for an object, such as ".get()". A context
     variable without a value holds a placeholder.
