@@ -1,6 +1,6 @@
 """R1, the other system: interleaved 1F1B if neighbors run in lockstep.
 
-In torch's pipeline runtime, the passes of all ranks stand in a table of time steps. At the end of a time step,
+In `PipelineScheduleMulti` of torch, the passes of all ranks are in a table of time steps. At the end of a time step,
 a rank waits for all its messages of this time step. So it also waits until the passes of the neighbors to which
 it sends, or from which it receives, are over. `times` compares this with ranks that wait for their inputs alone.
 """

@@ -169,7 +169,7 @@ def summed_over_members(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def counted_by_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each member report the loss."""
-    monkeypatch.setattr(metrics, "counts", lambda dag, group_rank: True)
+    monkeypatch.setattr(metrics, "is_counted", lambda dag, group_rank: True)
 
 
 def shifted_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
