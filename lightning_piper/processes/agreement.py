@@ -42,6 +42,12 @@ SAMPLE = 2048  # At least this many elements of a tensor enter the checksum, or 
 # wait.
 ON_GPU_EVERY = 16
 
+# What differs between two batches, as an error names it.
+SHAPES, ENTRIES, VALUES = "shapes or dtypes", "entries, numbers or strings", "values"
+ABSENT = "nothing"  # stands in a text for an entry that one of two batches does not have
+SAME = "Make the code that draws the data independent of the rank, the time and unseeded random numbers"
+Difference = tuple[str, str, str]  # path in the batch, and its content here and in another process
+
 
 def agree_on_batch(
     world: World,
@@ -86,11 +92,10 @@ def agree_on_batch(
         )
         who = "the processes" if world.count == 1 else f"the processes of replica {replica}"
         if rest_differs or shapes_differ or data_differs:
-            what = "shapes or dtypes" if shapes_differ else "numbers or strings" if rest_differs else "values"
+            what = SHAPES if shapes_differ else ENTRIES if rest_differs else VALUES
             raise PiperError(
                 f"{who} drew different batches (different {what}) in evaluation step {step}, but all processes of "
-                "a replica must read the same batch. Seed the code that draws the data "
-                "(seed_everything(seed, workers=True)). It must not depend on the rank or the time [PIPER-L004]"
+                f"a replica must read the same batch. {SAME} [PIPER-L004]"
             )
         if state_differs:
             raise PiperError(
@@ -98,6 +103,33 @@ def agree_on_batch(
                 "a replica must read the same values. Set them independently of the rank and the time [PIPER-L006]"
             )
     return bool(anybody), len(set(found[2::8])) > 1
+
+
+def _fix(what: str, found: Difference | None, whole: bool) -> str:
+    """Return what to do about the batches of replicas that do not fit together.
+
+    Args:
+        what: `SHAPES` or `ENTRIES`, which differ.
+        found: The first difference; None if it is unknown.
+        whole: Whether each process is a replica of the whole module, which may have its own number of samples.
+    """
+    one, two = ("", "") if found is None else found[1:]
+    if ABSENT in (one, two) or (what == ENTRIES and not one):
+        return "Give the batches of all replicas the same entries"
+    if what == ENTRIES:
+        fix = "Convert the number to a tensor in the collate function"
+        if one[:1] in "'\"":
+            fix = "Remove the string, or give a list with one string for each sample"
+        return (
+            f"Numbers and strings are a part of the captured step, which is the same in all replicas. {fix}"
+        )
+    kinds = [(dtype, shape.count(",")) for dtype, _, shape in (text.partition("[") for text in (one, two))]
+    if whole or kinds[0] != kinds[1]:
+        return "Give tensors the same dtype and the same number of dimensions in all replicas"
+    return (
+        "Every replica needs the same number of samples, in tensors of the same dtypes. Use a sampler that divides "
+        "the data evenly (Lightning's own does)"
+    )
 
 
 class Agreed(NamedTuple):
@@ -311,7 +343,7 @@ class BatchCheck:
         if not all(data):
             self._refuse("values", data, "")
         if not plans and (found[0], found[1]) != (NOTHING, NOTHING):
-            raise other_plans(f"in training batch {self._steps - 1} of this fit")
+            raise other_plans(f" in training batch {self._steps - 1} of this fit")
         self._warn_of_same(of_replicas[::3])
         if not (even or whole):
             self._warn_of_uneven(-found[9], found[8])
@@ -336,46 +368,30 @@ class BatchCheck:
             BatchError: The batches of different replicas differ.
             PiperError: The batches within a replica differ.
         """
-        what = "shapes" if not form or not all(shapes) else "numbers or strings" if not rest else "values"
-        if what == "values":
+        what = SHAPES if not form or not all(shapes) else ENTRIES if not rest else VALUES
+        if what == VALUES:
             return
         found = self._difference(going_on)
-        # Replicas of one process each may also run uncaptured.
-        alone = self._world.count == self._world.size
-        uncaptured = ", or use PiperStrategy(capture='never')" if alone else ""
-        if what == "shapes" and self._world.count > 1 and all(shapes):
+        shown = "" if found is None else f" (batch{found[0]}: {found[1]} and {found[2]})"
+        if self._world.count > 1 and (what == ENTRIES or all(shapes)):
             error = BatchError(
-                f"the processes drew batches of different shapes in training batch {self._steps - 1} of this "
-                f"fit{found}, but every replica needs the same number of samples, in tensors with the same "
-                "number of dimensions and the same dtypes. Use a sampler that divides the data evenly "
-                f"(Lightning's own does){uncaptured} [PIPER-L004]"
+                f"the replicas drew batches that do not fit together in training batch {self._steps - 1} of this "
+                f"fit{shown}. {_fix(what, found, self._whole())} [PIPER-L004]"
             )
             error.late = going_on
             raise error
-        if what == "numbers or strings" and self._world.count > 1:
-            error = BatchError(
-                "the processes drew batches with different numbers or strings in training batch "
-                f"{self._steps - 1} of this fit{found}. Numbers and strings are a part of the captured step, "
-                "and all replicas run the same step. Convert them in the collate function to tensors (a "
-                "tensor without dimensions is passed whole), or, if the step does not read them, to a list "
-                f"with an entry for each sample. Or remove them from the batch{uncaptured} [PIPER-L004]"
-            )
-            error.late = going_on
-            raise error
-        self._refuse(what, shapes if what == "shapes" else data, found)
+        self._refuse(what, shapes if what == SHAPES else data, shown)
 
     def _refuse(self, what: str, alike: Sequence[bool], found: str) -> NoReturn:
         who = "the processes" if self._world.count == 1 else f"the processes of replica {alike.index(False)}"
         raise PiperError(
             f"{who} drew different batches (different {what}) in training batch {self._steps - 1} of this "
-            f"fit{found}, but all processes of a replica must train on the same batch. Seed the code that "
-            "draws the data (seed_everything(seed, workers=True)). It must not depend on the rank or the time"
-            " [PIPER-L004]"
+            f"fit{found}, but all processes of a replica must train on the same batch. {SAME} [PIPER-L004]"
         )
 
-    def _difference(self, going_on: bool) -> str:
-        """Describe where this process's batch spec and another process's spec differ. Empty if this process
-        does not know. Collective, unless `going_on`.
+    def _difference(self, going_on: bool) -> Difference | None:
+        """Return where this process's batch spec and another process's spec differ. None if this process does
+        not know. Collective, unless `going_on`.
 
         If some processes do not wait for the comparison, they still have the previous spec (`_others`). This
         process then compares its spec with that spec, without communication.
@@ -388,10 +404,10 @@ class BatchCheck:
         mine = {} if self._batch_spec is None else self._batch_spec.described()
         for other in others:
             for path in [*mine, *(path for path in other if path not in mine)]:
-                one, two = mine.get(path, "nothing"), other.get(path, "nothing")
+                one, two = mine.get(path, ABSENT), other.get(path, ABSENT)
                 if one != two:
-                    return f" (batch{path}: {one} and {two})"
-        return ""
+                    return path, one, two
+        return None
 
     def _compared(self, settings: Settings) -> Settings:
         return always_alike(settings) if self._drift else settings
@@ -413,7 +429,7 @@ class BatchCheck:
                 "fit. If the loss is a mean over samples, all replicas have the same weight, as with "
                 "DistributedDataParallel. If the step divides the loss by a count (for example, of tokens), "
                 "all counted items have the same weight, as on one device. If each sample must count the "
-                "same, use a sampler that divides the data evenly, or drop_last=True [PIPER-W014]"
+                "same, use a sampler that divides the data evenly (Lightning's own does) [PIPER-W014]"
             )
 
     def _warn_of_same(self, data: Sequence[int]) -> None:
@@ -421,18 +437,18 @@ class BatchCheck:
             self._warned = True
             self._world.warn(
                 f"all {len(data)} replicas drew the same samples in training batch {self._steps - 1} of this "
-                "fit, so they learn no more than a single replica would. Give each replica its own samples: "
-                "keep Trainer(use_distributed_sampler=True), or let an iterable dataset read a different "
-                "part in each replica [PIPER-W013]"
+                "fit, so they learn no more than a single replica would. For a dataset with a length, keep "
+                "Trainer(use_distributed_sampler=True). Let an iterable dataset read a different part in each "
+                "replica [PIPER-W013]"
             )
 
 
-def other_plans(where: str) -> PiperError:
-    """Return the error for replicas that would run different plans."""
+def other_plans(where: str = "") -> PiperError:
+    """Return the error for replicas that would run different plans. `where` names the batch, after a space."""
     return PiperError(
-        f"the replicas' batches have different shapes {where}, and for these the step runs different regions "
-        "or uses different parameters, so gradients cannot be summed. Pad the batches to one shape, or let "
-        "the step run the same regions for all shapes [PIPER-L004]"
+        f"the replicas drew batches of different shapes{where}, and for these shapes the step runs different "
+        "regions or uses different parameters, so Piper cannot sum the gradients. Pad the batches to one shape "
+        "[PIPER-L004]"
     )
 
 

@@ -204,21 +204,21 @@ class ProcessRuntime:
             len(set(zip(together, found, strict=True))) > len(set(together))
             or len({sums[3] for _, sums in found}) > 1
         ):
-            texts = self._world.gather(step.said)
-            where = next((f": {d}" for text in texts if (d := difference(texts[0], text)) is not None), "")
-            if self._world.count == self._world.size and len({sums[3] for _, sums in found}) == 1:
-                raise CaptureError(
-                    f"the processes traced different versions of {compiled.step.name}{where}. Remove what "
-                    "depends on the rank from the step, because a captured step must be the same in all "
-                    "replicas [PIPER-L006]"
+            texts, members = self._world.gather(step.said), self._world.members
+            compared = (difference(texts[0], x, (members[0], members[i])) for i, x in enumerate(texts))
+            where = next((f": {found}" for found in compared if found is not None), "")
+            if len({sums[3] for _, sums in found}) > 1:
+                raise PiperError(
+                    "the modules of the processes have parameters or buffers of different names or shapes. Build the "
+                    "module in the same way in every process [PIPER-L006]"
                 )
-            raise PiperError(
-                "the processes compiled different plans, because their modules differ in names or shapes, "
-                f"or the step reads different Python values{where}. In every process, build the module in "
-                "the same way and give the values that the step reads the same content [PIPER-L006]"
+            kind = CaptureError if self._world.count == self._world.size else PiperError
+            raise kind(
+                f"the processes traced different versions of {compiled.step.name}{where}. Make the step independent "
+                "of the rank, the time and unseeded random numbers [PIPER-L006]"
             )
         if apart and len({sums[:2] for _, sums in found}) > len({sums[1] for _, sums in found}):
-            raise other_plans("now")
+            raise other_plans()
         return compiled
 
     def compiled_here(self, work: Callable[[], Compiled]) -> Compiled:
@@ -237,7 +237,7 @@ class ProcessRuntime:
             error.late = True
             raise
         if self._last is None or _sum_of_plans(compiled) != self._last.plans:
-            raise other_plans("now")
+            raise other_plans()
         return compiled
 
     def bind(self, first: Compiled, own: Ownership) -> None:
@@ -338,9 +338,9 @@ class ProcessRuntime:
             if bucket.degree > 1:
                 raise PiperError(
                     "PiperStrategy: two batches of one gradient accumulation have different plans, because "
-                    "their shapes or Python values differ. "
-                    f"A directive shards {bucket.names[0]!r} over processes, so Piper cannot add the "
-                    "gradients of both. Give all batches of an accumulation the same shapes and Python values "
+                    "their shapes differ, or Python values that the step reads. "
+                    f"Processes share the weight {bucket.names[0]!r}, so Piper cannot add the gradients of both "
+                    "batches. Give all batches of an accumulation the same shapes and Python values "
                     "[PIPER-X005]"
                 )
             flat = self._world.sum(kept[key][1] if key in kept else bucket.empty(self._world.device).zero_())

@@ -216,8 +216,8 @@ def test_batches_of_other_shapes(tmp_path):
     first, second = run("other shapes", tmp_path)
     assert isinstance(first.result, PiperError) and isinstance(second.result, PiperError)
     assert (
-        "rank 1 says: PiperError: the processes drew different batches (different shapes) in training batch 3"
-        in second.said
+        "rank 1 says: PiperError: the processes drew different batches (different shapes or dtypes) in training "
+        "batch 3" in second.said
     )
     assert (
         "The first process to fail was rank 1: PiperError: the processes drew different batches" in first.said
@@ -229,11 +229,12 @@ def test_batches_of_other_shapes_in_one_replica(tmp_path):
     first, second = run("other shapes of replicas", tmp_path)
     assert isinstance(first.result, PiperError) and isinstance(second.result, PiperError)
     assert (
-        "rank 1 says: BatchError: the processes drew batches of different shapes in training batch 3 of this fit "
-        "(batch[0]: float32[6,8] and float32[8,8]), but" in second.said
+        "rank 1 says: BatchError: the replicas drew batches that do not fit together in training batch 3 of this "
+        "fit (batch[0]: float32[6,8] and float32[8,8]). Every replica needs the same number of samples"
+        in second.said
     )
     assert (
-        "The first process to fail was rank 1: BatchError: the processes drew batches of different shapes"
+        "The first process to fail was rank 1: BatchError: the replicas drew batches that do not fit together"
         in first.said
     )
     assert "rank 0 says: " in first.said

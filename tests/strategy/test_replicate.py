@@ -217,11 +217,11 @@ REFUSED = [
     (4, "own", "no error, []"),
     (2, "named", "no error, []"),
     (4, "named", "no error, []"),
-    (2, "numbers", "different numbers or strings in training batch 0 of this fit (batch[2]['k']: 0 and 1)"),
+    (2, "numbers", "do not fit together in training batch 0 of this fit (batch[2]['k']: 0 and 1)"),
     (
         2,
         "shapes",
-        "different shapes in training batch 0 of this fit (batch[0]: float32[8,8] and float32[4,8]), but",
+        "do not fit together in training batch 0 of this fit (batch[0]: float32[8,8] and float32[4,8]). Every",
     ),
     (4, "apart", "the processes of replica 1 drew different batches (different values) in training batch 2"),
 ]

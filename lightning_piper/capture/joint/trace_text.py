@@ -91,9 +91,14 @@ def tensors_of(node: Node) -> list[torch.Tensor]:
     return [x for x in (value if isinstance(value, list | tuple) else [value]) if isinstance(x, torch.Tensor)]
 
 
-def difference(before: TraceText, after: TraceText) -> str | None:
+def difference(before: TraceText, after: TraceText, ranks: tuple[int, int] | None = None) -> str | None:
     """Return a text that shows the first line that differs, with its source line if that is known. Return None
-    if the lines are equal. Specs are not compared."""
+    if the lines are equal. Specs are not compared.
+
+    Args:
+        before, after: An earlier and a later trace of a step, or the traces of two processes.
+        ranks: The ranks of the two processes.
+    """
     if before.lines == after.lines:
         return None
     at = next(
@@ -104,7 +109,12 @@ def difference(before: TraceText, after: TraceText) -> str | None:
     source = next(
         (text.sources[at] for text in (after, before) if at < len(text.sources) and text.sources[at]), ""
     )
-    return f"{source + ': ' if source else ''}operation {at} was {was}, and is {now}"
+    text = (
+        f"was {was}, and is {now}"
+        if ranks is None
+        else f"is {was} on rank {ranks[0]}, and {now} on rank {ranks[1]}"
+    )
+    return f"{source + ': ' if source else ''}operation {at} {text}"
 
 
 def _shown(argument: Any, numbers: Mapping[Node, int]) -> str:
