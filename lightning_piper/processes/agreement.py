@@ -42,7 +42,7 @@ SAMPLE = 2048  # At least this many elements of a tensor enter the checksum, or 
 # wait.
 ON_GPU_EVERY = 16
 
-# What differs between two batches, as an error names it.
+# The kinds of differences between two batches, as errors name them.
 SHAPES, ENTRIES, VALUES = "shapes or dtypes", "entries, numbers or strings", "values"
 ABSENT = "nothing"  # stands in a text for an entry that one of two batches does not have
 SAME = "Make the code that draws the data independent of the rank, the time and unseeded random numbers"
