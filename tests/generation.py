@@ -271,6 +271,10 @@ class Misuse(Loop):
                 self.head[1].weight.data *= 2
             if self.kind == "restores":  # the control
                 self.head[1].weight.div_(2)
+            if self.kind in ("backward", "reads gradients"):
+                with torch.enable_grad():
+                    penalty, params = self.head[1].weight.square().sum(), [self.head[1].weight]
+                    penalty.backward() if self.kind == "backward" else torch.autograd.grad(penalty, params)
 
 
 class CachedLoop(Loop):

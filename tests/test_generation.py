@@ -143,9 +143,12 @@ def test_replicas_generate_texts_of_different_lengths(tmp_path, program, batches
 
 def test_errors_of_whole_module(tmp_path):
     line = r"piper\.whole_module at .*tests/generation\.py:\d+: "
-    ranks = launch_trainings(2, generation.misuse, tmp_path, ["restores", "changes", "memory", "submodule"])
-    for rank in ranks:
-        assert "restores" not in rank
+    kinds = ["restores", "reads gradients", "changes", "backward", "memory", "submodule"]
+    for rank in launch_trainings(2, generation.misuse, tmp_path, kinds):
+        assert "restores" not in rank and "reads gradients" not in rank
+        assert re.match(
+            rf"{line}a backward pass in the block .* gradient of 'head\.1\.weight'", rank["backward"]
+        )
         assert re.match(
             f"{line}Sequential is not the LightningModule that the Trainer runs", rank["submodule"]
         )

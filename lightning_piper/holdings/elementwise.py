@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_piper.holdings.optimizer_trial import (
-    AGAIN,
     SCENARIOS,
     ParameterKind,
     TrialResult,
@@ -58,13 +57,6 @@ class Untried(Exception):
     def unchecked(self) -> str:
         """The sentence, without its full stop, that says why Piper cannot check the optimizer."""
         return f"Piper cannot check this: a test copy of the optimizer failed with {self}"
-
-    @property
-    def repair(self) -> str:
-        """The beginning of the sentence with the fix; the caller adds other fixes."""
-        if AGAIN in str(self):  # however it is constructed, it compares the losses of whole modules
-            return "Either "
-        return "Let type(optimizer)(params, **optimizer.defaults) work with a step() that reads only gradients, or "
 
 
 @dataclass(frozen=True)

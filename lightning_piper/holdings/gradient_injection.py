@@ -245,8 +245,7 @@ class _PendingGradients:
             raise PiperError(
                 f"PiperStrategy: backward multiplied the loss of training_step by {ratio:g}. The gradients "
                 "are already computed and cannot be scaled by this factor, because this operation is not "
-                f"linear: {nonlinear}. Multiply the loss in training_step. If all devices are replicas, "
-                "PiperStrategy(capture='never') also works [PIPER-X005]"
+                f"linear: {nonlinear}. Multiply the loss in training_step instead [PIPER-X005]"
             )
 
 

@@ -211,8 +211,8 @@ def _fitting(name: str, tensor: torch.Tensor, value: StoredValue) -> StoredValue
 def _changed(name: str, how: str) -> PiperError:
     return PiperError(
         f"PiperStrategy: {name!r} comes from piper.from_pretrained and {how}. Its values are read at the first "
-        "batch. So change the values with transformers, save them, and give that folder to "
-        "piper.from_pretrained. Or replace the whole submodule by one with initial values [PIPER-K009]"
+        "batch. So make this change in transformers, save the model with save_pretrained, and give that folder to "
+        "piper.from_pretrained [PIPER-K009]"
     )
 
 

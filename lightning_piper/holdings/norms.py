@@ -18,10 +18,8 @@ from lightning_piper.holdings.remote_gradient import RemoteGradient
 from lightning_piper.processes.world import World
 
 _ADVICE = (
-    "In configure_gradient_clipping or on_before_optimizer_step, use self.clip_gradients(optimizer, "
-    "gradient_clip_val=...), or pass to torch.nn.utils.clip_grad_norm_ all parameters of the module, of one "
-    "submodule, of the optimizer or of some of its groups, the same in every process. For the norms of "
-    "single parameters, use lightning_piper.grad_norm(module, norm_type)"
+    "Pass the gradients of all parameters, as in torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm), in every "
+    "process. For the norm of each parameter, use lightning_piper.grad_norm(module, norm_type)"
 )
 _CALL = "PiperStrategy: clip_grad_norm_ or get_total_norm"
 _NO_SUM = "so Piper cannot add the gradients of the other processes to the norm"
@@ -330,7 +328,7 @@ def _norms(grads: Mapping[str, Tensor], p: float) -> list[Tensor]:
     if sparse is not None:
         raise PiperError(
             f"parameter {sparse!r}: its gradient is sparse, and Piper cannot compute the norm of a sparse "
-            "gradient. Create its embedding with sparse=False, or do not clip by the norm or log it [PIPER-C017]"
+            "gradient. Create its embedding with sparse=False [PIPER-C017]"
         )
     return [
         torch.linalg.vector_norm(x, p, dtype=torch.promote_types(x.dtype, torch.float32))

@@ -29,7 +29,7 @@ from lightning_piper.holdings.elementwise import (
 )
 from lightning_piper.holdings.materialization import places_of, tensor_at
 from lightning_piper.holdings.ownership import Ownership
-from lightning_piper.holdings.tensor_map import LocalShard, TensorMap
+from lightning_piper.holdings.tensor_map import LocalShard
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import flattened
 from lightning_piper.ops.communication.gather import Parameters
@@ -59,8 +59,8 @@ def parameter_names_in(optimizer: Optimizer, module: nn.Module, before: Names | 
     ]:
         raise PiperError(
             "PiperStrategy: the optimizer's parameter groups have changed since the sanity check, but a "
-            "module that was built on the meta device is distributed over the processes from then on. Change "
-            "the groups before it, or use Trainer(num_sanity_val_steps=0) [PIPER-S005]"
+            "module that was built on the meta device is distributed over the processes from then on. Use "
+            "Trainer(num_sanity_val_steps=0) [PIPER-S005]"
         )
     return before
 
@@ -102,8 +102,8 @@ def usual_state(optimizer: Optimizer) -> State:
     if not {"state", "param_groups"} <= state.keys():
         raise PiperError(
             f"PiperStrategy: {type(optimizer).__name__}.state_dict() does not have 'state' and "
-            "'param_groups', so Piper cannot save or load the state in shards. Use replicas without "
-            "sharding, and checkpoint='consolidated' [PIPER-K005]"
+            "'param_groups', so Piper cannot save or load the state in shards. Use "
+            "PiperStrategy('ddp', checkpoint='consolidated') [PIPER-K005]"
         )
     return state
 
@@ -219,10 +219,11 @@ class ShardedOptimizer:
         apart = any(names != self.names for names in found)
         if apart or not any(name for names in self.names for name in names):
             problem = f"does not have the same parameters in each process, in the same order{where}"
+            same = ", in the same way in each process" if apart else ""
             raise PiperError(
                 f"PiperStrategy: the optimizer {problem if apart else 'has no parameters of this module'}. In "
-                "configure_optimizers, create a new optimizer for each fit, from the module's parameters, in "
-                "the same way in each process [PIPER-S004]"
+                "configure_optimizers, create a new optimizer for each fit, from the module's parameters"
+                f"{same} [PIPER-S004]"
             )
 
     def _check_independence(self) -> None:
@@ -238,15 +239,14 @@ class ShardedOptimizer:
         except Untried as error:
             raise PiperError(
                 f"PiperStrategy: {name} must update each parameter independently, because each process has "
-                f"only some of the parameters. {error.unchecked}. {error.repair}use replicas without "
-                "sharding, or another optimizer (SGD, AdamW, Muon, ...) [PIPER-S004]"
+                f"only some of the parameters. {error.unchecked}. Use an optimizer such as AdamW or SGD "
+                "[PIPER-S004]"
             ) from error.__cause__
         if why:
             raise PiperError(
                 f"PiperStrategy: {name} {why}, so it needs all parameters, but each process has only some of "
-                "the parameters. Use replicas without sharding, or an optimizer that updates each "
-                "parameter independently (SGD, AdamW, Muon, ...). To clip gradients, use "
-                "Trainer(gradient_clip_val=...) [PIPER-S004]"
+                "the parameters. Use an optimizer that updates each parameter independently, such as AdamW or SGD"
+                " [PIPER-S004]"
             )
 
     def _checked(self, compiled: Compiled) -> StateKeys:
@@ -266,7 +266,7 @@ class ShardedOptimizer:
         except (NotElementwise, Untried) as error:
             name = next((name for name in found if sharded[name] is error.param), found[0])
             raise PiperError(
-                _refusal(type(self.optimizer).__name__, error, name, compiled, self._ownership.tensor_map)
+                _refusal(type(self.optimizer).__name__, error, name, compiled)
             ) from error.__cause__
 
     def of_groups(self, only: Mapping[str, Tensor] | None = None) -> list[list[Tensor]]:
@@ -310,7 +310,7 @@ class ShardedOptimizer:
             raise CaptureError(
                 "PiperStrategy: the optimizer's parameter groups have changed since the first batch, when "
                 "Piper reduced them to the parameters that each process holds. Change them (add_param_group) "
-                "in on_train_start or earlier, or call fit again [PIPER-S005]"
+                "in on_train_start or earlier [PIPER-S005]"
             )
 
     def local_shards(self, replicas: bool = False) -> list[LocalShard]:
@@ -577,23 +577,20 @@ class ShardedOptimizer:
         }
 
 
-def _refusal(
-    optimizer: str, error: NotElementwise | Untried, name: str, compiled: Compiled, tensor_map: TensorMap
-) -> str:
+def _refusal(optimizer: str, error: NotElementwise | Untried, name: str, compiled: Compiled) -> str:
     """Return the error text for an optimizer that needs whole parameters, or that Piper cannot try."""
     index = next(n.placed_by for n in compiled.dag.of_type(Parameters) if name in n.outputs[0].names)
     chunk = next(c for c in compiled.dag.of_type(Chunk) if name in compiled.dag.interface(c).params)
     region = compiled.dag.regions[chunk.region]
     directive = "a directive" if index is None else f"directive {index} ({compiled.program[index].op})"
     shards = f"{directive} leaves every process only a shard of {name!r} (region {region.label})"
-    begin, what = "Either ", "update each element of a parameter independently"
-    if isinstance(error, Untried):
-        begin, what = error.repair, f"must {what}, because {shards}. {error.unchecked}"
-    else:
-        what = f"does not {what}: {error}. But {shards}"
-        if not tensor_map.axes_of(name):
-            begin = 'Shard whole parameters there (shard_by="parameter"), or '
+    what = "update each element of a parameter independently"
+    why = (
+        f"must {what}, because {shards}. {error.unchecked}"
+        if isinstance(error, Untried)
+        else f"does not {what}: {error}. But {shards}"
+    )
     return (
-        f"PiperStrategy: {optimizer} {what}. {begin}remove {tensor_map.unsharding(name)}, or use an optimizer that "
-        "works element by element (SGD, AdamW, ...) [PIPER-S004]"
+        f"PiperStrategy: {optimizer} {why}. Use an optimizer that works element by element, such as AdamW or SGD"
+        " [PIPER-S004]"
     )

@@ -22,7 +22,6 @@ from lightning_piper.holdings.optimizer_slices import only, own_step
 # of elements that a large parameter keeps at least.
 SIDE, FEW, LEAST = 128, 2, 8192
 ROUNDING = 1e-12  # smaller gradients count as zero
-AGAIN = "it runs the closure more than once"  # the error of a trial, by which callers recognize its cause
 
 
 @dataclass(frozen=True)
@@ -255,7 +254,7 @@ def _step(optimizer: Optimizer, grads: Sequence[tuple[nn.Parameter, Tensor]], ap
     with only(optimizer, [p for p, _ in (grads[-1:] if apart else grads)]):
         optimizer.step(closure=closure)
     if calls > 2:  # one call above, and one by `step`
-        raise RuntimeError(AGAIN)
+        raise RuntimeError("it runs the closure more than once")
 
 
 def remade(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Optimizer:

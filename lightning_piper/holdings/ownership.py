@@ -531,14 +531,14 @@ class Ownership:
         if changed := changed_tensors(self._versions):
             raise PiperError(
                 f"PiperStrategy: parameter {changed[0]!r} was changed in place, but the parameter is sharded, "
-                "so the change would be lost. Change the local shards, in the param_groups of "
-                "trainer.optimizers, or change the parameter before the first batch [PIPER-S007]"
+                "so the change would be lost. Change the shards of this process instead: the parameters in "
+                "trainer.optimizers[0].param_groups [PIPER-S007]"
             )
 
     def _refuse_hook(self, name: str) -> None:
         raise PiperError(
             f"PiperStrategy: parameter {name!r} has a gradient hook, which would get only a shard of the gradient, "
-            f"because the parameter is sharded. Remove the hook, or {self.tensor_map.unsharding(name)} [PIPER-S007]"
+            "because the parameter is sharded. Remove the hook [PIPER-S007]"
         )
 
     def _receive(self, targets: Sequence[int]) -> dict[str, torch.Tensor]:

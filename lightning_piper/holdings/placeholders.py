@@ -18,26 +18,18 @@ from lightning_piper.common.user_lines import user_frame
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.remote_gradient import RemoteGradient, first_by_position
 
-# The end of a sentence whose subject is another way to use Piper.
-WHOLE = (
-    "keeps whole parameters in each process, if the program replicates the whole step: it shards only the "
-    "optimizer state"
-)
-
 # The advice of errors about placeholders, by the kind of the access.
-SAVE = (
-    "To save the values, use trainer.save_checkpoint or ModelCheckpoint (in on_save_checkpoint, rank 0 has all "
-    "values)"
+INSIDE = (
+    "Do this inside of `with piper.whole_module(module)`, which all processes must enter, and get the tensor from "
+    "the module there"
 )
-AVERAGE = (
-    "To average weights, use Lightning's EMAWeightAveraging, WeightAveraging or StochasticWeightAveraging"
+AVERAGE = f"{INSIDE}. (Lightning's EMAWeightAveraging averages weights without it)"
+SAVED = (
+    "A hook or callback has put this tensor into the checkpoint. Put a copy there that you make inside of `with "
+    "piper.whole_module(module)`, which all processes must enter"
 )
-DEVICE = "To move a tensor to this process's device, pass parameter.device and parameter.dtype"
-RUN = (
-    "To run the module (a forward pass, generate) in a hook, do it inside of `with piper.whole_module(module)`, "
-    "which all processes must enter. Or do it in validation_step, test_step or predict_step: if Piper cannot "
-    "capture the step, each process has the whole module while it runs"
-)
+DEVICE = "Pass parameter.device and parameter.dtype instead of the parameter"
+LOSS = "Compute the loss in training_step, with all of its terms"
 
 
 class Placeholder(torch.Tensor):
@@ -62,12 +54,12 @@ class Placeholder(torch.Tensor):
             torch.Tensor.data.__set__(self, tensor)  # type: ignore[attr-defined]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        raise _refusal(self, f"{SAVE}. {AVERAGE}", "copy.deepcopy")
+        raise _refusal(self, AVERAGE, "copy.deepcopy")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise an error instead of letting `torch.save` and pickle silently write a file without the
         values."""
-        raise _refusal(self, SAVE)
+        raise _refusal(self, INSIDE)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -94,7 +86,7 @@ class Placeholder(torch.Tensor):
             if func.__name__ in _MOVES and not isinstance(given[0], Placeholder):
                 raise _refusal(_first(given), DEVICE, func.__name__)
             if func.__name__ in _COPIES:
-                raise _refusal(_first(given), f"{SAVE}. {AVERAGE}", func.__name__)
+                raise _refusal(_first(given), AVERAGE, func.__name__)
             try:
                 return _marked(func(*args, **kwargs), given)
             except (RuntimeError, TypeError) as error:
@@ -102,7 +94,8 @@ class Placeholder(torch.Tensor):
                     raise
                 if _writes(func.__name__) and isinstance(given[0], Placeholder):
                     return given[0].zero_()  # counts as a change of the placeholder
-                raise _refusal(_first(given), RUN, func.__name__) from error
+                advice = LOSS if func.__name__ == "backward" else INSIDE
+                raise _refusal(_first(given), advice, func.__name__) from error
 
 
 class ParameterPlaceholder(Placeholder, nn.Parameter):
@@ -126,8 +119,8 @@ class ShardedPlaceholder(ParameterPlaceholder):
         if not isinstance(tensor, Placeholder):
             raise PiperError(
                 f"PiperStrategy: the values of parameter {_name(self)!r} are sharded over the processes, and "
-                "cannot be replaced here (.data = ...). Change the local shards, in the param_groups of "
-                "trainer.optimizers [PIPER-S007]"
+                "cannot be replaced here (.data = ...). Change the shards of this process instead: the parameters in "
+                "trainer.optimizers[0].param_groups [PIPER-S007]"
             )
         nn.Parameter.data.__set__(self, tensor)  # type: ignore[attr-defined]
 
@@ -148,8 +141,8 @@ class ShardedPlaceholder(ParameterPlaceholder):
         if tensor is not None and not isinstance(tensor, RemoteGradient):
             raise PiperError(
                 f"PiperStrategy: the gradient of {_name(self)!r} is sharded over the processes, and cannot "
-                "be replaced here. Change the gradients of the local shards, in the param_groups of "
-                "trainer.optimizers [PIPER-S007]"
+                "be replaced here. Change the gradients of this process's shards instead: those of the parameters in "
+                "trainer.optimizers[0].param_groups [PIPER-S007]"
             )
         nn.Parameter.grad.__set__(self, tensor)  # type: ignore[union-attr]
 
@@ -196,7 +189,7 @@ def check_values(content: Any) -> None:
         PiperError: They contain a placeholder.
     """
     if isinstance(content, Placeholder):
-        raise _refusal(content, SAVE)
+        raise _refusal(content, SAVED)
     for part in (
         content.values()
         if isinstance(content, dict)
@@ -264,8 +257,5 @@ def _refusal(placeholder: Placeholder | None, advice: str, operation: str = "") 
     where = " at ".join(filter(None, (operation, line)))
     return PiperError(
         f"PiperStrategy: {where}{': ' * bool(where)}the values of {_name(placeholder)!r} cannot be read or copied "
-        f"here, because this process does not have all of them. {advice}. For other work, "
-        "trainer.optimizers have the parameters and shards of this process. Before the first batch "
-        "(on_fit_start, on_train_start), each process has the whole module, unless it was built on the meta device. "
-        f"PiperStrategy(capture='never') {WHOLE} [PIPER-S007]"
+        f"here, because this process does not have all of them. {advice} [PIPER-S007]"
     )

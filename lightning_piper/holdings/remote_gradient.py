@@ -87,11 +87,9 @@ class RemoteGradient(torch.Tensor):
             return args[0]
         raise PiperError(
             f"PiperStrategy: {_name([*args, *kwargs.values()])}this process does not have the whole gradient. "
-            "For norms, use "
-            "lightning_piper.grad_norm(module, norm_type). For clipping, use Trainer(gradient_clip_val=...) "
-            "or torch.nn.utils.clip_grad_norm_. trainer.optimizers have the parameters and shards of this "
-            "process with their gradients. PiperStrategy() without directives keeps whole gradients in each "
-            "process [PIPER-S007]"
+            "For norms, use lightning_piper.grad_norm(module, norm_type). For clipping, use "
+            "Trainer(gradient_clip_val=...). For other work, read the gradients that this process has: those of the "
+            "parameters in trainer.optimizers[0].param_groups [PIPER-S007]"
         )
 
     def __repr__(self) -> str:  # type: ignore[override]

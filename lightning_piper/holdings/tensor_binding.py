@@ -11,7 +11,6 @@ from torch import nn
 from lightning_piper.capture import dict_version, storage_id
 from lightning_piper.errors import CaptureError
 from lightning_piper.holdings.ownership import Ownership
-from lightning_piper.holdings.placeholders import WHOLE
 
 
 class TensorBinding:
@@ -54,7 +53,7 @@ class TensorBinding:
             id(store): {name for name, x in store.items() if x is not None} for store in self._stores
         }
         self._module, self._is_whole = module, ownership.tensor_map.is_replicated
-        self._unsharding = ownership.tensor_map.unsharding
+        self._is_sharded = ownership.tensor_map.is_sharded
         self._watched = self._all_dicts()
         self._versions = list(map(dict_version, self._watched))
 
@@ -78,7 +77,6 @@ class TensorBinding:
         except CaptureError as error:
             if not self._is_whole:  # The change is lost, so no step can continue after it, captured or not.
                 error.late = True
-                error.add_note(f"PiperStrategy(capture='never') {WHOLE}")
             raise
 
     def _follow(self) -> None:
@@ -98,8 +96,8 @@ class TensorBinding:
             if found != storage:
                 raise CaptureError(
                     f"PiperStrategy: the values of parameter {self._names[i]!r} were replaced (.data = ...), "
-                    "but the parameter is sharded, so the change would be lost. Change the local shards, in "
-                    f"the param_groups of trainer.optimizers, or remove {self._unsharding(self._names[i])} [PIPER-S007]"
+                    "but the parameter is sharded, so the change would be lost. Change the shards of this process "
+                    "instead: the parameters in trainer.optimizers[0].param_groups [PIPER-S007]"
                 )
 
     def check_trained(self) -> None:
@@ -116,8 +114,7 @@ class TensorBinding:
             )
             raise CaptureError(
                 f"PiperStrategy: requires_grad of parameter {name!r} changed after Piper captured the step, "
-                "so the captured step would ignore the change. Set requires_grad before the first batch, or "
-                "between two calls of fit [PIPER-S006]"
+                "so the captured step would ignore the change. Set requires_grad before fit [PIPER-S006]"
             )
 
     def _put_back(self) -> None:
@@ -136,15 +133,14 @@ class TensorBinding:
                 kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
                 what, values = "removed" if found is None else "replaced", ""
                 if found is not None:
-                    values = ". To change only values, " + (
-                        "change the local shards, in the param_groups of trainer.optimizers"
-                        if tensor.is_meta
-                        else "use parameter.data = ..., or change them in place under torch.no_grad()"
+                    values = ". To change only its values, " + (
+                        "change the shards of this process: the parameters in trainer.optimizers[0].param_groups"
+                        if self._is_sharded(name)
+                        else "change it in place under torch.no_grad()"
                     )
                 raise CaptureError(
                     f"PiperStrategy: {kind} {name!r} was {what} after the first batch, such as by pruning, a "
-                    "parametrization or an assignment in a hook. Do this before fit, or in a hook before "
-                    f"the first batch, such as on_fit_start{values} [PIPER-S006]"
+                    f"parametrization or an assignment in a hook. Do this before fit{values} [PIPER-S006]"
                 )
             self._give(name, found, tensor.detach())
             store[attribute] = tensor  # type: ignore[assignment]
@@ -164,15 +160,13 @@ class TensorBinding:
                 if new is not None:
                     raise CaptureError(
                         f"PiperStrategy: {f'{path}.{new}'.removeprefix('.')!r} was added after the first "
-                        "batch, so no device has it. Add it before fit, or in a hook before the first batch, "
-                        "such as on_fit_start [PIPER-S006]"
+                        "batch, so no device has it. Add it before fit [PIPER-S006]"
                     )
         for store, _, name in self._entries:
             if id(store) not in here:
                 raise CaptureError(
                     f"PiperStrategy: the submodule that has {name!r} was removed after the first batch. "
-                    "Remove it before fit, or in a hook before the first batch, such as on_fit_start"
-                    " [PIPER-S006]"
+                    "Remove it before fit [PIPER-S006]"
                 )
 
     def _take_over(self) -> None:
@@ -199,14 +193,13 @@ class TensorBinding:
             if shared and other != name:
                 raise CaptureError(
                     f"PiperStrategy: {name!r} was given the memory of {other!r} after the first batch, so a "
-                    "change of one changes the other. Give it a copy (.clone()), or tie them before fit"
-                    " [PIPER-S006]"
+                    "change of one would change the other. Give it a copy of the memory (.clone()) [PIPER-S006]"
                 )
         if (found.shape, found.dtype, found.device) != (bound.shape, bound.dtype, bound.device):
             raise CaptureError(
                 f"PiperStrategy: {name!r} was {bound.dtype}{list(bound.shape)} on {bound.device} when the "
                 f"step was captured, and was replaced by {found.dtype}{list(found.shape)} on {found.device}. "
-                "Keep shape, dtype and device, or call fit again [PIPER-S006]"
+                "Give it a tensor of the first shape, dtype and device [PIPER-S006]"
             )
         with torch.no_grad():
             bound.copy_(found)

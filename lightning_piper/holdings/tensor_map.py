@@ -165,17 +165,6 @@ class TensorMap:
         """Return whether any process holds a shard instead of the whole tensor."""
         return any(group.bucket is not None for group in self.holder_groups[name])
 
-    def axes_of(self, name: str) -> set[str]:
-        """Return the axes, such as "tp", along which directives divide a parameter."""
-        return {axis for group in self.holder_groups[name] if group.bucket for axis in group.bucket.along}
-
-    def unsharding(self, name: str) -> str:
-        """Return the end of a fix in an error: the part of the program without which no process would hold a
-        shard of a sharded tensor."""
-        if axes := self.axes_of(name):
-            return f"the directive that shards it along {min(axes)!r}"
-        return "shard_optimizer, shard_grads and shard_params from its region's replicate directive"
-
     @property
     def is_replicated(self) -> bool:
         """Whether every process holds every tensor whole."""

@@ -40,7 +40,7 @@ def whole_module(module: pl.LightningModule) -> Iterator[None]:
 
     Raises:
         PiperError: The module is not the Trainer's LightningModule. Or a process did not call it. Or a process
-            does not have memory for the whole module. Or the block changed a parameter. Or the module has no
+            does not have memory for the whole module. Or the block changed a parameter or its gradient. Or the module has no
             values, because it is on the meta device before the first batch.
     """
     parts, where = parts_of(module), f"{NAME} at {user_frame()}"
@@ -76,8 +76,14 @@ def whole_module(module: pl.LightningModule) -> Iterator[None]:
     with contextlib.ExitStack() as whole:
         with torch.inference_mode(False):
             whole.enter_context(parts.whole_everywhere())
-        before = _sums(module)
+        before, gradients = _sums(module), _gradients(module)
         yield
+        if made := [name for name, mark in _gradients(module).items() if gradients.get(name) != mark]:
+            raise PiperError(
+                f"{where}: a backward pass in the block has changed the gradient of {made[0]!r}, but the optimizer would "
+                "not get it. Add this loss to the loss in training_step, or only read gradients, with "
+                "torch.autograd.grad [PIPER-S007]"
+            )
         if changed := [name for name, total in _sums(module).items() if before.get(name) != total]:
             raise PiperError(
                 f"{where}: {changed[0]!r} was changed in the block, but other processes would not get the new "
@@ -97,3 +103,10 @@ def _is_whole_run(module: nn.Module) -> bool:
 def _sums(module: pl.LightningModule) -> dict[str, int]:
     """Return `sum_of_bits` of each parameter that has values, by name."""
     return {name: sum_of_bits(x) for name, x in module.named_parameters() if x.layout == torch.strided}
+
+
+def _gradients(module: pl.LightningModule) -> dict[str, tuple[int, int]]:
+    """Return the id and the version of each parameter's gradient, by name of the parameter."""
+    return {
+        name: (id(x.grad), x.grad._version) for name, x in module.named_parameters() if x.grad is not None
+    }

@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.copies import averages_each_element
+from lightning_piper.holdings.gradient_injection import GradientInjection
 from lightning_piper.holdings.placeholders import Placeholder, _writes, check_values, stand_in
 
 
@@ -62,19 +63,28 @@ def test_reading_is_refused(read):
 @pytest.mark.parametrize(
     "read, operation, advice",
     [
-        (lambda x, p: nn.functional.linear(x, p.detach()), "linear", "To run the module"),
-        (lambda x, p: p.clone(), "clone", "To save the values"),
-        (lambda x, p: x.add_(p), "", "To average weights"),
-        (lambda x, p: torch.save(p, io.BytesIO()), "", "To save the values"),
+        (lambda x, p: nn.functional.linear(x, p.detach()), "linear", "inside of `with piper.whole_module"),
+        (lambda x, p: p.clone(), "clone", "EMAWeightAveraging"),
+        (lambda x, p: x.add_(p), "", "EMAWeightAveraging"),
+        (lambda x, p: torch.save(p, io.BytesIO()), "", "inside of `with piper.whole_module"),
+        (lambda x, p: check_values({"mine": p}), "", "has put this tensor into the checkpoint"),
+        (lambda x, p: x.to(p), "to", "Pass parameter.device and parameter.dtype"),
+        (lambda x, p: (captured_loss() + p.sum()).backward(), "backward", "the loss in training_step"),
     ],
-    ids=["linear", "clone", "average", "save"],
+    ids=["linear", "clone", "average", "save", "checkpoint", "move", "penalty"],
 )
 def test_the_error_names_the_line_and_what_to_do_instead(read, operation, advice):
-    with torch.no_grad(), pytest.raises(PiperError) as caught:
+    with pytest.raises(PiperError) as caught:
         read(torch.ones(3), elsewhere())
     told = str(caught.value)
-    assert f"PiperStrategy: {operation + ' at ' if operation else ''}{__file__}:" in told
-    assert next(word for word in ("To run the module", "To save", "To average") if word in told) in advice
+    assert f"PiperStrategy: {operation + ' at ' if operation else ''}{__file__}:" in told and advice in told
+    assert "training_step" not in told or "training_step" in advice
+
+
+def captured_loss() -> torch.Tensor:
+    weight = torch.ones(3, requires_grad=True)
+    injection = GradientInjection({"a": weight}, torch.device("cpu"))
+    return injection.loss(torch.tensor(1.0), {"a": torch.ones(3)})
 
 
 def test_torch_would_leave_it_out():
