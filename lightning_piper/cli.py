@@ -20,11 +20,13 @@ from torch import nn
 from lightning_piper.capture import capture
 from lightning_piper.certificate import certificate_of
 from lightning_piper.cli_search import run_compare, run_search
+from lightning_piper.common.argument_names import problem_of
 from lightning_piper.common.garbage_collection import uncollected
+from lightning_piper.common.limits import kind_of
 from lightning_piper.compiler import Compiled, compile
 from lightning_piper.directives import Directive, parse
 from lightning_piper.directives.program import annotate_as, annotations_of
-from lightning_piper.errors import PiperError
+from lightning_piper.errors import PiperError, SimulationError
 from lightning_piper.passes import run_pipeline
 from lightning_piper.plan import check_plans, compile_plans
 from lightning_piper.profile.node_times import when_it_ran
@@ -176,15 +178,35 @@ def _simulate(args: argparse.Namespace) -> str:
 def _round_cost(compiled: Compiled, simulation: Simulation, args: argparse.Namespace) -> RoundCost:
     """Return what a round of local SGD with the settings of `--local-sgd` costs. Raise UsageError if these are not
     usable."""
-    try:
-        settings = LocalSGD(**json.loads(args.local_sgd))
-    except (ValueError, TypeError, PiperError) as error:
-        raise UsageError(
-            f"--local-sgd {args.local_sgd}: {error}. Give fields of LocalSGD as JSON, such as "
-            '\'{"replicas": 4, "every": 64}\''
-        ) from None
+    settings = _local_sgd(args.local_sgd)
     latency, bandwidth = args.across or (args.latency, args.bandwidth)
-    return settings.cost(compiled, simulation.step_time, Link(latency, bandwidth))
+    across = _link(latency, bandwidth, "--" if args.across is None else "--across: ")
+    return settings.cost(compiled, simulation.step_time, across)
+
+
+def _local_sgd(text: str) -> LocalSGD:
+    """Return the settings of local SGD in a JSON text. Raise UsageError if they are not usable."""
+    fix = 'Give fields of LocalSGD as JSON, such as \'{"replicas": 4, "every": 64}\''
+    try:
+        fields = json.loads(text)
+        if not isinstance(fields, dict):
+            raise UsageError(f"--local-sgd {text} is {kind_of(fields)}. {fix}")
+        if (problem := problem_of(LocalSGD, fields)) is not None:
+            raise UsageError(f"--local-sgd: {problem}")
+        return LocalSGD(**fields)
+    except PiperError as error:
+        raise UsageError(f"--local-sgd: {error}") from None
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"--local-sgd {text}: {error}. {fix}") from None
+
+
+def _link(latency: float, bandwidth: float | None, option: str = "--") -> Link:
+    """Return the link that options describe. Raise UsageError if a number is not usable. `option` comes before
+    the name of the number in the error."""
+    try:
+        return Link(latency, bandwidth)
+    except SimulationError as error:
+        raise UsageError(f"{option}{str(error).removeprefix('Link: ')}") from None
 
 
 def _explain(args: argparse.Namespace) -> str:
@@ -203,7 +225,7 @@ def _explain(args: argparse.Namespace) -> str:
 
 
 def _simulation(compiled: Compiled, args: argparse.Namespace) -> Simulation:
-    network = Network(Link(args.latency, args.bandwidth))
+    network = Network(_link(args.latency, args.bandwidth))
     return simulate(compiled.dag, compiled.plans, _durations(args), network)
 
 

@@ -63,7 +63,7 @@ def _check_output(path: Path) -> None:
     elif path.is_dir():
         problem = "it is a folder"
     elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        problem = "that is not permitted"
+        problem = "this process may not write there"
     if problem is not None:
         raise UsageError(f"{str(path)!r} cannot be written: {problem}. Give another path to -o")
 

@@ -205,7 +205,7 @@ def _node(text: str) -> int:
         return int(text.removeprefix("%"))
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a node. Give its number as plans print it, such as %12"
+            f"{text!r} is not a node. Give the number of a node as plans print it, such as %12"
         ) from None
 
 

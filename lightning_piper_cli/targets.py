@@ -69,6 +69,8 @@ def made(target: str) -> Any:
             f"{target} cannot be called without arguments: {error}. Name a function without required "
             "arguments"
         ) from None
+    except ValueError as error:  # a builtin function
+        raise UsageError(f"{target} cannot be called: {error}. Name a function of your own") from None
     return found()
 
 
@@ -79,8 +81,8 @@ def check_program(target: str) -> None:
         return
     if ":" not in target:
         raise UsageError(
-            f"{target!r} is not a program. Give the path of a JSON file (*.json), or a function that makes "
-            f"one, {TARGET}"
+            f"{target!r} is not a program. Give the path of a JSON file (*.json), or a function that returns "
+            f"the program, {TARGET}"
         )
     check_target(target)
 
@@ -123,9 +125,14 @@ def _is_found(package: str) -> bool:
 
 
 def _no_module(name: str) -> UsageError:
+    """Return the error for a module that does not exist. `name` may have dots. If it has, the module before the
+    last dot exists."""
+    package, _, inner = name.rpartition(".")
+    if package:
+        return UsageError(f"module {package!r} has no module {inner!r} in it. Correct the name {name!r}")
     return UsageError(
-        f"there is no module {name!r} in the current directory or installed. Run the command in the module's "
-        "directory, or install it"
+        f"there is no module {name!r} in the current directory or installed. Correct the name, or run the command "
+        f"in the directory of {name!r}"
     )
 
 
@@ -138,7 +145,11 @@ def _found(target: str) -> Any:
     before = ""
     for part in name.split("."):
         if not hasattr(found, part):
-            public = [f"{before}{other}" for other in vars(found) if not other.startswith("_")]
+            public = [
+                f"{before}{other}"
+                for other, value in getattr(found, "__dict__", {}).items()
+                if not other.startswith("_") and not inspect.ismodule(value)
+            ]
             more = f" and {len(public) - 8} more" if len(public) > 8 else ""
             fix = f"Give one of its names: {', '.join(public[:8])}{more}" if public else "Define it there"
             raise UsageError(f"{place} has no {before + part!r}. {fix}")

@@ -306,10 +306,17 @@ def test_a_round_of_local_sgd(project: Path, capsys: pytest.CaptureFixture[str])
     assert output(capsys, *given, "--across", "2", "8") == f"{step}\n{far}\n"
     found = json.loads(output(capsys, *given, "--json"))
     assert found == json.loads(json.dumps({**step.to_json(), "local_sgd": near.to_json()}))
-    for wrong in ('{"replicas": 1, "every": 4}', "[]", "4", '{"replica": 2}', "{"):
+    fields = "Give fields of LocalSGD as JSON, such as"
+    for wrong, told in {
+        '{"replicas": 1, "every": 4}': "LocalSGD(replicas=1) is not usable. Give an integer >= 2 [PIPER-S001]\n",
+        '{"replica": 2}': "LocalSGD(replica=...): the argument is unknown. Give one of replicas, every",
+        '{"replicas": 2}': fields,
+        "[]": f"[] is a list. {fields}",
+        "{": fields,
+    }.items():
         with pytest.raises(SystemExit):
             main(arguments("simulate", "--local-sgd", wrong))
-        assert "Give fields of LocalSGD as JSON" in capsys.readouterr().err
+        assert told in capsys.readouterr().err
 
 
 def test_chakra_traces(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -352,10 +359,6 @@ def test_files_that_are_not_there_fail(project: Path, capsys: pytest.CaptureFixt
         failure(capsys, "simulate", "--durations", "none.json")
         == "durations file 'none.json' does not exist. Give the path of a JSON file [PIPER-T001]\n"
     )
-    assert (
-        failure(capsys, "simulate", "--latency", "-1")
-        == "Link: latency is -1.0. Give 0, or a number from 1e-15 to 1e15 [PIPER-T001]\n"
-    )
 
 
 USAGE = {
@@ -391,13 +394,29 @@ USAGE = {
         arguments("viz", "--dag", "5"),
         "the program does not use device 5. Give one of 0, 1",
     ),
+    "no latency": (
+        arguments("simulate", "--latency", "-1"),
+        "error: --latency is -1.0. Give 0, or a number from 1e-15 to 1e15 [PIPER-T001]",
+    ),
+    "no link": (
+        arguments("simulate", "--local-sgd", '{"replicas": 2, "every": 1}', "--across", "1", "0"),
+        "error: --across: bandwidth is 0. Give a number from 1e-15 to 1e15 [PIPER-T001]",
+    ),
+    "no module inside": (
+        arguments("check", module="stages.inner:module"),
+        "module 'stages' has no module 'inner' in it. Correct the name 'stages.inner'",
+    ),
+    "a builtin function": (
+        arguments("check", module="torch:rand"),
+        "torch:rand cannot be called: no signature",
+    ),
     "no number": (
         arguments("simulate", "--latency", "soon"),
         "argument --latency: invalid number value: 'soon'",
     ),
     "no node": (
         ["explain", "abc", *arguments("")[1:]],
-        "argument NODE: 'abc' is not a node. Give its number as plans print it",
+        "argument NODE: 'abc' is not a node. Give the number of a node as plans print it",
     ),
     "a file for a folder": (
         arguments("check", "--dump", "stages.py"),
@@ -433,19 +452,22 @@ def test_a_batch_may_be_a_value(project: Path, capsys: pytest.CaptureFixture[str
 def test_the_documentation_shows_real_output(
     page: str, project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each `$ lightning-piper ...` prints what stands below it."""
+    """Each `$ lightning-piper ...` prints what stands below it. Of several commands in one block, the last does."""
     for name, content in re.findall(
         r"`(\w+\.\w+)`:\n\n```\w+\n(.*?)```", (ROOT / "docs/cli.md").read_text(), re.DOTALL
     ):
         (project / name).write_text(content)
     monkeypatch.setenv("COLUMNS", "132")
     shown = re.findall(
-        r"^```\n\$ lightning-piper (.*?)\n(.*?)^```",
+        r"^```\n\$ lightning-piper ((?:[^\n]*\n\$ lightning-piper )*[^\n]*)\n(.*?)^```",
         (ROOT / "docs" / page).read_text(),
         re.DOTALL | re.MULTILINE,
     )
-    assert len(shown) == {"cli.md": 6, "simulate.md": 1}[page]
-    for command, wanted in shown:
+    assert len(shown) == {"cli.md": 7, "simulate.md": 1}[page]
+    for commands, wanted in shown:
+        *earlier, command = commands.split("\n$ lightning-piper ")
+        assert not any(main(shlex.split(each)) for each in earlier)
+        capsys.readouterr()
         status = main(shlex.split(command))
         found = capsys.readouterr()
         assert untimed(found.err if status else found.out) == untimed(wanted)

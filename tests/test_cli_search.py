@@ -163,7 +163,7 @@ REFUSED = {
     ),
     "too little": (
         ["--devices", "2", "--memory", "1KiB"],
-        "search: no program fits in 1 KiB. Give at least",
+        "search: no program fits in 1 KiB. Give",
     ),
     "hardware": (["--devices", "2", "--hardware", "abacus"], "there is no hardware 'abacus'. Give one of"),
     "a file": (["--devices", "2", "--hardware", "none.json"], "hardware file 'none.json' does not exist"),

@@ -13,12 +13,34 @@ from lightning_piper.schedules.searched_schedules import SEARCHED
 from lightning_piper.search.bounds import INFINITE
 from lightning_piper.search.branch_and_bound import Progress, Search
 from lightning_piper.search.costs.workload import Workload
-from lightning_piper.search.report import Found, size
+from lightning_piper.search.report import Found, exact_size, size
 from lightning_piper.search.space import Space, bytes_of, check_choices, check_hardware
 from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.hardware import Hardware
 
 OBJECTIVES = ("time", "memory")
+
+
+class NothingFits(SearchError):
+    """An error raised if a search finds no program that fits.
+
+    Attributes:
+        problem: The message without its fix.
+        smallest: The program that needs the least memory, as far as the search knows.
+    """
+
+    def __init__(self, problem: str, smallest: Found, planned: Number = 0) -> None:
+        """Name the memory to give: the estimate of `smallest`, or the bytes of its plan (`planned`) if these are
+        more."""
+        estimated = max(smallest.estimate.memory)
+        about = ""
+        if smallest.gap and estimated >= planned:
+            by = "" if math.isinf(smallest.gap) else f"up to {float(smallest.less):.1%} "
+            about = f"; {by}less may be enough"
+        super().__init__(
+            f"{problem}. Give {exact_size(max(estimated, planned))} for each device{about} [PIPER-P002]"
+        )
+        self.problem, self.smallest = problem, smallest
 
 
 def best_of(
@@ -103,7 +125,6 @@ def _smallest_first(
             one. The error names the memory of the program.
         NoProgram: No program exists, however much memory a device has.
     """
-    within = size(space.memory)
     smallest = Search(replace(space, memory=INFINITE), True, 0, budget, None)
     least = smallest.run(table=False)
     if least is None and smallest.complete:
@@ -118,16 +139,13 @@ def _smallest_first(
         found = Search(space, by_memory, gap, budget, progress).run(known=least.best)
         assert found is not None
         return found
-    needed = math.ceil(most)
-    wanted = f"at least {needed} bytes{f' ({size(needed)})' if needed >= 1024 else ''} for each device"
+    within = size(space.memory)
     if not complete and smallest.lowest <= space.memory:
-        raise SearchError(
-            f"search: the budget of {budget} ended before the search found a program that fits in {within}. "
-            f"Give a larger budget, or {wanted} [PIPER-P002]"
+        raise NothingFits(
+            f"search: the budget of {budget} ended before the search found a program that fits in {within}",
+            least,
         )
-    by = "" if math.isinf(least.gap) else f"up to {float(least.less):.1%} "
-    about = f"; {by}less may be enough" if least.gap else ""
-    raise SearchError(f"search: no program fits in {within}. Give {wanted}{about} [PIPER-P002]")
+    raise NothingFits(f"search: no program fits in {within}", least)
 
 
 def _none_exists(space: Space) -> NoProgram:
@@ -139,14 +157,22 @@ def _none_exists(space: Space) -> NoProgram:
         if space.all_devices
         else f"on {counted(space.devices, 'device')}"
     )
-    fixes = ["another number of devices"] if space.all_devices else []
-    fixes.append("a batch of another size")
-    if not set(SEARCHED) <= set(space.schedules):
-        fixes.append(f"more schedules than {', '.join(space.schedules)} (schedules=...)")
+    fewer = range(space.devices - 1, 0, -1) if space.all_devices else ()
+    possible = next((n for n in fewer if _some_program(replace(space, devices=n))), None)
+    if possible is not None:
+        fix = f"Give {counted(possible, 'device')}"
+    elif others := [name for name in SEARCHED if _some_program(replace(space, schedules=(name,)))]:
+        fix = f"Give one of these schedules: {', '.join(others)}"
+    else:
+        fix = "Give a batch with more samples"
     return NoProgram(
-        f"search: no program {on} exists for {counted(samples, 'sample')} and {counted(blocks, 'block')}. "
-        f"Give {' or '.join(fixes)} [PIPER-P003]"
+        f"search: no program {on} exists for {counted(samples, 'sample')} and {counted(blocks, 'block')}. {fix} "
+        "[PIPER-P003]"
     )
+
+
+def _some_program(space: Space) -> bool:
+    return next(space.layouts(), None) is not None
 
 
 def check_asked(

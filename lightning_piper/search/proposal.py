@@ -8,6 +8,7 @@ writes their programs, and returns the first program that passes the check and w
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +28,7 @@ from lightning_piper.directives import ChunkLoss, Directive
 from lightning_piper.errors import NoProgram, PiperError, SearchError
 from lightning_piper.ir.values import Sharded
 from lightning_piper.search.accounting import bytes_needed
-from lightning_piper.search.best_candidate import best_of, check_asked
+from lightning_piper.search.best_candidate import NothingFits, best_of, check_asked
 from lightning_piper.search.costs.analytic_costs import analytic
 from lightning_piper.search.costs.blocks import BlockCut, blocks_of
 from lightning_piper.search.costs.chain import copy_of
@@ -36,7 +37,7 @@ from lightning_piper.search.costs.optimizers import optimizer_of, states_of
 from lightning_piper.search.costs.parameters import like
 from lightning_piper.search.costs.workload import Workload
 from lightning_piper.search.program_writer import TENSOR, Params, Written, write
-from lightning_piper.search.report import CandidateRow, Found, described, size
+from lightning_piper.search.report import CandidateRow, Found, described, exact_size, size
 from lightning_piper.search.space import Candidate, bytes_of
 from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.hardware import Hardware
@@ -250,12 +251,10 @@ class _TooLarge(NamedTuple):
 
     Attributes:
         needed: Bytes of the fullest device, according to the plan.
-        name: The description of the candidate.
         estimated: Bytes of the fullest device, according to the search.
     """
 
     needed: float
-    name: str
     estimated: Number
 
 
@@ -306,6 +305,8 @@ class _Trials:
             if proposal is not None:
                 return proposal
             ratios = [float(each.estimated) / each.needed for each in self._large[before:]]
+            if not ratios and self._large:
+                break
             if not ratios:
                 raise NoProgram(
                     f"search: {counted(len(self._refused), 'program')} of the best candidates failed the check. "
@@ -315,7 +316,8 @@ class _Trials:
         raise self._too_large()
 
     def _found(self, find: Callable[[Number], Found], within: Number) -> Found:
-        """Return the best candidates within this many bytes.
+        """Return the best candidates within this many bytes. If none fits, but an earlier search had more memory,
+        return the candidate with the least memory, unless its plan is known.
 
         Raises:
             SearchError: The search found nothing that fits. If an earlier search had more memory, the error
@@ -323,45 +325,72 @@ class _Trials:
         """
         try:
             return find(within)
+        except NothingFits as error:
+            smallest = error.smallest
+            if within == self._limit:
+                raise NothingFits(error.problem, smallest, self._planned(smallest)) from None
+            if any(smallest.best == candidate for candidate, _ in self._refused):
+                raise self._too_large() from error
+            return replace(smallest, gap=math.inf, space=replace(smallest.space, memory=self._limit))
         except SearchError as error:
             if within == self._limit:
                 raise
             raise self._too_large() from error
 
+    def _planned(self, found: Found) -> float:
+        """Return the bytes that the plan of the best candidate needs on the fullest device, including the margin; 0 if
+        programs are not checked, or if this program fails the check."""
+        check: Check = "off" if self._check == "off" else "static"
+        try:
+            return self._tried(found.best, found, check)[1]
+        except PiperError:
+            return 0
+
+    def _tried(self, candidate: Candidate, found: Found, check: Check) -> tuple[Written, float, str]:
+        """Check a candidate of a search. Return its program, the bytes that it needs on its fullest device,
+        including the margin, and the verdict; see `_checked`."""
+        written = _written(candidate, self._cut)
+        written = replace(written, directives=(*self._first, *written.directives))
+        states = found.space.workload.states
+        used, verdict = _checked(written, self._module, self._batch, check, states)
+        return written, float(used * (1 + found.space.margin)), verdict
+
     def _too_large(self) -> SearchError:
         """Return the error of a search whose programs fit by estimate, but not by their plans."""
-        least = min(self._large)
         return SearchError(
-            f"search: found no plan that fits in {size(self._limit)}, although some programs fit by estimate. "
-            f"Give {size(least.needed)} for each device, which the plan of {least.name} needs [PIPER-P002]"
+            f"search: {counted(len(self._large), 'program')} may fit in {size(self._limit)} by estimate, but none "
+            f"fits according to its plan. Give {exact_size(min(self._large).needed)} for each device [PIPER-P002]"
         )
 
     def _first_fitting(self, found: Found) -> Proposal | None:
         """Try the candidates of one search. Return the proposal of the first candidate whose program passes
         the check and whose plan fits. Return None if there is no such candidate, or after `LARGER` plans that
         do not fit. Add each rejected candidate to `_refused`, and to `_large` if its plan does not fit."""
-        workload, keep, larger = found.space.workload, 1 + found.space.margin, 0
+        larger = 0
         estimated = {row.candidate: max(row.estimate.memory) for row in found.table} | {
             found.best: max(found.estimate.memory)
         }
         for candidate in _in_turn(found, self._refused):
             self._say(f"checking {described(candidate)}")
             try:
-                written = _written(candidate, self._cut)
-                written = replace(written, directives=(*self._first, *written.directives))
-                used, verdict = _checked(written, self._module, self._batch, self._check, workload.states)
-                needed = float(used * keep)
+                written, needed, verdict = self._tried(candidate, found, self._check)
             except PiperError as error:
-                self._refused.append((candidate, " ".join(str(error).split())[:300]))
+                self._refused.append((candidate, " ".join(str(error).split())[:1000]))
                 continue
             if needed <= self._limit:
-                refused = tuple(self._refused)
                 return Proposal(
-                    found, candidate, written, workload, int(needed), refused, self._check, verdict
+                    found,
+                    candidate,
+                    written,
+                    found.space.workload,
+                    int(needed),
+                    tuple(self._refused),
+                    self._check,
+                    verdict,
                 )
             why = f"{TOO_LARGE} {size(needed)} on the fullest device, more than estimated"
             self._refused.append((candidate, why))
-            self._large.append(_TooLarge(needed, described(candidate), estimated[candidate]))
+            self._large.append(_TooLarge(needed, estimated[candidate]))
             larger += 1
             if larger == LARGER:
                 break

@@ -173,6 +173,17 @@ def size(nbytes: Number) -> str:
     return f"{value:.4g} {unit}"
 
 
+def exact_size(nbytes: Number) -> str:
+    """Return a number of bytes, rounded up to an integer, as text: "157248 bytes (153.6 KiB)". The text in brackets
+    is a little more than the number if four digits are not enough."""
+    exact = math.ceil(nbytes)
+    if exact < 1024:
+        return f"{exact} bytes"
+    unit = 1024 ** (min(exact.bit_length() - 1, 40) // 10)
+    digits = 10 ** max(0, 4 - len(str(exact // unit)))
+    return f"{exact} bytes ({size(-(-exact * digits // unit) * unit / digits)})"
+
+
 def reason(space: Space, estimate: Estimate, best: Estimate, by_memory: bool) -> str:
     """Return why a candidate is not the best one, as text.
 

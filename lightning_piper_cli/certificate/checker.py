@@ -20,6 +20,7 @@ from lightning_piper_cli.certificate.memory import COLLECTIVES, DeviceMemory, Fa
 from lightning_piper_cli.certificate.operations import Operations
 
 FORMAT = "lightning-piper certificate 1"
+FIX = "Give a file that `lightning-piper check --certificate` of this version has written"
 Share = list[Any]  # [value of the program, coordinates of the term, first sample, sample after the last one]
 
 
@@ -114,7 +115,7 @@ class Checker:
     """
 
     def __init__(self, certificate: Json) -> None:
-        need(certificate.get("format") == FORMAT, f"the file is not a {FORMAT}")
+        need(certificate.get("format") == FORMAT, f"the file does not have the format {FORMAT!r}. {FIX}")
         self.all, self.program, self.mesh = certificate, certificate["program"], certificate["mesh"]
         self.types, self.buckets, self.parts = (
             certificate["types"],
@@ -582,11 +583,9 @@ def verify(path: Path) -> int:
     try:
         checker = Checker(json.loads(path.read_text(encoding="utf-8")))
         checker.check()
-    except (Fault, OSError, LookupError, TypeError, ValueError, AttributeError) as fault:
-        print(
-            f"{path}: {fault if isinstance(fault, Fault | OSError) else f'it is malformed ({fault!r})'}",
-            file=sys.stderr,
-        )
+    except (Fault, OSError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        other = f"the file cannot be read as a certificate ({error!r}). {FIX}"
+        print(f"{path}: {error if isinstance(error, Fault) else other}", file=sys.stderr)
         return 1
     print(f"{path}: verified")
     for text, count in sorted(checker.assumptions.items()):

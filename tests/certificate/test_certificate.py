@@ -62,7 +62,10 @@ def test_the_command_verifies_a_file(tmp_path: Path, capsys: pytest.CaptureFixtu
     file.write_text(json.dumps(wrong))
     assert verify(file) == 1 and "device 0, at the end: " in capsys.readouterr().err
     file.write_text("{}")
-    assert verify(file) == 1 and "the file is not a lightning-piper certificate 1" in capsys.readouterr().err
+    assert (
+        verify(file) == 1
+        and "does not have the format 'lightning-piper certificate 1'" in capsys.readouterr().err
+    )
     assert verify(tmp_path / "absent.json") == 1 and "No such file" in capsys.readouterr().err
 
 

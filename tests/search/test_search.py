@@ -347,9 +347,9 @@ def test_the_space_counts_its_candidates() -> None:
 
 
 def test_more_memory_is_asked_for() -> None:
-    with pytest.raises(SearchError, match=r"no program fits in 20 B\. Give at least (\S+) bytes") as raised:
+    with pytest.raises(SearchError, match=r"no program fits in 20 B\. Give (\S+) bytes") as raised:
         best_of(chain(), problem(0).hardware, 2, 20, schedules=CHAINS)
-    least = Fraction(str(raised.value).split("at least ")[1].split(" ")[0])
+    least = Fraction(str(raised.value).split("Give ")[1].split(" ")[0])
     assert max(best_of(chain(), problem(0).hardware, 2, least, schedules=CHAINS).estimate.memory) == least
     with pytest.raises(SearchError):
         best_of(chain(), problem(0).hardware, 2, least - 1, schedules=CHAINS)
@@ -363,7 +363,7 @@ def test_more_memory_that_may_be_too_much() -> None:
             best_of(drawn.workload, drawn.hardware, 4, 1, budget=budget)
         told.append(
             re.search(
-                r"at least (\d+) bytes for each device(?:; up to (\S+)% less may be enough)? \[PIPER-P002\]$",
+                r"Give (\d+) bytes for each device(?:; up to (\S+)% less may be enough)? \[PIPER-P002\]$",
                 str(raised.value),
             )
         )
@@ -397,8 +397,8 @@ def test_a_search_that_ends_early_does_not_say_that_nothing_fits() -> None:
             result = found(space, budget=1)
         except SearchError as error:
             least = re.search(
-                r"the budget of 1 ended before the search found a program that fits in .* B\. Give a larger "
-                r"budget, or at least (\d+) bytes for each device \[PIPER-P002\]$",
+                r"the budget of 1 ended before the search found a program that fits in .* B\. Give (\d+) bytes for "
+                r"each device(?:; .*)? \[PIPER-P002\]$",
                 str(error),
             )
             assert least is not None and int(least[1]) > space.memory
@@ -505,7 +505,9 @@ def test_arguments_are_looked_at(given: dict[str, Any], told: str) -> None:
 
 def test_everything_that_fits_nowhere_is_told() -> None:
     hardware = problem(0).hardware
-    with pytest.raises(SearchError, match=r"no program on 1 device exists .* or more schedules than zbv"):
+    with pytest.raises(
+        SearchError, match=r"no program on 1 device exists .* one of these schedules: gpipe, one_f_one_b \["
+    ):
         best_of(chain(), hardware, 1, 10**6, schedules=("zbv",))
 
 

@@ -73,8 +73,8 @@ def analytic(
     for degree in sorted(tensor):
         params = _proposed(cut, degree)
         divided = divided or params
-        if params and params == divided:
-            member = cut.step.divided([Division(AXIS, degree, params)]).member
+        member = _member(cut, degree, params) if params and params == divided else None
+        if member is not None:
             # With few samples, the step may exchange other values, because dimensions have size 1. So skip
             # numbers for which the sharded step cannot be traced, and all smaller numbers.
             few = max((n for n in {1, *numbers} if refusal(member, n) is not None), default=0)
@@ -92,6 +92,15 @@ def _proposed(cut: BlockCut, degree: int) -> dict[str, Sharded]:
         return find_params(cut.step.joint_graph, AXIS, degree, {})
     except CaptureError:
         return {}
+
+
+def _member(cut: BlockCut, degree: int, params: dict[str, Sharded]) -> CapturedStep | None:
+    """Return the step of one of `degree` devices that shard these parameters; None if the step cannot be sharded,
+    because it computes the scores of a loss in chunks, for example."""
+    try:
+        return cut.step.divided([Division(AXIS, degree, params)]).member
+    except CaptureError:
+        return None
 
 
 def _works(
