@@ -82,7 +82,7 @@ class Degrees:
             _refuse(
                 "dp",
                 self.dp,
-                "give one number, because replicas shard nothing with zero=0, or give zero=1, 2 or 3",
+                "give zero=1, 2 or 3, because the replicas of a group shard nothing with zero=0",
             )
         if not isinstance(self.schedule, str) or SHORT.get(self.schedule, self.schedule) not in SEARCHED:
             _refuse("schedule", self.schedule, f"give one of {', '.join([*SHORT, *SEARCHED])}")
@@ -94,8 +94,9 @@ class Degrees:
                 f"{name}={getattr(self, name)}" for name in ("tp", "cp", "ep") if getattr(self, name) > 1
             )
             raise DirectiveError(
-                f"degrees {found}: give only one of them. For several axes, write Place(axes=...) and one "
-                "ShardWeights, ShardSequences or ShardExperts for each axis [PIPER-D023]"
+                f"degrees {found}: only one of tp, cp and ep may be above 1. Leave out all but one, or give "
+                "directives with an axis for each: Place(axes=...), ShardWeights, ShardSequences and ShardExperts "
+                "[PIPER-D023]"
             )
 
     @property
@@ -119,7 +120,7 @@ class Degrees:
         return ", ".join(
             f"{field.name}={given[field.name]!r}"
             for field in dataclasses.fields(self)
-            if given[field.name] != field.default
+            if given[field.name] != field.default and (field.name, given[field.name]) != ("dp", 1)
         )
 
     def for_devices(self, devices: int) -> Degrees:
@@ -222,8 +223,8 @@ class Degrees:
             return tuple(directives)
         if self.replicas % self.ep:
             raise DirectiveError(
-                f"degrees dp={self.dp or 1}, ep={self.ep}: ep is not a divisor of dp. Give an ep that divides dp, "
-                f"or devices for a dp that is a multiple of {self.ep} [PIPER-D023]"
+                f"degrees dp={self.dp or 1}, ep={self.ep}: ep is not a divisor of dp. Give an ep that divides "
+                f"{self.replicas} [PIPER-D023]"
             )
         devices = range(self.pp * self.replicas * self.cp)
         lines: Any = [list(devices[i : i + size]) for i in range(0, len(devices), size)]
@@ -289,14 +290,13 @@ def requested_degrees(directives: Any, **fields: Any) -> Degrees | None:
     if named and directives == "auto":
         given = ", ".join(named)
         raise DirectiveError(
-            f"PiperStrategy('auto', {', '.join(f'{name}={shown(value)}' for name, value in named.items())}): a search "
-            "chooses stages, replicas and their groups (HSDP), ZeRO levels, tensor parallelism, microbatches and "
-            f"recomputation by itself, and never uses cp or chunk_loss. Remove {given}, or remove 'auto' [PIPER-D023]"
+            f"PiperStrategy('auto', {', '.join(f'{name}={shown(value)}' for name, value in named.items())}): 'auto' "
+            f"chooses all degrees itself. Remove {given}, or remove 'auto' [PIPER-D023]"
         )
     if named and directives is not None:
         raise DirectiveError(
-            f"PiperStrategy: directives and {', '.join(named)} are given. Give either directives or degrees"
-            " [PIPER-D023]"
+            f"PiperStrategy: directives and {', '.join(named)} are given. Remove the directives, or remove "
+            f"{', '.join(named)} [PIPER-D023]"
         )
     if not named:
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +12,13 @@ from torch import nn
 from lightning_piper.capture import capture
 from lightning_piper.capture.tensor_sharding.shardable_params import find_params
 from lightning_piper.common.limits import integer, shown
+from lightning_piper.common.units import counted
 from lightning_piper.directives import Directive, Place, ShardWeights
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.values import Sharded
 
 AXIS = "tp"
+OTHERS = (2, 3, 4, 8)  # degrees that an error may suggest
 
 
 def tensor_parallel(module: nn.Module, batch: Any, degree: int, *, sequence: bool = False) -> list[Directive]:
@@ -50,20 +52,12 @@ def tensor_parallel(module: nn.Module, batch: Any, degree: int, *, sequence: boo
     step = capture(module, batch, device.type if device.type != "meta" else "cpu")
     values = {"*": 1} if sequence else {}
     step.at(step.size)  # generates the code, which says which parameters the step reads
-    params = find_params(step.joint_graph, AXIS, number, {name: Sharded(dim) for name, dim in values.items()})
+    dims = {name: Sharded(dim) for name, dim in values.items()}
+    params = find_params(step.joint_graph, AXIS, number, dims)
     if not params:
-        if not any(size % number == 0 for info in step.params.values() for size in info.spec.shape):
-            raise PiperError(
-                f"tensor_parallel: no weight of {type(module).__name__} can be sharded over {number} devices, because "
-                f"{number} divides no dimension of a weight. Give a degree that divides the widths of the layers "
-                "[PIPER-D024]"
-            )
-        raise PiperError(
-            f"tensor_parallel: no weight of {type(module).__name__} can be sharded over {number} devices, "
-            f"because for each matrix product, {number} does not divide its outputs, or an operation after it needs "
-            "its whole result. To see what blocks a weight, "
-            'name it yourself: ShardWeights(params={"fc.weight": 0}, ...) [PIPER-D024]'
-        )
+        others = (n for n in OTHERS if n != number and find_params(step.joint_graph, AXIS, n, dims))
+        shapes = {name: info.spec.shape for name, info in step.params.items()}
+        raise _nothing_found(type(module).__name__, number, shapes, next(others, None))
     devices = list(range(number))
     return [
         Place(filter={}, devices=devices, axes=(AXIS,)),
@@ -74,6 +68,47 @@ def tensor_parallel(module: nn.Module, batch: Any, degree: int, *, sequence: boo
             values=values or None,
         ),
     ]
+
+
+def _nothing_found(
+    name: str, degree: int, shapes: Mapping[str, Sequence[int]], other: int | None
+) -> PiperError:
+    """Return the error for a module without weights to shard over `degree` devices.
+
+    Args:
+        name: The module's class.
+        degree: The number of devices.
+        shapes: The shape of each parameter.
+        other: A number of devices over which weights can be sharded; None if none is known.
+    """
+    why = (
+        f"for each matrix product, {degree} does not divide its outputs, or an operation after it needs its whole "
+        "result"
+    )
+    if not any(size % degree == 0 for shape in shapes.values() for size in shape):
+        why = f"{degree} divides no dimension of a weight"
+    weight = next(
+        (
+            f"{{{param!r}: {dim}}}"
+            for param, shape in shapes.items()
+            for dim, size in enumerate(shape)
+            if len(shape) == 2 and size % degree == 0
+        ),
+        None,
+    )
+    advice = "Use replicas instead (dp)"
+    if other is not None:
+        advice = f"Give another number of devices, such as {other}"
+    elif weight is not None:
+        devices = "[0, 1]" if degree == 2 else f"list(range({degree}))"
+        advice = (
+            f"Name weights yourself, in the directives Place(devices={devices}, axes=[{AXIS!r}]) and "
+            f"ShardWeights(params={weight})"
+        )
+    return PiperError(
+        f"tensor parallelism: no weight of {name} can be sharded over {counted(degree, 'device')}, because {why}. "
+        f"{advice} [PIPER-D024]"
+    )
 
 
 def _patterns(parts: Mapping[str, Sharded], names: Mapping[str, Any]) -> dict[str, int | tuple[int, int]]:

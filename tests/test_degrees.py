@@ -51,7 +51,7 @@ def batch(samples: int = 16) -> list[torch.Tensor]:
     (["ddp_2"], {}, "'ddp_2'.*Give 'ddp', 'zero1', 'zero2', 'zero3', 'auto', or the path of a JSON file"),
     (["zero3"], {"zero": 1}, "'zero3', zero=1.*: 'zero3' means zero=3. Leave one of them out"),
     (["ddp"], {"zero": 3, "dp": 2}, "'ddp', zero=3.*: 'ddp' means zero=0. Leave one of them out"),
-    ([], {"dp": 3, "ep": 2}, "dp=3, ep=2: ep is not a divisor of dp. Give an ep that divides dp, or"),
+    ([], {"dp": 3, "ep": 2}, "dp=3, ep=2: ep is not a divisor of dp. Give an ep that divides 3"),
     ([], {"pp": 4, "schedule": "dualpipev", "microbatches": 3}, "3 microbatches for 8 stages. Give at least 8"),
 ])  # fmt: skip
 def test_a_strategy_reports_what_does_not_compose(args: Any, fields: Any, message: str) -> None:
@@ -159,15 +159,15 @@ def test_cuts_are_even() -> None:
     "degrees, message",
     [
         ({"pp": 0}, "pp is 0"),
-        ({"dp": (4, 2)}, "replicas shard nothing with zero=0, or give zero=1, 2 or 3"),
+        ({"dp": (4, 2)}, "Give zero=1, 2 or 3, because the replicas of a group shard nothing"),
         ({"dp": (4, 1), "zero": 3}, r"dp is \(4, 1\)\. Give dp=4"),
         ({"dp": (4, 2, 2), "zero": 3}, "Give .groups of replicas, replicas of a group"),
         ({"dp": (4, 0), "zero": 3}, "Give .groups of replicas, replicas of a group"),
         ({"zero": 4}, "Give a ZeRO stage from 0 to 3"),
         ({"schedule": "other"}, "1f1b, interleaved"),
         ({"tp": 2}, "Give module and batch"),
-        ({"tp": 2, "cp": 2}, "give only one of them"),
-        ({"dp": 3, "ep": 2}, "is a multiple of 2"),
+        ({"tp": 2, "cp": 2}, "only one of tp, cp and ep may be above 1"),
+        ({"dp": 3, "ep": 2}, "Give an ep that divides 3"),
         ({"recompute": 1}, "True or False"),
         ({"chunk_loss": 1}, "True or False"),
     ],
@@ -321,7 +321,7 @@ class Apart(Net):
                            r"between PP=0 and PP=1. Annotate this code .*: with piper.annotate\('PP', 0\)"),
         ((0, None, 1), {"dp": 2}, r"no stage runs the code at .*, between PP=0 and PP=1. Annotate this code"),
         ((0, 1), {"dp": 2, "microbatches": 16}, "16 samples cannot be split into 16 microbatches for each of 2 "
-                                                "replicas. Give at most 8, or a batch of at least 32 samples"),
+                                                "replicas. Give at most 8 microbatches, or a batch of 32 samples"),
         ((0, 1, 2), {}, "2 stages, but Apart annotates PP=0, PP=1, PP=2. Annotate PP=0 to PP=1"),
     ],
 )  # fmt: skip

@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar, get_args
 
 from lightning_piper.common.argument_names import did_you_mean, problem_of
-from lightning_piper.common.limits import DEVICES, integer, is_name, shown
+from lightning_piper.common.limits import DEVICES, NAME, integer, is_name, shown
 from lightning_piper.common.user_lines import user_frame
 from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.dag import TrainingDAG
@@ -25,7 +25,7 @@ ENTRY_POINTS = "lightning_piper.directives"
 # The attributes that hold `built_at` and `written_for`. They are not fields, so equality and JSON ignore
 # them.
 LINE, DEGREES = "_built_at", "_written_for"
-BEFORE_ORDERS = ("place", "split")  # the ops of directives that Piper applies before each `order`
+AFTER_SPLITS = ("offload",)  # the ops of directives that move the values that BI saves for BW
 FIELD = re.compile(r"^\(\w+\): field '[^']*': ")  # the beginning of a message of `Directive.refuse`
 
 
@@ -195,7 +195,7 @@ class Directive:
             self.refuse(
                 field,
                 f"{shown(stream)} is not a stream",
-                f"give a non-empty name such as {default!r} [PIPER-D003]",
+                f"give a name of 1 to {NAME} printable characters, such as {default!r} [PIPER-D003]",
             )
 
     def select(
@@ -218,6 +218,12 @@ class Directive:
         there = index.select(anyhow) if "PASS" in condition else []
         nothing = f"{describe(condition)} matches nothing"
         if not there:
+            if anyhow and all(index.select({tag: wanted}) for tag, wanted in anyhow.items()):
+                self.refuse(
+                    field,
+                    f"{nothing}, because no chunk has all of these tags",
+                    f"choose tags that one chunk has together: {_combinations_in(dag)} [PIPER-D004]",
+                )
             known = {tag for chunk in dag.of_type(Chunk) for tag in chunk.tags}
             missing = sorted(tag for tag, wanted in anyhow.items() if tag not in known and wanted != "-")
             source = (
@@ -230,12 +236,10 @@ class Directive:
         named = names_split_backward(condition)
         for chunk in there:
             if named and chunk.kind == "B":
-                later = (
-                    ""
-                    if self.op in BEFORE_ORDERS
-                    else ", or put an order that names BI or BW before this directive"
-                )
-                self.refuse(field, f"{nothing}: {chunk.label} is not split", f"name B{later} [PIPER-D008]")
+                advice = "put an order that names BI or BW before this directive"
+                if self.op not in AFTER_SPLITS:
+                    advice = "name B"
+                self.refuse(field, f"{nothing}: {chunk.label} is not split", f"{advice} [PIPER-D008]")
             if chunk.kind in SPLIT_BACKWARD and not named and matches(condition, {**chunk.tags, "PASS": "B"}):
                 by = f"{nothing}: directive {chunk.origin} has split B into BI and BW, such as {chunk.label}"
                 self.refuse(field, by, "name BI and BW instead [PIPER-D008]")
@@ -250,6 +254,15 @@ def names_absent(dag: TrainingDAG, condition: Filter) -> bool:
         if any(w in absent for w in (wanted if isinstance(wanted, list | tuple) else [wanted])):
             return True
     return False
+
+
+def _combinations_in(dag: TrainingDAG) -> str:
+    """Return the combinations of tags of a DAG's chunks, without PASS, as text for messages."""
+    found = dict.fromkeys(
+        describe({tag: index for tag, index in chunk.tags.items() if tag != "PASS"})
+        for chunk in dag.of_type(Chunk)
+    )
+    return ", ".join(list(found)[:8]) + (", ..." if len(found) > 8 else "")
 
 
 def _tags_in(dag: TrainingDAG) -> str:
@@ -323,6 +336,12 @@ def error_at(index: int, directive: Directive | None, error: DirectiveError | st
     if directive is not None and directive.built_at is not None:
         found.add_note(f"directive {index} ({directive.op}) was built at {directive.built_at}")
     return found
+
+
+def one_microbatch(degrees: str) -> str:
+    """Return how to make the program of `degrees` leave the batch whole, as text for messages."""
+    # The schedule dualpipev needs several microbatches.
+    return f"give microbatches=1{', schedule=' + repr('1f1b') if 'dualpipev' in degrees else ''}"
 
 
 def error_of(degrees: str, message: str) -> DirectiveError:

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from lightning_piper.common.limits import is_name, shown
+from lightning_piper.common.limits import NAME, is_name, shown
 from lightning_piper.directives.base import Contract, Directive
-from lightning_piper.directives.place import Place, groups_of
+from lightning_piper.directives.place import Place, example_of, groups_of
 from lightning_piper.directives.rewrites.unplaced_regions import without_device
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import Filter
@@ -49,7 +49,8 @@ class Sharding(Directive):
             self.refuse(
                 "axis",
                 f"{shown(self.axis)} is not the name of an axis that shards tensors",
-                f"give the name of an axis other than {DATA!r} and {GROUPS!r}, such as 'tp' [PIPER-D003]",
+                f"give a name of 1 to {NAME} printable characters other than {DATA!r} and {GROUPS!r}, such as 'tp' "
+                "[PIPER-D003]",
             )
         if self.devices is None:
             return
@@ -65,7 +66,9 @@ class Sharding(Directive):
         twice, times = counts.most_common(1)[0]
         if times > 1:
             self.refuse(
-                "devices", f"device {twice} is named {times} times", "name each device once [PIPER-D005]"
+                "devices",
+                f"device {twice} is in {times} groups",
+                "give groups that share no device, and place the chunks on them [PIPER-D005]",
             )
 
     def check_not_offloaded(self, dag: TrainingDAG) -> None:
@@ -117,14 +120,9 @@ class Sharding(Directive):
             arranged = dag.arranged.get((chunk.region, chunk.devices))
             if arranged is None or arranged.size(self.axis) < 2:
                 mesh = f"with the mesh {arranged}" if arranged else "without a mesh"
-                found = f"{chunk.label} is {where}, {mesh}"
-                # Several directives that shard do not accept `devices`.
-                alone = "" if len(dag.step.divisions) else ", or give devices"
-                self.refuse(
-                    "axis",
-                    found,
-                    f"place it on a mesh with two or more devices along {self.axis!r}{alone} [PIPER-D017]",
-                )
+                found = f"{chunk.label} is {where}{f', {mesh}' if chunk.devices else ''}"
+                advice = f"place it on a mesh with two or more devices along {self.axis!r}"
+                self.refuse("axis", found, f"{advice}, such as {example_of([self.axis])} [PIPER-D017]")
             return arranged.against(*self.dividing_axes(dag))
         own = set(chunk.devices)
         here = [group for group in self.groups() if own.intersection(group)]

@@ -16,11 +16,12 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning_piper.common.argument_names import did_you_mean
 from lightning_piper.common.limits import shown
 from lightning_piper.common.units import counted
 from lightning_piper.directives.base import Directive
 from lightning_piper.directives.group_sharding import Sharding
-from lightning_piper.directives.place import Place
+from lightning_piper.directives.place import Place, example_of
 from lightning_piper.directives.rewrites.batch_sharding import shard_batch
 from lightning_piper.directives.rewrites.sharded_parameters import hold_parts
 from lightning_piper.directives.rewrites.sharding import (
@@ -108,11 +109,12 @@ def check_tensors(directive: TensorSharding) -> None:
         if not isinstance(given, Mapping) or not all(
             isinstance(k, str) and _is_placement(v) for k, v in given.items()
         ):
+            example = '{"*.q_proj.weight": 0}' if field == "params" else '{"PP=0": 1}'
+            what = "parameters" if field == "params" else "regions"
             directive.refuse(
                 field,
-                f"{shown(given)} does not map names to dimensions",
-                'give names, or patterns, with dimensions counted from 0: {"*.q_proj.weight": 0}'
-                " [PIPER-D003]",
+                f"{shown(given)} does not map names of {what} to dimensions",
+                f"give names or patterns with dimensions counted from 0, such as {example} [PIPER-D003]",
             )
     if directive.attention not in (None, "keys", "heads", "ring"):
         directive.refuse(
@@ -153,14 +155,12 @@ def divided_step(directive: TensorSharding, step: Step, program: Sequence[Direct
     two devices, or if `directive` does not fit the step or an earlier directive.
     """
     divisions = []
-    _axes_of(directive, program)
+    blocks_of(directive, program)
     for other in _dividing(program):
         degree = len(lines_of(other, program)[0])
         if degree < 2:
             found = f"there is only one device along {other.axis!r}"
-            directive.refuse(
-                "axis", found, "give the axis two or more devices, or remove this directive [PIPER-D017]"
-            )
+            directive.refuse("axis", found, "give the axis two or more devices [PIPER-D017]")
         values = {pattern: _part(said) for pattern, said in (other.values or {}).items()}
         divisions.append(
             Division(other.axis, degree, _params(other, step, degree), values, other.stream, other.attention)
@@ -218,14 +218,13 @@ def lines_of(
     axes = axes or [directive.axis]
     if directive.devices is not None:
         if len(_dividing(program)) > 1:
-            named = " and ".join(
-                repr(axis) for axis in dict.fromkeys(each.axis for each in _dividing(program))
-            )
+            named = list(dict.fromkeys(each.axis for each in _dividing(program)))
             directive.refuse(
                 "devices",
-                f"the program has {len(_dividing(program))} directives that shard tensors, and their devices do not "
-                "show how they form one mesh",
-                f"name the axes {named} in place(axes=...), and leave devices out of all of them [PIPER-D017]",
+                f"{len(_dividing(program))} directives shard tensors, and their devices do not show how they form "
+                "one mesh",
+                f"place the chunks on a mesh with the axes {named}, such as {example_of(named)}, and give devices "
+                "to none of these directives [PIPER-D017]",
             )
         return directive.groups()
     found: list[tuple[int, ...]] = []
@@ -236,16 +235,17 @@ def lines_of(
                     "axis",
                     f"directive {index} (place) has only the axes {list(place.axes)}, but another directive shards "
                     f"tensors along {missing[0]!r}",
-                    f"add {missing[0]!r} to the axes of directive {index} [PIPER-D017]",
+                    f"give directive {index} a mesh with the axes {list(axes)}, such as {example_of(axes)} "
+                    "[PIPER-D017]",
                 )
             found += [tuple(place.group[p] for p in block) for block in place.mesh.blocks(axes)]
     if found:
         return found
-    alone = ", or give devices" if len(_dividing(program)) == 1 else ""
+    replicas = ["dp"] if any(each.op == "replicate" for each in program) else []
     directive.refuse(
         "axis",
         f"no place of the program has an axis {directive.axis!r}",
-        f"name the axis in place(axes=...){alone} [PIPER-D017]",
+        f"place the chunks on a mesh with this axis, such as {example_of([*replicas, *axes])} [PIPER-D017]",
     )
 
 
@@ -261,11 +261,13 @@ def _params(directive: TensorSharding, step: Step, degree: int) -> dict[str, Sha
             if any(fnmatch.fnmatchcase(n, pattern) for n in (name, *info.aliases))
         ]
         if not names:
-            some = ", ".join(list(step.params)[:3])
+            matrices = [name for name, info in step.params.items() if len(info.spec.shape) == 2]
+            some = ", ".join((matrices or list(step.params))[:3])
+            near = did_you_mean(pattern, step.params)
             directive.refuse(
                 "params",
                 f"{shown(pattern)} matches no parameter",
-                f"give a name or pattern of parameters, such as {some} [PIPER-D004]",
+                f"give a name or pattern of parameters, such as {some}{near} [PIPER-D004]",
             )
         found |= dict.fromkeys(names, _part(said))
     for name, part in found.items():
@@ -279,10 +281,11 @@ def _params(directive: TensorSharding, step: Step, degree: int) -> dict[str, Sha
                 else f"{name} has shape {list(shape)}, which does not have a dimension {part.dim}"
             )
             even = [str(dim) for dim, size in enumerate(shape) if size and size % (degree * part.blocks) == 0]
+            # Few operations work on shards of a tensor that is not a matrix.
             advice = (
                 f"give it dimension {' or '.join(even)}"
-                if even
-                else f"leave it out, because {degree * part.blocks} divides none of its dimensions"
+                if even and len(shape) == 2
+                else f"leave {name} out of params"
             )
             directive.refuse("params", found_no, f"{advice} [PIPER-D017]")
     return found
@@ -373,12 +376,10 @@ def _check_divided(directive: TensorSharding, dag: TrainingDAG) -> None:
             f"no region outputs a value with a dimension {min(dims)}, because the outputs of all regions have "
             f"at most {counted(max(ranks), 'dimension')}"
         )
-        directive.refuse(
-            "values",
-            found,
-            "name another dimension: positions are dimension 1 of [samples, positions, features]"
-            " [PIPER-D017]",
-        )
+        advice = "name another dimension: positions are dimension 1 of [samples, positions, features]"
+        if directive.written_for is not None:
+            advice = "leave cp out, because the step has no sequences to shard"
+        directive.refuse("values", found, f"{advice} [PIPER-D017]")
 
 
 def _check_selected(directive: TensorSharding, dag: TrainingDAG) -> None:

@@ -60,7 +60,7 @@ class Offload(Directive):
         self.check_filter("filter", self.filter)
         for name in ("saved", "states"):
             if not isinstance(value := getattr(self, name), bool):
-                self.refuse(name, f"{shown(value)} is not a bool", "give True or False [PIPER-D015]")
+                self.refuse(name, f"{shown(value)} is not a Boolean", "give True or False [PIPER-D015]")
         if not (self.saved or self.states):
             self.refuse(
                 "saved",
@@ -74,8 +74,8 @@ class Offload(Directive):
         elif (number := integer(self.ahead)) is None or not 0 <= number <= AHEAD:
             self.refuse(
                 "ahead",
-                f"{shown(self.ahead)} is neither a number of chunks nor a filter",
-                f"give a number of chunks from 0 to {AHEAD}, or a filter that selects one [PIPER-D003]",
+                f"{shown(self.ahead)} is not usable",
+                f"give a number of chunks from 0 to {AHEAD} [PIPER-D003]",
             )
 
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
@@ -136,9 +136,7 @@ class Offload(Directive):
             self.refuse("filter", found, "select forward passes of regions that train [PIPER-D015]")
         if isinstance(self.ahead, Mapping) and not nx.is_directed_acyclic_graph(dag.graph):
             found = f"{describe(self.ahead)} selects a chunk that runs before the values to fetch have been stored"
-            self.refuse(
-                "ahead", found, "select a chunk that runs later, or give a number of chunks [PIPER-D015]"
-            )
+            self.refuse("ahead", found, "give a number of chunks instead, such as ahead=1 [PIPER-D015]")
 
     def _store(self, dag: TrainingDAG, chunk: Chunk, ref: Ref) -> Node:
         store = dag.add(Store(inputs=(ref,), stream=self.store_stream, **_about(dag, chunk, ref, STORE)))

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import networkx as nx
 
 from lightning_piper.common.limits import shown
-from lightning_piper.directives.base import Contract, Directive, names_absent, register
+from lightning_piper.directives.base import Contract, Directive, names_absent, one_microbatch, register
 from lightning_piper.directives.rewrites.backward import split_backward
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import (
@@ -267,6 +267,7 @@ class Order(Directive):
         ordered = [edge for edge in cycle if not dag.graph.edges[edge]["data"]]
         cause, advice = (
             _summed(dag, cycle)
+            or _running(dag, cycle)
             or _entered_again(dag, ordered)
             or _numbered_backwards(dag, ordered)
             or ("", "")
@@ -276,7 +277,7 @@ class Order(Directive):
         elif dag.program.degrees is not None:
             found = cause  # The user did not write the orders.
         else:
-            found = f"{found}. {cause}"
+            found = f"{found}. {cause[0].upper()}{cause[1:]}"
         self.refuse("filters", found, f"{advice} [PIPER-D008]")
 
 
@@ -322,24 +323,28 @@ def _summed(dag: TrainingDAG, cycle: Cycle) -> Cause:
     """
     if not any(isinstance(dag.nodes[node], Total) for node, _ in cycle):
         return None
-    cause = (
-        "statistics of the whole batch (a synchronized batch norm) need the earlier parts of the step for "
-        "all microbatches first"
+    cause = "the statistics of a synchronized batch norm need the earlier parts of the step for all microbatches first"
+    degrees = dag.program.degrees
+    advice = "use one microbatch (microbatches=1)" if degrees is None else one_microbatch(degrees)
+    return cause, f"{advice}, or replace the batch norms by nn.GroupNorm or nn.LayerNorm"
+
+
+def _running(dag: TrainingDAG, cycle: Cycle) -> Cause:
+    """Return the cause of a cycle through a buffer, which microbatches change one after another. Return None for any
+    other cycle."""
+    buffers = [
+        value.names[0]
+        for before, after in cycle
+        for value in (dag.value(ref) for ref in dag.nodes[after].reads if ref[0] == before)
+        if dag.graph.edges[before, after]["data"] and value.kind == Kind.BUFFER
+    ]
+    if not buffers:
+        return None
+    return (
+        f"each microbatch changes {buffers[0]} after the microbatch before it, but the orders do not run the "
+        "microbatches one after another",
+        "Order the microbatches of each stage one after another, as the schedule one_f_one_b does",
     )
-    # The schedule dualpipev needs several microbatches.
-    schedule = ", schedule='1f1b'" if "dualpipev" in (dag.program.degrees or "") else ""
-    advice = (
-        f"Use one microbatch (microbatches=1{schedule}), or norms without statistics of a batch "
-        "(GroupNorm, LayerNorm)"
-    )
-    if dag.program.degrees is None:
-        advice += ". Or remove the order, so that each part of the step runs for all microbatches before the next part"
-    if dag.program.replicas == 1:
-        advice += (
-            ". Or let the batch norms take the statistics of each microbatch (sync_batchnorm=False, and "
-            "nn.BatchNorm1d instead of nn.SyncBatchNorm)"
-        )
-    return cause, advice
 
 
 def _entered_again(dag: TrainingDAG, ordered: Cycle) -> Cause:

@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from lightning_piper.common.limits import is_name, shown
+import numpy as np
+
+from lightning_piper.common.limits import NAME, is_name, shown
 from lightning_piper.common.units import counted
 from lightning_piper.directives.base import Contract, Directive, register
 from lightning_piper.directives.rewrites.transfers import place_around
@@ -59,16 +61,17 @@ class Place(Directive):
         if not self._good_axes():
             self.refuse(
                 "axes",
-                f"{shown(self.axes)} is not a list of different names",
-                'give a list of different names, such as ["dp", "ep"] [PIPER-D003]',
+                f"{shown(self.axes)} is not usable",
+                f'give a list of different names of 1 to {NAME} printable characters, such as ["dp", "ep"] [PIPER-D003]',
             )
         if self.axes:
             if len(shape := _shape(self.devices)) != len(self.axes):
                 if not shape:
+                    lists = "a list" if len(self.axes) == 1 else "nested lists, of equal length on each level"
                     self.refuse(
                         "devices",
-                        f"{shown(self.devices)} is not a mesh",
-                        "give nested lists, of equal length on each level, such as [[0, 1], [2, 3]] [PIPER-D003]",
+                        f"{shown(self.devices)} is not a mesh with the axes {list(self.axes)}",
+                        f"give {lists}, such as {_nested(len(self.axes))} [PIPER-D003]",
                     )
                 found = (
                     f"{shown(self.axes)} has {counted(len(self.axes), 'name')}, but {shown(self.devices)} has "
@@ -181,6 +184,18 @@ def groups_of(program: Sequence[Directive]) -> list[Any]:
     a list of groups. It is empty for a program without `place`."""
     groups = list(dict.fromkeys(directive.group for directive in program if isinstance(directive, Place)))
     return list(groups[0]) if len(groups) == 1 else [list(group) for group in groups]
+
+
+def example_of(axes: Sequence[str]) -> str:
+    """Return a place on a mesh with these axes, two devices along each of them, as text for messages."""
+    return f"Place(devices={_nested(len(axes))}, axes={list(axes)})"
+
+
+def _nested(levels: int) -> str:
+    """Return lists of devices with this number of levels, two entries on each of them, as text."""
+    if levels > 3:
+        return "[[[0, 1], ...], ...]"
+    return str(np.arange(2**levels).reshape((2,) * levels).tolist())
 
 
 def _shape(devices: Any) -> tuple[int, ...]:

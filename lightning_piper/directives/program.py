@@ -46,7 +46,7 @@ def parse(source: Any) -> list[Directive]:
     if isinstance(source, dict):
         _annotations_of(source, where)
         source = _directives_of(source, where)
-    if not isinstance(source, Iterable) or isinstance(source, Directive | Tensor):
+    if not isinstance(source, Iterable) or isinstance(source, Directive | Tensor | bytes):
         raise DirectiveError(
             f"the program is {kind_of(source)}. Give a list of directives, or the path of a JSON file"
             " [PIPER-D001]"
@@ -252,12 +252,13 @@ def replicas_of(program: Program) -> dict[int, int]:
         DirectiveError: Two directives give a device different indices.
     """
     found: dict[int, int] = {}
-    lines = {
-        device: tuple(line)
-        for directive in program
-        for line in directive.member_lines(program)
-        for device in line
-    }
+    lines: dict[int, tuple[int, ...]] = {}
+    for index, directive in enumerate(program):
+        try:
+            found_lines = directive.member_lines(program)
+        except DirectiveError as error:
+            raise error_at(index, directive, error) from None
+        lines |= {device: tuple(line) for line in found_lines for device in line}
     for index, directive in enumerate(program):
         for group in directive.replica_groups():
             of_line: dict[tuple[int, ...], int] = {}

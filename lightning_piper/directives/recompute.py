@@ -57,7 +57,7 @@ class Recompute(Directive):
         self.check_filter("filter", self.filter)
         if self.keep is None:
             return
-        advice = "give patterns for names of operations, or a fraction between 0 and 1"
+        advice = 'give a list of patterns of operation names, such as ["*mm"], or a fraction from 0 to 1'
         if isinstance(self.keep, int | float) and not isinstance(self.keep, bool):
             if not (math.isfinite(self.keep) and 0 <= self.keep <= 1):
                 self.refuse("keep", f"{shown(self.keep)} is not usable", f"{advice} [PIPER-D003]")
@@ -66,11 +66,7 @@ class Recompute(Directive):
             or not self.keep
             or not all(isinstance(x, str) and x for x in self.keep)
         ):
-            self.refuse(
-                "keep",
-                f"{shown(self.keep)} is not usable",
-                f"{advice}. Without keep, only the inputs of a region are kept [PIPER-D003]",
-            )
+            self.refuse("keep", f"{shown(self.keep)} is not usable", f"{advice} [PIPER-D003]")
 
     def prepare(self, step: Step, program: Sequence[Directive]) -> Step:
         if self.keep is None:
@@ -99,7 +95,7 @@ class Recompute(Directive):
             self.refuse(
                 "filter",
                 "the selected regions save nothing for a backward pass, so there is nothing to recompute",
-                "select other regions, or remove the directive [PIPER-D013]",
+                f"{'remove the directive' if self.written_for is None else 'leave recompute out'} [PIPER-D013]",
             )
 
     def _recompute(self, dag: TrainingDAG, backward: Chunk, second: dict[int, Chunk]) -> None:
@@ -153,16 +149,16 @@ class Recompute(Directive):
                 self.refuse(
                     "filter",
                     f"{chunk.label} is not selected, but runs the same code as selected chunks of its region",
-                    "with keep, select whole regions, without tags such as MB [PIPER-D013]",
+                    "with keep, select whole regions: leave PASS and MB out of the filter [PIPER-D013]",
                 )
         for region in selected:
             if not matches(self.filter, dag.regions[region].tags):
                 found = (
-                    f"the filter selects chunks of region {dag.regions[region].label} by tags that the region "
-                    "itself does not have"
+                    f"the filter selects chunks of region {dag.regions[region].label} by PASS, or by a tag of "
+                    "microbatches"
                 )
                 self.refuse(
                     "filter",
                     found,
-                    "with keep, select whole regions by their own tags, without PASS and MB [PIPER-D013]",
+                    "with keep, select whole regions: leave PASS and MB out of the filter [PIPER-D013]",
                 )

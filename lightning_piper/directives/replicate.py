@@ -13,7 +13,7 @@ import torch
 from lightning_piper.common.limits import integer, is_number, shown
 from lightning_piper.common.units import counted
 from lightning_piper.directives.base import Contract, Directive, register
-from lightning_piper.directives.place import groups_of
+from lightning_piper.directives.place import example_of, groups_of
 from lightning_piper.directives.rewrites.batch_sharding import shard_batch
 from lightning_piper.directives.rewrites.sharded_parameters import hold_parts
 from lightning_piper.directives.rewrites.sharding import (
@@ -157,20 +157,20 @@ class Replicate(Directive):
 
     def _check_options(self) -> None:
         """Raise an error if a field for sums of gradients, or for shards, has a value that is not valid."""
-        for field in ("reduce_stream", "gather_stream"):
-            self.check_stream(field, "reduce")
+        self.check_stream("reduce_stream", "reduce")
+        self.check_stream("gather_stream", "gather")
         if not isinstance(self.bucket_size, int | float) or not is_number(self.bucket_size, positive=True):
             self.refuse(
                 "bucket_size",
                 f"{shown(self.bucket_size)} is not a size",
-                "give a number of MB above 0 [PIPER-D003]",
+                "give a number of MB, such as 25 [PIPER-D003]",
             )
         for field in LEVELS:
             if not isinstance(getattr(self, field), bool):
                 self.refuse(
                     field,
                     f"{shown(getattr(self, field))} is not a Boolean",
-                    "give true or false [PIPER-D003]",
+                    "give True or False [PIPER-D003]",
                 )
         sharded = self.shard_optimizer or self.shard_grads or self.shard_params
         if self.shard_size is not None:
@@ -191,7 +191,7 @@ class Replicate(Directive):
             self.refuse(
                 "shard_by",
                 f"{shown(self.shard_by)} is unknown",
-                f"give one of {', '.join(SHARDS)} [PIPER-D003]",
+                f"give one of {', '.join(map(repr, SHARDS))} [PIPER-D003]",
             )
         if self.shard_by == "parameter" and not sharded:
             self.refuse(
@@ -203,7 +203,7 @@ class Replicate(Directive):
             self.refuse(
                 "average",
                 f"{shown(self.average)} is unknown",
-                f"give one of {', '.join(AVERAGES)} [PIPER-D003]",
+                f"give one of {', '.join(map(repr, AVERAGES))} [PIPER-D003]",
             )
         if self.reduce_dtype is not None and not (
             isinstance(self.reduce_dtype, str) and self.reduce_dtype in REDUCE_DTYPES
@@ -211,7 +211,7 @@ class Replicate(Directive):
             self.refuse(
                 "reduce_dtype",
                 f"{shown(self.reduce_dtype)} is unknown",
-                f"give one of {', '.join(REDUCE_DTYPES)} [PIPER-D003]",
+                f"give one of {', '.join(map(repr, REDUCE_DTYPES))} [PIPER-D003]",
             )
 
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
@@ -272,8 +272,8 @@ class Replicate(Directive):
         if not groups:
             self.refuse(
                 "devices",
-                "devices are not given, and the program does not have a place",
-                "add a place before the replicate, or give devices [PIPER-D005]",
+                "the program does not have a place",
+                "add a place of the chunks on two or more devices, such as Place(devices=[0, 1]) [PIPER-D005]",
             )
         for chunk in chunks:
             if chunk.devices not in groups:
@@ -312,6 +312,7 @@ class Replicate(Directive):
                 )
         if dag.member_axes and dag.replicas == 1:
             axes = ", ".join(dag.member_axes)
+            mesh = example_of(["dp", *dag.member_axes])
             found = (
                 f"all devices of {list(groups[0])} work on the same samples, because they shard tensors "
                 f"along {axes}"
@@ -319,7 +320,7 @@ class Replicate(Directive):
             self.refuse(
                 "devices",
                 found,
-                "remove the replicate, or place the chunks on a mesh with an axis of replicas [PIPER-D017]",
+                f"remove the replicate, or place the chunks on a mesh with replicas, such as {mesh} [PIPER-D017]",
             )
         self._agree_on_average(dag)
         # An earlier `shard_weights` or `shard_sequences` has already divided the batch over the replicas of its mesh.

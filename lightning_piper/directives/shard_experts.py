@@ -10,13 +10,14 @@ from typing import ClassVar, NoReturn
 
 from lightning_piper.directives.base import register
 from lightning_piper.directives.group_sharding import Sharding
+from lightning_piper.directives.place import example_of
 from lightning_piper.directives.rewrites.batch_sharding import shard_batch
 from lightning_piper.directives.rewrites.sharded_parameters import hold_parts
 from lightning_piper.directives.rewrites.sharding import Conflict, gather_as_in_training, readers_of
 from lightning_piper.directives.rewrites.transfers import connect
 from lightning_piper.ir import values
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.filters import AGAIN
+from lightning_piper.ir.filters import AGAIN, selecting
 from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk, Ref
 from lightning_piper.ir.regions import Output, Routed
@@ -101,12 +102,17 @@ class ShardExperts(Sharding):
                 "move this directive after it [PIPER-D007]",
             )
         regions = sorted(selected & dag.code.routed.keys())
-        if not regions:
+        if not regions and dag.code.routed:
             labels = ", ".join(sorted({dag.regions[r].label for r in selected})[:3])
-            nothing = f"the filter selects no region that dispatches tokens to experts, but only {labels}"
             self.refuse(
                 "filter",
-                nothing if self.written_for is None else "no region of the step dispatches tokens to experts",
+                f"the filter selects only regions without experts: {labels}",
+                f"select the experts, with the filter {selecting(dag, dag.code.routed.keys())} [PIPER-D016]",
+            )
+        if not regions:
+            self.refuse(
+                "filter",
+                "no region of the step dispatches tokens to experts",
                 "mark where tokens enter and leave the experts, with piper.dispatch and piper.combine"
                 " [PIPER-D016]",
             )
@@ -117,10 +123,12 @@ class ShardExperts(Sharding):
             says = f"{chunk.label} is the second forward pass that directive {chunk.origin} makes"
             self.refuse("filter", says, "move this directive before the recompute [PIPER-D007]")
         if dag.step.divisions and self.devices is not None:
+            axes = [*(division.axis for division in dag.step.divisions), self.axis]
             self.refuse(
                 "devices",
                 "another directive shards weights or sequences",
-                "name the axes of both directives in place(axes=...), and leave devices out [PIPER-D017]",
+                f"place the chunks on a mesh with the axes {axes}, such as {example_of(axes)}, and leave devices out "
+                "[PIPER-D017]",
             )
         mesh = self.mesh_of(dag, [chunk for found in chunks.values() for chunk in found])
         for region in regions:
@@ -151,7 +159,8 @@ class ShardExperts(Sharding):
             self.refuse(
                 "devices",
                 f"the {experts.count} experts of {label} cannot be divided evenly over {degree} devices",
-                f"use a number of devices that divides {experts.count} [PIPER-D016]",
+                f"{'use a number of devices' if self.written_for is None else 'give an ep'} that divides "
+                f"{experts.count} [PIPER-D016]",
             )
         if not experts.params:
             self.refuse(
@@ -171,10 +180,6 @@ class ShardExperts(Sharding):
                     f"{label} reads tensors of the batch, but its tokens are on other devices",
                     "pass each tensor that the experts read through piper.dispatch [PIPER-D016]",
                 )
-            if interface.seeds_gradient and not dag.code.weighs_gradients:
-                self.refuse(
-                    "filter", f"{label} computes the loss", "end the annotation before the loss [PIPER-D016]"
-                )
             entering = zip(interface.inputs, interface.arrives, strict=True)
             received = [
                 dag.code.interface_of(ref[:2]).outputs[ref[2]]
@@ -189,10 +194,9 @@ class ShardExperts(Sharding):
             if direct := received or returned:
                 # A backward pass receives what its forward pass returns, as gradients.
                 enters = bool(received) == (kind == "F")
-                does = f"{kind} of {label} {'receives' if received else 'returns'}"
-                self._refuse_direct(label, does, enters, direct)
+                self._refuse_direct(label, enters, direct)
 
-    def _refuse_direct(self, label: str, does: str, enters: bool, direct: Sequence[Output]) -> NoReturn:
+    def _refuse_direct(self, label: str, enters: bool, direct: Sequence[Output]) -> NoReturn:
         """Raise the error for the values `direct`, which enter or leave the experts without an exchange."""
         # The directives that shard tensors have put a change of placements into the region.
         if any(out.names[0].startswith("change") for out in direct):
@@ -202,13 +206,20 @@ class ShardExperts(Sharding):
                 "shard the parameters that read these tensors along another dimension, or leave them out of "
                 "params [PIPER-D016]",
             )
-        names = ", ".join(f"{out.kind} {out.names[0]}" for out in direct[:3])
+        names = ", ".join(out.names[0] for out in direct[:3])
+        if enters:
+            found = f"{label} reads {names} without dispatch"
+            advice = (
+                "pass a tensor with one row for each token through piper.dispatch, and use any other tensor after "
+                "piper.combine"
+            )
+        else:
+            found = f"{label} returns {names} without combine"
+            advice = "pass each tensor that leaves the region through piper.combine"
         self.refuse(
             "filter",
-            f"{does} {names} without {'dispatch' if enters else 'combine'}, but the tokens in this region are on "
-            "other devices and in another order",
-            f"pass each tensor that {'enters' if enters else 'leaves'} the region through "
-            f"{'piper.dispatch' if enters else 'piper.combine'} [PIPER-D016]",
+            f"{found}, but the tokens in this region are on other devices and in another order",
+            f"{advice} [PIPER-D016]",
         )
 
     def _check_shared(self, dag: TrainingDAG, regions: Sequence[int], mesh: Mesh) -> None:

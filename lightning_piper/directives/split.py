@@ -13,7 +13,7 @@ import networkx as nx
 
 from lightning_piper.common.limits import PASSES, is_name, shown
 from lightning_piper.common.units import counted
-from lightning_piper.directives.base import Contract, Directive, error_at, register
+from lightning_piper.directives.base import Contract, Directive, error_at, one_microbatch, register
 from lightning_piper.directives.rewrites.transfers import connect, disconnect
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import AGAIN, Filter
@@ -89,7 +89,7 @@ class Split(Directive):
             self.refuse(
                 "accept_nonlinear",
                 f"{shown(self.accept_nonlinear)} is not a Boolean",
-                "give true or false [PIPER-D003]",
+                "give True or False [PIPER-D003]",
             )
 
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
@@ -115,11 +115,9 @@ class Split(Directive):
         if dag.code.undivided is not None and self.num_microbatches > 1:
             self.refuse(
                 "num_microbatches",
-                f"the batch cannot be split into {self.num_microbatches} microbatches, because its "
-                f"tensors have no common first dimension: "
-                f"{dag.code.undivided.found}",
-                f"{'remove the split' if self.written_for is None else 'give microbatches=1'}, or give every "
-                "tensor the samples in its first dimension [PIPER-D012]",
+                f"the batch cannot be split into {self.num_microbatches} microbatches, because its tensors have no "
+                f"common first dimension: {dag.code.undivided.found}",
+                f"{_one_microbatch(self)} [PIPER-D012]",
             )
         made = sum(min(self.num_microbatches, len(chunk.slice)) for chunk in chunks)
         if made > PASSES:
@@ -178,7 +176,7 @@ class Split(Directive):
         units = len(part) // unit
         if units < count:
             if not dag.program.partial:
-                self._refuse_few(len(part), unit)
+                self._refuse_few(len(part), replicas if dag.replicas == 1 else 1)
             dag.program.absent.setdefault(self.dim_name, set()).update(range(units, count))
             count = units
         small, larger = divmod(units, count)
@@ -190,13 +188,21 @@ class Split(Directive):
         """Raise the error for a batch with too few samples: each replica needs a sample for each microbatch."""
         count = self.num_microbatches
         found = f"{counted(samples, 'sample')} cannot be split into {counted(count, 'microbatch')}"
+        if samples % replicas:
+            self.refuse(
+                "num_microbatches",
+                f"{counted(samples, 'sample')} cannot be divided evenly over {replicas} replicas",
+                f"give a multiple of {replicas} samples [PIPER-D012]",
+            )
         if replicas == 1:
-            self.refuse("num_microbatches", found, f"give at most {samples} [PIPER-D012]")
+            self.refuse(
+                "num_microbatches", found, f"give at most {counted(samples, 'microbatch')} [PIPER-D012]"
+            )
         self.refuse(
             "num_microbatches",
             f"{found} for each of {replicas} replicas",
-            f"give at most {samples // replicas}, or a batch of at least {count * replicas} samples over all "
-            f"replicas ({count} for each replica) [PIPER-D012]",
+            f"give at most {counted(samples // replicas, 'microbatch')}, or a batch of {count * replicas} samples "
+            f"over all replicas ({count} for each replica) [PIPER-D012]",
         )
 
     def _check(self, dag: TrainingDAG, chunks: list[Chunk]) -> None:
@@ -255,9 +261,10 @@ def refuse_nonlinear(program: Sequence[Directive], dag: TrainingDAG) -> None:
         return
     for index, directive in enumerate(program):
         if isinstance(directive, Split) and directive.num_microbatches > 1 and not directive.accept_nonlinear:
-            accepted = "Give 1, or accept the difference (accept_nonlinear=True)"
-            if directive.written_for is not None:
-                accepted = "Give microbatches=1, or directives with Split(..., accept_nonlinear=True)"
+            accepted = _one_microbatch(directive)
+            accepted = accepted[0].upper() + accepted[1:]
+            if directive.written_for is None:
+                accepted += ", or accept the difference (accept_nonlinear=True)"
             raise error_at(
                 index,
                 directive,
@@ -265,6 +272,13 @@ def refuse_nonlinear(program: Sequence[Directive], dag: TrainingDAG) -> None:
                 "microbatches may not add up to the gradients of the whole batch, because the backward pass is not "
                 f"linear in the gradient of the loss: {dag.code.nonlinear}. {accepted} [PIPER-D014]",
             )
+
+
+def _one_microbatch(split: Split) -> str:
+    """Return how to make a split leave the batch whole, as text for messages."""
+    if split.written_for is None:
+        return "use one microbatch"
+    return one_microbatch(split.written_for)
 
 
 def _buffer_readers(dag: TrainingDAG) -> list[Node]:
@@ -471,9 +485,9 @@ class _Rewrite:
             else:
                 self.directive.refuse(
                     "filter",
-                    f"{source.label} passes {value.label} to {user.label}, but this value has no batch "
-                    "dimension along which Piper could join the microbatches",
-                    "select both chunks [PIPER-D012]",
+                    f"{source.label} is selected, {user.label} is not, and the value between them has no dimension of "
+                    "samples along which Piper could join the microbatches",
+                    "select all chunks, with the filter {} [PIPER-D012]",
                 )
             self.joined[key] = (self.dag.add(node).id, 0)
         return self.joined[key]
@@ -490,10 +504,9 @@ class _Rewrite:
         if len(dims) > 1 or (dims and (a[dims[0]], b[dims[0]]) != (len(whole), len(part))):
             self.directive.refuse(
                 "filter",
-                f"{self.dag.value(ref).label} has shape {list(a)} for {len(whole)} samples and {list(b)} "
-                f"for {len(part)}",
-                "select all regions, or give this value one dimension that counts only the samples, because the "
-                "shape does not say which rows belong to which sample [PIPER-D012]",
+                f"a value between selected and other regions has shape {list(a)} for {len(whole)} samples and {list(b)} "
+                f"for {len(part)}, which does not show which rows belong to which sample",
+                "select all regions, with the filter {} [PIPER-D012]",
             )
         return dims[0] if dims else None
 

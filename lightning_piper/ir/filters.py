@@ -7,9 +7,10 @@ without the tag, and `{}` every node. `PASS` is `F`, `B`, `BI`, `BW`, or `R` for
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 
-from lightning_piper.common.limits import INDEX, SHOWN, is_name, shown
+from lightning_piper.common.limits import INDEX, NAME, SHOWN, is_name, shown
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Node
 from lightning_piper.ir.regions import SPLIT_BACKWARD
@@ -41,7 +42,10 @@ def problem_with(condition: object, copies: bool = False) -> tuple[str, str] | N
         return f"{shown(condition)} is not a filter", FILTER
     for tag, wanted in condition.items():
         if not is_name(tag):
-            return f"{shown(tag)} is not a tag", "give a non-empty string as a tag, such as 'PP'"
+            return (
+                f"{shown(tag)} is not a tag",
+                f"give a string of 1 to {NAME} printable characters as a tag, such as 'PP'",
+            )
         options = wanted if isinstance(wanted, list | tuple) else [wanted]
         if not options:
             return f"tag {tag!r} has an empty list", "name at least one index"
@@ -105,6 +109,31 @@ class Index:
             if isinstance(wanted, int) or (tag == "PASS" and wanted in PASSES):
                 pools.append(self._by.get((tag, wanted), []))
         return [chunk for chunk in min(pools, key=len) if matches(condition, chunk.tags)]
+
+
+def selecting(dag: TrainingDAG, regions: Collection[int]) -> str:
+    """Return filters that select exactly these regions of a DAG, as JSON for a message.
+
+    Regions with equal tags count as one region.
+    """
+    conditions: list[dict[str, object]] = []
+    for region in sorted(regions):
+        tags: dict[str, object] = dict(dag.regions[region].tags)
+        others = [
+            other.tags
+            for other in dag.regions
+            if other.index not in regions and tags.items() <= other.tags.items()
+        ]
+        tags |= dict.fromkeys(sorted({tag for each in others for tag in each} - tags.keys()), "-")
+        if tags not in conditions:
+            conditions.append(tags)
+    if not all(conditions):
+        return "{}"
+    (first, *_) = conditions[0]
+    numbers = [each[first] for each in conditions if list(each) == [first]]
+    if 1 < len(numbers) == len(conditions) and all(isinstance(number, int) for number in numbers):
+        conditions = [{first: numbers}]
+    return " and ".join(map(json.dumps, conditions))
 
 
 def copies(dag: TrainingDAG, condition: Filter) -> list[Node]:

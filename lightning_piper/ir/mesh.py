@@ -79,11 +79,7 @@ class Mesh:
         sizes = {tuple(map(len, row)) for row in rows}
         shape = next(iter(sizes))
         if len(sizes) > 1 or len(set(shape)) > 1:
-            raise ValueError(
-                f"the {self.size(DATA)} devices of a line along {DATA!r} would be in groups of "
-                f"{' and of '.join(', '.join(map(str, each)) for each in sorted(sizes))} devices, but all groups need "
-                "one size. Choose groups with equal numbers of these devices"
-            )
+            raise ValueError(f"groups of different sizes: {sorted(sizes)}")
         if len(shape) == 1:
             return self
         axis = self.axes.index(DATA)

@@ -7,6 +7,7 @@ from lightning_piper.directives.rewrites.transfers import place_around
 from lightning_piper.directives.rewrites.unplaced_regions import without_device
 from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.filters import selecting
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import Partial
 from lightning_piper.ops.order import Barrier
@@ -37,15 +38,7 @@ def complete(dag: TrainingDAG) -> None:
     for chunk in dag.of_type(Chunk):
         if len(chunk.devices) != len(dag.mesh.group_ranks):
             raise _misplaced(dag, chunk)
-    for update in dag.of_type(Update):
-        # Check here even if verification is off: without a sum, each replica trains on its own gradients.
-        if any(isinstance(dag.value(ref).placement, Partial) for ref in update.inputs):
-            name = dag.value(update.inputs[0]).names[0]
-            raise DirectiveError(
-                f"no directive sums the gradient of {name} over devices {list(update.devices)}, so every replica would "
-                f"step with its own gradient. Add a replicate whose filter selects region {dict(update.tags)} "
-                "[PIPER-D010]"
-            )
+    _check_summed(dag)
     devices = dag.devices()
     if devices != tuple(range(len(devices))):
         raise DirectiveError(
@@ -56,17 +49,33 @@ def complete(dag: TrainingDAG) -> None:
     weigh(dag)
 
 
+def _check_summed(dag: TrainingDAG) -> None:
+    """Raise an error if gradients reach an update without a sum over the replicas. Then each replica would train on
+    its own gradients, also without verification."""
+    terms = [
+        (update, ref)
+        for update in dag.of_type(Update)
+        for ref in update.inputs
+        if isinstance(dag.value(ref).placement, Partial)
+    ]
+    if terms:
+        update, ref = terms[0]
+        regions = {dag.producer(ref).region for _, ref in terms}
+        raise DirectiveError(
+            f"no directive sums the gradient of {dag.value(ref).names[0]} over devices {list(update.devices)}, so "
+            f"every replica would step with its own gradient. Add a replicate with the filter "
+            f"{selecting(dag, regions)} [PIPER-D010]"
+        )
+
+
 def _misplaced(dag: TrainingDAG, chunk: Chunk) -> DirectiveError:
     """Return the error for a chunk with another number of devices than the mesh of the program."""
     wanted = len(dag.mesh.group_ranks)
-    if dag.member_axes:
-        has, fix = f"is for {counted(wanted, 'device')} ({dag.mesh})", f"Place the region on {wanted} devices"
-    elif wanted == 1:
-        has = "has 1 replica"
-        fix = "Add a replicate that divides the batch over these devices, or place the region on one device"
+    if wanted == 1:
+        has = "does not divide the batch over them"
+        fix = "Add a replicate, or place the region on one device"
     else:
-        has = f"has {counted(wanted, 'replica')}"
-        fix = f"Place the region on {wanted} devices, and let a replicate select it"
+        has, fix = f"is for groups of {wanted} devices", f"Place the region on {wanted} devices"
     return DirectiveError(
         f"{chunk.label} is on {counted(len(chunk.devices), 'device')}, {list(chunk.devices)} (directive "
         f"{chunk.placed_by}), but the program {has}. {fix} [PIPER-D009]"

@@ -140,10 +140,14 @@ def _having(dag: TrainingDAG, chunk: Chunk, groups_of: dict[str, list[Group]]) -
             itertools.combinations(of_groups.items(), 2), key=lambda pair: len({*pair[0][0]} & {*pair[1][0]})
         )
         region = dag.regions[chunk.region]
+        advice = "Annotate its parts in the same way as in training_step"
+        if dag.program.degrees is not None:
+            advice = (
+                "Call the modules that have these parameters, under the same annotations as in training_step"
+            )
         raise DirectiveError(
-            f"region {region.label} (begins at {region.source}) reads {first}, which is on device "
-            f"{_shown(there)}, and {name}, which is on device {_shown(elsewhere)}. Annotate its parts in the same "
-            "way as in training_step [PIPER-D025]"
+            f"the code at {region.source} reads {first}, which is on device {_shown(there)}, and {name}, which is on "
+            f"device {_shown(elsewhere)}. {advice} [PIPER-D025]"
         )
     return found
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from lightning_piper.common.units import counted
 from lightning_piper.directives import Directive, Place, Replicate, parse
+from lightning_piper.directives.base import set_degrees
 from lightning_piper.directives.program import Annotations, annotations_of
 from lightning_piper.errors import DirectiveError
 
@@ -99,7 +100,10 @@ def for_fit(
         )
     everywhere = list(range(devices))
     replicas = [Replicate(filter={}, devices=everywhere)] if devices > 1 else []
-    return [Place(filter={}, devices=everywhere), *replicas]
+    found: list[Directive] = [Place(filter={}, devices=everywhere), *replicas]
+    for directive in found:
+        set_degrees(directive, repr(AUTO) if searched else "")
+    return found
 
 
 def annotations_for_fit(

@@ -25,6 +25,7 @@ from lightning_piper.batch_norms import plain_batch_norms
 from lightning_piper.checkpoint.state import referenced
 from lightning_piper.common.module_copies import end_copies
 from lightning_piper.directives import replicas_of
+from lightning_piper.directives.base import set_degrees
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.materialization import is_on_meta
 from lightning_piper.holdings.optimizer import (
@@ -44,6 +45,7 @@ from lightning_piper.session.eager.eager_replicas import EagerReplicas
 from lightning_piper.session.eager.standalone_module import Standalone
 from lightning_piper.session.evaluation import Evaluation
 from lightning_piper.session.local_sgd import Rounds
+from lightning_piper.session.program import AUTO
 from lightning_piper.session.program_cache import ChosenProgram
 from lightning_piper.strategy.fit import Fit
 
@@ -177,6 +179,8 @@ class Starting:
                 batch.
         """
         before, written = self.standalone, choice.written
+        for directive in written.directives:
+            set_degrees(directive, repr(AUTO))
         end_copies(before.module)
         found, self.kept = replicas_of(written.directives), choice.file
         for handle in written.annotate(before.module):

@@ -148,9 +148,9 @@ def test_one_dimension_has_one_axis(monkeypatch):
     [
         (
             [grid(cp=2, tp=2), columns(devices=[[0, 1], [2, 3]]), sequences()],
-            "the program has 2 directives that shard tensors, and their devices do not show",
+            "2 directives shard tensors, and their devices do not show",
         ),
-        ([grid(tp=2), columns(), sequences()], r"no place of the program has an axis 'cp'"),
+        ([grid(tp=2), columns(), sequences()], r"has only the axes \['tp'\], but .* along 'cp'"),
         (
             [grid(cp=2, tp=2), columns(), sequences(axis="tp")],
             "several directives shard tensors along 'tp'. Combine them into one",
@@ -162,7 +162,8 @@ def test_one_dimension_has_one_axis(monkeypatch):
                 columns(),
                 sequences(),
             ],
-            r"directive 1 \(place\) has only the axes \['tp', 'data'\], but .* along 'cp'. Add 'cp' to the axes of",
+            r"directive 1 \(place\) has only the axes \['tp', 'data'\], but .* along 'cp'. Give "
+            r"directive 1 a mesh with the axes \['tp', 'cp'\]",
         ),
     ],
 )
@@ -230,7 +231,7 @@ def test_experts_are_owned_along_their_axis_and_tokens_travel_along_it():
                 ShardExperts(filter={"EP": "*"}, devices=[[0, 2], [1, 3]]),
                 everywhere(4),
             ],
-            "another directive shards weights or sequences. Name the axes of both",
+            "another directive shards weights or sequences. Place the chunks on a mesh",
         ),
     ],
 )

@@ -208,7 +208,7 @@ def test_untagged_code_with_parameters_of_two_devices_is_refused():
 
     with pytest.raises(
         DirectiveError,
-        match=r"region untagged .* reads first.weight, which is on device 0, and second.weight",
+        match=r"the code at .* reads first.weight, which is on device 0, and second.weight",
     ):
         forward_of(one_f_one_b(2, 2), "predict_step", Apart(), fit=True)
 

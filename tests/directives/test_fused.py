@@ -77,7 +77,7 @@ def test_a_weight_that_is_taken_for_one_is_gathered():
 def test_what_cannot_be_so_is_refused():
     with pytest.raises(DirectiveError, match="whose dimension 0 cannot be sharded evenly in each of 5 runs"):
         piper.verify(fusing("linear"), tensors(8), over("linear", params={"*.qkv.weight": (0, 5)}))
-    with pytest.raises(DirectiveError, match="Give names, or patterns, with dimensions"):
+    with pytest.raises(DirectiveError, match="Give names or patterns with dimensions"):
         piper.verify(fusing("linear"), tensors(8), over("linear", params={"*.qkv.weight": (0, 3, 1)}))
 
 

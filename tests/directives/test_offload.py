@@ -202,15 +202,18 @@ def test_what_is_wrong_is_found(name, monkeypatch):
 @pytest.mark.parametrize(
     "program, expected",
     [
-        ([ONE, off(-1)], "Give a number of chunks from 0 to 64, or a filter that selects one"),
+        ([ONE, off(-1)], "Give a number of chunks from 0 to 64"),
         ([ONE, off(True)], "Give a number of chunks"),
         ([ONE, off("soon")], "Give a number of chunks"),
         ([ONE, off({"LAYER": 9})], "matches nothing"),
         ([ONE, off({"LAYER": 0, "PASS": "F"})], "runs before the values to fetch have been stored"),
         ([ONE, Offload(filter={}, store_stream="")], "is not a stream"),
         ([ONE, Offload(filter={}, saved=False)], "moves nothing. Give True for at least one of them"),
-        ([ONE, Offload(filter={}, saved=1)], "field 'saved': 1 is not a bool. Give True or False"),
-        ([ONE, Offload(filter={}, states="yes")], "field 'states': 'yes' is not a bool. Give True or False"),
+        ([ONE, Offload(filter={}, saved=1)], "field 'saved': 1 is not a Boolean. Give True or False"),
+        (
+            [ONE, Offload(filter={}, states="yes")],
+            "field 'states': 'yes' is not a Boolean. Give True or False",
+        ),
         ([ONE, off(PASS="B")], r"the selected passes \(such as B\[.*\]\) save nothing for a backward pass"),
         ([ONE, off(), off()], "directive 1 already offloads the values that the selected passes save"),
         (

@@ -208,7 +208,7 @@ class Entered(L.LightningModule):
 @pytest.mark.parametrize(
     ("filters", "says"),
     [
-        ([{"PP": 0, "PASS": "F"}, {"PP": 1, "PASS": "F"}], r"the step enters PP=0 at .* again at"),
+        ([{"PP": 0, "PASS": "F"}, {"PP": 1, "PASS": "F"}], r"The step enters PP=0 at .* again at"),
         (
             [{"PP": 1, "PASS": "B"}, {"PP": 1, "PASS": "F"}],
             r"F\[PP=1\]@\?\. Remove or reverse one of the orders",

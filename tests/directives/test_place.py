@@ -194,7 +194,7 @@ def test_a_region_left_without_a_place_is_named_with_its_line() -> None:
     said = str(caught.value)
     assert (
         f"leaves 1 without a device: PP=1 ({source}, with " in said
-        and 'Add a place whose filter selects it ({"PP": 1})' in said
+        and 'Add a place with the filter {"PP": 1}' in said
     )
     assert source.startswith(__file__.replace("directives/test_place.py", "models.py:"))
 
@@ -212,7 +212,7 @@ def test_code_that_reads_a_parameter_belongs_to_the_stage_that_has_it() -> None:
     with pytest.raises(DirectiveError) as caught:
         complete(dag)
     assert "as a part of the stage that has first.weight: with piper.annotate('PP', 0)" in str(caught.value)
-    assert '{"PP": "-"} selects code without this tag' in str(caught.value)
+    assert 'or add a place with the filter {"PP": "-"}' in str(caught.value)
 
 
 def test_devices_are_numbered_without_gaps() -> None:

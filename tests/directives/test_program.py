@@ -243,7 +243,7 @@ PLACE, SPLIT, ORDER = JSON[0], JSON[2], JSON[3]
         ),
         (
             {**PLACE, "stream": ""},
-            r"field 'stream': '' is not a stream. Give a non-empty name such as 'compute'",
+            r"field 'stream': '' is not a stream. Give a name of 1 to 100 printable characters, such as 'compute'",
         ),
         ({**PLACE, "stream": 1}, r"field 'stream': 1 is not a stream"),
         (

@@ -300,11 +300,14 @@ def test_trainings_are_those_of_one_device(keep):
 @pytest.mark.parametrize(
     "fields, expected",
     [
-        ({"keep": 1.5}, "Give patterns for names of operations, or a fraction between 0 and 1"),
-        ({"keep": float("nan")}, "fraction between 0 and 1"),
-        ({"keep": []}, "Without keep, only the inputs of a region are kept"),
-        ({"keep": [3]}, "Give patterns"),
-        ({"keep": True}, "Give patterns"),
+        (
+            {"keep": 1.5},
+            r'Give a list of patterns of operation names, such as \["\*mm"\], or a fraction from 0 to 1',
+        ),
+        ({"keep": float("nan")}, "fraction from 0 to 1"),
+        ({"keep": []}, "or a fraction from 0 to 1"),
+        ({"keep": [3]}, "Give a list of patterns"),
+        ({"keep": True}, "Give a list of patterns"),
         ({"filter": {"LAYER": 9}}, "LAYER"),
         (
             {"filter": {"LAYER": 1, "MB": 0}, "keep": 0.5},

@@ -161,26 +161,26 @@ REFUSED: list[tuple[list[Any], str]] = [
     ([placed(), replicate([0, -1])], "[0, -1] is not a list of distinct devices"),
     ([placed(), {**replicate(), "devices": 2}], "2 is not a list of distinct devices"),
     ([placed(), replicate(reduce_stream="")], "field 'reduce_stream': '' is not a stream"),
-    ([placed(), replicate(bucket_size=0)], "field 'bucket_size': 0 is not a size. Give a number of MB above 0"),
+    ([placed(), replicate(bucket_size=0)], "field 'bucket_size': 0 is not a size. Give a number of MB, such as 25"),
     ([placed(), replicate(bucket_size=True)], "field 'bucket_size': True"),
     ([placed(), replicate(bucket_size="25")], "field 'bucket_size': '25'"),
     ([placed(), {**replicate(), "filter": 3}], "directive 1 (replicate): field 'filter'"),
     ([placed(), replicate(filter={"PP": 9})], "{PP: 9} matches nothing. Choose from the step's tags: PASS in {B, F}; PP in "
                                               "{0, 1}"),
-    ([placed(), replicate(), replicate()], "are already summed over replicas. Replicate each region only "
-                                           "once"),
+    ([placed(), replicate(), replicate()], "already sums the gradients of second.weight, second.bias over replicas. Replicate "
+                                           "each region only once"),
     ([placed((0, 1, 2)), replicate([0, 1, 2])], "the batch has 4 samples, which cannot be divided evenly over "
                                                 "3 replicas. Give a multiple of 3 samples"),
     ([placed(), *split(4), replicate()], "4 samples cannot be split into 4 microbatches for each of 2 replicas. "
-                                         "Give at most 2, or a batch of at least 8 samples over all replicas (4 "
+                                         "Give at most 2 microbatches, or a batch of 8 samples over all replicas (4 "
                                          "for each replica)"),
     (
         [placed((0, 1), PP=0), placed((1, 0), PP=1), replicate((0, 1), {"PP": 0}),
             replicate((1, 0), {"PP": 1})],
         "directive 3 (replicate): field 'devices': device 1 is replica 0 here and 1 in an earlier directive",
     ),
-    ([placed()], "F[PP=0] is on 2 devices, [0, 1] (directive 0), but the program has 1 replica. Add a "
-                 "replicate"),
+    ([placed()], "F[PP=0] is on 2 devices, [0, 1] (directive 0), but the program does not divide the batch over them. "
+                 "Add a replicate"),
     ([placed((0, 1), PP=0), placed((2,), PP=1)], "Place every region on the same number of devices"),
 ]  # fmt: skip
 
@@ -194,7 +194,7 @@ def test_refuses(program: list[Any], message: str) -> None:
 def test_refuses_buffers_that_change() -> None:
     with pytest.raises(
         DirectiveError,
-        match=r"updates .*running_mean.* from its own samples, so the values would differ between replicas\. "
+        match=r"each replica would update .*running_mean.* from its own samples, so the values would differ between replicas\. "
         r".*GroupNorm",
     ):
         dag_of(captured("conv").step, [placed(), replicate()])

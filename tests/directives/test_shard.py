@@ -190,7 +190,7 @@ def test_each_region_has_its_own_mesh() -> None:
             TWICE,
             ["dp", "ep"],
             "data",
-            r"field 'axis': 'data' is not the name of an axis that shards tensors. Give the name of an axis other than 'data'",
+            r"field 'axis': 'data' is not the name of an axis that shards tensors. Give a name of 1 to 100 printable characters",
         ),
         (
             TWICE,
@@ -199,12 +199,17 @@ def test_each_region_has_its_own_mesh() -> None:
             r"field 'axes': .* has 1 name, but \[\[0, 1\], \[2, 3\]\] has 2 dimensions. Give one name for each "
             r"level",
         ),
-        ([[0, 1], [2]], ["dp", "ep"], "ep", r"field 'devices': .* is not a mesh. Give nested lists"),
+        (
+            [[0, 1], [2]],
+            ["dp", "ep"],
+            "ep",
+            r"field 'devices': .* is not a mesh with the axes .*Give nested lists",
+        ),
         (
             TWICE,
             ["dp", "dp"],
             "dp",
-            r"field 'axes': \['dp', 'dp'\] is not a list of different names. Give",
+            r"field 'axes': \['dp', 'dp'\] is not usable. Give a list of different names",
         ),
         (TWICE, [], "ep", r"field 'devices': \[\[0, 1\], \[2, 3\]\] is a mesh without names of its axes"),
         ([[0, 1], [2, 0]], ["dp", "ep"], "ep", r"field 'devices': .* is not a list of distinct devices"),

@@ -341,16 +341,16 @@ def test_one_device_by_eager_execution() -> None:
 PLACED = {"op": "place", "filter": {}, "devices": [0, 1]}
 HERE = "directive 1 (replicate): field "
 FIELDS: list[tuple[dict[str, Any], str]] = [
-    *(({name: value}, f"{HERE}'{name}': {value!r} is not a Boolean. Give true or false")
+    *(({name: value}, f"{HERE}'{name}': {value!r} is not a Boolean. Give True or False")
       for name in ("shard_optimizer", "shard_grads", "shard_params") for value in (1, "yes", None, [])),
-    *(({name: value}, f"{HERE}'{name}': {value!r} is not a stream. Give a non-empty name such as 'reduce'")
+    *(({name: value}, f"{HERE}'{name}': {value!r} is not a stream. Give a name of 1 to 100 printable characters, such as")
       for name in ("reduce_stream", "gather_stream") for value in ("", 0, None, ["s"])),
-    *(({"bucket_size": value}, f"{HERE}'bucket_size': {value!r} is not a size. Give a number of MB above 0")
+    *(({"bucket_size": value}, f"{HERE}'bucket_size': {value!r} is not a size. Give a number of MB, such as 25")
       for value in (0, -1.5, "1", None, True, float("nan"))),
-    *(({"reduce_dtype": value}, f"{HERE}'reduce_dtype': {value!r} is unknown. Give one of float16, bfloat16, float32, "
-                                "float64")
+    *(({"reduce_dtype": value}, f"{HERE}'reduce_dtype': {value!r} is unknown. Give one of 'float16', 'bfloat16', 'float32', "
+                                "'float64'")
       for value in ("int64", "torch.float32", 32, "", ["float32"], True)),
-    *(({"shard_by": value}, f"{HERE}'shard_by': {value!r} is unknown. Give one of elements, parameter")
+    *(({"shard_by": value}, f"{HERE}'shard_by': {value!r} is unknown. Give one of 'elements', 'parameter'")
       for value in ("tensor", 1, None, ["x"])),
     ({"shard_by": "parameter"}, f"{HERE}'shard_by': the directive shards nothing. Set shard_optimizer, shard_grads or "
                                 "shard_params"),
@@ -404,7 +404,7 @@ def test_refuses_a_conflict(
 def test_refuses_a_region_that_is_replicated_already(first: dict[str, Any], level: dict[str, Any]) -> None:
     with pytest.raises(
         DirectiveError,
-        match=r"directive 2 \(replicate\): field 'filter': the gradients of \{'PP': 0\} are already",
+        match=r"directive 2 \(replicate\): field 'filter': an earlier directive already sums the gradients of first",
     ):
         dag_of(
             captured("mlp").step, [PLACED, replicate([0, 1], **first), replicate([0, 1], {"PP": 0}, **level)]

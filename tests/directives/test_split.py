@@ -284,12 +284,13 @@ def test_a_smaller_batch_under_nested_splits() -> None:
         (
             "mlp",
             [split(5)],
-            "directive 0 (split): field 'num_microbatches': 4 samples cannot be split into 5 microbatches. Give at most 4",
+            "directive 0 (split): field 'num_microbatches': 4 samples cannot be split into 5 microbatches. Give at "
+            "most 4 microbatches",
         ),
         (
             "mlp",
             [split(2), split(3, "UB")],
-            "(split): field 'num_microbatches': 2 samples cannot be split into 3 microbatches. Give at most 2",
+            "(split): field 'num_microbatches': 2 samples cannot be split into 3 microbatches. Give at most 2 microbatches",
         ),
         (
             "mlp",
@@ -332,8 +333,8 @@ def test_a_smaller_batch_under_nested_splits() -> None:
         (
             "losses",
             [split(2, PP=0)],
-            "directive 0 (split): field 'filter': F[PP=0] passes activation:mul to F[PP=1], but this value "
-            "has no batch dimension along which Piper could join the microbatches. Select both chunks",
+            "directive 0 (split): field 'filter': F[PP=0] is selected, F[PP=1] is not, and the value "
+            "between them has no dimension of samples along which Piper could join the microbatches. Select all chunks",
         ),
     ],
 )
@@ -345,7 +346,7 @@ def test_refused(name: str, program: list[Any], says: str) -> None:
 def test_a_refused_split_names_a_border_value_with_two_batch_dimensions() -> None:
     with pytest.raises(
         DirectiveError,
-        match=r"activation:mm.* has shape .* for 4 samples and .*one dimension that counts only the samples",
+        match=r"a value between .* has shape .* for 4 samples and .* does not show which rows belong to which sample",
     ):
         build("similar", split(2, PP=1))
 

@@ -130,7 +130,7 @@ def test_members_have_parts_of_parameters_gradients_and_states():
         (
             [TWO, divided([0, 1], params={"*.q.weight": "0"})],
             DirectiveError,
-            "Give names, or patterns, with dimensions",
+            "Give names or patterns with dimensions",
         ),
         ([FOUR, divided([0, 1, 2, 3], params={"position": 0})], DirectiveError, "position has shape"),
         (
@@ -146,7 +146,7 @@ def test_members_have_parts_of_parameters_gradients_and_states():
         (
             [TWO, Replicate(filter={}, devices=[0, 1]), divided([0, 1])],
             DirectiveError,
-            "Remove the replicate, or place the chunks on a mesh with an axis of replicas",
+            "Remove the replicate, or place the chunks on a mesh with replicas",
         ),
         ([TWO, divided([0, 1]), divided([0, 1])], DirectiveError, "Combine them into one directive"),
     ],

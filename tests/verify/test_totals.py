@@ -72,7 +72,9 @@ def test_as_on_one_device(spec: Spec, name: str) -> None:
 
 
 def test_an_order_of_microbatches_is_refused() -> None:
-    with pytest.raises(DirectiveError, match=r"directive 3 \(order\).*statistics of the whole batch"):
+    with pytest.raises(
+        DirectiveError, match=r"directive 3 \(order\).*the statistics of a synchronized batch norm"
+    ):
         piper.compile(case(ONE, 8).module, case(ONE, 8).batch, piper.schedules.one_f_one_b(2, 2))
 
 

@@ -9,7 +9,7 @@ from typing import NoReturn
 import networkx as nx
 
 from lightning_piper.common.units import counted
-from lightning_piper.directives.base import Directive
+from lightning_piper.directives.base import Directive, one_microbatch
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import DATA, Mesh
 from lightning_piper.ir.nodes import Chunk, Node
@@ -48,12 +48,11 @@ def shard_batch(dag: TrainingDAG, mesh: Mesh, directive: Directive) -> None:
             "devices",
             f"the batch cannot be divided over {replicas} replicas, because its tensors have no common "
             f"first dimension: {undivided.found}",
-            "let each replica draw its own batch in its own process (transport='process'), or pad the "
-            "tensors to one size [PIPER-D012]",
+            "give all tensors of the batch the same first dimension, the samples [PIPER-D012]",
         )
     for chunk in dag.of_type(Chunk) if replicas > 1 else ():
         if local := [name for name in dag.interface(chunk).state if name in dag.code.local]:
-            _refuse_statistics(dag, directive, chunk, local)
+            _refuse_statistics(dag, directive, local)
         if chunk.slice.start % replicas or chunk.slice.stop % replicas:
             _refuse_uneven(dag, replicas, directive, chunk)
     dag.mesh = mesh
@@ -61,26 +60,22 @@ def shard_batch(dag: TrainingDAG, mesh: Mesh, directive: Directive) -> None:
         _shrink(dag, dag.nodes[node_id], replicas)
 
 
-def _refuse_statistics(
-    dag: TrainingDAG, directive: Directive, chunk: Chunk, local: Sequence[str]
-) -> NoReturn:
+def _refuse_statistics(dag: TrainingDAG, directive: Directive, local: Sequence[str]) -> NoReturn:
     """Raise an error for buffers whose values would differ between the replicas."""
     found = (
-        f"{chunk.label} updates {', '.join(local[:3])} from its own samples, so the values would differ between "
+        f"each replica would update {', '.join(local[:3])} from its own samples, so the values would differ between "
         "replicas"
     )
     if not all(name.rsplit(".", 1)[-1] in RUNNING for name in local):
         accepted = "compute the values from the samples of all replicas (piper.gather_samples)"
         directive.refuse("filter", found, f"{accepted} [PIPER-D011]")
-    advice = "let batch norms take the statistics of the whole batch (Trainer(sync_batchnorm=True), nn.SyncBatchNorm)"
+    advice = "replace the batch norms by nn.SyncBatchNorm (Trainer(sync_batchnorm=True))"
     if any(len(parts) > 1 for parts in dag.slices().values()) and ORDER in dag.program.ops:
         # An order of microbatches contradicts statistics of the whole batch.
-        advice = "use one microbatch (microbatches=1) with Trainer(sync_batchnorm=True)"
-    directive.refuse(
-        "filter",
-        found,
-        f"{advice}, or use a layer without running statistics, such as GroupNorm or LayerNorm [PIPER-D011]",
-    )
+        degrees = dag.program.degrees
+        one = "use one microbatch (microbatches=1)" if degrees is None else one_microbatch(degrees)
+        advice = f"{one} and nn.SyncBatchNorm (Trainer(sync_batchnorm=True)) instead of the batch norms"
+    directive.refuse("filter", found, f"{advice}, or use nn.GroupNorm or nn.LayerNorm [PIPER-D011]")
 
 
 def _refuse_uneven(dag: TrainingDAG, replicas: int, directive: Directive, chunk: Chunk) -> NoReturn:

@@ -13,6 +13,7 @@ all-reduce then sums each shard over the groups, before the update.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
@@ -73,7 +74,7 @@ def reduce_gradients(dag: TrainingDAG, regions: set[int], policy: ShardingPolicy
         readers = dag.readers((total.id, 0))
         if not isinstance(value.placement, Partial) or any(r.sums for r in readers):
             raise Conflict(
-                f"the gradients of {dict(total.tags)} are already summed over replicas",
+                f"an earlier directive already sums the gradients of {', '.join(value.names[:3])} over replicas",
                 "replicate each region only once",
             )
         assert value.bucket is not None
@@ -490,11 +491,24 @@ def sharding_mesh(dag: TrainingDAG, name: str, policy: ShardingPolicy) -> Mesh:
         return mesh
     try:
         return _grouped(mesh, dag.mesh, policy.shard_size)
-    except ValueError as error:
+    except ValueError:
         raise Conflict(
-            f"groups of {policy.shard_size} replicas have different numbers of holders of {name} ({error})",
-            "give a shard_size that is a multiple of the devices along each axis, or a divisor",
+            f"the devices that hold the same part of {name} cannot be divided evenly over groups of "
+            f"{policy.shard_size} replicas",
+            f"give a shard_size of {' or '.join(map(str, _group_sizes(dag)))}",
         ) from None
+
+
+def _group_sizes(dag: TrainingDAG) -> list[int]:
+    """Return the numbers of replicas of a group that divide the devices along every axis evenly."""
+    replicas, meshes = dag.mesh.size(DATA), {dag.mesh, *map(dag.mesh_of, dag.divided)}
+    found = []
+    for size in (n for n in range(2, replicas + 1) if replicas % n == 0):
+        with contextlib.suppress(ValueError):
+            for mesh in meshes:
+                _grouped(mesh, dag.mesh, size)
+            found.append(size)
+    return found
 
 
 @cache

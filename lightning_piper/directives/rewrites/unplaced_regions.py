@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.filters import selecting
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.regions import Region
 
@@ -36,15 +35,14 @@ def without_device(dag: TrainingDAG) -> tuple[str, str] | None:
     neighbor = before or after if reads is None else dag.regions[readers[reads]]
     found = f"the program places some regions but leaves {len(unplaced)} without a device: "
     found += "; ".join(f"{dag.regions[chunk.region].label} ({_shown(dag, chunk)})" for chunk in chunks)
+    place = f"add a place with the filter {selecting(dag, unplaced.keys())}"
     if first.tags or neighbor is None or not neighbor.tags:
-        tag = next((tag for region in dag.regions for tag in region.tags), "PP")
-        condition = json.dumps(dict(first.tags) or {tag: "-"})
-        return found, f"add a place whose filter selects it ({condition}) [PIPER-D009]"
+        return found, f"{place} [PIPER-D009]"
     tag, number = next(iter(neighbor.tags.items()))
     stage = "a stage next to it" if reads is None else f"the stage that has {reads}"
     advice = f"annotate this code as a part of {stage}: with piper.annotate({tag!r}, {number})"
     if dag.program.degrees is None:
-        advice += f', or add a place whose filter selects it ({{"{tag}": "-"}} selects code without this tag)'
+        advice += f", or {place}"
     else:
         found = f"no stage runs the code at {'; '.join(_shown(dag, chunk) for chunk in chunks)}"
     return f"{found}{_between(before, after)}", f"{advice} [PIPER-D009]"
