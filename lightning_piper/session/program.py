@@ -100,10 +100,10 @@ def for_fit(
         )
     everywhere = list(range(devices))
     replicas = [Replicate(filter={}, devices=everywhere)] if devices > 1 else []
-    found: list[Directive] = [Place(filter={}, devices=everywhere), *replicas]
-    for directive in found:
+    written: list[Directive] = [Place(filter={}, devices=everywhere), *replicas]
+    for directive in written:
         set_degrees(directive, repr(AUTO) if searched else "")
-    return found
+    return written
 
 
 def annotations_for_fit(
