@@ -8,6 +8,7 @@ exponential, a norm), results must agree within `ROUNDING`.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -168,16 +169,21 @@ def _has_fixed_runs(node: Node, rule: Rule) -> bool:
     """Return whether a rule divides the runs of a dimension whose size must stay. Then all numbers of runs
     stay, because `RUNS` need not divide this size."""
     fixed = _fixed_sizes(node)
-    held = [*zip(rule.inputs, map(shape_of, tensors_of(node)), strict=True)]
-    held += [
-        (placement, tuple(x.shape))
-        for placement, x in zip(rule.outputs, made_by(node), strict=True)
-        if placement is not None and isinstance(x, torch.Tensor)
-    ]
     return any(
-        isinstance(placement, Sharded) and placement.blocks > 1 and shape[placement.dim] in fixed
-        for placement, shape in held
+        placement.blocks > 1
+        and (shape[placement.dim] in fixed or _counts_heads(node, placement.dim, len(shape)))
+        for placement, shape in _divided(node, rule)
     )
+
+
+def _divided(node: Node, rule: Rule) -> list[tuple[Sharded, Sequence[int]]]:
+    """Return (placement, shape of the whole tensor) of each input and output that a rule divides."""
+    held: list[tuple[Placement | None, tuple[int, ...]]] = [
+        *zip(rule.inputs, map(shape_of, tensors_of(node)), strict=True)
+    ]
+    outputs = zip(rule.outputs, made_by(node), strict=True)
+    held += [(p, tuple(x.shape)) for p, x in outputs if isinstance(x, torch.Tensor)]
+    return [(p, shape) for p, shape in held if isinstance(p, Sharded)]
 
 
 def _pieces(node: Node) -> int:
@@ -197,8 +203,9 @@ def _pieces(node: Node) -> int:
 def _sizes(node: Node, rule: Rule, degree: int) -> dict[tuple[Node, int], int]:
     """Return smaller sizes for large shapes: (tensor, dimension) -> size.
 
-    Equal sizes stay equal. The new sizes are multiples of `degree`, except the sizes of a view. A dimension
-    without an entry keeps its size. The result is empty if the shapes are small already (`SMALL`).
+    Equal sizes stay equal, except the number of an attention's heads, which does not change. New sizes of
+    divided dimensions are multiples of `degree`, and other new sizes are not, except the sizes of a view. A
+    dimension without an entry keeps its size. The result is empty if the shapes are small already (`SMALL`).
     """
     tensors = [*tensors_of(node), node]
     known = [x for x in tensors if isinstance(x.meta.get("val"), torch.Tensor)]
@@ -206,7 +213,12 @@ def _sizes(node: Node, rule: Rule, degree: int) -> dict[tuple[Node, int], int]:
         return {}
     if node.target in RESHAPES:
         return _sizes_of_view(node, rule)
-    distinct = sorted({int(size) for x in known for size in x.meta["val"].shape if size > 1})
+    dimensions = [
+        (x, d, int(size))
+        for x in known
+        for d, size in enumerate(x.meta["val"].shape)
+        if size > 1 and not _counts_heads(node, d, x.meta["val"].dim())
+    ]
     blocks = [p.blocks for p in (*rule.inputs, *rule.outputs) if isinstance(p, Sharded)]
     runs = 1
     if any(count > 1 for count in blocks):
@@ -214,9 +226,20 @@ def _sizes(node: Node, rule: Rule, degree: int) -> dict[tuple[Node, int], int]:
     target: Any = node.target
     if target in PARTS:  # operations that cut sequences into parts themselves
         runs *= math.prod(node.args[PARTS[target] : PARTS[target] + 2])  # type: ignore[arg-type]
-    small = {size: degree * runs * (2 + i) for i, size in enumerate(distinct)}
+    distinct = sorted({size for _, _, size in dimensions})
+    divided = set(distinct) if target in PARTS else {shape[p.dim] for p, shape in _divided(node, rule)}
+    others = (n for n in itertools.count(2) if n % degree)
+    small = {
+        size: degree * runs * (2 + i) if size in divided else next(others) for i, size in enumerate(distinct)
+    }
     small |= {size: size for size in _fixed_sizes(node)}
-    return {(x, d): small[int(size)] for x in known for d, size in enumerate(x.meta["val"].shape) if size > 1}
+    return {(x, d): small[size] for x, d, size in dimensions}
+
+
+def _counts_heads(node: Node, dim: int, rank: int) -> bool:
+    """Return whether a dimension of an attention's tensor is its heads. Their number must stay, because the
+    heads of queries are a multiple of the heads of keys."""
+    return (node.target in ATTENTION or node.target in PARTS) and dim == 1 and rank > 2
 
 
 def _fixed_sizes(node: Node) -> set[int]:
@@ -228,8 +251,6 @@ def _fixed_sizes(node: Node) -> set[int]:
         return {int(node.args[6]), *shape_of(node.args[1])[:2]}  # type: ignore[arg-type]
     if target in NORMS:
         return {int(size) for size in node.args[NORMS[target]]}  # type: ignore[union-attr, arg-type]
-    if target in ATTENTION or target in PARTS:  # the heads of queries are a multiple of the heads of keys
-        return {shape_of(x)[1] for x in tensors_of(node) if len(shape_of(x)) == 4}
     if target is aten.unbind.int:  # the size is the number of outputs
         return {len(made_by(node))}
     if target not in ALONG:
