@@ -175,6 +175,27 @@ def test_files_that_do_not_fit_are_refused(tmp_path, change, message):
         read("gpt2", tmp_path)
 
 
+@pytest.mark.parametrize("equal", [True, False])
+def test_the_fix_of_tensors_that_are_tied_depends_on_their_values(tmp_path, equal):
+    from transformers import GPT2LMHeadModel
+
+    saved("gpt2", tmp_path, torch.float32, sharded=False)
+    head = (lambda x: x["transformer.wte.weight"].clone()) if equal else (lambda x: torch.ones(32, 16))
+    changed(tmp_path, lambda x: x.update({"lm_head.weight": head(x)}))
+    fix = "save_original_format=False" if equal else "Pass tie_word_embeddings=False"
+    with pytest.raises(PiperError, match=rf"lm_head\.weight, transformer\.wte\.weight\. .*{fix}"):
+        read("gpt2", tmp_path)
+    if equal:
+        GPT2LMHeadModel.from_pretrained(tmp_path).save_pretrained(tmp_path, save_original_format=False)
+    read("gpt2", tmp_path, **({} if equal else {"tie_word_embeddings": False}))
+
+
+def test_a_class_that_is_no_model_is_refused(tmp_path):
+    saved("gpt2", tmp_path, torch.float32, sharded=False)
+    with pytest.raises(PiperError, match=r"Linear'> is not a model class of transformers.*PIPER-K009"):
+        piper.from_pretrained(nn.Linear, tmp_path)
+
+
 def test_conversions_are_refused_by_name(tmp_path):
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 

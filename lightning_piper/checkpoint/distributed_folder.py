@@ -67,12 +67,19 @@ def _unreadable(path: Path, error: BaseException) -> PiperError:
         error, *_ = next(iter(error.failures.values()))
     if isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error):
         return PiperError(
-            f"{path / 'meta.pt'} has objects of your own classes, whose code would run. If you trust the checkpoint, "
-            "pass weights_only=False (--unsafe) [PIPER-K007]"
+            f"{path / 'meta.pt'} has objects of classes that are not torch's, whose code would run. If you trust the "
+            "checkpoint, convert it with weights_only=False (on the command line: --unsafe) [PIPER-K007]"
+        )
+    if isinstance(
+        error, AttributeError | ImportError
+    ):  # of pickle, for a class that this process cannot import
+        return PiperError(
+            f"{path} has an object whose class cannot be imported: {error}. Convert it in a script that defines or "
+            "imports this class in the same way as the training did [PIPER-K007]"
         )
     return PiperError(
-        f"{path} cannot be read, because a file is missing or damaged: {type(error).__name__}: {error}. Copy or "
-        "save the checkpoint again [PIPER-K002]"
+        f"{path} cannot be read, because a file is missing or damaged: {type(error).__name__}: {error}. Use "
+        "another checkpoint [PIPER-K002]"
     )
 
 
@@ -117,14 +124,14 @@ def _numbered(state: Mapping[str, Any], where: str) -> dict[str, Any]:
     groups, states = state.get("param_groups"), state.get("state", {})
     if groups is None:
         raise PiperError(
-            f"{where} does not have 'param_groups', so the parameter groups are not known. Save the folder with "
-            "FSDPStrategy or ModelParallelStrategy of Lightning [PIPER-K002]"
+            f"{where} does not have 'param_groups', so the parameter groups are not known. Give a folder that "
+            "FSDPStrategy or ModelParallelStrategy has saved [PIPER-K002]"
         )
     names = [name for group in groups for name in group["params"]]
     number = {name: i for i, name in enumerate(names)}
     if lost := sorted(states.keys() - number.keys()):
         raise PiperError(
-            f"{where} has the parameter {lost[0]!r}, but no parameter group has it. Save the checkpoint again "
+            f"{where} has the parameter {lost[0]!r}, but no parameter group has it. Use another checkpoint "
             "[PIPER-K002]"
         )
     return {

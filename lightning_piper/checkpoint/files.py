@@ -171,9 +171,8 @@ def write_manifest(folder: Folder, content: Mapping[str, Any], files: Mapping[st
                 f"{size}. Check the store, and save again [PIPER-K004]"
             )
         raise PiperError(
-            f"this process does not see {folder.path_of(name)} as another process wrote it. A sharded "
-            "checkpoint needs a directory that all processes share, on one machine or in a network file "
-            "system [PIPER-K004]"
+            f"rank 0 does not see {folder.path_of(name)} as it was written. Save into a directory that "
+            "all processes share, on one machine or in a network file system [PIPER-K004]"
         )
     body = {"kind": KIND, "version": VERSION, **content, "files": dict(files)}
     with folder.create(MANIFEST) as file:

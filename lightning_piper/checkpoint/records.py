@@ -70,8 +70,7 @@ def _check(location: Location, first: int, step: int) -> None:
             raise PiperError(
                 f"{location} does not have the content that was saved, in {what} "
                 f"({error or type(error).__name__}). The file is damaged, or was changed after it was saved. "
-                "Use another checkpoint. If you changed the file on purpose, write it with torch.save"
-                " [PIPER-K002]"
+                "Use another checkpoint. If you changed the file on purpose, write it with torch.save [PIPER-K002]"
             ) from error
 
 

@@ -17,6 +17,7 @@ from fsspec import AbstractFileSystem
 
 from lightning_piper.checkpoint.files import MANIFEST, saves_in
 from lightning_piper.checkpoint.folders import Folder, SummedFile
+from lightning_piper.errors import PiperError
 
 AT_ONCE = 8  # ranges that are requested together
 BUFFER = 1 << 24  # bytes of a request when a file is read from beginning to end
@@ -174,9 +175,10 @@ def copy_object(fs: AbstractFileSystem, source: str, target: str) -> None:
     found = [entry_of(fs, path) for path in (source, target)]
     sizes = [None if entry is None else entry["size"] for entry in found]
     if sizes[0] is None or sizes[0] != sizes[1]:
-        raise OSError(
-            f"the store copied {source} incompletely: it has {sizes[0]} bytes, and its copy {target} has {sizes[1]}. "
-            "Check the store, and save again"
+        one, other = ("no" if size is None else size for size in sizes)
+        raise PiperError(
+            f"the store copied {source} incompletely: it has {one} bytes, and its copy {target} has {other} bytes. "
+            "Check the store, and save again [PIPER-K004]"
         )
 
 

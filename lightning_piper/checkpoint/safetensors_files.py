@@ -106,8 +106,8 @@ def read_bytes(path: Path, offset: int, count: int) -> bytearray:
                 done += got
     except OSError as error:
         raise PiperError(
-            f"the weights in {path} cannot be read: {error}. Check that all processes see the folder "
-            "[PIPER-K008]"
+            f"the weights in {path} cannot be read: {error}. Give a folder with all files of the model, which every "
+            "process sees [PIPER-K008]"
         ) from error
     if done < count:
         raise _damaged(path, "it ends too early")

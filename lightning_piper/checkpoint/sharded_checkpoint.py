@@ -198,9 +198,14 @@ class Saving:
 
 
 def _check_range(part: TensorRange) -> None:
-    """Check that the tensor of a range is flat, and has the range's number of elements."""
-    count = part.stop - part.start
-    if part.tensor.shape != (count,) or not 0 <= part.start <= part.stop <= math.prod(part.shape):
+    """Check that a range is inside of its tensor, and that its values are flat and as many."""
+    numel = math.prod(part.shape)
+    if not 0 <= part.start <= part.stop <= numel:
+        raise PiperError(
+            f"{part.key} has {numel} elements, but the range {part.start}:{part.stop} is given. Give a range of these "
+            "elements [PIPER-K013]"
+        )
+    if part.tensor.shape != (part.stop - part.start,):
         raise PiperError(
             f"elements {part.start}:{part.stop} of {part.key}, whose shape is {list(part.shape)}, are given "
             f"as a tensor of shape {list(part.tensor.shape)}. Give a tensor with one dimension and the same "
@@ -348,9 +353,8 @@ def _read_common(folder: Folder, weights_only: bool) -> dict[str, Any]:
     except pickle.UnpicklingError as error:
         raise PiperError(
             f"{path} holds objects of classes that loading does not trust, such as hyper-parameters: "
-            f"{error}\nIf you trust the checkpoint, pass weights_only=False to the call that loads it (on the "
-            "command line: --unsafe), or name the classes to "
-            "torch.serialization.add_safe_globals [PIPER-K007]"
+            f"{error}\nIf you trust the checkpoint, pass weights_only=False to the call that loads it, such as "
+            "trainer.fit (on the command line: --unsafe) [PIPER-K007]"
         ) from error
     assert isinstance(content, dict)
     return content

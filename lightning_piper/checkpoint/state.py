@@ -99,9 +99,8 @@ def module_state(module: nn.Module, canonical: Mapping[str, str]) -> dict[str, A
             found[name] = reference(f"state_dict.{canonical[name]}")
         elif isinstance(value, torch.Tensor) and value.is_meta:
             raise PiperError(
-                f"the module's state_dict() has {name!r}, which is not the name of a parameter or buffer, so "
-                "it cannot be saved in a sharded checkpoint. Use PiperStrategy(checkpoint='consolidated')"
-                " [PIPER-K005]"
+                f"the module's state_dict() has {name!r}, which is not the name of a parameter or buffer, so Piper does "
+                "not know which process has its values. Use PiperStrategy(checkpoint='consolidated') [PIPER-K005]"
             )
         else:
             found[name] = value
@@ -239,8 +238,7 @@ class Loading:
             raise PiperError(
                 f"the checkpoint belongs to another module than this {type(module).__name__}: missing in the "
                 f"checkpoint are {missing or 'none'}, unexpected are {unexpected or 'none'}. Resume with the "
-                "same module. If only frozen parameters or buffers differ, strict_loading=False of the module also "
-                "works [PIPER-K003]"
+                "same module [PIPER-K003]"
             )
         plain = {name: value for name, value in state.items() if key_of(value) is None}
         kept: dict[str, torch.Tensor] = {}

@@ -144,7 +144,7 @@ class SaveRanges(SavePlanner):
                 if self.specs.setdefault(key, spec) != spec:
                     raise PiperError(
                         f"saving a sharded checkpoint: {key} is {spec} on rank {rank}, but {self.specs[key]} on "
-                        "a lower rank. Make buffers and optimizer states equal on all ranks [PIPER-K013]"
+                        "a lower rank. Give it one shape and dtype on all ranks [PIPER-K013]"
                     )
         plans = [
             replace(plan, items=items, planner_data=None)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from lightning_piper.checkpoint.safetensors_files import StoredTensor, stored_tensors
+from lightning_piper.common.limits import shown
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.materialization import PRETRAINED, Pretrained, mark_stored, named_tensors
 
@@ -56,18 +57,43 @@ def from_pretrained(model_class: Any, path: str | os.PathLike[str], **options: A
         )
     folder = Path(os.path.abspath(path))
     model = _built(model_class, folder, options)
-    stored, problems = _renamed(model, stored_tensors(folder))
-    problems += _differences(model, stored)
-    if problems:
-        raise PiperError(
-            f"piper.from_pretrained: the weights in {folder} do not fit {type(model).__name__}: "
-            f"{'; '.join(problems)}. Use the class that the weights were saved from, or load them with "
-            "transformers and save them again from this class, with "
-            "save_pretrained(folder, save_original_format=False) [PIPER-K009]"
-        )
+    stored, renamed = _renamed(model, stored_tensors(folder))
+    others, tied = _differences(model, stored)
+    if renamed or others or tied:
+        raise _misfit(model, folder, renamed, others, [[stored[name] for name in names] for names in tied])
     model.__dict__[PRETRAINED] = Pretrained("_init_weights")
     mark_stored(model, stored)
     return model.eval()
+
+
+def _misfit(
+    model: Any, folder: Path, renamed: list[str], others: list[str], tied: list[list[StoredTensor]]
+) -> PiperError:
+    """Return the error for files that do not fit a model.
+
+    Args:
+        renamed: Descriptions of tensors that transformers would convert, or that have one name in the model.
+        others: Descriptions of names and shapes that differ.
+        tied: The tensors in the files that are one tensor in the model, for each such tensor.
+    """
+    name = type(model).__name__
+    ties = [
+        f"the model ties tensors that the files have separately, {_names(each.key for each in tensors)}"
+        for tensors in tied
+    ]
+    if others:
+        advice = "Give the class and the configuration with which the weights were saved"
+    elif any(not torch.equal(x.whole(), tensors[0].whole()) for tensors in tied for x in tensors[1:]):
+        advice = "Pass tie_word_embeddings=False, because these tensors have different values"
+    else:
+        advice = (
+            f"Load them with {name}.from_pretrained of transformers, save the model with "
+            "save_pretrained(other_folder, save_original_format=False), and give that folder"
+        )
+    return PiperError(
+        f"piper.from_pretrained: the weights in {folder} do not fit {name}: "
+        f"{'; '.join([*renamed, *others, *ties])}. {advice} [PIPER-K009]"
+    )
 
 
 def _built(model_class: Any, folder: Path, options: dict[str, Any]) -> Any:
@@ -80,6 +106,11 @@ def _built(model_class: Any, folder: Path, options: dict[str, Any]) -> Any:
     require_transformers("from_pretrained")
     from transformers import GenerationConfig
 
+    if not (hasattr(model_class, "from_config") or hasattr(model_class, "_from_config")):
+        raise PiperError(
+            f"piper.from_pretrained: {shown(model_class)} is not a model class of transformers. Give one, such as "
+            "AutoModelForCausalLM [PIPER-K009]"
+        )
     if "subfolder" in options:
         raise PiperError(
             f"piper.from_pretrained: subfolder={options['subfolder']!r} is not supported. Give the path "
@@ -120,7 +151,7 @@ def _dtype(given: Any) -> torch.dtype | None:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise PiperError(
             f"piper.from_pretrained: dtype={given!r} is not a floating-point dtype. Give one such as "
-            "torch.bfloat16 or 'bfloat16', or leave it out [PIPER-K009]"
+            "torch.bfloat16 [PIPER-K009]"
         )
     return dtype
 
@@ -154,16 +185,15 @@ def _configuration(model_class: Any, folder: Path, options: dict[str, Any]) -> A
     if not (folder / "config.json").is_file():
         raise PiperError(
             f"piper.from_pretrained: {folder} does not have a config.json. Give the folder of a model that "
-            "save_pretrained has written. A model of the Hub must be downloaded before "
-            "(huggingface_hub.snapshot_download) [PIPER-K008]"
+            "save_pretrained has written, or that huggingface_hub.snapshot_download has returned [PIPER-K008]"
         )
     config_class = getattr(model_class, "config_class", None) or AutoConfig
     try:
         config, unused = config_class.from_pretrained(folder, return_unused_kwargs=True, **options)
     except (OSError, ValueError) as error:  # the file is damaged, or names an unknown kind of model
         raise PiperError(
-            f"piper.from_pretrained: transformers cannot read {folder / 'config.json'}: {error}. Save the model "
-            "again with save_pretrained, or download it again [PIPER-K008]"
+            f"piper.from_pretrained: transformers cannot read {folder / 'config.json'}: {str(error).rstrip('.')}. Give a "
+            "folder that transformers.AutoConfig.from_pretrained can read [PIPER-K008]"
         ) from error
     if unused:
         raise PiperError(
@@ -211,10 +241,11 @@ def _renamed(model: Any, tensors: Mapping[str, StoredTensor]) -> tuple[dict[str,
     return found, problems
 
 
-def _differences(model: Any, stored: dict[str, StoredTensor]) -> list[str]:
-    """Return how the files and the model differ in the names, shapes and ties of tensors.
+def _differences(model: Any, stored: dict[str, StoredTensor]) -> tuple[list[str], list[list[str]]]:
+    """Return how the files and the model differ in the names and shapes of tensors, and the names in the files that
+    are of one tensor in the model.
 
-    If only names outside of the base model differ, warn and return an empty list. Tensors that the model does
+    If only names outside of the base model differ, warn and return empty lists. Tensors that the model does
     not have are removed from `stored`.
     """
     persistent = model.state_dict()
@@ -236,14 +267,12 @@ def _differences(model: Any, stored: dict[str, StoredTensor]) -> list[str]:
         "they do not have": [name for name in missing if name.startswith(base)],
         "the model does not have": strange,
         "shapes differ of": shapes,
-        "the model ties tensors that the files have separately,": [
-            " and ".join(names) for names in tied.values() if len(names) > 1
-        ],
     }
+    apart = [names for names in tied.values() if len(names) > 1]
     new, unused = [name for name in missing if not name.startswith(base)], set(unexpected) - set(strange)
-    if not any(wrong.values()) and (new or unused):
+    if not any(wrong.values()) and not apart and (new or unused):
         _warn(model, new, sorted(unused))
-    return [f"{what} {_names(names)}" for what, names in wrong.items() if names]
+    return [f"{what} {_names(names)}" for what, names in wrong.items() if names], apart
 
 
 def _missing(model: Any, stored: Mapping[str, StoredTensor], ids: Mapping[str, int]) -> list[str]:

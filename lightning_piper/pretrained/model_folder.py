@@ -88,7 +88,7 @@ class ModelFolder:
             path = folder / name
             if not path.is_file() or path.stat().st_size != size:
                 raise PiperError(
-                    f"piper.save_pretrained: rank 0 does not see {path} as another process wrote it. Give a "
+                    f"piper.save_pretrained: rank 0 does not see {path} as it was written. Give a "
                     "folder that all processes share, on one machine or in a network file system [PIPER-K004]"
                 )
         if len(sizes) > 1:

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -142,9 +143,19 @@ class Own:
 def test_own_classes_and_damage_have_their_own_messages(tmp_path):
     source = folder_of(tmp_path / "fsdp", model={"a": torch.ones(2)})
     torch.save({"hyper_parameters": {"own": Own()}}, source / "meta.pt")
-    with pytest.raises(piper.PiperError, match=r"objects of your own classes.*--unsafe.*PIPER-K007"):
+    with pytest.raises(
+        piper.PiperError, match=r"objects of classes that are not torch's.*--unsafe.*PIPER-K007"
+    ):
         consolidate(source, tmp_path / "plain.ckpt")
     consolidate(source, tmp_path / "plain.ckpt", weights_only=False)
+    with (
+        mock.patch.dict(sys.modules, {"gone": sys.modules[__name__]}),
+        mock.patch.object(Own, "__module__", "gone"),
+    ):
+        torch.save({"hyper_parameters": {"own": Own()}}, source / "meta.pt")
+    with pytest.raises(piper.PiperError, match=r"class cannot be imported: .*'gone'.*PIPER-K007"):
+        consolidate(source, tmp_path / "plain.ckpt", weights_only=False)
+    torch.save({}, source / "meta.pt")
     file = source / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     with pytest.raises(piper.PiperError, match=r"missing or damaged: \w+Error.*PIPER-K002") as caught:
