@@ -70,9 +70,7 @@ def _unreadable(path: Path, error: BaseException) -> PiperError:
             f"{path / 'meta.pt'} has objects of classes that are not torch's, whose code would run. If you trust the "
             "checkpoint, convert it with weights_only=False (on the command line: --unsafe) [PIPER-K007]"
         )
-    if isinstance(
-        error, AttributeError | ImportError
-    ):  # of pickle, for a class that this process cannot import
+    if isinstance(error, AttributeError | ImportError):  # pickle's, if it cannot import a class
         return PiperError(
             f"{path} has an object whose class cannot be imported: {error}. Convert it in a script that defines or "
             "imports this class in the same way as the training did [PIPER-K007]"

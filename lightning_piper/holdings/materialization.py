@@ -286,15 +286,14 @@ def without_initial_values(module: nn.Module, known: Known) -> str | None:
         return None
     pretrained, adapters = _initializers(module), _adapter_initializers(module)
     for name, places in places_of(module).items():
-        part, attribute = places[0]
+        (part, _), *_ = places
         tensor = tensor_at(places)
         # A write into an adapter on the meta device has no effect, such as the load of a file.
         lost = id(part) in adapters and (adapters[id(part)] is None or tensor._version > 0)
         if tensor.is_meta and name not in known and lost:
             return (
                 f"{name!r} is a tensor of a PEFT adapter on the meta device, where PEFT's initial value of it is "
-                "lost. Build the base model with from_pretrained of transformers, or use new LoRA adapters with "
-                "init_lora_weights=True, False or 'gaussian' [PIPER-S009]"
+                "lost. Build the base model with from_pretrained of transformers [PIPER-S009]"
             )
         if (
             tensor_at(places).is_meta
@@ -302,12 +301,11 @@ def without_initial_values(module: nn.Module, known: Known) -> str | None:
             and id(part) not in pretrained
             and not callable(getattr(part, "reset_parameters", None))
         ):
-            path = name.rpartition(".")[0]
+            kind = type(part).__name__
             return (
-                f"{attribute!r} of submodule {path!r} ({type(part).__name__}) is on the meta device, and the "
-                "class has no reset_parameters() to give it initial values. Define reset_parameters() for "
-                f"the submodule's own tensors, or define {HOOK}(self, name, part) in the LightningModule, "
-                "which Piper then calls for each such submodule instead [PIPER-S009]"
+                f"{name!r} is on the meta device, and {kind} has no method reset_parameters() to give it an initial "
+                f"value. Define {kind}.reset_parameters(), which fills the submodule's own tensors in place "
+                "[PIPER-S009]"
             )
     return None
 
@@ -482,8 +480,8 @@ def _initialize_one(
         old = absent[name]
         if (value.shape, value.dtype) != (old.shape, old.dtype) or value.is_meta:
             raise PiperError(
-                f"initializing submodule {path!r} has replaced the tensor {name!r}. Fill the existing "
-                "tensor in place instead [PIPER-S009]"
+                f"initializing submodule {path!r} has replaced the tensor {name!r} by a tensor of another shape or "
+                "dtype, or on the meta device. Fill the existing tensor in place [PIPER-S009]"
             )
         unwritten = name in names and value._version == versions[name] and value.numel() > 0
         if unwritten and bool((_bytes(value) == UNWRITTEN).all()):
