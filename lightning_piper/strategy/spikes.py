@@ -110,7 +110,7 @@ class SpikeRecorder(pl.Callback):
         if not spikes or self._files >= MOST:
             return
         norm = grad_norm(pl_module).get("grad_2.0_norm_total")
-        for spike in spikes:
+        for spike in spikes[: MOST - self._files]:
             self._files += 1
             self._save({**spike, "norm": None if norm is None else float(norm)}, trainer)
 

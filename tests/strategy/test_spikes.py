@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import lightning_piper as piper
+from lightning_piper.strategy import spikes
 from tests.distributed.processes import PATIENCE, launch_trainings
 from tests.strategy.fitting import Batches, sharing_captures, trainer
 
@@ -82,6 +83,16 @@ def test_a_batch_in_the_middle_of_an_accumulation(tmp_path):
     assert list(found(of_four)) == [f"step=2-batch={BAD}-replica=0.pt"]
     first, second = (spike for folder in (of_four, alone) for spike in found(folder).values())
     assert first["loss"] == pytest.approx(second["loss"])
+
+
+@pytest.mark.parametrize(("most", "written"), [(2, 2), (20, 3)])
+def test_the_files_of_a_fit_are_limited_within_an_accumulation(tmp_path, monkeypatch, most, written):
+    monkeypatch.setattr(spikes, "MOST", most)
+    data = batches()
+    for i in (BAD - 1, BAD + 1):
+        data[i]["x"] *= 30.0
+    run(tmp_path, data, strategies()["captured"], accumulate_grad_batches=4)
+    assert len(found(tmp_path)) == written
 
 
 def test_a_nan_is_saved_before_the_error(tmp_path):
