@@ -340,8 +340,8 @@ def error_at(index: int, directive: Directive | None, error: DirectiveError | st
 
 def one_microbatch(degrees: str) -> str:
     """Return how to make the program of `degrees` leave the batch whole, as text for messages."""
-    # The schedule dualpipev needs several microbatches.
-    return f"give microbatches=1{', schedule=' + repr('1f1b') if 'dualpipev' in degrees else ''}"
+    # The schedule dualpipev needs several microbatches. zbv has as many stages.
+    return f"give microbatches=1{', schedule=' + repr('zbv') if 'dualpipev' in degrees else ''}"
 
 
 def error_of(degrees: str, message: str) -> DirectiveError:

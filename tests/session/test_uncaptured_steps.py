@@ -17,11 +17,11 @@ from lightning_piper.session.eager.eager_replicas import why_not
 from lightning_piper.session.process_runtime import Settings
 
 PLAIN = [piper.Place(filter={}, devices=[0, 1]), piper.Replicate(filter={}, devices=[0, 1])]
-PROBLEM = "directive 1 (replicate): field 'filter': F[] changes norm.running_mean"
+PROBLEM = "directive 1 (replicate): field 'filter': each replica would update norm.running_mean"
 
 
 @pytest.mark.parametrize("program, reason", [
-    (PLAIN, "Reason: the step changes norm.running_mean. "),
+    (PLAIN, "Reason: each replica would update norm.running_mean. "),
     ([PLAIN[0], piper.Replicate(filter={}, devices=[0, 1], shard_grads=True)], f"Reason: {PROBLEM}. "),
 ], ids=["replicas", "shards"])  # fmt: skip
 def test_a_directive_is_named_only_in_a_program_that_the_user_gave(program: list[Any], reason: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import selecting
 from lightning_piper.ir.nodes import Chunk
@@ -28,27 +30,53 @@ def without_device(dag: TrainingDAG) -> tuple[str, str] | None:
     if not unplaced or not placed or (index is not None and PLACE in ops[index + 1 :]):
         return None
     chunks = list(unplaced.values())[:SHOWN]
-    first = dag.regions[chunks[0].region]
-    before = next((r for r in reversed(dag.regions[: first.index]) if r.index in placed), None)
-    after = next((r for r in dag.regions[first.index + 1 :] if r.index in placed), None)
-    reads = next((name for name in dag.interface(chunks[0]).params if name in readers), None)
-    neighbor = before or after if reads is None else dag.regions[readers[reads]]
     found = f"the program places some regions but leaves {len(unplaced)} without a device: "
     found += "; ".join(f"{dag.regions[chunk.region].label} ({_shown(dag, chunk)})" for chunk in chunks)
     place = f"add a place with the filter {selecting(dag, unplaced.keys())}"
-    if first.tags or neighbor is None or not neighbor.tags:
+    stages = [stage for chunk in chunks if (stage := _stage_for(dag, chunk, placed, readers)) is not None]
+    if len(stages) < len(chunks) or (len(chunks) > 1 and dag.program.degrees is None):
         return found, f"{place} [PIPER-D009]"
+    between = _between(dag, chunks[0], placed) if len(chunks) == 1 else ""
+    if dag.program.degrees is None:
+        return f"{found}{between}", f"annotate this code as {stages[0]}, or {place} [PIPER-D009]"
+    found = f"no stage runs the code at {'; '.join(_shown(dag, chunk) for chunk in chunks)}{between}"
+    if len(chunks) == 1:
+        return found, f"annotate this code as {stages[0]} [PIPER-D009]"
+    code = (dag.regions[chunk.region].source for chunk in chunks)
+    each = "; ".join(f"{source} as {stage}" for source, stage in zip(code, stages, strict=True))
+    return found, f"annotate the code at {each} [PIPER-D009]"
+
+
+def _stage_for(dag: TrainingDAG, chunk: Chunk, placed: set[int], readers: Mapping[str, int]) -> str | None:
+    """Return the stage for the code of a chunk, as text with its annotation: the stage that has one of the code's
+    parameters, or else a stage next to it. Return None if the code has an annotation, or if no such stage is known.
+
+    Args:
+        dag: The DAG.
+        chunk: A chunk without a device.
+        placed: The regions with a device.
+        readers: Maps a parameter to one of these regions that reads it.
+    """
+    region = dag.regions[chunk.region]
+    reads = next((name for name in dag.interface(chunk).params if name in readers), None)
+    before, after = _around(dag, region, placed)
+    neighbor = before or after if reads is None else dag.regions[readers[reads]]
+    if region.tags or neighbor is None or not neighbor.tags:
+        return None
     tag, number = next(iter(neighbor.tags.items()))
     stage = "a stage next to it" if reads is None else f"the stage that has {reads}"
-    advice = f"annotate this code as a part of {stage}: with piper.annotate({tag!r}, {number})"
-    if dag.program.degrees is None:
-        advice += f", or {place}"
-    else:
-        found = f"no stage runs the code at {'; '.join(_shown(dag, chunk) for chunk in chunks)}"
-    return f"{found}{_between(before, after)}", f"{advice} [PIPER-D009]"
+    return f"a part of {stage}: with piper.annotate({tag!r}, {number})"
 
 
-def _between(before: Region | None, after: Region | None) -> str:
+def _around(dag: TrainingDAG, region: Region, placed: set[int]) -> tuple[Region | None, Region | None]:
+    """Return the last region with a device before a region, and the first one after it."""
+    before = next((r for r in reversed(dag.regions[: region.index]) if r.index in placed), None)
+    after = next((r for r in dag.regions[region.index + 1 :] if r.index in placed), None)
+    return before, after
+
+
+def _between(dag: TrainingDAG, chunk: Chunk, placed: set[int]) -> str:
+    before, after = _around(dag, dag.regions[chunk.region], placed)
     if before is not None and after is not None:
         return f", between {before.label} and {after.label}"
     if before is not None:

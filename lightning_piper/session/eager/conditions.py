@@ -129,9 +129,7 @@ def _said(step: str, before: Standalone, problem: str | Exception, shards: Seque
         isinstance(each, Place | Replicate) and not each.filter and not shards_of(each) for each in program
     ):
         problem = re.sub(
-            r"^(?:directive \d+ \(\w+\): field '\w+'|PiperStrategy\([^)]*\)): (F\[\])?",
-            lambda found: "the step" * bool(found[1]),
-            str(problem),
+            r"^(?:directive \d+ \(\w+\): field '\w+'|PiperStrategy\([^)]*\)): ", "", str(problem)
         )
     where = "on this device" if processes == 1 else "in every process, data-parallel like DDP"
     lost = ["the step is not checked"]
