@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from lightning_piper.common.limits import INDEX, integer, is_name, kind_of, shown
+from lightning_piper.common.limits import INDEX, NAME, integer, is_name, kind_of, shown
 from lightning_piper.errors import CaptureError
 
 # Keys of a graph node's metadata. `META_KEY`: tag -> index. `SOURCE_KEY`: the line or module that opened the
@@ -100,11 +100,7 @@ def annotate(tag: str, index: int | None = None) -> AbstractContextManager[None]
         CaptureError: The tag is not a non-empty string, or is reserved; or the index is not a non-negative
             integer.
     """
-    if not is_name(tag) or tag in RESERVED:
-        raise CaptureError(
-            f"annotate: tag {shown(tag)} is not usable. Give a non-empty string other than "
-            f"{', '.join(RESERVED)} [PIPER-C013]"
-        )
+    _check_tag(tag, "annotate")
     number = integer(index)
     if index is not None and (number is None or not 0 <= number < INDEX):
         raise CaptureError(
@@ -155,6 +151,18 @@ class _ExitRegion:
             _leave(depths[-1])
 
 
+def _check_tag(tag: object, function: str) -> None:
+    """Raise a `CaptureError` that names `function` if the tag is not usable."""
+    if not is_name(tag) or tag in RESERVED:
+        raise CaptureError(
+            f"{function}: tag {shown(tag)} is not usable. Give a string of 1 to {NAME} printable characters, other than "
+            f"{', '.join(RESERVED)} [PIPER-C013]"
+        )
+
+
+_NO_MODULES = "It has no submodules. Write piper.annotate in its forward method"
+
+
 def annotate_modules(model: nn.Module, tag: str, groups: Sequence[Sequence[str]]) -> list[RemovableHandle]:
     """Tag modules by name, if you cannot edit the model's code.
 
@@ -171,7 +179,7 @@ def annotate_modules(model: nn.Module, tag: str, groups: Sequence[Sequence[str]]
         CaptureError: A pattern matches no module, two groups match the same module, or an argument has the
             wrong type.
     """
-    annotate(tag)  # validates the tag
+    _check_tag(tag, "annotate_modules")
     if not isinstance(model, nn.Module):
         raise CaptureError(
             f"annotate_modules({tag!r}): the model is {kind_of(model)}. Give a torch.nn.Module [PIPER-C013]"
@@ -188,15 +196,17 @@ def annotate_modules(model: nn.Module, tag: str, groups: Sequence[Sequence[str]]
         if not listed or not all(isinstance(pattern, str) for pattern in patterns):
             what = f"the string {shown(patterns)}" if isinstance(patterns, str) else shown(patterns)
             raise CaptureError(
-                f"annotate_modules({tag!r}): groups[{index}] is {what}. Give a list of patterns [PIPER-C013]"
+                f"annotate_modules({tag!r}): groups[{index}] is {what}. Give a list of strings, which are patterns of "
+                "names of modules [PIPER-C013]"
             )
         for pattern in patterns:
             found = [name for name in names if name and fnmatch.fnmatchcase(name, pattern)]
             if not found:
-                some = ", ".join([name for name in names if name][:8])
+                own = [name for name in names if name]
+                some = f"{', '.join(own[:8])}{', ...' if len(own) > 8 else ''}"
                 raise CaptureError(
-                    f"annotate_modules({tag!r}): groups[{index}] pattern {shown(pattern)} matches no module "
-                    f"of {type(model).__name__}. Give a pattern of its modules: {some}{', ...' if len(names) > 9 else ''}"
+                    f"annotate_modules({tag!r}): groups[{index}] pattern {shown(pattern)} matches no module of "
+                    f"{type(model).__name__}. {f'Give a pattern of its modules: {some}' if own else _NO_MODULES}"
                     " [PIPER-C013]"
                 )
             for name in found:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from lightning_piper.common.limits import kind_of
 from lightning_piper.errors import CaptureError
 
 
@@ -40,9 +41,13 @@ def mean(values: torch.Tensor, count: torch.Tensor | float) -> torch.Tensor:
             flows through the count.
 
     Raises:
-        CaptureError: The count is a tensor with more than one element.
+        CaptureError: The count is neither a number nor a tensor with one element.
     """
     if not isinstance(count, torch.Tensor):
+        if not isinstance(count, int | float):
+            raise CaptureError(
+                f"piper.mean: count is {kind_of(count)}. Give a single number, such as mask.sum() [PIPER-C013]"
+            )
         return values.sum() / count
     if count.numel() != 1:
         raise CaptureError(

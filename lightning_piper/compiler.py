@@ -19,6 +19,7 @@ from lightning_piper.capture import (
     PartlyCaptured,
     as_before,
     capture,
+    check_step,
     flatten,
 )
 from lightning_piper.common.garbage_collection import uncollected
@@ -102,7 +103,7 @@ class Compiled:
         number = integer(size)
         if number is None or not 0 < number < INDEX:
             raise CaptureError(
-                f"Compiled.at(size={shown(size)}) is not usable. Give a number of samples >= 1 [PIPER-A001]"
+                f"Compiled.at(size={shown(size)}) is not usable. Give a number of samples from 1 to {INDEX - 1} [PIPER-A001]"
             )
         return self if number == self.dag.size else self._sized(self.step, number, verify)
 
@@ -269,12 +270,7 @@ def compile(
         VerificationError: A rewrite changed what the step computes.
     """
     program = tuple(parse(directives))
-    try:
-        kind = torch.device(device)
-    except (RuntimeError, TypeError, ValueError, OverflowError):
-        raise CaptureError(
-            f"compile(device={shown(device)}) is not usable. Give a device type, such as 'cpu' or 'cuda' [PIPER-A001]"
-        ) from None
+    kind = _device(device)
     if not isinstance(verify, bool):
         raise CaptureError(f"compile(verify={shown(verify)}) is not usable. Give True or False [PIPER-A001]")
     if not isinstance(step, str):
@@ -292,6 +288,25 @@ def compile(
         if step != "training_step" or problem.late or problem.raised is not None:
             raise
         return _compile_in_part(problem, module, batch, program, verify, kind, context, history)
+
+
+def _device(given: Any) -> torch.device:
+    """Return the device of `compile(device=...)`. Torch ends the process if it differentiates on a kind of device for
+    which it was not built.
+
+    Raises:
+        CaptureError: This is not a device, or torch was built without this kind of device.
+    """
+    found = torch.accelerator.current_accelerator()  # the kind for which torch was built
+    kinds = ["cpu", *([] if found is None else [found.type])]
+    with contextlib.suppress(RuntimeError, TypeError, ValueError, OverflowError):
+        kind = torch.device(given)
+        if kind.type in (*kinds, "meta"):
+            return kind
+    raise CaptureError(
+        f"compile(device={shown(given)}) is not usable. Give a device type for which this torch was built: "
+        f"{' or '.join(map(repr, kinds))} [PIPER-A001]"
+    )
 
 
 def _compile_in_part(
@@ -314,7 +329,7 @@ def _compile_in_part(
         isinstance(each, Place | Replicate) and not each.filter and not shards_of(each) for each in program
     ):
         problem.add_note(
-            "The program only replicates the step, so it needs no graph: PiperStrategy runs the step "
+            "The program does not divide the step, so it needs no graph: PiperStrategy runs the step "
             "uncaptured, like DDP"
         )
         raise problem
@@ -400,6 +415,7 @@ def verify(module: nn.Module, batch: Any, directives: Any, *, seed: int = 0) -> 
     program = parse(directives)
     if not isinstance(module, nn.Module):
         raise CaptureError(f"verify: the module is {kind_of(module)}. Give a LightningModule [PIPER-A001]")
+    check_step(module, "training_step")
     if integer(seed) is None:
         raise CaptureError(f"verify(seed={shown(seed)}) is not usable. Give an integer [PIPER-A001]")
     device = next((p.device for p in module.parameters()), torch.device("cpu"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_piper.common.limits import shown
+from lightning_piper.common.limits import kind_of, shown
 from lightning_piper.errors import CaptureError, CountsError
 
 # Dtypes in which torch's grouped kernel is faster than a loop. On a CPU that kernel is itself a loop, with
@@ -35,7 +35,7 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) 
             this.
     """
     if not all(isinstance(tensor, torch.Tensor) for tensor in (x, weight, counts)):
-        kinds = ", ".join(type(tensor).__name__ for tensor in (x, weight, counts))
+        kinds = ", ".join(map(kind_of, (x, weight, counts)))
         raise CaptureError(f"grouped_linear: x, weight and counts are {kinds}. Give tensors [PIPER-C014]")
     fits = x.ndim == 2 and weight.ndim == 3 and counts.ndim == 1
     if not fits or x.shape[1] != weight.shape[2] or weight.shape[0] != counts.shape[0]:
@@ -43,6 +43,10 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) 
             f"grouped_linear: x {list(x.shape)}, weight {list(weight.shape)} and counts "
             f"{list(counts.shape)} do not fit. Give "
             "x [T, in], weight [E, out, in] and counts [E] [PIPER-C014]"
+        )
+    if counts.is_floating_point() or counts.is_complex() or counts.dtype is torch.bool:
+        raise CaptureError(
+            f"grouped_linear: counts are {counts.dtype}. Give the number of rows of each expert as integers [PIPER-C014]"
         )
     if torch.is_autocast_enabled(x.device.type):
         # like torch's own products: autocast does not change float64

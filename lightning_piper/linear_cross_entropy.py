@@ -7,7 +7,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from lightning_piper.common.limits import integer, shown
+from lightning_piper.common.limits import integer, kind_of, shown
 from lightning_piper.errors import CaptureError
 from lightning_piper.placements.chunked_scores import SCORES_OF
 
@@ -88,8 +88,8 @@ def _check(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -
     given = {"input": input, "linear_weight": weight, "target": target, "linear_bias": bias}
     for name, value in given.items():
         if not isinstance(value, Tensor) and (name != "linear_bias" or value is not None):
-            _refuse(f"{name} is {type(value).__name__}", "Give a tensor")
-    if target.is_floating_point() or target.dtype is torch.bool:
+            _refuse(f"{name} is {kind_of(value)}", "Give a tensor")
+    if target.is_floating_point() or target.is_complex() or target.dtype is torch.bool:
         _refuse(
             f"target is {target.dtype}",
             "Give the class of each row as an integer. For probabilities, use torch.nn.functional.cross_entropy",

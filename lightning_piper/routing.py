@@ -91,12 +91,10 @@ def dispatch(tokens: torch.Tensor, counts: torch.Tensor | None = None) -> Any:
             divided evenly over the devices.
     """
     if not isinstance(tokens, torch.Tensor):
-        raise CaptureError(
-            f"dispatch: tokens has the type {type(tokens).__name__}. Give a tensor [PIPER-C014]"
-        )
+        raise CaptureError(f"dispatch: tokens is {kind_of(tokens)}. Give a tensor [PIPER-C014]")
     if not isinstance(counts, torch.Tensor | None):
         raise CaptureError(
-            f"dispatch: counts has the type {type(counts).__name__}. Give a tensor, or leave it out [PIPER-C014]"
+            f"dispatch: counts is {kind_of(counts)}. Give a tensor of one integer for each expert [PIPER-C014]"
         )
     least = 2 if counts is None else 1
     if tokens.ndim < least:
@@ -105,13 +103,13 @@ def dispatch(tokens: torch.Tensor, counts: torch.Tensor | None = None) -> Any:
             if counts is None
             else "[T, ...], one row for each token"
         )
-        raise CaptureError(f"dispatch: tokens of shape {list(tokens.shape)}. Give {form} [PIPER-C014]")
+        raise CaptureError(f"dispatch: tokens has the shape {list(tokens.shape)}. Give {form} [PIPER-C014]")
     if counts is not None and (
         counts.ndim != 1 or counts.is_floating_point() or counts.is_complex() or counts.dtype is torch.bool
     ):
         raise CaptureError(
-            f"dispatch: counts are {counts.dtype}{list(counts.shape)}. Give one integer for each expert, [E]"
-            " [PIPER-C014]"
+            f"dispatch: counts has the dtype {counts.dtype} and the shape {list(counts.shape)}. Give one integer for each "
+            "expert, [E] [PIPER-C014]"
         )
     if _sites is None:
         return tokens if counts is None else (tokens, counts)
@@ -146,7 +144,7 @@ def combine(outputs: torch.Tensor) -> torch.Tensor:
         CaptureError: `outputs` is not a tensor, or a captured step has no `dispatch` before this call.
     """
     if not isinstance(outputs, torch.Tensor):
-        raise CaptureError(f"combine: the outputs are {kind_of(outputs)}. Give a tensor [PIPER-C014]")
+        raise CaptureError(f"combine: outputs is {kind_of(outputs)}. Give a tensor [PIPER-C014]")
     if _sites is None:
         return outputs
     if not _sites.calls:

@@ -131,7 +131,7 @@ def test_numbering_ends_with_an_exception() -> None:
 
 @pytest.mark.parametrize("tag", ["", "PASS", 3, None, ["PP"]])
 def test_a_tag_is_a_string_that_is_not_reserved(tag: Any) -> None:
-    with pytest.raises(CaptureError, match="Give a non-empty string other than PASS"):
+    with pytest.raises(CaptureError, match="Give a string of 1 to 100 printable characters, other than PASS"):
         annotate(tag)
 
 
@@ -230,7 +230,7 @@ def test_a_capture_that_fails_inside_of_a_module_leaves_no_context_open(
             [["layers.*"], ["head", "*.1"]],
             r"module 'layers.1' is matched by groups 0 and 1. Name each module in one group",
         ),
-        (["layers.0", "head"], r"groups\[0\] is the string 'layers.0'. Give a list of patterns"),
+        (["layers.0", "head"], r"groups\[0\] is the string 'layers.0'. Give a list of strings"),
     ],
 )
 def test_wrong_groups_are_refused_and_leave_no_hook(groups: Any, says: str) -> None:

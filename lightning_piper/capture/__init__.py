@@ -23,7 +23,7 @@ from lightning_piper.capture.proxies.batch import BatchSpec, flatten
 from lightning_piper.capture.python_state.rollback import as_before
 from lightning_piper.capture.python_state.state_reads import History
 from lightning_piper.capture.steps.captured_step import CapturedStep
-from lightning_piper.capture.steps.entry import capture
+from lightning_piper.capture.steps.entry import capture, check_step
 from lightning_piper.capture.torch_private._torch import (
     clipping_replaced,
     dict_version,
@@ -32,7 +32,7 @@ from lightning_piper.capture.torch_private._torch import (
 )
 
 __all__ = [
-    "BatchSpec", "CapturedStep", "History", "PartlyCaptured", "as_before", "capture", "clipping_replaced",
-    "dict_version",
+    "BatchSpec", "CapturedStep", "History", "PartlyCaptured", "as_before", "capture", "check_step",
+    "clipping_replaced", "dict_version",
     "difference", "flatten", "has_gradient_hooks", "storage_id",
 ]  # fmt: skip

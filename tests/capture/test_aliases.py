@@ -65,20 +65,24 @@ def totals(module: Net) -> None:
         (
             data,
             "",
-            r"'first.weight' and 'third.weight' are two tensors .* one Parameter under both names "
-            r"\(third.weight = first.weight\)",
+            r"'first.weight' and 'third.weight' are two tensors .* one Parameter under both names: "
+            r"self.third.weight = self.first.weight",
         ),
         (
             data,
             "third.weight",
             "the parameters 'first.weight' and 'third.weight' are two tensors that share memory",
         ),
-        (part, "", "the parameters 'first.weight' and 'third.bias' are two tensors that share memory"),
+        (
+            part,
+            "",
+            r"'first.weight' and 'third.bias' are two tensors .* self.third.bias.data = self.third.bias.data.clone\(\)",
+        ),
         (
             table,
             "",
-            r"the buffer 'table' shares memory with the parameter 'first.weight', .* Read "
-            r"first.weight.detach\(\)",
+            r"the buffer 'table' shares memory with the parameter 'first.weight', .* and read "
+            r"self.first.weight.detach\(\)",
         ),
         (totals, "", "the step changes the buffer 'total', which shares memory with the buffer 'other'"),
     ],

@@ -252,8 +252,8 @@ def test_a_number_crosses_stages_with_its_microbatch() -> None:
 
 
 # Words of the errors. They are names, because an error shows the line of the step, which is a line of the table below.
-DECIDES = r"this line needs the value of a tensor \(an if"
-PASSED = "this line needs the value of a tensor, because a function gets"
+DECIDES = r"this line needs the value of a tensor \(for an if"
+PASSED = "this line needs the value of a tensor as a Python number"
 TORCH = r"aten\S* needs the values of a tensor"
 SELECTS = "depends on tensor values"
 REFUSED: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
@@ -264,16 +264,18 @@ REFUSED: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
     "key": (lambda loss, n, h: {1: 2.0}[n.item()], DECIDES),
     "assert": (lambda loss, n, h: 1.0 if bool(torch.isfinite(loss)) else 0.0, DECIDES),
     "nonzero": (lambda loss, n, h: h[h > 0].sum(), SELECTS),
+    "repeats": (lambda loss, n, h: h.repeat_interleave((h > 0).sum(1), 0).sum(), TORCH),
+    "many": (lambda loss, n, h: sum(torch.cat([h] * 99).flatten().tolist()), "makes a list of the .* at most 1,024"),
     "sorted": (lambda loss, n, h: sorted([loss.item(), n.item()])[0], DECIDES),
-    "sizes": (lambda loss, n, h: h.split(h.sum(1).long().tolist())[0].sum(), TORCH),
+    "sizes": (lambda loss, n, h: h.split(h.sum(1).long().tolist())[0].sum(), PASSED),
     "shape": (lambda loss, n, h: torch.zeros(int(n)).sum(), PASSED),
     "shapes": (lambda loss, n, h: torch.zeros(int(n) + 1, 2).sum(), PASSED),
     "new": (lambda loss, n, h: h.new_zeros(int(n), 2).sum(), PASSED),
     "expand": (lambda loss, n, h: h[:1].expand(int(n), 6).sum(), PASSED),
-    "list of sizes": (lambda loss, n, h: torch.zeros([n.item(), 2], dtype=h.dtype).sum(), TORCH),
-    "view": (lambda loss, n, h: h.view(n.item(), -1).sum(), TORCH),
-    "arange": (lambda loss, n, h: torch.arange(n.item()).sum(), TORCH),
-    "classes": (lambda loss, n, h: torch.nn.functional.one_hot((h > 0).long(), n.item()).sum(), TORCH),
+    "list of sizes": (lambda loss, n, h: torch.zeros([n.item(), 2], dtype=h.dtype).sum(), PASSED),
+    "view": (lambda loss, n, h: h.view(n.item(), -1).sum(), PASSED),
+    "arange": (lambda loss, n, h: torch.arange(n.item()).sum(), PASSED),
+    "classes": (lambda loss, n, h: torch.nn.functional.one_hot((h > 0).long(), n.item()).sum(), PASSED),
     "method": (lambda loss, n, h: loss.item().hex(), PASSED),
     "gamma": (lambda loss, n, h: math.gamma(loss.item()), PASSED),
 }  # fmt: skip

@@ -72,8 +72,7 @@ class Reading(Steps):
                                 r"module"),
     (Metric, "test_step", r"self.log\('error'\): a MeanMetric cannot be logged .* that is an attribute of "
                           r"the module"),
-    (Metric, "predict_step", "the result of predict_step holds a MeanMetric.* a "
-                             "hook that receives it"),
+    (Metric, "predict_step", "the result of predict_step holds a MeanMetric.* Convert it before it is returned"),
     (Reading, "predict_step", r"this line needs the value of a tensor .* or move it to a hook"),
     (Steps, "no_step", "Steps has no no_step"),
 ])  # fmt: skip

@@ -130,7 +130,7 @@ def _refuse_changed_parameters(
             raise CaptureError(
                 f"{'the step' if node is None else own_line(node)}: the step changes the parameter {name} in place. In a "
                 "captured step only the optimizer changes parameters. Change it in a hook, such as "
-                "on_train_batch_start, or make it a buffer (register_buffer) [PIPER-C003]"
+                "on_train_batch_start [PIPER-C003]"
             )
 
 
@@ -219,8 +219,8 @@ def _results(
             if node.meta["val"].layout is not torch.strided:
                 raise CaptureError(
                     f"the gradient of {param} is sparse, but Piper sends and sums only dense gradients. "
-                    "Create the embedding with sparse=False. With SGD and Adagrad it then trains the same "
-                    "way. Use Adam instead of SparseAdam [PIPER-C017]"
+                    "Create the embedding with sparse=False (torch.gather: sparse_grad=False). With SGD and Adagrad it then "
+                    "trains the same way. Use Adam instead of SparseAdam [PIPER-C017]"
                 )
             for term in gradient_terms(node, assignment.of):
                 grads.setdefault(_region_of(term, assignment), {}).setdefault(param, []).append(term)

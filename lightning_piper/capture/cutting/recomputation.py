@@ -94,10 +94,10 @@ def check_names(
         names = {_name(node) for node in nodes if node.op == "call_function"}
         for pattern in said.keep if isinstance(said.keep, tuple) and selected else ():
             if not fnmatch.filter(names, pattern):
+                fix = f"Give a pattern for one of their operations: {', '.join(sorted(names))}"
                 raise CaptureError(
                     f"recompute of {describe(said.filter)}: the pattern {pattern!r} in keep matches no "
-                    f"operation of the selected regions. Remove it, or give a pattern for one of their operations: "
-                    f"{', '.join(sorted(names)) or 'none'} [PIPER-C020]"
+                    f"operation of the selected regions. {fix if names else 'Leave keep out'} [PIPER-C020]"
                 )
 
 

@@ -259,7 +259,7 @@ class EagerRemainder:
             return captured_value(
                 torch.empty(0),
                 f"the result of {called(key)}",
-                f"{_HANDED} {called(key)} return it twice",
+                _HANDED,
             )
         return found.spec.rebuild([next(flowing if each else still) for each in found.trained])
 
@@ -304,8 +304,11 @@ class EagerRemainder:
             PiperError: the step returned None, or a loss that is not a tensor of one number, or that does not
                 depend on a parameter.
         """
-        loss = made["loss"] if isinstance(made, Mapping) else made
+        loss = made.get("loss", made) if isinstance(made, Mapping) else made
         if isinstance(made, Mapping):
+            for x in _torch.tree_leaves(dict(made)):
+                if isinstance(x, CapturedValue):
+                    raise PiperError(f"training_step returns {x.problem[0]} [PIPER-C022]")
             self.extras.append(
                 ({key: _detached(value) for key, value in made.items() if key != "loss"}, samples)
             )
@@ -313,7 +316,7 @@ class EagerRemainder:
             raise PiperError(SKIPPED)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             if not isinstance(loss, torch.Tensor):
-                what = f"{kind_of(loss)} as its loss. Return a scalar tensor"
+                what = f"{kind_of(loss)} as its loss. Return a scalar tensor, alone or as {{'loss': loss}}"
             elif loss.numel() != 1:
                 what = f"a loss of shape {tuple(loss.shape)}. Return a scalar, such as loss.mean()"
             else:
@@ -354,8 +357,8 @@ class EagerRemainder:
         if missing:
             raise PiperError(
                 f"training_step did not call {called(min(missing))}, but called it during the capture. Call "
-                "the same modules in every step. Do not let values of tensors, or anything that changes between "
-                "steps, decide it [PIPER-C022]"
+                "the same modules in every step. Neither values of tensors nor anything that changes between "
+                "steps may decide which modules it calls [PIPER-C022]"
             )
 
     @contextlib.contextmanager
@@ -485,19 +488,26 @@ def _problem_of_log(name: str, value: Any, number: bool) -> str:
         )
     if isinstance(value, torch.Tensor):
         return f"self.log({name!r}) gets a tensor of shape {tuple(value.shape)}. Log a single number"
+    metric = isinstance(value, nn.Module)
     return (
-        f"self.log({name!r}) gets {kind_of(value)}, in code that runs uncaptured. Log a number, such as the "
-        "result of a metric object, or log the object in a hook (on_train_batch_end)"
+        f"self.log({name!r}) gets {kind_of(value)}, in code that runs uncaptured. "
+        f"{'Log this object in a hook, such as on_train_batch_end' if metric else 'Log a number'}"
     )
 
 
 def _changes(name: str, is_parameter: bool) -> PiperError:
     """Return the error for a change of a parameter or buffer in uncaptured code."""
-    place = "" if is_parameter else "in a module whose call is captured (annotate_modules), or "
+    what, fix = ("parameter", "Change it") if is_parameter else ("buffer", f"{_ANNOTATE} Otherwise change it")
     return PiperError(
-        f"training_step changes {name} in code that runs uncaptured, so the change would be repeated for each "
-        f"microbatch. Change it {place}in a hook [PIPER-C003]"
+        f"training_step changes the {what} {name} in code that runs uncaptured, so the change would be repeated for "
+        f"each microbatch. {fix} in a hook, such as on_train_batch_end [PIPER-C003]"
     )
+
+
+_ANNOTATE = (
+    "If a submodule changes it, such as a batch norm, annotate the submodule (piper.annotate_modules), and call it "
+    "before the code that cannot be captured."
+)
 
 
 def called(key: Key) -> str:
@@ -537,7 +547,7 @@ _ONCE_MORE = (
 )
 _HANDED = (
     "was passed to another captured call and may be on another stage. Return the value that you need from the "
-    "last call, or let"
+    "last captured call, too"
 )
 
 

@@ -68,13 +68,14 @@ class PartlyCaptured(CapturedStep):
             failed = False
         self.calls = tuple(followed.followed.captured)
         if not self.calls:
-            fix = ". Annotate modules that it calls (piper.annotate_modules)"
-            if failed:
-                fix = (
-                    " before the code that cannot be captured. Move that code after the calls of annotated modules, or "
-                    "annotate a module that is called before it"
-                )
-            raise CaptureError(f"training_step calls no module with annotated code{fix} [PIPER-C022]")
+            when, move = (
+                " before the code that cannot be captured",
+                ", and move that code after these calls",
+            )
+            raise CaptureError(
+                f"training_step calls no module with annotated code{when if failed else ''}. Annotate modules that it "
+                f"calls (piper.annotate_modules){move if failed else ''} [PIPER-C022]"
+            )
         # The uncaptured code may read the parameters and buffers that belong to no captured call.
         owned = [name for name in self.canonical if not any(name in call.has for call in self.calls)]
         free = dict.fromkeys(self.canonical[name] for name in owned)
@@ -150,12 +151,23 @@ def _refuse_changed_buffers(traced: TracedGraph) -> None:
     """
     results = traced.graph.output_node()
     for node, desc in zip(results.args[0], results.meta["desc"], strict=True):  # type: ignore[arg-type]
-        if isinstance(desc, _torch.InputMutationAOTOutput) and CALL_KEY not in node.meta.get("custom", {}):
-            name = getattr(desc.mutated_input, "target", "its batch").removeprefix("module.")
+        if (
+            isinstance(desc, _torch.InputMutationAOTOutput)
+            and CALL_KEY not in node.meta.get("custom", {})
+            and not isinstance(
+                desc.mutated_input, _torch.ParamAOTInput
+            )  # another error refuses any such change
+        ):
+            target = getattr(desc.mutated_input, "target", None)
+            name = "its batch" if target is None else f"the buffer {target.removeprefix('module.')}"
+            fix = (
+                "Change a clone of the tensor (x = x.clone())"
+                if target is None
+                else "Make the change in that module"
+            )
             raise CaptureError(
                 f"{own_line(node)}: training_step changes {name} before it calls a captured module. This code "
-                f"runs once more uncaptured, and would change {name} twice. Make the change in that module "
-                "[PIPER-C022]"
+                f"runs once more uncaptured, and would change {name} twice. {fix} [PIPER-C022]"
             )
 
 

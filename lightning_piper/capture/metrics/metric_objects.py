@@ -157,10 +157,11 @@ class MetricRecorder:
 
     def _refuse(self, computed: Later) -> NoReturn:
         calls = [event for event in self._events if isinstance(event, MetricCall)]
+        returned = "" if self._step == "training_step" else " or return it"
         raise CaptureError(
             f"{user_line()}: {self._step} computes with the result of "
             f"self.{calls[min(computed.calls)].metric}, which is not known before the step has run. Log it "
-            "(self.log, self.log_dict) or return it, either unchanged or after arithmetic with numbers. To "
+            f"(self.log, self.log_dict){returned}, either unchanged or after arithmetic with numbers. To "
             "compute with a tensor, use the metric's function (torchmetrics.functional) [PIPER-C008]"
         )
 

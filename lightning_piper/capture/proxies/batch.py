@@ -31,6 +31,7 @@ from lightning_piper.capture.proxies.sample_lists import (
     tensors_of,
 )
 from lightning_piper.common.containers import container_like
+from lightning_piper.common.limits import kind_of
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.metric_calls import Later
 from lightning_piper.ir.regions import Undivided
@@ -221,10 +222,11 @@ def flatten(batch: Any, what: str = "batch") -> tuple[list[torch.Tensor], BatchS
             " [PIPER-C009]"
         ) from None
     except _UnsupportedObject as unknown:
-        way = "in the collate function" if what == "batch" else "there, or in a hook that receives it"
-        place = f"batch{unknown.path}" if what == "batch" else unknown.path
+        of_call = what.startswith("call")  # the path in the arguments of a call is not what the user wrote
+        way = next((way for begin, way in _WAYS.items() if what.startswith(begin)), "in the step")
+        place = f"batch{unknown.path}" if what == "batch" else "" if of_call else unknown.path
         raise CaptureError(
-            f"the {what} holds a {unknown.kind}{f' at {place}' if place else ''}. A captured step supports tensors, "
+            f"the {what} holds {unknown.kind}{f' at {place}' if place else ''}. A captured step supports tensors, "
             f"numbers and strings in dicts, lists, tuples and dataclasses. Convert it {way} [PIPER-C009]"
         ) from None
     leaves = flattening.leaves
@@ -233,11 +235,20 @@ def flatten(batch: Any, what: str = "batch") -> tuple[list[torch.Tensor], BatchS
     )
 
 
+# Beginning of `what` in `flatten` -> where to convert a value that a captured step does not support.
+_WAYS = {
+    "batch": "in the collate function",
+    "call": "before the call",
+    "result": "before it is returned",
+    "state": "before the step stores it",
+}
+
+
 class _UnsupportedObject(Exception):
     """Raised for a value that a captured step does not support.
 
     Attributes:
-        kind: describes the value.
+        kind: describes the value, with its article.
         path: its path in the structure.
     """
 
@@ -308,15 +319,15 @@ class _Flattener:
         if isinstance(item, torch.Tensor):
             if item.layout is not torch.strided or item.is_nested:
                 raise _UnsupportedObject(
-                    "nested tensor"
+                    "a nested tensor"
                     if item.is_nested
-                    else f"{str(item.layout).removeprefix('torch.')} tensor",
+                    else f"a {str(item.layout).removeprefix('torch.')} tensor",
                     path,
                 )
             if self._given and type(item).__module__.partition(".")[0] not in ("torch", "lightning_piper"):
                 # The graph would lose the attributes of the subclass, and `isinstance` in the step would be
                 # False.
-                raise _UnsupportedObject(f"{type(item).__name__}, a subclass of torch.Tensor,", path)
+                raise _UnsupportedObject(f"{kind_of(item)}, a subclass of torch.Tensor,", path)
             return self._leaf(item.contiguous(), path)
         if is_deferred(item):
             return self._leaf(item.tensor, path, "number")
@@ -367,7 +378,7 @@ class _Flattener:
             if isinstance(item, _CONSTANTS):
                 return item
             if not self._given:
-                raise _UnsupportedObject(type(item).__name__, path)
+                raise _UnsupportedObject(kind_of(item), path)
             return self._carry(OpaqueObject, path, item)
         _check_copies(item, path)
         values = [self.skeleton(value, path + end) for end, value in entries(item)]
@@ -390,13 +401,13 @@ class _Flattener:
 
 def _check_copies(item: Any, path: str) -> None:
     if hasattr(type(item), "__del__"):
-        raise _UnsupportedObject(f"{type(item).__name__}, whose __del__ would also run for copies,", path)
+        raise _UnsupportedObject(f"{kind_of(item)}, whose __del__ would also run for copies,", path)
 
 
 def _check_key(key: Any, path: str) -> None:
     for part in key if isinstance(key, tuple) else (key,):
         if not isinstance(part, (*_CONSTANTS, Enum)):
-            raise _UnsupportedObject(f"key of type {type(part).__name__}", path)
+            raise _UnsupportedObject(f"a key of type {type(part).__name__}", path)
 
 
 class _Rebuilder:
@@ -523,7 +534,7 @@ def _with(like: Any, values: Sequence[Any]) -> Any:
     try:
         return container_like(like, values)
     except Exception as error:  # raised by the user's class
-        raise _NotCopyable(type(like).__name__) from error
+        raise _NotCopyable(kind_of(like)) from error
 
 
 class _NotCopyable(Exception):

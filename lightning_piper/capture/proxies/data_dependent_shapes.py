@@ -34,6 +34,8 @@ SELECTING = frozenset(
         torch.Tensor.unique,
     }
 )
+_INDEX = "an index with the value of a tensor"  # name of a selection by such an index in messages
+_INDEX_REMEDY = "Call index_select with the tensor instead: x.index_select(0, index.reshape(1))"
 # Names of functions that may be applied to a `DataDependentTensor`: they return one tensor, change no
 # argument and draw no random numbers.
 _FOLLOWED = frozenset({
@@ -128,9 +130,10 @@ class DataDependentTensor:
         Args:
             needs: The user of the tensor: a line of the user's code, or the loss.
         """
+        cause = self._cause
         raise CaptureError(
-            f"{self.where}: the result of {self._cause} depends on tensor values. They are only known when the step "
-            f"runs, but {needs} uses the result. {self.remedy} [PIPER-C002]"
+            f"{self.where}: the result of {cause} depends on tensor values. They are only known when the step "
+            f"runs, but {needs} uses the result. {_INDEX_REMEDY if cause == _INDEX else self.remedy} [PIPER-C002]"
         )
 
     @property
@@ -144,7 +147,7 @@ class DataDependentTensor:
         if first.function is torch.Tensor.__getitem__:
             index, _ = _torch.tree_flatten(first.args[1:])
             masks = any(isinstance(x, torch.Tensor) and x.dtype == torch.bool for x in index)
-            return "a boolean mask" if masks else "an index with the value of a tensor"
+            return "a boolean mask" if masks else _INDEX
         return f"torch.{first.function.__name__}"
 
     def __getattr__(self, name: str) -> Any:
@@ -177,7 +180,7 @@ def _remedy() -> str:
         frame = frame.f_back
     return (
         "Use torch.where, a product with a mask or index_add instead, or move the computation to a hook. Passing the result "
-        "to a metric object or returning it is fine"
+        "to a metric object is fine"
     )
 
 

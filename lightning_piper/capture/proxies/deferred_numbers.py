@@ -89,6 +89,23 @@ def deferred(tensor: torch.Tensor) -> DeferredNumber:
     return DeferredNumber(tensor.detach().reshape(()).to(dtype, copy=True))
 
 
+def _short_lists(own: Callable[..., Any]) -> Callable[[torch.Tensor], Any]:
+    """Return a `tolist` of traced tensors that raises a `CaptureError` for a list of more than `MANY` deferred
+    numbers, because each of them is an operation of the graph."""
+
+    @functools.wraps(own)
+    def call(tensor: torch.Tensor) -> Any:
+        if tensor.numel() > MANY and is_deferred(tensor.flatten()[0].item()):
+            raise CaptureError(
+                f"{user_line()}: this line makes a list of the {tensor.numel():,} values of a tensor. Tensors have no "
+                f"values while the step is captured, and Piper makes such lists of at most {MANY:,} values. Compute "
+                "with the tensor itself, or call tolist() in a hook [PIPER-C001]"
+            )
+        return own(tensor)
+
+    return call
+
+
 def _listed(tensor: torch.Tensor) -> Any:
     return deferred(tensor) if tensor.ndim == 0 else [_listed(x) for x in tensor.unbind()]
 
@@ -167,16 +184,16 @@ def refusal(error: BaseException | None = None, decides: bool = False) -> Captur
 
     Args:
         error: torch's error, if torch raised one.
-        decides: whether the value decides which code runs or which item the code takes.
+        decides: whether the value decides which code runs, how often, or which item the code takes.
     """
     use, fix = (
         (
-            " (an if, a while or an index on .item(), float() or bool())",
-            "Use torch.where, a mask or clamp for the decision",
+            " (for an if, a comparison, an index, a size or a number of iterations)",
+            "Use torch.where, a mask, clamp or index_select instead",
         )
         if decides
         else (
-            ", because a function gets .item(), int() or float() of the tensor as a size or another argument",
+            " as a Python number (such as a size or an argument of a function)",
             "Compute with tensors and functions of torch, with sizes that do not depend on values",
         )
     )
@@ -197,8 +214,7 @@ def text_of_value() -> str:
     raise CaptureError(
         f"{user_line()}: this line makes a text of the value of a tensor (str(), an f-string), but tensors have no "
         "values while the step is captured. Print or log the text in the same function (print, self.print, logging)"
-        " and use it for nothing else. Or keep or return the tensor or the number itself, and make the text in a "
-        "hook [PIPER-C001]"
+        " and use it for nothing else. Make any other text in a hook, such as on_train_batch_end [PIPER-C001]"
     )
 
 
@@ -516,6 +532,9 @@ def accepting_deferred(namespaces: Iterable[Namespace]) -> Iterator[None]:
             computed = functools.partial(_apply, function, exact=False)
             stack.enter_context(replaced_attribute(math, name, _or_deferred(getattr(math, name), computed)))
         stack.enter_context(replaced_attribute(torch, "full", _or_deferred(torch.full, _filled)))
+        # The classes of traced tensors have their own `tolist`, which calls `item` for each element.
+        for kind in _torch.TRACED:
+            stack.enter_context(replaced_attribute(kind, "tolist", _short_lists(kind.tolist)))
         for owner, name in _SIZED:
             stack.enter_context(replaced_attribute(owner, name, _or_deferred(getattr(owner, name), _refused)))
         for names, name in put:

@@ -115,7 +115,8 @@ def _taken(iterator: str, stuck: list[str]) -> CaptureError:
     """
     changed = CaptureError(
         f"the step takes the next value of the iterator {iterator}. A captured step would reuse the value "
-        "from its capture in every step. Put the value into the batch, or keep it in a buffer [PIPER-C004]"
+        "from its capture in every step. Take the value in a hook, such as on_train_batch_start, and keep it in an "
+        "attribute or a buffer [PIPER-C004]"
     )
     if stuck:
         changed.late = True

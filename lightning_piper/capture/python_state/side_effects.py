@@ -19,10 +19,11 @@ from torch import nn
 from lightning_piper.capture.proxies.batch import BatchSpec
 from lightning_piper.capture.proxies.deferred_numbers import is_deferred
 from lightning_piper.capture.proxies.numbers import NumberProxy
-from lightning_piper.capture.proxies.proxy_classes import Proxy, class_of
+from lightning_piper.capture.proxies.proxy_classes import Proxy
 from lightning_piper.capture.python_state.state_locations import ALL, Guard, StateLocation
 from lightning_piper.capture.python_state.state_protection import Attribute, attributes
 from lightning_piper.capture.torch_private import _torch
+from lightning_piper.common.limits import kind_of
 from lightning_piper.common.user_lines import user_line
 from lightning_piper.errors import CaptureError
 
@@ -139,10 +140,9 @@ class AppendProxy(Proxy):
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise CaptureError(
-            f"{user_line()}: the step adds to {self._where}, and also reads or changes it. Python code runs "
-            "only while the step is captured, so later steps would see the contents from then. In the step, "
-            "only add to it (append, extend, set an item of a dict), and do everything else in a hook"
-            " [PIPER-C003]"
+            f"{user_line()}: the step may only add to {self._where} (append, extend, or set an item of a dict). Python "
+            "code runs only while the step is captured, so any other use would see the contents from then in later "
+            "steps. Do everything else with it in a hook [PIPER-C003]"
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -294,15 +294,15 @@ class EffectLog:
                 continue
             place.put(number)
             if type(now) is not NumberProxy:
-                what, fix = class_of(now).__name__, "Set it in a hook"
+                what, fix = kind_of(now), "Set it in a hook"
                 if isinstance(now, torch.Tensor) or is_deferred(now):
-                    what = "tensor" if isinstance(now, torch.Tensor) else f"{what} from a tensor"
+                    what = "a tensor" if isinstance(now, torch.Tensor) else f"{what} from a tensor"
                     fix = (
                         "Accumulate tensors in a metric object (torchmetrics.MeanMetric), or append them to a list "
                         "and add them up in a hook"
                     )
                 raise CaptureError(
-                    f"{step} replaces {place.where}, a number that it reads, by a {what}. Python code runs "
+                    f"{step} replaces {place.where}, a number that it reads, by {what}. Python code runs "
                     f"only while the step is captured, so later steps would not see the new value. {fix} [PIPER-C003]"
                 )
             self.note(place, (), "attribute", now)

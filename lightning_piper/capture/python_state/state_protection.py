@@ -130,10 +130,11 @@ def changes(step: str, where: str) -> CaptureError:
         step: the name of the step.
         where: the expression that a user would write for the state, such as "self.count".
     """
+    phase = step.removesuffix("_step").replace("training", "train")
     return CaptureError(
         f"{step} changes {where}. Python code runs only while the step is captured, so later steps would not "
-        "repeat the change. Keep such state in a buffer (register_buffer), log it, or update it in a hook"
-        " [PIPER-C003]"
+        f"repeat the change. Change it in a hook, such as on_{phase}_batch_end. If it is a tensor that the step computes, "
+        "it may be a buffer instead (register_buffer) [PIPER-C003]"
     )
 
 

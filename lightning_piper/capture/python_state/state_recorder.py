@@ -292,7 +292,7 @@ class StateRecorder:
         if isinstance(value, functools.cached_property) and self._inputs.given and not self._inputs.plain:
             raise CaptureError(
                 f"{user_line()}: the cached property {where} is computed for the first time while the step "
-                "is captured, so it would keep placeholders of numbers. Read it once before, in __init__ or "
+                "is captured, so it would keep values that exist only during the capture. Read it once before, in __init__ or "
                 "on_fit_start [PIPER-C004]"
             )
         if not hasattr(type(value), "__set__") and not isinstance(value, functools.cached_property):

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lightning_piper.errors import CaptureError
+from lightning_piper.ir.regions import ParamInfo
 
 Pair = tuple[str, str]
 
@@ -40,13 +41,13 @@ def sharing_memory(tensors: Mapping[str, torch.Tensor]) -> list[Pair]:
     return [pair for _, _, pair in sorted(found)]
 
 
-def refuse_sharing(pairs: Sequence[Pair], changing: Collection[str], params: Collection[str]) -> None:
+def refuse_sharing(pairs: Sequence[Pair], changing: Collection[str], params: Mapping[str, ParamInfo]) -> None:
     """Raise an error if a step would change one of two tensors that share memory.
 
     Args:
         pairs: names of parameters and buffers that share memory.
         changing: the names whose tensors the step or the optimizer changes.
-        params: the names of parameters.
+        params: the parameters by name.
 
     Raises:
         CaptureError: one tensor of a pair changes.
@@ -56,28 +57,37 @@ def refuse_sharing(pairs: Sequence[Pair], changing: Collection[str], params: Col
             raise CaptureError(f"{_problem(one, two, changing, params)} [PIPER-C018]")
 
 
-def _problem(one: str, two: str, changing: Collection[str], params: Collection[str]) -> str:
+def _problem(one: str, two: str, changing: Collection[str], params: Mapping[str, ParamInfo]) -> str:
     """Return the text of the error for two tensors that share memory. See `refuse_sharing` for `changing` and
     `params`."""
     if one in params and two in params:
+        alike = params[one].spec.shape == params[two].spec.shape
+        fix = (
+            f"To tie them, register one Parameter under both names: self.{two} = self.{one}"
+            if alike
+            else f"Give one of them its own memory: self.{two}.data = self.{two}.data.clone()"
+        )
         return (
             f"the parameters {one!r} and {two!r} are two tensors that share memory. On one device training "
-            "changes both at once, but on several devices they would diverge. To tie them, register one "
-            f"Parameter under both names ({two} = {one}). Otherwise give one of them its own memory "
-            "(.clone())"
+            f"changes both at once, but on several devices they would diverge. {fix}"
         )
     if one in params or two in params:
         param, buffer = (one, two) if one in params else (two, one)
+        trained = param in changing
+        change, fix = (
+            (f"training changes {param!r}", f"Remove the buffer, and read self.{param}.detach() in the step")
+            if trained
+            else (f"the step changes {buffer!r}", "Register a clone of the tensor as the buffer (.clone())")
+        )
         return (
-            f"the buffer {buffer!r} shares memory with the parameter {param!r}, which training changes. On "
-            f"several devices they would diverge. Read {param}.detach() in the step instead, or give the "
-            "buffer its own memory (.clone())"
+            f"the buffer {buffer!r} shares memory with the parameter {param!r}, and {change}. On several "
+            f"devices they would diverge. {fix}"
         )
     changed, other = (one, two) if one in changing else (two, one)
     return (
         f"the step changes the buffer {changed!r}, which shares memory with the buffer {other!r}. On several "
-        f"devices they would diverge. Register one tensor under both names, compute {other!r} from "
-        f"{changed!r} in the step, or give {other!r} its own memory (.clone())"
+        f"devices they would diverge. Compute {other!r} from {changed!r} in the step, or register a clone as {other!r} "
+        "(.clone())"
     )
 
 

@@ -55,14 +55,19 @@ def capture(
         PiperError: a parameter or buffer is not dense.
     """
     _torch.warn_if_newer_torch()
-    if getattr(type(module), name, None) is None:
-        raise CaptureError(
-            f"{type(module).__name__} has no {name}. Give a LightningModule that defines one [PIPER-C023]"
-        )
+    check_step(module, name)
     batch_spec = batch if isinstance(batch, BatchSpec) else flatten(batch)[1]
     if name == TracedStep.name:
         return CapturedStep(module, batch_spec, torch.device(device), context, history, whole_norms)
     return CapturedForward(module, batch_spec, torch.device(device), context, name, dataloader_idx, history)
+
+
+def check_step(module: nn.Module, name: str) -> None:
+    """Raise a `CaptureError` if the class of the module does not have the method `name`."""
+    if getattr(type(module), name, None) is None:
+        raise CaptureError(
+            f"{type(module).__name__} has no {name}. Give a LightningModule that defines one [PIPER-C023]"
+        )
 
 
 class CapturedForward(CapturedStep):

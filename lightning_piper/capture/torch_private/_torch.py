@@ -101,6 +101,7 @@ __all__ = [
     "FAKE_ATTRIBUTES",
     "NEWEST_TRIED",
     "RUNS_BACKWARD",
+    "TRACED",
     "WITHOUT_VALUES",
     "BufferAOTInput",
     "DataDependentOutputException",
@@ -419,9 +420,12 @@ def is_kept_tensor(error: BaseException) -> bool:
     return isinstance(error, AssertionError) and "Unexpected fake buffer" in str(error)
 
 
+TRACED = (FakeTensor, FunctionalTensor)  # classes of the tensors of a trace
+
+
 def is_traced(tensor: torch.Tensor) -> bool:
     """Return whether the tensor comes from a trace."""
-    return torch._is_functional_tensor(tensor) or isinstance(tensor, FakeTensor | FunctionalTensor)
+    return torch._is_functional_tensor(tensor) or isinstance(tensor, TRACED)
 
 
 def is_foreign_tensor(error: Exception) -> bool:

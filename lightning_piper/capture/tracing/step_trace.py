@@ -30,6 +30,7 @@ from lightning_piper.capture.proxies.deferred_numbers import (
     is_misplaced,
     refusal,
 )
+from lightning_piper.capture.proxies.metric_values import MetricValueProxy
 from lightning_piper.capture.proxies.numbers import NumberProxy
 from lightning_piper.capture.proxies.opaque_content import carrying
 from lightning_piper.capture.python_state.prompt_tokens import making_prompt_tokens
@@ -143,6 +144,8 @@ def trace(
             raise
         except _torch.WITHOUT_VALUES as error:
             _refuse_metric(step, error)
+            if error.func is torch.ops.aten._local_scalar_dense.default:
+                raise refusal(error) from error
             raise CaptureError(
                 f"{user_line(error)}: {error.func} needs the values of a tensor, or a shape that depends on "
                 "them. Tensors have no values while the step is captured. Keep the computation in tensors "
@@ -172,7 +175,7 @@ def _refuse(step: TracedStep, specs: tuple[TensorSpec, ...], error: Exception) -
         raise CaptureError(
             f"{user_line(error)}: the step uses a tensor that is neither in the batch nor a "
             "parameter or buffer of the module. Make it a buffer (self.register_buffer), or create "
-            "it in the step [PIPER-C004]"
+            "it in the step. Keep a list of modules or parameters in an nn.ModuleList or nn.ParameterList [PIPER-C004]"
         ) from error
     if is_misplaced(error):
         raise refusal(error) from error
@@ -195,7 +198,7 @@ def _refuse(step: TracedStep, specs: tuple[TensorSpec, ...], error: Exception) -
         ) from error
     raise CaptureError(
         f"{user_line(error)}: {step.name} cannot be captured as one graph. Check that it runs without Piper "
-        f"(fast_dev_run), and replace the operation on this line. torch reports {type(error).__name__}: "
+        f"(fast_dev_run), and replace the operation on this line. The error is {type(error).__name__}: "
         f"{error} [PIPER-C011]"
     ) from error
 
@@ -390,7 +393,7 @@ class TracedStep(nn.Module):
         if made is not None:
             raise CaptureError(
                 f"{user_line()}: self.log({name!r}): the argument {made} is made from the value of a tensor, which is "
-                "only known when the step runs. Use arguments that are known before [PIPER-C007]"
+                "only known when the step runs. Give a value that does not depend on a tensor [PIPER-C007]"
             )
         if self._logs_metric(name, value, call):
             return
@@ -474,9 +477,8 @@ def _loss_of(result: Any) -> torch.Tensor:
     if result is None:
         raise CaptureError(SKIPPED)
     if not isinstance(result, torch.Tensor):
-        raise CaptureError(
-            f"training_step returns {kind_of(result)}. Return the loss, a scalar tensor [PIPER-C006]"
-        )
+        what = "the result of a metric object" if type(result) is MetricValueProxy else kind_of(result)
+        raise CaptureError(f"training_step returns {what}. Return the loss, a scalar tensor [PIPER-C006]")
     if result.numel() != 1:
         raise CaptureError(
             f"training_step returns a loss of shape {tuple(result.shape)}. Return a scalar, such as "
