@@ -99,7 +99,8 @@ class PiperStrategy(SavingStrategy):
         whole: With "auto", each process keeps the whole module as long as replicas fit into memory. Hooks and
             callbacks can read, change and run it as under DDP. False allows the search any program, which may
             be faster.
-        stop_on_nan: Whether to stop before an update if a gradient is NaN or infinite on any process.
+        stop_on_nan: Whether to stop the training if a gradient is NaN or infinite on any process: on a CPU before
+            the update, on an accelerator before the next update.
         local_sgd: Settings of local SGD (DiLoCo), under which several replicas of the program train alone and
             exchange their parameters now and then (default: no local SGD). See `LocalSGD`.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As for
