@@ -104,7 +104,7 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
     if number >= len(found):
         raise ExecutionError(
             f"{device}: torch.{device.type} has no default_generators[{number}], so Piper cannot seed the random "
-            "numbers of this device. Train on another accelerator, or on the CPU [PIPER-S012]"
+            "numbers of this device. Use accelerator='cpu' [PIPER-S012]"
         )
     return [found[number], torch.default_generator]
 

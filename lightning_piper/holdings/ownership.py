@@ -318,8 +318,8 @@ class Ownership:
             for name, view in zip(bucket.names, bucket.views(flats[bucket]), strict=True):
                 if name in laid:
                     raise PiperError(
-                        f"parameter {name!r} is in two buckets. Give all directives that shard it the same "
-                        "bucket_size [PIPER-S011]"
+                        f"parameter {name!r} is in two buckets. If you wrote a directive, put it into one bucket. "
+                        "Otherwise, report this [PIPER-S011]"
                     )
                 laid.add(name)
                 self._get(name).data = view

@@ -202,8 +202,8 @@ def _sharded(compiled: Compiled) -> tuple[dict[str, list[HolderGroup]], set[tupl
             twice = [device for device in devices if (device, name) in covered]
             if twice:
                 raise PiperError(
-                    f"parameter {name!r} is in two buckets of device {twice[0]}. Give all directives that "
-                    "shard it the same bucket_size [PIPER-S011]"
+                    f"parameter {name!r} is in two buckets of device {twice[0]}. If you wrote a directive, put it "
+                    "into one bucket. Otherwise, report this [PIPER-S011]"
                 )
             covered.update((device, name) for device in devices)
             holder_groups.setdefault(name, []).append(

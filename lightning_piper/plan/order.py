@@ -147,7 +147,7 @@ def global_order(dag: TrainingDAG) -> list[Node]:
         ]
         shown = " -> ".join(f"%{i} {dag.nodes[i].label}" for i in [*cycle, cycle[0]])
         raise VerificationError(
-            f"the training DAG has a cycle: {shown}. Remove or reverse an order that lists one of these "
-            "nodes [PIPER-D008]"
+            f"the training DAG has a cycle: {shown}. If you wrote a directive, check the edges that it adds. "
+            "Otherwise, report this [PIPER-D008]"
         )
     return with_gathers(dag, order)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from lightning_piper.capture.torch_private import _torch
-from lightning_piper.errors import VerificationError
 from lightning_piper.ir.values import Slice
 
 # Draws through which no gradient flows, and which do not choose among the elements of a tensor.
@@ -18,6 +17,11 @@ _PLAIN = {
     "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "random_", "randperm",
     "uniform", "uniform_",
 }  # fmt: skip
+
+
+class OtherDraws(Exception):
+    """The parts of a batch cannot get the random numbers of the whole batch, so the trial has no result. The message
+    says why."""
 
 
 class SameDraws(_torch.TorchDispatchMode):
@@ -42,15 +46,13 @@ class SameDraws(_torch.TorchDispatchMode):
         The first context must be for the whole batch as a single part.
 
         Raises:
-            VerificationError: The parts cannot get the numbers of the whole batch.
+            OtherDraws: The parts cannot get the numbers of the whole batch.
         """
         self._parts, self._number = list(parts), 0
         with self:
             yield
         if not self._first and self._number != len(parts) * len(self._drawn):
-            raise VerificationError(
-                "the parts draw random numbers at other places than the whole batch [PIPER-V001]"
-            )
+            raise OtherDraws("the parts draw random numbers at other places than the whole batch")
         self._first = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -61,22 +63,18 @@ class SameDraws(_torch.TorchDispatchMode):
         if not _torch.call_is_random(func, args, kwargs or {}):
             return result
         if func.overloadpacket.__name__ not in _PLAIN:
-            raise VerificationError(
-                f"{func} cannot give a part the random numbers of the whole batch [PIPER-V001]"
-            )
+            raise OtherDraws(f"{func} cannot give a part the random numbers of the whole batch")
         numbers = [x for x in [*args, *(kwargs or {}).values()] if isinstance(x, int | float)]
         if self._first:
             self._drawn.append((func, numbers, result.clone()))
             return result
         if self._number == len(self._parts) * len(self._drawn):
-            raise VerificationError("a part draws more random numbers than the whole batch [PIPER-V001]")
+            raise OtherDraws("a part draws more random numbers than the whole batch")
         part, at = divmod(self._number, len(self._drawn))
         self._number += 1
         known, limits, whole = self._drawn[at]
         if known is not func or limits != numbers:  # for example a limit that is the number of samples
-            raise VerificationError(
-                f"{func} draws other random numbers in a part than in the whole batch [PIPER-V001]"
-            )
+            raise OtherDraws(f"{func} draws other random numbers in a part than in the whole batch")
         return result.copy_(self._of(whole, result.shape, self._parts[part]))
 
     def _of(self, whole: torch.Tensor, shape: torch.Size, part: Slice) -> torch.Tensor:
@@ -86,7 +84,5 @@ class SameDraws(_torch.TorchDispatchMode):
             return whole
         dims = [d for d, (a, b) in enumerate(zip(whole.shape, shape, strict=True)) if a != b]
         if len(dims) != 1 or (whole.shape[dims[0]], shape[dims[0]]) != (self._size, len(part)):
-            raise VerificationError(
-                f"random numbers of shape {tuple(shape)} do not belong to single samples [PIPER-V001]"
-            )
+            raise OtherDraws(f"random numbers of shape {tuple(shape)} do not belong to single samples")
         return whole.narrow(dims[0], part.start, len(part))
