@@ -14,6 +14,7 @@ import io
 import math
 import os
 import pickle
+import re
 import uuid
 import warnings
 from collections.abc import Iterable, Sequence
@@ -351,10 +352,11 @@ def _read_common(folder: Folder, weights_only: bool) -> dict[str, Any]:
     try:
         content = torch.load(io.BytesIO(read(folder, META)), map_location="cpu", weights_only=weights_only)
     except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))  # torch's text about a class
         raise PiperError(
-            f"{path} holds objects of classes that loading does not trust, such as hyper-parameters: "
-            f"{error}\nIf you trust the checkpoint, pass weights_only=False to the call that loads it, such as "
-            "trainer.fit (on the command line: --unsafe) [PIPER-K007]"
+            f"{path} holds objects of classes that loading does not trust{f', such as {found[1]}' if found else ''}. If "
+            "you trust the checkpoint, pass weights_only=False to the call that loads it, such as trainer.fit (on the "
+            "command line: --unsafe) [PIPER-K007]"
         ) from error
     assert isinstance(content, dict)
     return content
