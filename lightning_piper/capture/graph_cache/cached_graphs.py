@@ -72,12 +72,12 @@ def traced_once(
         Exception: any error of `trace`.
     """
 
-    def tracing_run() -> tuple[str, Graph | None, torch.device]:
+    def tracing_run() -> tuple[str, Callable[[], Graph | None], torch.device]:
         """Run the step on fake tensors.
 
         Returns:
-            (Digest of the step's operations, the step's graph, device of the trace with its index). The graph
-            is None if the operations do not determine it.
+            (Digest of the step's operations, a function that makes its graph, device of the trace with its
+            index). The graph is None if the operations do not determine it.
         """
         mode = _torch.FakeTensorMode()
         # `without_drawing` raises `RandomDraw` if the step draws random numbers in Python. The capture
@@ -89,23 +89,28 @@ def traced_once(
             ]
             own = torch.empty((), device=device).device  # a device with its index
             before = attributes(module)
-            digest, graph = log_operations(step, others, own)
+            digest, build = log_operations(step, others, own)
             if step.keeps:
                 # Hooks of the backward pass may have changed attributes.
                 check_unchanged(module, before, step.name)
-        return digest, graph, own
+        return digest, build, own
 
     try:
-        digest, graph, own = tracing_run()
+        digest, build, own = tracing_run()
     # The caller handles these errors: Piper cannot capture the step, or traces it again with placeholders for
     # the Python state that the error names.
     except (ContainerGrowth, RandomDraw, CaptureError, *_torch.WITHOUT_VALUES):
         raise
     except Exception:  # if the step itself has an error, the trace raises it again
         return trace()
-    if graph is not None:
-        return _graph(digest, own, lambda: graph, lambda: True)
-    return _graph(digest, own, trace, lambda: tracing_run()[0] == digest)
+
+    def make() -> tuple[Graph, Callable[[], bool]]:
+        if (built := build()) is not None:
+            return built, lambda: True
+        # A step that depends on a clock or a file, for example, may have another graph next time.
+        return trace(), lambda: tracing_run()[0] == digest
+
+    return _graph(digest, own, make)
 
 
 def _untie(module: nn.Module) -> None:
@@ -126,7 +131,7 @@ def forget() -> None:
     _known.clear()
 
 
-def _graph(digest: str, own: torch.device, trace: Callable[[], Graph], same: Callable[[], bool]) -> Graph:
+def _graph(digest: str, own: torch.device, make: Callable[[], tuple[Graph, Callable[[], bool]]]) -> Graph:
     """Return the graph of a step with this digest: from memory, from a file, or new. Keep its content in
     memory and in a file, if the graph can be written.
 
@@ -134,8 +139,8 @@ def _graph(digest: str, own: torch.device, trace: Callable[[], Graph], same: Cal
 
     Args:
         own: the device of the trace, with its index.
-        trace: returns a new graph.
-        same: runs the step again, and returns whether its operations still have this digest.
+        make: returns (a new graph, a function). The function returns whether other runs of the step with this
+            digest have this graph.
     """
     name = hashlib.sha256(f"{VERSIONS}\n{digest}".encode()).hexdigest()
     path = cache.folder("graphs") / name
@@ -146,9 +151,9 @@ def _graph(digest: str, own: torch.device, trace: Callable[[], Graph], same: Cal
             content = cache.read(path)
             graph = _read(content, own)
             if graph is None and content != REFUSED:
-                content, graph = _made(path, own, trace, same)
+                content, graph = _made(path, own, make)
     if graph is None:
-        return trace()
+        return make()[0]
     if content:
         while len(_known) >= MANY and name not in _known:
             del _known[next(iter(_known))]
@@ -166,17 +171,17 @@ def _read(content: bytes | None, own: torch.device) -> Graph | None:
 
 
 def _made(
-    path: Path, own: torch.device, trace: Callable[[], Graph], same: Callable[[], bool]
+    path: Path, own: torch.device, make: Callable[[], tuple[Graph, Callable[[], bool]]]
 ) -> tuple[bytes, Graph]:
-    """Make a graph, and write it to the file `path`.
+    """Make a graph, and write it to the file `path`; see `_graph`.
 
     Returns:
         (Content of the file, graph). The graph is read from this content, so that the first run uses the same
         graph as later runs. If the graph cannot be written, the content is `REFUSED`, and the graph is the
         new one. If the step no longer has its digest, the result is the same, but no file is written.
     """
-    graph = trace()
-    if not same():  # the step depends on a clock or a file, for example, so its graph may differ next time
+    graph, same = make()
+    if not same():
         return REFUSED, graph
     try:
         content = serialize(graph, own)

@@ -21,7 +21,7 @@ import torch.fx.traceback as fx_traceback
 from torch import nn
 from torch.fx import Graph
 
-from lightning_piper.capture.graph_cache.graph_builder import GraphBuilder, NotBuildable
+from lightning_piper.capture.graph_cache.graph_builder import NotBuildable, OperationNotes
 from lightning_piper.capture.graph_cache.serialization import bytes_of, is_constant, name_of
 from lightning_piper.capture.torch_private import _torch, _torch_calls
 from lightning_piper.capture.user_code.source import line_in_backward
@@ -58,9 +58,10 @@ class NotLoggable(Exception):
 
 def log_operations(
     step: nn.Module, inputs: Sequence[torch.Tensor], own: torch.device
-) -> tuple[str, Graph | None]:
+) -> tuple[str, Callable[[], Graph | None]]:
     """Run a step once, forward and, if gradients are enabled, backward. Return a digest of its operations,
-    and its graph. The graph is None if the operations do not determine it (`graph_builder.py`).
+    and a function that makes its graph. The graph is None if the operations do not determine it
+    (`graph_builder.py`). Call the function at most once.
 
     Args:
         step: a module that returns the step's results. If the step has a backward pass, the first result is
@@ -99,8 +100,8 @@ def log_operations(
 
 
 class _OperationLog(_torch.TorchDispatchMode):
-    """A mode that hashes each operation of a step, and passes the operation to a `GraphBuilder` as long as
-    the graph can be built.
+    """A mode that hashes each operation of a step, and adds it to an `OperationNotes` as long as the graph
+    can be built.
 
     Args:
         own, step, inputs: see `log_operations`.
@@ -111,9 +112,9 @@ class _OperationLog(_torch.TorchDispatchMode):
         self, own: torch.device, step: nn.Module, inputs: Sequence[torch.Tensor], joint: bool
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._calls: GraphBuilder | None = None  # None if the operations do not determine the graph
+        self._calls: OperationNotes | None = None  # None if the operations do not determine the graph
         with contextlib.suppress(NotBuildable):
-            self._calls = GraphBuilder(step, inputs, joint)
+            self._calls = OperationNotes(step, inputs, joint)
         self._own, self._goes_back, self._count = own, False, 0
         self._hash = hashlib.sha256()
         self._numbers: dict[int, int] = {}  # id of a tensor -> its number
@@ -152,22 +153,27 @@ class _OperationLog(_torch.TorchDispatchMode):
         return tangent
 
     def leave_graph(self) -> None:
-        """Record that the step does more than its operations show. Then `graph` returns None."""
+        """Record that the step does more than its operations show. Then there is no graph."""
         self._calls = None
 
     def graph(
         self, results: Sequence[torch.Tensor], gradients: Mapping[int, torch.Tensor | None]
-    ) -> Graph | None:
-        """Return the graph built from the recorded operations. Return None if they do not determine the
-        graph.
+    ) -> Callable[[], Graph | None]:
+        """Return a function that makes the graph from the recorded operations. It returns None if they do not
+        determine the graph.
 
         Args:
-            results, gradients: see `GraphBuilder.graph`.
+            results, gradients: see `OperationNotes.build`.
         """
-        try:
-            return None if self._calls is None else self._calls.graph(results, gradients)
-        except NotBuildable:
-            return None
+        build = None if self._calls is None else self._calls.build(results, gradients)
+
+        def graph() -> Graph | None:
+            try:
+                return None if build is None else build()
+            except NotBuildable:
+                return None
+
+        return graph
 
     def say(self, what: str, about: Any) -> None:
         """Add a line to the digest: the word `what`, and the argument or result `about` as text."""
@@ -199,7 +205,7 @@ class _OperationLog(_torch.TorchDispatchMode):
         self.say("gives", made)
         if self._calls is not None:
             try:
-                self._calls.note(function, args, kwargs, made)
+                self._calls.note(function, args, kwargs, made, called)
             except NotBuildable:
                 self._calls = None
         return made

@@ -297,7 +297,8 @@ class CapturedStep:
             CaptureError: the step has changed; the message names the first operation that differs.
         """
         step, size, before = self._first[0]
-        found = difference(before, text_of(step._trace(size, {}, ())[0]))
+        with uncollected():
+            found = difference(before, text_of(step._trace(size, {}, ())[0]))
         if found is not None:
             raise CaptureError(
                 f"{self.name} now differs from the captured step: {found}. It depends on something that "

@@ -18,7 +18,7 @@ Each entry states the behavior that the package relies on.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -29,6 +29,7 @@ from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import autograd_would_have_decomposed
+from torch.utils._pytree import tree_leaves
 
 __all__ = ["as_traced", "is_taken_apart", "merges_gradients", "number_backward", "only_asks", "sequence_now"]
 
@@ -78,6 +79,8 @@ def _is_made_of_others(function: Any) -> bool:
     return found
 
 
-def is_taken_apart(function: Any, arguments: Sequence[Any]) -> bool:
+def is_taken_apart(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a trace would decompose this operation."""
-    return _is_made_of_others(function) and bool(autograd_would_have_decomposed(function, arguments))
+    return _is_made_of_others(function) and bool(
+        autograd_would_have_decomposed(function, tree_leaves((args, kwargs)))
+    )
