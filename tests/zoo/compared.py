@@ -47,7 +47,8 @@ def verdict(kind: Kind, level: str, found: Found) -> tuple[str, str]:
         return "-", ""
     errors = [outcome for outcome in ranks if "error" in outcome]
     if errors:
-        said = errors[0]["error"]
+        # A process whose peer has failed only says that the connection is closed.
+        said = min(errors, key=lambda outcome: "Connection closed by peer" in outcome["error"])["error"]
         lightning = any(outcome.get("error") == said for outcome in found[kind.name, references(level)[0]])
         return ("refused" if lightning or all(outcome.get("known") for outcome in ranks) else "fails"), said
     how = manner(ranks[0])

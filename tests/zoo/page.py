@@ -38,7 +38,7 @@ and writes the page. The verdicts are:
   replicas' losses.
 - **executed**: the step, or a part of it, [runs uncaptured](uncaptured.md), and a warning says why. In replicas the values
   equal DDP's values. On one device and in stages they equal the values of a plain Trainer.
-- **refused**: Piper or Lightning raises an error in all processes, which says why.
+- **refused**: Piper or Lightning raises an error that says why, and all processes end.
 - **fails**: torch or other code raises an error, for example because a hook reads [sharded
   parameters](limits.md#hooks-and-callbacks).
 """
@@ -78,7 +78,7 @@ def page(rows: Mapping[str, str]) -> str:
     """The text of the page, given the row of each kind."""
     parts = [HEAD]
     for module in MODULES:
-        title = (module.__doc__ or "").strip().rstrip(".")
+        title = " ".join((module.__doc__ or "").split()).rstrip(".")
         known = [rows[kind.name] for kind in module.KINDS if kind.name in rows]
         parts.append("\n".join([f"## {title}\n", *COLUMNS, *known]) + "\n")
     return "\n".join(parts)

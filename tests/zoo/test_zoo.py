@@ -10,7 +10,7 @@ from tests.groups import grouped, marked, on_demand
 from tests.zoo import page
 from tests.zoo.compared import LEVELS, cases, distances, mean, references, seen, verdict
 from tests.zoo.covering import ZERO, covering
-from tests.zoo.train import KINDS, outcomes
+from tests.zoo.train import KINDS, ended, outcomes
 
 PAGE = page.cells(page.PAGE.read_text(encoding="utf-8"))
 CASES = covering(PAGE)
@@ -52,6 +52,14 @@ def test_the_trainings_meet_each_verdict_of_each_level():
         levels = {level for kind, level in CASES if kind == name}
         assert {"replicate", "stages"} < levels and levels & {*ZERO}
         assert "one" in levels or PAGE[name, "stages"] == PAGE[name, "one"]
+
+
+def test_a_process_that_the_package_ends_has_the_error_of_the_process_that_failed_first():
+    error = {"error": "PiperError: no", "known": True}
+    said = "lightning_piper: rank 0 ends, because it would wait forever: the first process to fail was rank 1: ..."
+    assert ended(said, [None, error]) == error
+    assert ended(said, [None, {"loss": 1.0}])["error"].startswith("the process ended: lightning_piper")
+    assert ended("killed", [None, error])["error"] == "the process ended: killed"
 
 
 def test_another_training_shows(verdicts):

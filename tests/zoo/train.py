@@ -8,6 +8,7 @@ import contextlib
 import functools
 import glob
 import random
+import re
 import time
 import traceback
 import warnings
@@ -261,6 +262,18 @@ def train_all(rank: int, cases: Sequence[tuple[str, str]], folder: Path) -> dict
     return found
 
 
+def ended(said: str, written: Sequence[Outcome | None]) -> Outcome:
+    """The outcome of a process that ended before it wrote its own: the error of the process that failed first, if
+    `said`, the output of this process, names it.
+
+    Args:
+        written: The outcomes that the processes have written, by rank; None if a process wrote none.
+    """
+    first = re.search(r"ends, because .*the first process to fail was rank (\d+)", said)
+    other = None if first is None else written[int(first[1])]
+    return {"error": f"the process ended: {said[-2000:]}"} if other is None or "error" not in other else other
+
+
 def outcomes(cases: Sequence[tuple[str, str]], folder: Path) -> dict[tuple[str, str], list[Outcome]]:
     """For each case, what every process has seen. If a case ends the processes, new ones run the remaining
     cases.
@@ -273,11 +286,10 @@ def outcomes(cases: Sequence[tuple[str, str]], folder: Path) -> dict[tuple[str, 
         )
         for name, level in over:
             files = [folder / f"{name}-{level}" / f"{rank}.pt" for rank in range(PROCESSES)]
+            written = [torch.load(file, weights_only=False) if file.exists() else None for file in files]
             found[name, level] = [
-                torch.load(file, weights_only=False)
-                if file.exists()
-                else {"error": f"the process ended: {end.said[-2000:]}"}
-                for file, end in zip(files, ends, strict=True)
+                ended(end.said, written) if each is None else each
+                for each, end in zip(written, ends, strict=True)
             ]
             if not all(file.exists() for file in files):
                 break
