@@ -331,6 +331,10 @@ def test_a_tensor_without_dimensions_is_passed_whole() -> None:
         ((A[:0], B[:0]), "the batch is empty: its tensors have 0 samples"),
         ({"x": A, "more": A.to_sparse()}, r"holds a sparse_coo tensor at batch\['more'\]"),
         (
+            {"x": A, "more": torch.nested.nested_tensor([A[0], A[0]])},
+            r"holds a nested tensor at batch\['more'\]",
+        ),
+        (
             {"x": A, "more": A.as_subclass(Marked)},
             r"holds a Marked, a subclass of torch.Tensor, at batch\['more'\]",
         ),

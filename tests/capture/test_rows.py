@@ -112,7 +112,7 @@ def test_a_region_is_what_stands_between_dispatch_and_combine() -> None:
     ],
 )
 def test_what_couples_rows_is_refused(line: str, said: str) -> None:
-    with pytest.raises(CaptureError, match=f"moe.py:21: {said} between dispatch and combine"):
+    with pytest.raises(CaptureError, match=f"{said} between dispatch and combine"):
         captured((GELU, f"{GELU}; {line}")).at(8, (2,))
     captured((GELU, f"{GELU}; {line}")).at(8)  # on one device it is nobody's business
 
@@ -137,7 +137,7 @@ def test_rows_that_meet_are_refused(line: str) -> None:
     """Also where as many come out as go in, and where a row's place or the number of rows is all that
     counts.
     """
-    with pytest.raises(CaptureError, match=r"moe\.py:21"):
+    with pytest.raises(CaptureError, match=r"moe\.py:2[23] \(rows"):
         captured((GELU, f"{GELU}; {line}")).at(8, (2,))
     captured((GELU, f"{GELU}; {line}")).at(8)
 
@@ -201,7 +201,7 @@ def test_whole_numbers_are_rows_too(line: str, refused: bool) -> None:
 
 
 def test_as_many_rows_go_back_as_came() -> None:
-    with pytest.raises(CaptureError, match=r"moe\.py:21: combine gets \d+ rows for \d+ dispatched rows"):
+    with pytest.raises(CaptureError, match=r"combine gets \d+ rows for \d+ dispatched rows"):
         captured(("sizes))\n        with", "sizes).repeat(2, 1))[:len(x)]\n        with")).at(8, (2,))
 
 
@@ -224,5 +224,5 @@ def test_layers_that_are_alike_are_tried_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_number_of_rows_in_arithmetic_is_refused() -> None:
-    with pytest.raises(CaptureError, match="calculates with the number of its rows"):
+    with pytest.raises(CaptureError, match="calculates with the number of rows"):
         captured((GELU, f"{GELU}; rows = rows / rows.shape[0]")).at(8, (2,))

@@ -8,6 +8,7 @@ number of rows of a pass is called open if it is known only when the pass runs.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
-from lightning_piper.capture.joint.region_assignment import own_line, source_line
+from lightning_piper.capture.joint.region_assignment import own_line
 from lightning_piper.capture.joint.region_passes import RegionPass, reads_of
 from lightning_piper.capture.torch_private._torch import operands
 from lightning_piper.errors import CaptureError
@@ -127,9 +128,10 @@ def refuse_joined_rows(p: RegionPass) -> None:
     for node in p.nodes:
         _refuse_arithmetic(node)
         if direction_of(node) is None and any(_open(x) for x in node.all_input_nodes) and not _open(node):
+            made = node.all_input_nodes[0] if node.target is operator.getitem else node
             raise CaptureError(
-                f"{source_line(node)}: {node.target} between dispatch and combine makes one value from the "
-                "rows of several tokens, which are on several devices if the experts are sharded. Work on "
+                f"{own_line(made)}: the result of {made.target} between dispatch and combine does not have a row "
+                "for each token. With sharded experts, no device has the rows of all tokens. Work on "
                 "each row by itself there, and do everything else outside of dispatch and combine"
                 " [PIPER-C015]"
             )
@@ -196,8 +198,8 @@ def _refuse_arithmetic(node: Node) -> None:
     for number in operands(node):
         if number and (number % ROWS == 0 or (abs(number) < 1 and round(1 / number) % ROWS == 0)):
             raise CaptureError(
-                f"{source_line(node)}: {node.target} between dispatch and combine calculates with the number "
-                "of its rows, which differs between devices if the experts are sharded. Do this outside of "
+                f"{own_line(node)}: {node.target} between dispatch and combine calculates with the number "
+                "of rows. With sharded experts, each device has a different number of rows. Do this outside of "
                 "dispatch and combine [PIPER-C015]"
             )
 

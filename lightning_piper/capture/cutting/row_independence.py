@@ -17,7 +17,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from lightning_piper.capture.cutting.row_counts import direction_of
-from lightning_piper.capture.joint.region_assignment import source_line
+from lightning_piper.capture.joint.region_assignment import own_line
 from lightning_piper.capture.joint.region_passes import PlaceholderNames, RegionPass
 from lightning_piper.common.units import counted
 from lightning_piper.errors import CaptureError
@@ -70,7 +70,7 @@ def refuse_row_dependence(
         return
     given = {name: node for held in (names.params, names.buffers) for node, name in held.items()}
     fixed = [_spec(given[name]) for name in (*interface.params, *interface.buffers)]
-    where = source_line(sent[0])
+    where = own_line(sent[0])
     trial = _RowTrial(
         interface,
         code,

@@ -58,6 +58,7 @@ from lightning_piper.capture.losses.loss_terms import LossTerms
 from lightning_piper.capture.losses.shared_masks import refuse_shared_masks
 from lightning_piper.capture.losses.tangents import LossSum, divide_tangent
 from lightning_piper.capture.losses.whole_values import computation, sources_of
+from lightning_piper.capture.metrics.metric_objects import object_of
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.common.operation_families import ADDED, DIVIDED, MULTIPLIED
 from lightning_piper.errors import CaptureError
@@ -202,7 +203,7 @@ class _LossWeighting:
             raise CaptureError(
                 f"{way.broken.line}: {way.broken.operation} is not linear in the gradient of the loss, so "
                 "gradients of gathered samples (gather_samples) would depend on the program. Make the "
-                "backward pass linear, or do not use gather_samples [PIPER-C016]"
+                "backward pass linear [PIPER-C016]"
             )
         if way.broken is not None or (way.opaque and not self.found.joined):
             self._enter_with_one()
@@ -284,7 +285,7 @@ class _LossWeighting:
                         else "Pass the metric object values of samples that are not gathered"
                     )
                     raise CaptureError(
-                        f"{own_line(node)}: {', '.join(made.names)} ({made.kind}) is computed from gathered "
+                        f"{own_line(node)}: {_named(made)} is computed from gathered "
                         "samples. Every replica has all gathered samples, so each replica would count the value "
                         f"again. {fix} [PIPER-C016]"
                     )
@@ -588,3 +589,10 @@ def _is_read_again(loss: Node) -> bool:
 
 # Operations that may multiply or divide a sum by a factor
 _SCALED = MULTIPLIED | DIVIDED | CONTRACTED
+
+
+def _named(output: Output) -> str:
+    """Return an output of the step as a message names it."""
+    if output.kind == Kind.ARGUMENT:
+        return f"an argument of self.{object_of(output.names[0])}"
+    return "the loss" if output.kind == Kind.LOSS else f"the logged value {output.names[0]!r}"

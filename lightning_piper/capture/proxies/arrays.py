@@ -73,7 +73,7 @@ class ArrayProxy(Proxy):
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise CaptureError(
-            f"{user_line()}: the step computes with a numpy array of the batch, but a captured step computes "
+            f"{user_line()}: the step uses a numpy array of the batch, but a captured step computes "
             "with tensors only. Convert the array first with torch.as_tensor, or in the collate function"
             " [PIPER-C009]"
         )

@@ -284,7 +284,7 @@ class _Flattener:
     """
 
     def __init__(self, batch: Any, given: bool) -> None:
-        sizes = {x.shape[0] for x in tensors_of(batch) if x.ndim} if given else set()
+        sizes = {x.shape[0] for x in tensors_of(batch) if not x.is_nested and x.ndim} if given else set()
         # the number of samples, None if it is not known
         self._samples = (sizes.pop() or None) if len(sizes) == 1 else None
         self._given = given

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -181,8 +180,14 @@ def _same_weights(a: StepCode, b: StepCode) -> None:
     """
     one, other = ([(term.weighing, term.label) for term in code.terms] for code in (a, b))
     contradicted = b.assumed and not a.assumed
+    if len(one) != len(other):
+        raise CaptureError(
+            f"the loss and the logged values have {counted(len(one), 'kind')} of denominator with "
+            f"{counted(a.size, 'sample')}, and {len(other)} with {b.size}: the step's Python code depends on the batch size. "
+            "Make it independent of the batch size [PIPER-C012]"
+        )
     if one != other or contradicted:
-        pairs = zip_longest(one, other, fillvalue=("", "nothing"))
+        pairs = zip(one, other, strict=True)
         differ = next(((x, y) for x, y in pairs if x != y), (_weights_of_loss(a), ("", "not known")))
         weights = " and ".join(
             f"{_IN_WORDS.get(label, label)} with {counted(code.size, 'sample')}"
@@ -195,8 +200,8 @@ def _same_weights(a: StepCode, b: StepCode) -> None:
         )
         raise CaptureError(
             "the denominator of the loss, or of a logged value, depends on the batch size in a way that "
-            f"Piper cannot follow: it is {weights}. Divide by len(x), or declare the denominator with "
-            f"piper.mean(values, count){single} [PIPER-C012]"
+            f"Piper cannot follow: it is {weights}. Divide by len(x), or declare the denominator as a tensor that follows "
+            f"from the batch: piper.mean(values, mask.sum()){single} [PIPER-C012]"
         )
 
 

@@ -546,11 +546,9 @@ class Propagation:
         said = ", ".join(name for name in self.refused if name in self.division.params)
         unsaid = ", ".join(name for name in self.refused if name not in self.division.params)
         if said:
-            fix = f"Leave {said} out of params, or shard another dimension"
+            fix = f"Leave {said} out of params"
         elif unsaid:
-            fix = (
-                f"Leave out of params the parameters that are used with {unsaid}, or shard another dimension"
-            )
+            fix = f"Leave out of params the parameters that are used with {unsaid}"
         else:
             fix = "Shard other tensors, or another dimension"
         return CaptureError(
