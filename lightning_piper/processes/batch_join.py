@@ -77,7 +77,7 @@ class BatchJoin:
             rank = next(rank for rank, each in enumerate(found) if each[0] != found[0][0])
             raise BatchError(
                 f"{_CHOSEN}, but the batches differ: {_difference(texts[0], texts[rank], rank)}. Give all "
-                f"processes tensors of one shape, and equal numbers and strings. {_ADVICE} [PIPER-L004]"
+                f"processes tensors of one shape and dtype, and equal numbers and strings. {_ADVICE} [PIPER-L004]"
             )
 
 

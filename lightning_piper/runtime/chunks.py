@@ -256,8 +256,8 @@ class ChunkBinder:
                     of = out.names[found[0]] if out.kind == Kind.GRAD else "a value from an earlier region"
                     raise ExecutionError(
                         f"the gradient of {of} has a NaN, which Trainer(detect_anomaly=True) refuses. The "
-                        f"region begins at {source}. Train this batch with a plain Trainer on one device: "
-                        "there, torch names the operation [PIPER-X003]"
+                        f"region begins at {source}. To see the operation, train this batch on one device with "
+                        "Trainer(detect_anomaly=True) and without PiperStrategy [PIPER-X003]"
                     )
 
         return checked

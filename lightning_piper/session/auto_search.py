@@ -221,7 +221,10 @@ def _searched(
             )
             if better is None:
                 return _told(found), ""
-            return None, f"uncaptured, as under DDP, it is faster than {described(found.chosen)}: {better}"
+            return (
+                None,
+                f"an uncaptured step, as under DDP, is faster than {described(found.chosen)}: {better}",
+            )
         except SearchError as error:
             problem = str(error)
     return None, problem

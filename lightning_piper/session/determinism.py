@@ -119,7 +119,7 @@ def compare_uncaptured(step: Callable[[], Any], module: nn.Module, world: World)
         second,
         world,
         module,
-        "Let no code of the step depend on the time or on unseeded random numbers, or pass",
+        "Let no code of the step depend on the time or on unseeded random numbers",
     )
 
 
@@ -225,12 +225,14 @@ def _logs_noted(module: nn.Module) -> Iterator[dict[str, bytes]]:
             vars(part).pop("log", None)
 
 
-def _compare(first: _Run, second: _Run, world: World, module: nn.Module, fix_of_inputs: str = "Pass") -> None:
+def _compare(
+    first: _Run, second: _Run, world: World, module: nn.Module, fix_of_inputs: str | None = None
+) -> None:
     """Compare two runs on all processes. Collective.
 
     Args:
-        fix_of_inputs: The beginning of the advice if no operation alone is the cause, because the first that
-            differs read different values.
+        fix_of_inputs: The advice if no operation alone is the cause, because the first that differs read
+            different values. By default, torch may choose other operations.
 
     Raises:
         ExecutionError: They differ on any process.
@@ -257,12 +259,15 @@ def _compare(first: _Run, second: _Run, world: World, module: nn.Module, fix_of_
             "Its operations, run one after another, gave the same bits twice, so the difference comes from the "
             "order in which the plan runs them, or from an exchange"
         )
-    fix = "Replace the operation, or pass" if cause is not None and cause[0] == 0 else fix_of_inputs
+    option = (
+        "Trainer(deterministic=True), which makes torch choose deterministic operations or raise an error"
+    )
+    fix = fix_of_inputs or f"Pass {option}. If the message stays, report it"
+    if cause is not None and cause[0] == 0:
+        fix = f"Replace the operation, or pass {option}"
     raise ExecutionError(
         f"PiperStrategy(verify='determinism'): two runs of step {module.global_step} gave different bits in {names[0]}"
-        f"{more}. {why}. The optimizer has not applied these gradients. {fix} "
-        "Trainer(deterministic=True), which makes torch choose deterministic operations or raise an error "
-        "[PIPER-X007]"
+        f"{more}. {why}. The optimizer has not applied these gradients. {fix} [PIPER-X007]"
     )
 
 

@@ -186,7 +186,7 @@ class Evaluation:
         if apart and prepared.replay.tensors and batch_spec.undivided is None:
             raise BatchError(
                 f"the replicas have batches of different shapes in {step[0]}, which logs tensors, but Piper takes "
-                "their mean with one weight for each replica. Pad the batches to one shape and give each "
-                "replica as many samples, or log in on_..._epoch_end [PIPER-L004]"
+                "their mean with one weight for each replica. Pad the batches to one shape, and give all replicas "
+                "the same number of samples [PIPER-L004]"
             )
         return prepared, self.runtime.run(prepared, prepared.compiled.step.inputs(leaves), next(self._seeds))

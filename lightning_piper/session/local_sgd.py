@@ -368,11 +368,16 @@ class Rounds:
         params = self._ownership.owned_params
         text = repr([*((name, params[name].shape) for name in names), *buffers])
         found = self._across.gather((self.steps, zlib.crc32(text.encode())))
+        steps = [count for count, _ in found]
+        if len(set(steps)) > 1:
+            raise PiperError(
+                f"PiperStrategy(local_sgd=...): the local replicas have made different numbers of updates: {steps}, by "
+                "replica. Let every optimizer_step of each replica make an update [PIPER-L004]"
+            )
         if len(set(found)) > 1:
             raise PiperError(
-                "PiperStrategy(local_sgd=...): the replicas exchange different parameters, or after different "
-                f"numbers of updates: {[steps for steps, _ in found]}, by replica. Train the same parameters in "
-                "all replicas, and skip no update in one replica alone [PIPER-L004]"
+                "PiperStrategy(local_sgd=...): the local replicas exchange different parameters or buffers. Build the "
+                "module in the same way in every process [PIPER-L004]"
             )
 
     def _float_buffers(self) -> dict[str, torch.Tensor]:

@@ -451,8 +451,8 @@ class ProcessRuntime:
                 raise PiperError(
                     f"PiperStrategy: this batch ({compiled.dag.size} samples) makes the step use parameters in "
                     f"other regions than the first batch, so device {device} would need other shards of "
-                    f"{', '.join(others[:3])}. Let the step use parameters in the same regions for all batches, "
-                    "or remove the options of replicate, or the other directives, that shard them [PIPER-D025]"
+                    f"{', '.join(others[:3])}. Let the step use the same parameters in the same annotated regions for "
+                    "all batches [PIPER-D025]"
                 )
 
     def check_held(self, compiled: Compiled, before_fit: bool = False) -> None:
@@ -551,9 +551,14 @@ def _sum(*texts: str) -> int:
     return zlib.crc32("\n".join(texts).encode())
 
 
-def check_placed(program: Sequence[Directive], processes: int) -> None:
+def check_placed(program: Sequence[Directive], processes: int, local_replicas: int = 1) -> None:
     """Check before a capture that there is a process for each logical device, as far as the directives show
     the number of logical devices.
+
+    Args:
+        program: The directives.
+        processes: Number of processes that run them.
+        local_replicas: Number of local replicas of local SGD. Each of them has as many processes.
 
     Raises:
         PiperError: There are more or fewer processes.
@@ -564,26 +569,28 @@ def check_placed(program: Sequence[Directive], processes: int) -> None:
         return
     placed = {device for each in program if isinstance(each, Place) for device in each.group}
     if placed and placed == set(range(len(placed))):
-        _check_number(len(placed), processes)
+        _check_number(len(placed), processes, local_replicas)
 
 
-def _check_number(devices: int, processes: int) -> None:
+def _check_number(devices: int, processes: int, local_replicas: int = 1) -> None:
     if devices != processes:
+        replica = "" if local_replicas == 1 else "each local replica of "
+        needed = "the Trainer" if local_replicas == 1 else f"{local_replicas} local replicas"
         raise PiperError(
-            f"the directives place the step on {counted(devices, 'logical device')}, but "
-            f"{counted(processes, 'process')} run{'s' * (processes == 1)} it. Give Trainer(devices={devices}) (with "
-            "local_sgd, as many for each of its replicas), or run all devices in one process with "
-            "PiperStrategy(transport='local') and devices=1 [PIPER-S003]"
+            f"the directives place the step on {counted(devices, 'logical device')}, but {replica}the Trainer has "
+            f"{counted(processes, 'process')}. Give {needed} {counted(devices * local_replicas, 'process')} "
+            f"(Trainer(devices={devices * local_replicas}) on one machine) [PIPER-S003]"
         )
 
 
-def check_devices(first: Compiled, world: World) -> None:
+def check_devices(first: Compiled, world: World, settings: Settings) -> None:
     """Check that each logical device has a process, and that each process draws the data of its replica.
 
     Raises:
         PiperError: A device does not have a process, or a process draws the data of another replica.
     """
-    _check_number(len(first.plans), world.size)
+    everywhere = settings.everywhere
+    _check_number(len(first.plans), world.size, 1 if everywhere is None else everywhere.size // world.size)
     working = {device for chunk in first.dag.of_type(Chunk) for device in chunk.devices}
     if any(
         first.dag.replica_of(first.plans.group_rank_of(device)) != world.replicas[device]

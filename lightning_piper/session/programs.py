@@ -66,7 +66,8 @@ class Programs:
         self._prepared: dict[tuple[int, Step, Hashable], Prepared] = {}
         # the last spec that `find` received, and its family
         self._last: tuple[BatchSpec | None, Hashable] = (None, None)
-        self._traced: set[Hashable] = set()  # the batch specs for which a step was traced
+        # each step with the batch specs for which it was traced
+        self._traced: set[tuple[Step, Hashable]] = set()
         self.traced = False
 
     def distributed_by(self, training: TrainingDAG) -> None:
@@ -158,10 +159,11 @@ class Programs:
             self._count((step, batch_spec.key))
         return compiled
 
-    def _count(self, spec: Hashable) -> None:
-        """Count a batch spec for which a step was traced. If there are many, warn once, because each later
+    def _count(self, spec: tuple[Step, Hashable]) -> None:
+        """Count a batch spec for which a step was traced. If one step has many, warn once, because each later
         spec needs a trace."""
-        if spec not in self._traced and len(self._traced) == MANY_SPECS:
+        seen = [other for other in self._traced if other[0] == spec[0]]
+        if spec not in self._traced and len(seen) == MANY_SPECS:
             self._world.warn(
                 f"batches had more than {MANY_SPECS} layouts (shapes of tensors, values of numbers and "
                 "strings), and Piper captures the step again for each layout. Pad batches to a few shapes. "

@@ -68,10 +68,10 @@ class Given:
                 if isinstance(what, MetricResult)
                 else f"a number ({what})"
             )
+            several = any(isinstance(self.values[i], dict) for i in what.calls)
+            fix = "Log all of its entries at once (self.log_dict)" if several else "Use the whole result"
             raise PiperError(
-                f"{found}, but the step uses {wanted} of it: {type(error).__name__}: {error}. If a metric of "
-                "a collection returns several values, log all of them at once (self.log_dict), or read them "
-                "in a hook [PIPER-C008]"
+                f"{found}, but the step uses {wanted} of it ({type(error).__name__}: {error}). {fix} [PIPER-C008]"
             ) from error
 
     def keep(self, call: MetricCall, value: Any) -> None:

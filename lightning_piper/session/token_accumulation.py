@@ -124,9 +124,8 @@ def _only_term(compiled: Compiled) -> Term:
         raise PiperError(
             f'PiperStrategy(accumulate="tokens"): {LOSS} is a sum of terms with different denominators '
             f"({shown}), so "
-            "no single factor for a batch is right for all terms. Give all terms one denominator, or use "
-            "one larger "
-            "batch in microbatches (split), which is exact for any sum [PIPER-S001]"
+            "no single factor for a batch is right for all terms. Give all terms one denominator "
+            "[PIPER-S001]"
         )
     if compiled.dag.mean_of_replicas:
         raise PiperError(

@@ -80,11 +80,9 @@ class Variants:
         if len(known) == MANY:
             self._world.warn(
                 f"{self._step} was captured {MANY} times for one kind of batch, because Python values that "
-                f"it reads changed: {self._causes()}. Each capture takes as long as the first step. A number "
-                "needs no new capture if the step only combines it with tensors (loss * self.weight). But int(), "
-                "float(), an index or an `if` on it needs one. Store an array, or a list of at most N numbers, in "
-                "a buffer of fixed size (register_buffer), and write to the buffer in a hook: new values need no "
-                "capture [PIPER-W017]"
+                f"it reads changed: {self._causes()}. Each capture takes as long as the first step. Keep such a value in "
+                "a buffer (register_buffer), write to the buffer in a hook, and let the step compute with this tensor. "
+                "New values then need no capture [PIPER-W017]"
             )
         return compiled
 

@@ -107,8 +107,7 @@ def _run_whole(
     if is_on_meta(module):
         raise PiperError(
             f"PiperStrategy(verify={how!r}) runs the whole module in one process, but the module is on "
-            "the meta device. Use verify='static', and verify by execution with transport='local' or a "
-            "smaller model [PIPER-S009]"
+            "the meta device. Use verify='static' [PIPER-S009]"
         )
     module.to(world.device)
     of_replicas = [gathered[rank] for rank in world.first_ranks]
@@ -135,7 +134,7 @@ def _judge(judged: Report, report: Report, world: World) -> None:
     if not judged.ok:
         raise VerificationError(
             f"the program does not compute what one device computes on the first batch:\n{report}\n"
-            "[PIPER-V001]"
+            "If you wrote a directive or an operation, correct it. Otherwise, report this [PIPER-V001]"
         )
     if judged.verdict == "verified except":
         within = judged.whole.verdict == "equal within the bound"
@@ -173,10 +172,9 @@ def _warn(texts: Sequence[str], found: Difference | None, world: World) -> None:
     if found is not None and not texts:
         world.warn(
             "parts of the batch give a different result than the whole batch on one device: on the first "
-            f"samples, {found}. The step mixes samples, or a buffer, a gradient or Python code depends on "
-            "their number. If this matters, use one microbatch (microbatches=1) and no replicas, so "
-            "that the batch stays whole. PiperStrategy(verify='first_batch') measures the difference for "
-            "the whole batch [PIPER-W010]"
+            f"samples, {found}. The step mixes samples, or depends on the number of samples. If this matters, use "
+            "one microbatch (microbatches=1) and no replicas, so that the batch stays whole. "
+            "PiperStrategy(verify='first_batch') measures the difference for the whole batch [PIPER-W010]"
         )
 
 

@@ -298,11 +298,13 @@ def check_target(path: str | Path, storage_options: Any | None, io: CheckpointIO
             f"a sharded checkpoint cannot be written to {path}. Give a directory that all processes share, or "
             "the address of a store, such as s3://bucket/folder [PIPER-K005]"
         )
-    found = "storage_options" if storage_options is not None else f"the checkpoint plugin {type(io).__name__}"
+    found = (
+        "the storage options" if storage_options is not None else f"the checkpoint plugin {type(io).__name__}"
+    )
     if storage_options is not None or of_files(io, path) is None:
         raise PiperError(
             "PiperStrategy(checkpoint='sharded') writes with torch.distributed.checkpoint, so it does not support "
-            f"{found}. Leave it out, or use checkpoint='consolidated' [PIPER-K005]"
+            f"{found}. Remove {'them' if storage_options is not None else 'it'} [PIPER-K005]"
         )
 
 

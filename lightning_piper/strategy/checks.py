@@ -312,8 +312,8 @@ def check_runs_once(fresh: bool) -> None:
         raise PiperError(
             "PiperStrategy: the optimizer, or the module's optimizer_step, ran the closure twice on one "
             "batch. Optimizers that do so (LBFGS, SAM) need norms or inner products over all parameters, "
-            "which are on several processes. Use an optimizer that runs the closure once (SGD, AdamW, ...)"
-            " [PIPER-S004]"
+            "which are on several processes. Use an optimizer that runs the closure once (SGD, AdamW, ...), and "
+            "pass the closure only to optimizer.step [PIPER-S004]"
         )
 
 

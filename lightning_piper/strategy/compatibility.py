@@ -141,7 +141,9 @@ def grad_norm(
     fit = getattr(getattr(strategy, "phase", None), "fit", None)
     if fit is None or fit.ownership.whole:
         return norm_in_one_process(module, norm_type, group_separator)  # type: ignore[return-value]
-    p = float(norm_type)
+    p = -1.0
+    with contextlib.suppress(TypeError, ValueError):
+        p = float(norm_type)
     if not p > 0:
         raise PiperError(
             f"grad_norm(norm_type={norm_type!r}) is not usable. Give a number above zero, or 'inf' [PIPER-S008]"
@@ -208,8 +210,8 @@ class Averages:
                 raise PiperError(
                     f"PiperStrategy: {type(callback).__name__} does not average each element of the "
                     "parameters independently, but each process holds only a part of the parameters (stages "
-                    "or shards). Give it an avg_fn that works element by element (such as "
-                    "torch.optim.swa_utils.get_ema_avg_fn), or replicate the whole module [PIPER-S002]"
+                    "or shards). Give it an avg_fn that works element by element, such as "
+                    "torch.optim.swa_utils.get_ema_avg_fn() [PIPER-S002]"
                 )
             prefix = f"averages.{number}"
             self._copies[prefix] = found = Copy(module, own, functools.partial(self._refer, prefix))

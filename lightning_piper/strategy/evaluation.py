@@ -196,7 +196,7 @@ class EvaluatingStrategy(OverProcesses):
         annotations = annotations_for_fit(self._given(), self._annotations, module)
         arguments = [(f"its argument {name!r}", repr(value)) for name, value in self._told]
         check_alike(self.world.gather((("the program", told(program, annotations, searched)), *arguments)))
-        check_placed(program, processes)
+        check_placed(program, processes, 1 if self._local_sgd is None else self._local_sgd.replicas)
         for handle in annotate_as(module, annotations):
             self._chosen.callback(handle.remove)
         found = {} if self._local else replicas_of(program)

@@ -15,7 +15,6 @@ from lightning_piper.capture import PartlyCaptured, flatten
 from lightning_piper.common.units import Stopwatch
 from lightning_piper.compiler import Compiled
 from lightning_piper.directives.replicate import shards_of
-from lightning_piper.errors import PiperError
 from lightning_piper.holdings._torch_foreach import any_nonfinite
 from lightning_piper.holdings.added_groups import AddedGroups
 from lightning_piper.holdings.gradient_injection import GradientInjection
@@ -163,7 +162,7 @@ class Fit:
         check_batch_writes(self.program, batch)
         warn_of_checkpointing(self.program, self._module, self.world)
         if not self.before.settings.local:
-            check_devices(self.program, self.world)
+            check_devices(self.program, self.world, self.before.settings)
 
     def _verify_program(self, verify: Verify) -> None:
         """Verify the program as `PiperStrategy(verify=...)` says. With "static" and "determinism", also
@@ -543,17 +542,9 @@ class Fit:
 
     def give_up(self) -> None:
         """End the fit before a step that cannot be captured. Every process gets the whole module, the
-        optimizer's whole state, and the gradients of an accumulation that has begun. Collective.
-
-        Raises:
-            PiperError: The module was built on the meta device.
+        optimizer's whole state, and the gradients of an accumulation that has begun. The module must have
+        had values in every process. Collective.
         """
-        if not self.ownership.can_be_whole:
-            raise PiperError(
-                "PiperStrategy: this step cannot be captured, and cannot run uncaptured either, because the "
-                "module was built on the meta device. Build the module with values in every process, and use "
-                "PiperStrategy(capture='never') [PIPER-S009]"
-            )
         in_parts = not self.ownership.tensor_map.is_replicated
         if self._may_keep:
             self._sum_kept()

@@ -202,16 +202,16 @@ class OverProcesses(_lightning.Strategy):
         Raises:
             PiperError: The settings do not fit the transport, or processes cannot reach each other.
         """
+        assert self.cluster_environment is not None
+        if self._local and (started := self.cluster_environment.world_size()) != 1:
+            raise PiperError(
+                f"PiperStrategy: transport='local' and 'simulated' run in one process, but {started} processes "
+                "were started. Start one process (python train.py) [PIPER-S003]"
+            )
         super().setup_environment()
         check_kind(self.root_device)
         self._keeps_memory = self.root_device.type == "cpu" and keep_freed_memory()
-        assert self.cluster_environment is not None
         if self._local:
-            if (started := self.cluster_environment.world_size()) != 1:
-                raise PiperError(
-                    f"PiperStrategy: transport='local' and 'simulated' run in one process, but {started} processes "
-                    "were started. Start one process, or use transport='process' [PIPER-S003]"
-                )
             return
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         # Lightning's launcher divides the cores only in the process that starts all other processes.

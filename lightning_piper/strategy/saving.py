@@ -19,6 +19,7 @@ from lightning_piper.checkpoint.state import (
     tensor_ranges_of,
 )
 from lightning_piper.common.lightning_packages import is_a
+from lightning_piper.common.units import counted
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.optimizer import State, check_groups
 from lightning_piper.processes.world import on_host
@@ -95,6 +96,7 @@ class SavingStrategy(EvaluatingStrategy):
                     "PiperStrategy: an uncaptured training step cannot resume from a sharded checkpoint. "
                     "Resume from a copy: lightning_piper.strategy.consolidate(path, copy) [PIPER-K006]"
                 )
+            _check_number(len(states), len(self.optimizers))
             for optimizer, state in zip(self.optimizers, states, strict=True):
                 self.phase.load(optimizer, state) if isinstance(
                     self.phase, Eager
@@ -103,11 +105,7 @@ class SavingStrategy(EvaluatingStrategy):
             return
         if not states:
             return
-        if len(states) != 1:
-            raise PiperError(
-                f"the checkpoint holds the states of {len(states)} optimizers, but this fit has one "
-                "optimizer. Resume from a checkpoint of a fit with one optimizer [PIPER-K003]"
-            )
+        _check_number(len(states), 1)
         if isinstance(self.phase, Fitting | Ended):
             check_groups(self.phase.fit.optimizer.names, states[0])
             self._load_optimizer(self.phase.fit, states[0])
@@ -233,3 +231,16 @@ class SavingStrategy(EvaluatingStrategy):
     def remove_checkpoint(self, filepath: str | Path) -> None:
         if self.is_global_zero:
             self._saves.remove(self.checkpoint_io, filepath)
+
+
+def _check_number(saved: int, here: int) -> None:
+    """Check that a checkpoint has a state for each optimizer of the fit.
+
+    Raises:
+        PiperError: It has another number of states.
+    """
+    if saved != here:
+        raise PiperError(
+            f"the checkpoint holds the states of {counted(saved, 'optimizer')}, but this fit has {here}. Resume from a "
+            f"checkpoint of a fit with {counted(here, 'optimizer')} [PIPER-K003]"
+        )

@@ -15,6 +15,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch.optim import Optimizer
 
+from lightning_piper.common.limits import is_number
 from lightning_piper.errors import PiperError
 from lightning_piper.strategy.compatibility import grad_norm
 from lightning_piper.strategy.process_management import OverProcesses
@@ -48,7 +49,7 @@ class SpikeRecorder(pl.Callback):
     """
 
     def __init__(self, folder: str | os.PathLike[str], factor: float = 3.0, window: int = 100) -> None:
-        if not factor > 1 or window < 1:
+        if not (is_number(factor) and factor > 1 and isinstance(window, int) and window >= 1):
             raise PiperError(
                 f"SpikeRecorder(factor={factor!r}, window={window!r}) is not usable. Give a factor above 1 and a window of "
                 "at least one batch [PIPER-S001]"
@@ -127,7 +128,6 @@ class SpikeRecorder(pl.Callback):
             torch.save(move_data_to_device(spike, torch.device("cpu")), path)
         except (OSError, RuntimeError) as error:
             warnings.warn(
-                f"SpikeRecorder could not write {path}: {error}. Free the disk, or give another folder "
-                "[PIPER-W030]",
+                f"SpikeRecorder could not write {path}: {error}. Give another folder [PIPER-W030]",
                 stacklevel=2,
             )

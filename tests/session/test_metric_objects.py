@@ -193,11 +193,11 @@ def test_what_a_call_does_not_give_is_named():
     assert given(MetricResult(0, ("a",))) == 1
     with pytest.raises(
         PiperError,
-        match=r"self.some returned a dict of 'a', 'b_0', but the step uses \['b'\] of it: KeyError: 'b'",
+        match=r"self.some returned a dict of 'a', 'b_0', but the step uses \['b'\] of it \(KeyError: 'b'\)",
     ):
         given(MetricResult(0, ("b",)))
     with pytest.raises(
         PiperError,
-        match=r"self.some returned a dict of 'a', 'b_0', but the step uses a number .* of it: TypeError",
+        match=r"self.some returned a dict of 'a', 'b_0', but the step uses a number .* of it \(TypeError",
     ):
         given(Derived("add", operator.add, (MetricResult(0), 1)))

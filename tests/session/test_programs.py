@@ -22,6 +22,7 @@ from lightning_piper.session.process_runtime import (
     Prepared,
     ProcessRuntime,
     Settings,
+    _check_number,
     check_devices,
     check_placed,
 )
@@ -55,7 +56,7 @@ class Session:
         settings = Settings(
             program, 1, True, contextlib.nullcontext, contextlib.nullcontext, local=True, timeout=None
         )
-        self.runtime = ProcessRuntime(settings, ALONE)
+        self.settings, self.runtime = settings, ProcessRuntime(settings, ALONE)
         self.programs = Programs(self.net, self.runtime, settings, ALONE)
         _, batch_spec = flatten(self.batch(8))
         self.first = self.programs.compile(TRAINING, batch_spec, None)
@@ -129,14 +130,17 @@ def test_python_state_has_a_capture_of_its_own(session):
 
 
 def test_processes_that_do_not_fit_the_program(session):
-    with pytest.raises(PiperError, match=r"on 2 logical devices, but 1 process runs it"):
-        check_devices(session.first, ALONE)
+    with pytest.raises(PiperError, match=r"on 2 logical devices, but the Trainer has 1 process"):
+        check_devices(session.first, ALONE, session.settings)
 
 
 def test_the_number_of_processes_is_checked_before_a_capture() -> None:
     program = parse(piper.schedules.one_f_one_b(2, 4))
-    with pytest.raises(PiperError, match=r"on 2 logical devices, but 4 processes run it"):
+    with pytest.raises(PiperError, match=r"but the Trainer has 4 processes. Give the Trainer 2 processes"):
         check_placed(program, 4)
+    words = r"each local replica of the Trainer has 1 process. Give 3 local replicas 6 processes"
+    with pytest.raises(PiperError, match=words):
+        _check_number(2, 1, local_replicas=3)
     check_placed(program, 2)
     check_placed(program, 1)  # an uncaptured step runs on one device
     check_placed(parse([piper.Place(devices=[0, 2])]), 2)  # gaps have their own error

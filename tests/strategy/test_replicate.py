@@ -211,8 +211,8 @@ REFUSED = [
     (4, "length", "have [2, 2, 1, 1] batches, by rank, but every replica needs the same number"),
     (2, "limited", "no error, []"),  # as many as there are in the data
     (2, "size", "no error, []"),  # microbatches of 4 and 2 samples
-    (2, "devices", "4 logical devices, but 2 processes run it"),
-    (4, "devices", "2 logical devices, but 4 processes run it"),
+    (2, "devices", "4 logical devices, but the Trainer has 2 processes"),
+    (4, "devices", "2 logical devices, but the Trainer has 4 processes"),
     (2, "own", "no error, []"),
     (4, "own", "no error, []"),
     (2, "named", "no error, []"),

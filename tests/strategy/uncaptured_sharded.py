@@ -208,7 +208,7 @@ REFUSED = {
     "Again": "Inner runs its closure twice in a step. At the second call, each process has",
     "Never": "Unasked.step has not called the closure that it was given",
     "Shared": "parameter 'net.0.weight' is in several optimizers",
-    "Middle": "the optimizer's parameter groups were changed in the middle of a step",
+    "Middle": "the optimizer's parameter groups have changed since on_train_batch_start",
     "Wrapped": "OwnForm.state_dict() does not have 'state' and 'param_groups'",
     "Lbfgs": "LBFGS must update each element of a parameter independently",
     "Whole": "Adafactor does not update each element of a parameter independently",

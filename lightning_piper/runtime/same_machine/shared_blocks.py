@@ -177,7 +177,7 @@ class SharedBlocks:
         except OSError as error:
             raise torch.OutOfMemoryError(
                 f"no memory for a message of {nbytes} bytes to another process ({error}). Free memory of "
-                "this machine, or use a smaller bucket_size or smaller microbatches [PIPER-X002]"
+                "this machine [PIPER-X002]"
             ) from error
         self._end += size
         return made

@@ -156,8 +156,7 @@ class EagerOptimizer:
                 raise PiperError(
                     f"PiperStrategy: {type(self.optimizer).__name__}.step has not called the closure that it "
                     "was given, so its state cannot be sharded over the replicas. Use an optimizer that "
-                    "calls its closure once, or zero=0 (in directives, a replicate without shard_*) "
-                    "[PIPER-S004]"
+                    "calls its closure once [PIPER-S004]"
                 )
             self._tensors.updated()
             self._runtime.run(self._gathering, [], seed=0)
@@ -176,8 +175,7 @@ class EagerOptimizer:
             raise PiperError(
                 f"PiperStrategy: {type(self.optimizer).__name__} runs its closure twice in a step. At the "
                 "second call, each process has updated only its own shard of the parameters. Use an "
-                "optimizer that calls its closure once, or zero=0 (in directives, a replicate without shard_*) "
-                "[PIPER-S004]"
+                "optimizer that calls its closure once [PIPER-S004]"
             )
         found = closure()
         self._enter()
@@ -193,9 +191,9 @@ class EagerOptimizer:
     def _check_groups_stay(self) -> None:
         if self.has_changed:
             raise PiperError(
-                "PiperStrategy: the optimizer's parameter groups were changed in the middle of a step, while "
-                "its state was sharded over the replicas. Change them (add_param_group) in a hook before "
-                "training_step, or use zero=0 (in directives, a replicate without shard_*) [PIPER-S005]"
+                "PiperStrategy: the optimizer's parameter groups have changed since on_train_batch_start, while its "
+                "state was sharded over the replicas. Change them (add_param_group) in on_train_batch_start "
+                "[PIPER-S005]"
             )
 
     def _enter(self) -> None:

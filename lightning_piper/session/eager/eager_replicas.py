@@ -146,7 +146,7 @@ class EagerReplicas:
         # names of the parameters to average -> the program that sums their gradients
         self._prepared: dict[tuple[str, ...], Prepared] = {}
         first = self._compile(_trained(module))
-        check_devices(first, self._world)
+        check_devices(first, self._world, self._settings)
         self.ownership = before.distribute(first)
         self._runtime.bind(first, self.ownership)
         self._params = self.ownership.params

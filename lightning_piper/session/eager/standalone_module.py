@@ -85,7 +85,7 @@ class Standalone:
     def _begin(self, first: Compiled) -> None:
         """Distribute the module as the first program needs it. Collective."""
         if not self.settings.local:
-            check_devices(first, self.world)
+            check_devices(first, self.world, self.settings)
         self._ownership = own = self._distribute(Ownership(self.module, first, self.world))
         self.evaluation.runtime.bind(first, own)
         self.evaluation.follow = TensorBinding(self.module, own).follow
@@ -123,8 +123,8 @@ class Standalone:
         if lost := sorted(replaced & self.known.later):
             raise PiperError(
                 f"PiperStrategy: {lost[0]!r} got a value after the checkpoint was loaded, but the values of a "
-                "sharded checkpoint are read at the first batch and would replace it. Set the value after the "
-                "first batch, or train without ckpt_path [PIPER-S009]"
+                "sharded checkpoint are read at the first batch and would replace it. Remove the code that sets the "
+                "value, or train without ckpt_path [PIPER-S009]"
             )
         loaded = {name: value for name, value in self.known.loaded.items() if name not in replaced}
         return Known(loaded, self.known.later).with_stored(self.module)

@@ -111,8 +111,8 @@ def _check_sampler(sampler: DistributedSampler[Any], world: World) -> None:
     raise PiperError(
         f"the DataLoader's DistributedSampler gives process {world.rank} part {sampler.rank} of "
         f"{sampler.num_replicas}, but this process belongs to replica {world.replica} of {world.count}. Use "
-        f"DistributedSampler(dataset, num_replicas={world.count}, rank={world.replica}) here, or a plain "
-        "sampler with Trainer(use_distributed_sampler=True), which divides the data [PIPER-L005]"
+        "a plain sampler (shuffle=True) with Trainer(use_distributed_sampler=True), which divides the data "
+        "[PIPER-L005]"
     )
 
 

@@ -216,8 +216,7 @@ class Loaders:
             raise PiperError(
                 "the checkpoint has the positions of "
                 f"{counted(len(self._content['loaders']), 'training loader')}, but "
-                f"this fit has {len(loaders)}. Resume with the same loaders, or from a checkpoint at the end "
-                "of an epoch [PIPER-K012]"
+                f"this fit has {len(loaders)}. Resume with the same loaders [PIPER-K012]"
             )
         if self._content is not None and not self._content["running"]:
             _lightning.begin_next_epoch(trainer)
@@ -268,16 +267,16 @@ class Loaders:
         if not running:
             return {}
         if sampler is None:
-            return {"problem": f"its training loader {type(loader).__name__} does not have a state_dict"}
+            return {"problem": f"the training loader {type(loader).__name__} does not have a state_dict"}
         if sampler.start is None:
-            return {"problem": f"the samples of its {type(sampler.own).__name__} are not integers"}
+            return {"problem": f"the samples of the {type(sampler.own).__name__} are not integers"}
         if given is None:
             kind = type(loader).__name__
-            return {"problem": f"its training loader {kind} has its own __iter__, which Piper cannot count"}
-        if given < 0:
             return {
-                "problem": "one of its training loaders began a new pass while gradients were accumulated"
+                "problem": f"Piper cannot count the batches of the training loader {kind}, which has its own __iter__"
             }
+        if given < 0:
+            return {"problem": "a training loader began a new pass while gradients were accumulated"}
         return sampler.start.after(given, loader.batch_sampler.batch_size, sampler.replicas).content()
 
     def content(self, world: World) -> dict[str, Any] | None:
@@ -301,9 +300,8 @@ class Loaders:
         if not self._warned:
             world.warn(
                 "a checkpoint is in the middle of an epoch, and a fit that resumes from it takes samples of "
-                f"this epoch twice or not at all, because {problem}. Save checkpoints at the end of epochs, "
-                "use a DataLoader of a data set with a length, or give the loader state_dict and "
-                "load_state_dict [PIPER-W029]"
+                f"this epoch twice or not at all, because {problem}. Save checkpoints at the end of epochs "
+                "[PIPER-W029]"
             )
         self._warned = True
 
@@ -315,7 +313,7 @@ def _stateful_entry(loader: Any, running: bool) -> dict[str, Any]:
     if running and hasattr(dataset, "set_epoch") and isinstance(getattr(dataset, "epoch", None), int):
         entry["epoch"] = dataset.epoch
     if running and has_shuffle_buffer(dataset):
-        entry["problem"] = "the samples in the shuffle buffer of its data set are not in the data set's state"
+        entry["problem"] = "the samples in the shuffle buffer of the data set are not in the data set's state"
     return entry
 
 
