@@ -556,9 +556,7 @@ def check_placed(program: Sequence[Directive], processes: int, local_replicas: i
     the number of logical devices.
 
     Args:
-        program: The directives.
-        processes: Number of processes that run them.
-        local_replicas: Number of local replicas of local SGD. Each of them has as many processes.
+        local_replicas: Number of local replicas of local SGD, each with this number of processes.
 
     Raises:
         PiperError: There are more or fewer processes.
