@@ -8,6 +8,7 @@ without the tag, and `{}` every node. `PASS` is `F`, `B`, `BI`, `BW`, or `R` for
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from lightning_piper.common.limits import INDEX, NAME, SHOWN, is_name, shown
@@ -116,24 +117,28 @@ def selecting(dag: TrainingDAG, regions: Collection[int]) -> str:
 
     Regions with equal tags count as one region.
     """
-    conditions: list[dict[str, object]] = []
-    for region in sorted(regions):
-        tags: dict[str, object] = dict(dag.regions[region].tags)
-        others = [
-            other.tags
-            for other in dag.regions
-            if other.index not in regions and tags.items() <= other.tags.items()
-        ]
-        tags |= dict.fromkeys(sorted({tag for each in others for tag in each} - tags.keys()), "-")
-        if tags not in conditions:
-            conditions.append(tags)
-    if not all(conditions):
-        return "{}"
-    (first, *_) = conditions[0]
-    numbers = [each[first] for each in conditions if list(each) == [first]]
-    if 1 < len(numbers) == len(conditions) and all(isinstance(number, int) for number in numbers):
-        conditions = [{first: numbers}]
-    return " and ".join(map(json.dumps, conditions))
+    inside = [dag.regions[region].tags for region in sorted(regions)]
+    outside = [region.tags for region in dag.regions if region.index not in regions]
+    for tag in dict.fromkeys(tag for tags in inside for tag in tags):
+        if all(tag in tags for tags in inside):
+            wanted = sorted({tags[tag] for tags in inside})
+            if all(tags.get(tag) not in wanted for tags in outside):
+                return json.dumps({tag: wanted if len(wanted) > 1 else wanted[0]})
+    conditions = dict.fromkeys(json.dumps(_without(tags, outside)) for tags in inside)
+    return " and ".join(conditions)
+
+
+def _without(tags: Mapping[str, int], outside: Sequence[Mapping[str, int]]) -> dict[str, object]:
+    """Return a filter with these tags that selects none of the regions with the tags `outside`. It excludes as few tags
+    as possible."""
+    found: dict[str, object] = dict(tags)
+    left = [each for each in outside if tags.items() <= each.items() and each != tags]
+    while left:
+        further = Counter(tag for each in left for tag in each if tag not in tags)
+        tag = further.most_common(1)[0][0]
+        found[tag] = "-"
+        left = [each for each in left if tag not in each]
+    return found
 
 
 def copies(dag: TrainingDAG, condition: Filter) -> list[Node]:
