@@ -160,7 +160,7 @@ def test_runs_that_cannot_be_divided_are_refused():
     ):
         piper.verify(long(), words(length=12), around(2, runs=4))
     for wrong in ((1, 0), (1, 2, 3), "1", (-1, 2)):
-        with pytest.raises(DirectiveError, match="Give names, or patterns, with dimensions"):
+        with pytest.raises(DirectiveError, match="Give names or patterns with dimensions"):
             report_of([around(2)[0], dataclasses.replace(around(2)[1], values={"*": wrong})])
 
 
