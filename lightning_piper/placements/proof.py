@@ -43,24 +43,32 @@ def prove(node: Node, rule: Rule, degree: int) -> None:
     """
     if all(str(p) == "R" for p in rule.inputs):
         return
-    graph, inputs, rule = _single_operation(node, rule, degree)
-    shapes = tuple((tuple(x.meta["val"].shape), x.meta["val"].dtype) for x in inputs)
-    call = next(n for n in graph.nodes if n.op == "call_function")
-    arguments = torch.fx.node.map_arg((call.args, call.kwargs), lambda x: x.name)
-    key = (str(node.target), str(arguments), shapes, rule, degree)
-    if key in _proved:
+    asked = (_key(node.target, node.args, node.kwargs, tensors_of(node)), rule, degree)
+    if asked in _proved:
         return
-    try:
-        found = difference(graph, inputs, rule, degree)
-    except WrongShape as error:
-        found = error.found
+    graph, inputs, rule = _single_operation(node, rule, degree)
+    call = next(n for n in graph.nodes if n.op == "call_function")
+    key = (_key(node.target, call.args, call.kwargs, inputs), rule, degree)
+    found = None
+    if key not in _proved:
+        try:
+            found = difference(graph, inputs, rule, degree)
+        except WrongShape as error:
+            found = error.found
     if found is not None:
         placements = ", ".join(map(str, rule.inputs))
         raise VerificationError(
             f"the rule of {node.target} for {placements} is wrong: {found}. If you added the rule, correct "
             "its output placement. Otherwise, report this [PIPER-D019]"
         )
-    _proved.add(key)
+    _proved.update((asked, key))
+
+
+def _key(target: Any, args: Any, kwargs: Any, inputs: Sequence[Node]) -> tuple[object, ...]:
+    """Return a key of an operation: equal for two calls that differ only in the values of their tensors."""
+    numbers = {x: i for i, x in enumerate(inputs)}
+    shapes = tuple((tuple(x.meta["val"].shape), x.meta["val"].dtype) for x in inputs)
+    return str(target), str(torch.fx.node.map_arg((args, kwargs), lambda x: numbers.get(x, x.name))), shapes
 
 
 def difference(graph: Graph, inputs: Sequence[Node], rule: Rule, degree: int) -> str | None:

@@ -60,6 +60,7 @@ MANY_SIZES = 8
 # A step keeps copies for at most this many sets of shapes. A further set replaces the oldest one. The number
 # of samples is not a part of such a set.
 MANY_SHAPES = 64
+LATEST = 2  # the number of traces that a step keeps
 
 
 class CapturedStep:
@@ -111,6 +112,9 @@ class CapturedStep:
         self._calls: dict[int, Calls] = {}  # number of samples -> the calls of the traced graph
         # Number of samples -> the traced graph, and the specs of the Python numbers among its inputs.
         self._graphs: dict[int, tuple[torch.fx.Graph, Specs]] = {}
+        # (number of samples, specs of Python numbers) -> the latest traces of the whole step. Its copies with
+        # other divisions, recomputations or chunks share them.
+        self._latest: dict[tuple[int, Specs], tuple[TracedGraph, Specs, TracedStep]] = {}
         # If True, no trace at another number of samples is possible: the batch has a list with one entry for
         # each sample, or such a trace has failed.
         self._sample_lists = _has_sample_lists(batch_spec)
@@ -150,7 +154,7 @@ class CapturedStep:
                 del self._shaped[next(iter(self._shaped))]
             other = self._shaped[shapes] = copy.copy(self)
             other.batch_spec, other._sample_lists = batch_spec, _has_sample_lists(batch_spec)
-            other._codes, other._calls, other._graphs = {}, {}, {}
+            other._codes, other._calls, other._graphs, other._latest = {}, {}, {}, {}
             vars(other).pop("member", None)  # the cached `member` has the shapes of `self`
         return self._shaped[shapes]
 
@@ -273,6 +277,18 @@ class CapturedStep:
                 continue
             if numbers == self.reads.inputs.specs():
                 return traced, batch + numbers, step
+
+    def _trace_whole(self, size: int) -> tuple[TracedGraph, Specs, TracedStep]:
+        """Return what `_trace` returns for whole parameters. The caller may change the graph: it is a copy of a
+        trace that the step keeps for the next call."""
+        found = self._latest.get((size, self.reads.inputs.specs()))
+        if found is None:
+            found = self._trace(size, {}, ())
+            while len(self._latest) >= LATEST:
+                del self._latest[next(iter(self._latest))]
+            self._latest[size, self.reads.inputs.specs()] = found
+        traced, specs, step = found
+        return dataclasses.replace(traced, graph=copy_graph(traced.graph)), specs, step
 
     def _specs(self, size: int) -> Specs:
         return _sized(self.batch_spec, size)
@@ -460,7 +476,7 @@ class CapturedStep:
         whole = self.at(size) if degrees else None
         parts = {} if whole is None else self._parts(whole, degrees)
         try:
-            traced, specs, step = self._trace(size, parts, degrees)
+            traced, specs, step = self._trace(size, parts, degrees) if degrees else self._trace_whole(size)
         except CaptureError as error:
             if whole is None:
                 raise
@@ -516,8 +532,9 @@ class CapturedStep:
         )
 
     def joint_graph(self) -> tuple[torch.fx.Graph, PlaceholderNames]:
-        """Trace the step once more at its `size`. Return the new graph and the meaning of its placeholders."""
-        return (graph := self._trace(self.size, {}, ())[0].graph), PlaceholderNames.of(graph, self.canonical)
+        """Return a new graph of the step at its `size`, and the meaning of its placeholders."""
+        graph = self._trace_whole(self.size)[0].graph
+        return graph, PlaceholderNames.of(graph, self.canonical)
 
     def _divide(self, weighed: WeightedStep) -> dict[str, tuple[str, Sharded]]:
         """Choose the placement of each value of the graph along the axes of `divisions`, and add changes of
