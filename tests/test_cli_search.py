@@ -159,7 +159,7 @@ REFUSED = {
     "no device": (["--devices", "0"], "search: devices=0 is not usable. Give an integer from 1"),
     "a size that is none": (
         ["--devices", "2", "--memory", "much"],
-        "search: memory='much' is not usable. Give bytes above 0, or text such as '24GiB'",
+        "search: memory='much' is not usable. Give bytes, at most 1e15, or text such as '24GiB'",
     ),
     "too little": (
         ["--devices", "2", "--memory", "1KiB"],

@@ -75,14 +75,14 @@ def test_what_is_no_file_or_too_large(read: Callable[[Any], object], tmp_path: P
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: schedules.gpipe(2, 10**9), "microbatches=1000000000. Give fewer"),
+        (lambda: schedules.gpipe(2, 10**9), "microbatches=1000000000. Give at most 100000"),
         (
             lambda: schedules.v_min(1000, 1000),
-            "1,000 stages with 1,000 microbatches. Give fewer: a step has at most 200000 passes",
+            "1,000 stages with 1,000 microbatches. Give at most 100 microbatches, because a step has at most 200000 passes",
         ),
         (
             lambda: schedules.zbv(1000, 1000),
-            "1,000 stages with 1,000 microbatches. Give fewer: a step has at most 200000 passes",
+            "1,000 stages with 1,000 microbatches. Give at most 100 microbatches, because a step has at most 200000 passes",
         ),
         (lambda: schedules.from_csv("999999999F999999999,0F0\n"), "stage 0, microbatch 0 has 0F0"),
         (lambda: schedules.from_csv("9" * 5000 + "F0,\n"), "is not an action"),

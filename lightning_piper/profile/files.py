@@ -204,7 +204,7 @@ def read_json(path: Path) -> dict[str, Any]:
             if size > LIMIT:
                 raise PiperError(
                     f"{str(path)!r} has {size} bytes, but a file of a recording may have at most {LIMIT} "
-                    "bytes. Record a program with fewer microbatches or devices [PIPER-R002]"
+                    "bytes. Record a program with fewer microbatches [PIPER-R002]"
                 )
             content = parse_json(file.read(size).decode("utf-8-sig"))
     except (OSError, ValueError) as error:

@@ -157,9 +157,9 @@ class Recording:
         first = self._schedule.wait + self._schedule.warmup
         if self._world.rank == 0 and 0 < self._count <= first:
             warnings.warn(
-                f"PiperStrategy recorded no step: the fit had {counted(self._count, 'step')}, and step {first} "
-                f"(counted from 0) would be the first recorded one. Train longer, or pass "
-                "wait=0 and warmup=0 to piper.Schedule or PiperProfiler [PIPER-W027]",
+                f"PiperStrategy recorded no step: it records after {counted(first, 'batch')}, but the fit ended after "
+                f"{counted(self._count, 'batch')}. Record earlier: give piper.Schedule or piper.PiperProfiler wait=0 and "
+                "warmup=0 [PIPER-W027]",
                 stacklevel=2,
             )
         self._forget()
@@ -204,12 +204,20 @@ class Recording:
                     write_text(self.folder / f"kernels_{steps[0].number}_rank{rank}.json", text)
         except OSError as error:  # a full disk should not end the training
             warnings.warn(
-                f"the recording of steps could not be written to {self.folder}: {error}. "
-                f"{'Free space on the disk' if error.errno == errno.ENOSPC else 'Make this folder writable'}, or log to "
-                "another folder [PIPER-W021]",
+                f"the recording of steps could not be written to {self.folder}: {error}. {self._fix(error)} "
+                "[PIPER-W021]",
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+    def _fix(self, error: OSError) -> str:
+        """Return what to do if the folder cannot be written, as text."""
+        if error.errno == errno.ENOSPC:
+            return "Free space on the disk"
+        logger = self._trainer.logger
+        if logger is None or logger.save_dir in (None, self._trainer.default_root_dir):
+            return "Give another folder: Trainer(default_root_dir=...)"
+        return f"Give another folder: {type(logger).__name__}(save_dir=...)"
 
     def _write(
         self, step: _Step, times: Mapping[int, InstructionTimes], fixed: Mapping[str, Mapping[str, int]]

@@ -42,8 +42,8 @@ class Schedule:
             number = integer(value)
             if number is None or not least[field.name] <= number < INDEX:
                 raise PiperError(
-                    f"Schedule({field.name}={shown(value)}) is not usable. Give a whole number >= {least[field.name]}"
-                    " [PIPER-S001]"
+                    f"Schedule({field.name}={shown(value)}) is not usable. Give an integer from {least[field.name]} to "
+                    f"{INDEX - 1} [PIPER-S001]"
                 )
             object.__setattr__(self, field.name, number)
 
@@ -76,6 +76,6 @@ def schedule_of(given: object) -> Schedule | None:
     if isinstance(given, Schedule):
         return given
     raise PiperError(
-        f"PiperStrategy(profile={shown(given)}) is not usable. Give True, or a lightning_piper.profile.Schedule(wait, "
-        "warmup, active, repeat) [PIPER-S001]"
+        f"PiperStrategy(profile={shown(given)}) is not usable. Give True, or a piper.Schedule such as "
+        "piper.Schedule(wait=5, warmup=1, active=3, repeat=1) [PIPER-S001]"
     )

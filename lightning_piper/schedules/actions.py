@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from lightning_piper.common.limits import DEVICES, PASSES, integer, is_name, shown
+from lightning_piper.common.limits import DEVICES, NAME, PASSES, integer, is_name, shown
 from lightning_piper.common.units import counted
 from lightning_piper.directives import Directive, Order, Place, Split
 from lightning_piper.errors import DirectiveError
@@ -54,11 +54,15 @@ def program_of(
         DirectiveError: `devices` does not have one device (or group) for each rank, or a tag is not valid.
     """
     check_names(name, tag, dim_name)
+    if devices is None and len(rows) > DEVICES:
+        raise DirectiveError(
+            f"{name}: the stages need {counted(len(rows), 'rank')}. Give stages for at most {DEVICES:,} ranks [PIPER-D020]"
+        )
     places = _devices_of_ranks(name, range(len(rows)) if devices is None else devices)
     if len(places) != len(rows):
         raise DirectiveError(
-            f"{name}: {counted(len(places), 'device')} for {counted(len(rows), 'rank')}. Give one device, or one group, for each "
-            "rank [PIPER-D020]"
+            f"{name}: devices={shown(devices)} does not fit {counted(len(rows), 'rank')}. Give one device, "
+            "or one group of devices, for each rank [PIPER-D020]"
         )
     where: dict[int, dict[int, set[int]]] = {}  # stage -> rank -> microbatches
     for rank, row in enumerate(rows):
@@ -123,16 +127,14 @@ def check_names(name: str, tag: object, dim_name: object) -> None:
     Raises:
         DirectiveError: A tag is not a name, is `PASS`, or both tags are equal.
     """
-    for what, value in (("tag", tag), ("dim_name", dim_name)):
+    for what, value, example in (("tag", tag, "PP"), ("dim_name", dim_name, "MB")):
         if not is_name(value) or value == "PASS":
-            accepted = (
-                ", but 'PASS' is reserved for passes. Give another"
+            wrong = (
+                "is the tag of passes. Give another tag"
                 if value == "PASS"
-                else " is not a name. Give a non-empty"
+                else f"is not a tag. Give a string of 1 to {NAME} printable characters"
             )
-            raise DirectiveError(
-                f"{name}: {what}={shown(value)}{accepted} name, such as 'PP' or 'MB' [PIPER-D020]"
-            )
+            raise DirectiveError(f"{name}: {what}={shown(value)} {wrong}, such as {example!r} [PIPER-D020]")
     if tag == dim_name:
         raise DirectiveError(
             f"{name}: tag and dim_name are both {tag!r}. Give stages and microbatches different tags"
@@ -160,15 +162,17 @@ def checked_counts(name: str, **given: int) -> Iterator[int]:
         number = integer(value)
         if number is None or number < 1:
             raise DirectiveError(f"{name}: {what}={shown(value)}. Give an integer >= 1 [PIPER-D020]")
-        if number > PASSES:
+        if number > PASSES // 2:
             raise DirectiveError(
-                f"{name}: {what}={shown(value)}. Give fewer: a step has at most {PASSES} passes [PIPER-D020]"
+                f"{name}: {what}={shown(value)}. Give at most {PASSES // 2}, because a step has at most {PASSES} passes "
+                "[PIPER-D020]"
             )
         found.append(number)
     if 2 * found[0] * found[1] > PASSES:
         raise DirectiveError(
-            f"{name}: {counted(found[0], 'stage')} with {counted(found[1], 'microbatch')}. Give fewer: a step has at most "
-            f"{PASSES} passes, two for each stage and microbatch [PIPER-D020]"
+            f"{name}: {counted(found[0], 'stage')} with {counted(found[1], 'microbatch')}. Give at most "
+            f"{counted(PASSES // 2 // found[0], 'microbatch')}, because a step has at most {PASSES} passes, two for each stage "
+            "and microbatch [PIPER-D020]"
         )
     return iter(found)
 

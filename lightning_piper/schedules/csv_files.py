@@ -18,7 +18,7 @@ from os import PathLike
 from pathlib import Path
 
 from lightning_piper.common.limits import FILE, PASSES, kind_of, shown
-from lightning_piper.common.user_files import read_text
+from lightning_piper.common.user_files import explained, read_text
 from lightning_piper.directives import Directive, Order, Place, parse
 from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.filters import matches
@@ -78,8 +78,7 @@ def _content(source: str | PathLike[str]) -> str:
         return read_text(source)
     except (OSError, ValueError) as error:
         raise DirectiveError(
-            f"from_csv: file {shown(str(source))} cannot be read: {error}. Give the path of a CSV file "
-            "[PIPER-D021]"
+            f"from_csv: file {shown(str(source))} cannot be read: {explained(error)} [PIPER-D021]"
         ) from None
 
 
@@ -133,9 +132,7 @@ def _checked_microbatches(rows: Sequence[Row]) -> int:
     found: dict[tuple[int, int], list[tuple[str, int]]] = {}
     for rank, row in enumerate(rows):
         if not row:
-            raise DirectiveError(
-                f"from_csv: row {rank} has no pass. Give each rank some work, or remove the row [PIPER-D021]"
-            )
+            raise DirectiveError(f"from_csv: row {rank} has no pass. Remove the row [PIPER-D021]")
         for action in (action for group in row for action in group):
             found.setdefault((action.stage, action.microbatch), []).append((action.kind, rank))
     stages, microbatches = (1 + max((key[i] for key in found), default=-1) for i in (0, 1))
@@ -202,8 +199,8 @@ def to_csv(
         rank = ranks.pop()
         if ranks or rank in rows:
             raise DirectiveError(
-                f"to_csv: directive {index} (order): field 'filters': the order names "
-                f"{'several ranks' if ranks else 'a rank that an earlier order has ordered'}. Give one order "
+                f"to_csv: directive {index} (order): field 'filters': the order is "
+                f"{'for several ranks' if ranks else 'the second order for its rank'}. Give one order "
                 "for each rank [PIPER-D021]"
             )
         rows[rank] = cells
@@ -214,7 +211,7 @@ def to_csv(
             Path(path).write_text(stream.getvalue(), encoding="utf-8", newline="")
         except (OSError, ValueError, TypeError) as error:
             raise DirectiveError(
-                f"to_csv: file {shown(path)} cannot be written: {error}. Give a path in a folder that "
+                f"to_csv: file {shown(path)} cannot be written: {error}. Give the path of a file in a folder that "
                 "exists and can be written [PIPER-R003]"
             ) from None
     return stream.getvalue()

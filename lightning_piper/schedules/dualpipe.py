@@ -88,7 +88,7 @@ def dualpipe(
     if microbatches % 2 or microbatches < 2 * stages:
         raise DirectiveError(
             f"dualpipe: {counted(microbatches, 'microbatch')} for {counted(stages, 'stage')}. Give an even number of "
-            f"microbatches, at least {2 * stages}, half of them for each direction [PIPER-D020]"
+            f"microbatches, at least {2 * stages} [PIPER-D020]"
         )
     half = microbatches // 2
     rows = []

@@ -152,7 +152,7 @@ def _ranks(stages: int, ranks: object) -> list[int]:
     if len(numbers) != stages or len(found) != stages or sorted(set(numbers)) != [*range(len(set(numbers)))]:
         raise DirectiveError(
             f"fitted: ranks={shown(ranks)} for {counted(stages, 'stage')}. Give the rank of each stage, counted from 0 "
-            "without gaps, such as [0, 1, 1, 0] [PIPER-D022]"
+            f"without gaps, such as {shown([*range(stages)])} [PIPER-D022]"
         )
     return numbers
 
@@ -173,8 +173,8 @@ def _memory(ranks: int, memory: object) -> list[int | None]:
     ]
     if len(found) != ranks or odd:
         raise DirectiveError(
-            f"fitted: memory={shown(memory)} for {counted(ranks, 'rank')}. Give bytes, an integer >= 0, or one for "
-            "each rank [PIPER-D022]"
+            f"fitted: memory={shown(memory)} for {counted(ranks, 'rank')}. Give an integer >= 0, or a list with one "
+            "for each rank [PIPER-D022]"
         )
     return found
 
@@ -186,17 +186,15 @@ def _check_room(chain: Chain, limits: Sequence[int | None]) -> None:
     Raises:
         DirectiveError: A rank cannot hold them.
     """
-    short = []
+    short, needed = [], []
     for rank, (own, limit) in enumerate(zip(chain.local, limits, strict=True)):
         least = sum(chain.costs[s].static + chain.costs[s].saved for s in own)
+        needed.append(least)
         if limit is not None and least > limit:
             short.append(f"rank {rank} needs at least {counted(least, 'byte')}, but has {limit:,}")
     if short:
         more = f"; and {counted(len(short) - 8, 'more rank')}" if len(short) > 8 else ""
-        raise DirectiveError(
-            f"fitted: {'; '.join(short[:8])}{more}. Give more memory, smaller microbatches, or shorter stages"
-            " [PIPER-D022]"
-        )
+        raise DirectiveError(f"fitted: {'; '.join(short[:8])}{more}. Give memory={max(needed)} [PIPER-D022]")
 
 
 def _builders(chain: Chain) -> Iterator[list[Row]]:

@@ -60,8 +60,8 @@ def interleaved_one_f_one_b(
     rounds = max(1, microbatches // ranks)
     if microbatches % rounds:
         raise DirectiveError(
-            f"{name}: {counted(microbatches, 'microbatch')} on {counted(ranks, 'rank')} run in {rounds} rounds of equal size. "
-            f"Give {microbatches - microbatches % rounds}, or a multiple of {ranks} [PIPER-D020]"
+            f"{name}: {counted(microbatches, 'microbatch')} on {counted(ranks, 'rank')} cannot run in {rounds} rounds of "
+            f"equal size. Give {counted(microbatches - microbatches % rounds, 'microbatch')} [PIPER-D020]"
         )
     return program_of(
         interleaved_rows(ranks, microbatches, stages_per_device), microbatches, devices, tag, dim_name, name

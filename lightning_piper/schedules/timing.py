@@ -266,7 +266,7 @@ class _RankClocks:
             )
             raise DirectiveError(
                 f"timed: the ranks wait for each other: {waits}. Put each pass after the passes whose "
-                "results it reads [PIPER-D022]"
+                "results it needs [PIPER-D022]"
             )
 
     def _enter(self, rank: int, stage: int, kind: str, mb: int) -> bool:

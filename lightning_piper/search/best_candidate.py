@@ -88,7 +88,6 @@ def best_of(
             fits, or, if the budget ends first, the least known memory.
         NoProgram: No schedule exists for this workload on these devices.
     """
-    schedules = tuple(SEARCHED if schedules is None else schedules)
     check_asked(
         devices,
         objective,
@@ -99,6 +98,7 @@ def best_of(
         budget=budget,
         ranks=ranks,
     )
+    schedules = tuple(SEARCHED if schedules is None else schedules)
     check_hardware(hardware)
     limit = bytes_of(hardware.memory if memory is None else memory)
     space = Space(workload, hardware, devices, limit, schedules, tuple(levels), margin, all_devices, ranks)

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -133,7 +134,7 @@ def search(
     devices: int,
     memory: str | Number | None = None,
     *,
-    hardware: Hardware | str | None = None,
+    hardware: Hardware | str | PathLike[str] | None = None,
     objective: str = "time",
     workload: Workload | None = None,
     check: Check = "static",
@@ -232,18 +233,18 @@ def _check_arguments(
     check_asked(devices, objective, **options)
     if memory is not None:
         bytes_of(memory)
-    if not isinstance(hardware, Hardware | str | None):
+    if not isinstance(hardware, Hardware | str | PathLike | None):
         raise SearchError(
             f"search: hardware={shown(hardware)} is not usable. Give a Hardware, a name, or the path of a JSON file"
             " [PIPER-P001]"
         )
 
 
-def _hardware(given: Hardware | str | None) -> Hardware:
+def _hardware(given: Hardware | str | PathLike[str] | None) -> Hardware:
     """Return the hardware that the argument of `search` names. If it is None, measure this machine."""
     if given is None:
         return Hardware.measure()
-    return Hardware.read(given) if isinstance(given, str) else given
+    return given if isinstance(given, Hardware) else Hardware.read(given)
 
 
 class _TooLarge(NamedTuple):

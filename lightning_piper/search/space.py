@@ -151,7 +151,7 @@ class Space:
         """Check the fields."""
         if not isinstance(self.workload, Workload) or not self.workload.blocks:
             raise SearchError(
-                f"search: the workload has no blocks ({shown(self.workload)}). Give a Workload with at "
+                f"search: workload={shown(self.workload)} is not a Workload with blocks. Give a Workload with at "
                 "least one block [PIPER-P001]"
             )
         check_hardware(self.hardware)
@@ -163,8 +163,7 @@ class Space:
             or not self.memory > 0
         ):
             raise SearchError(
-                f"search: memory={shown(self.memory)} is not usable. Give bytes above 0, or text such as '80GiB'"
-                " [PIPER-P001]"
+                f"search: memory={shown(self.memory)} is not usable. Give a number of bytes above 0 [PIPER-P001]"
             )
 
     def layouts(self) -> Iterator[Layout]:
@@ -359,13 +358,21 @@ def check_choices(devices: int, schedules: Sequence[str], levels: Sequence[int],
         raise SearchError(
             f"search: margin={shown(margin)} is not usable. Give a share such as 0.05 [PIPER-P001]"
         )
-    if isinstance(schedules, str) or not schedules or any(name not in SEARCHED for name in schedules):
+    if (
+        not isinstance(schedules, list | tuple)
+        or not schedules
+        or not all(isinstance(name, str) and name in SEARCHED for name in schedules)
+    ):
         raise SearchError(
-            f"search: schedules={shown(schedules)} is not usable. Give some of {', '.join(SEARCHED)} [PIPER-P001]"
+            f"search: schedules={shown(schedules)} is not usable. Give a list of some of {', '.join(SEARCHED)} [PIPER-P001]"
         )
-    if not levels or not set(levels) <= {0, 1, 2, 3}:
+    if (
+        not isinstance(levels, list | tuple | range)
+        or not levels
+        or not all(integer(level) in range(4) for level in levels)
+    ):
         raise SearchError(
-            f"search: levels={shown(levels)} is not usable. Give some of 0, 1, 2, 3 [PIPER-P001]"
+            f"search: levels={shown(levels)} is not usable. Give a list of some of 0, 1, 2, 3 [PIPER-P001]"
         )
 
 
@@ -399,7 +406,8 @@ def bytes_of(size: str | Number) -> Number:
     ):
         return size
     raise SearchError(
-        f"search: memory={shown(size)} is not usable. Give bytes above 0, or text such as '24GiB' or '80GB' [PIPER-P001]"
+        f"search: memory={shown(size)} is not usable. Give bytes, at most 1e15, or text such as '24GiB' or '80GB' "
+        "[PIPER-P001]"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
@@ -21,6 +22,9 @@ Durations = Mapping[str, Number] | Callable[[Chunk], Number]
 # A backward pass computes two products for each product of the forward pass: for its input (BI) and its
 # weights (BW).
 DEFAULT: Mapping[str, Number] = {"F": 1, "B": 2, "BI": 1, "BW": 1}
+
+# The end of errors about an unknown node or tag, which users of Python and of the command line see.
+LISTED = "Find the nodes, passes and tags with print(compiled.dag) in Python, or with `lightning-piper plan`"
 
 PAIR = "F&B"  # key of the duration of an F and a B that form an overlap group
 _CHUNK = re.compile(r"(?P<kind>[A-Z]+)(\[(?P<tags>[^\]]*)\])?")
@@ -61,7 +65,7 @@ class WorkDurations:
         if not isinstance(durations, Mapping) and not callable(durations):
             raise SimulationError(
                 f"durations: {shown(durations)} is neither a table nor a function. Give a table such as "
-                f"{{'F': 1, 'B': 2}} or a function [PIPER-T001]"
+                f"{DEFAULT} [PIPER-T001]"
             )
         if isinstance(durations, Mapping):
             rules = self._read(dag, durations)
@@ -107,8 +111,7 @@ class WorkDurations:
                 node = int(match["node"])
                 if node not in dag.nodes:
                     raise SimulationError(
-                        f"durations: {key!r} names no node of this training DAG. Run print(compiled.dag) to list "
-                        "them [PIPER-T001]"
+                        f"durations: {key!r} is not a node of this program. {LISTED} [PIPER-T001]"
                     )
                 found = dag.nodes[node]
                 if isinstance(found, Recv):
@@ -201,8 +204,7 @@ class _Rules:
         # split backward passes.
         if self._unused:
             raise SimulationError(
-                f"durations: {min(self._unused)!r} matches nothing. Run print(compiled.dag) to see the "
-                "chunks' tags [PIPER-T001]"
+                f"durations: no chunk has the pass and the tags of {min(self._unused)!r}. {LISTED} [PIPER-T001]"
             )
 
 
@@ -224,8 +226,8 @@ def _most_specific(chunk: Chunk, found: list[_Entry]) -> Number:
     if len(found) > 1 and found[-1][0] == found[-2][0]:
         one, other = found[-2][1], found[-1][1]
         raise SimulationError(
-            f"durations: {one!r} and {other!r} are equally specific for {_name(chunk)}. Give one with more "
-            "tags [PIPER-T001]"
+            f"durations: {one!r} and {other!r} are equally specific for {_name(chunk)}. Give a duration for "
+            f"{chunk.label!r} [PIPER-T001]"
         )
     return found[-1][2]
 
@@ -291,6 +293,6 @@ def read_durations(path: str | PathLike[str]) -> dict[str, Number]:
     if not isinstance(content, dict):
         raise SimulationError(
             f"durations file {name_of(path)} holds {kind_of(content)}. Write an object such "
-            f'as {{"F": 1, "B": 2}} [PIPER-T001]'
+            f"as {json.dumps(DEFAULT)} [PIPER-T001]"
         )
     return content

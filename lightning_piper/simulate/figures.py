@@ -190,11 +190,15 @@ def simulate(
             earlier instruction started.
     """
     planned = isinstance(plans, Mapping) and all(isinstance(plan, Plan) for plan in plans.values())
-    for name, given, good in (("dag", dag, isinstance(dag, TrainingDAG)), ("plans", plans, planned)):
+    checks = (
+        ("dag", dag, isinstance(dag, TrainingDAG), "a TrainingDAG"),
+        ("plans", plans, planned, "a mapping from devices to plans"),
+    )
+    for name, given, good, kind in checks:
         if not good:
             raise SimulationError(
-                f"simulate({name}=...) is {limits.kind_of(given)} that is not from a compiled program. Give "
-                f"compiled.{name} of lightning_piper.compile's result [PIPER-T003]"
+                f"simulate({name}=...) is {limits.kind_of(given)}, not {kind}. Give compiled.{name}, where compiled is "
+                "the result of piper.compile [PIPER-T003]"
             )
     if network is not None and not isinstance(network, Network):
         raise SimulationError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -100,11 +101,11 @@ class Hardware:
         Raises:
             SimulationError: `name` is neither of these, the file cannot be read, or its content is invalid.
         """
-        own = [path for path in _FOLDER.glob("*.json") if path.stem == name]
+        own = [path for path in _FOLDER.glob("*.json") if path.stem == str(name)]
         if not own and (not isinstance(name, str | PathLike) or not str(name).endswith(".json")):
             names = ", ".join(known())
             raise SimulationError(
-                f"there is no hardware {shown(name)}. Give one of {names}, or the path of a JSON file"
+                f"there is no hardware {name_of(name)}. Give one of {names}, or a JSON file (*.json)"
                 " [PIPER-T002]"
             )
         try:
@@ -145,8 +146,8 @@ class Hardware:
         name = str(dtype).removeprefix("torch.")
         if name not in self.flops:
             raise SimulationError(
-                f"{self.name}: flops has no {name!r}, only {', '.join(self.flops)}. Add {name!r} to flops"
-                " [PIPER-T002]"
+                f"hardware {self.name!r} has no speed for {name}, only for {', '.join(self.flops)}. Give a hardware file "
+                f"whose flops have {name!r} [PIPER-T002]"
             )
         return self.flops[name]
 
@@ -274,12 +275,12 @@ def _hardware(where: str, content: Any) -> Hardware:
     if counts != sorted(set(counts)):
         raise SimulationError(
             f"{where}: links join {counts} devices. Give the links from the nearest to the farthest, each "
-            "joining more devices [PIPER-T002]"
+            "for more devices than the link before [PIPER-T002]"
         )
     efficiency = _number(where, "efficiency", content.get("efficiency", 1.0))
     if efficiency > 1:
-        raise SimulationError(f"{where}: efficiency is {efficiency}. Give a share, at most 1 [PIPER-T002]")
-    whole = {key: int(_number(where, key, content[key])) for key in ("memory", "host_memory")}
+        raise SimulationError(f"{where}: efficiency is {efficiency}. Give a number > 0 and <= 1 [PIPER-T002]")
+    whole = {key: math.ceil(_number(where, key, content[key])) for key in ("memory", "host_memory")}
     host = _link(f"{where}: host", content["host"], ())[1]
     bandwidth = _number(where, "bandwidth", content["bandwidth"])
     return Hardware(
@@ -378,7 +379,7 @@ def _number(where: str, what: str, value: Any) -> float:
     """
     # Do not use `checked`, because the numbers of large clusters exceed its limit of 1e15.
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LARGEST:
-        raise SimulationError(f"{where}: {what} is {shown(value)}. Give a number > 0 [PIPER-T002]")
+        raise SimulationError(f"{where}: {what} is {shown(value)}. Give a number > 0 and < 1e18 [PIPER-T002]")
     return value
 
 

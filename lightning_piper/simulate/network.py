@@ -169,19 +169,20 @@ class Network:
     def __post_init__(self) -> None:
         """Check the types of the fields."""
         single = {"link": self.link, "host": self.host}
-        several: dict[str, tuple[Any, Any]] = {
-            "channels": (self.channels, Link),
-            "groups": (self.groups, Link | HierarchicalRing),
+        several: dict[str, tuple[Any, Any, str]] = {
+            "channels": (self.channels, Link, "pairs of devices"),
+            "groups": (self.groups, Link | HierarchicalRing, "tuples of devices"),
         }
         for name, link in single.items():
             if not isinstance(link, Link):
                 raise SimulationError(
                     f"Network({name}={shown(link)}) is not usable. Give a Link [PIPER-T003]"
                 )
-        for name, (links, kind) in several.items():
+        for name, (links, kind, keys) in several.items():
             if not isinstance(links, Mapping) or not all(isinstance(link, kind) for link in links.values()):
                 raise SimulationError(
-                    f"Network({name}={shown(links)}) is not usable. Give a mapping from devices to Links [PIPER-T003]"
+                    f"Network({name}={shown(links)}) is not usable. Give a mapping from {keys} to Links, such as "
+                    "{(0, 1): Link(1)} [PIPER-T003]"
                 )
         if not isinstance(self.shared, Sequence) or not all(isinstance(x, SharedLink) for x in self.shared):
             raise SimulationError(

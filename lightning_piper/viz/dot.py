@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import networkx as nx
 
-from lightning_piper.common.limits import kind_of, shown
+from lightning_piper.common.limits import integer, kind_of, shown
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Node
@@ -23,10 +23,10 @@ def dot_graph(dag: TrainingDAG, device: int) -> str:
     """
     if not isinstance(dag, TrainingDAG):
         raise PiperError(
-            f"dot_graph: the DAG is {kind_of(dag)}. Give compiled.dag of lightning_piper.compile's "
-            "result [PIPER-A001]"
+            f"dot_graph: the DAG is {kind_of(dag)}. Give compiled.dag, where compiled is the result of piper.compile "
+            "[PIPER-A001]"
         )
-    if not isinstance(device, int) or device not in dag.devices():
+    if integer(device) not in dag.devices():
         raise PiperError(
             f"dot_graph: the training DAG has no device {shown(device)}. Give one of "
             f"{', '.join(map(str, dag.devices()))} [PIPER-A002]"

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable, Sequence
 from xml.sax.saxutils import escape
 
+from lightning_piper.common.limits import shown
+from lightning_piper.errors import PiperError
 from lightning_piper.simulate import Simulation, Span
 from lightning_piper.viz.boxes import Row, indices, is_chunk, rows_of
 from lightning_piper.viz.colors import color, rank
@@ -29,7 +31,14 @@ def svg_chart(simulation: Simulation) -> str:
     Each span that takes time is a box. The box of a chunk shows the indices of the chunk's tags, such as
     stage and microbatch, if it is wide enough. The tooltip of each box shows its name, times and node. The
     color of a box shows the pass or the operation.
+
+    Raises:
+        PiperError: `simulation` is not a `Simulation`.
     """
+    if not isinstance(simulation, Simulation):
+        raise PiperError(
+            f"svg_chart: {shown(simulation)} is not a Simulation. Give the result of simulate [PIPER-A001]"
+        )
     rows = rows_of(simulation)
     titles = [f"device {device}  {stream}" for device, stream in rows]
     left = 16 + math.ceil(_LETTER * max((len(title) for title in titles), default=0))

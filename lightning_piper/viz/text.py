@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 
-from lightning_piper.common.limits import WIDTH, shown
+from lightning_piper.common.limits import WIDTH, integer, shown
 from lightning_piper.errors import PiperError
 from lightning_piper.simulate import Number, Simulation
 from lightning_piper.viz.boxes import distinct_names, is_chunk, rows_of
@@ -33,7 +33,7 @@ def text_chart(simulation: Simulation, width: int = 120) -> str:
         raise PiperError(
             f"text_chart: {shown(simulation)} is not a Simulation. Give the result of simulate [PIPER-A001]"
         )
-    if not isinstance(width, int) or not 0 < width <= WIDTH:
+    if not 0 < (integer(width) or 0) <= WIDTH:
         raise PiperError(
             f"text_chart(width={shown(width)}) is not usable. Give a number of characters from 1 to {WIDTH} [PIPER-A001]"
         )

@@ -135,7 +135,7 @@ def test_a_schedule_that_cannot_be_is_refused(field: str, value: object) -> None
 
 
 def test_the_strategy_refuses_what_is_no_schedule() -> None:
-    with pytest.raises(PiperError, match=r"profile='yes'.*Give True, or a lightning_piper.profile.Schedule"):
+    with pytest.raises(PiperError, match=r"profile='yes'.*Give True, or a piper.Schedule such as"):
         piper.PiperStrategy([], profile="yes")  # type: ignore[arg-type]
 
 

@@ -134,7 +134,7 @@ def test_when_a_node_ran(fit: tuple[L.Trainer, Path]) -> None:
         for what in ("planned", "ran")
     ]
     other = piper.compile(Chain(3), torch.zeros(8, 4), piper.schedules.gpipe(3, 2))
-    with pytest.raises(PiperError, match="recorded with another program or batch size"):
+    with pytest.raises(PiperError, match="recorded with another module, program or batch size"):
         when_it_ran(other, node, fit[1])
 
 
@@ -200,7 +200,10 @@ def test_a_fit_that_records_no_step_warns(tmp_path: Path) -> None:
         )
         trainer.fit(module, DataLoader(torch.randn(8, 4), batch_size=4))
 
-    with pytest.warns(UserWarning, match=r"recorded no step: the fit had 2 steps, and step 2 .*PIPER-W027"):
+    with pytest.warns(
+        UserWarning,
+        match=r"recorded no step: it records after 2 batches, but the fit ended after 2 batches.*PIPER-W027",
+    ):
         fit(piper.Schedule(wait=1, warmup=1))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*recorded no step")

@@ -95,7 +95,7 @@ def test_idle_slots_and_spaces_do_not_matter() -> None:
         ("0F0,0B0,0B0\n", r"stage 0, microbatch 0 has 0F0 in row 0, 0B0 in row 0, 0B0 in row 0"),
         ("0F0,\n0B0,\n", r"stage 0, microbatch 0 has 0F0 in row 0, 0B0 in row 1"),
         ("1F0,1B0\n", r"stage 0, microbatch 0 has nothing"),
-        ("0F0,0B0\n,\n1F0,1B0\n", r"row 1 has no pass. Give each rank some work"),
+        ("0F0,0B0\n,\n1F0,1B0\n", r"row 1 has no pass. Remove the row"),
         (",\n", r"the schedule has no pass"),
     ],
 )
@@ -122,12 +122,12 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         ),
         (
             [*gpipe(2, 2), gpipe(2, 2)[-1]],
-            r"directive 5 \(order\): .* names a rank that an earlier order has ordered. Give one order for "
+            r"directive 5 \(order\): .* is the second order for its rank. Give one order for "
             r"each rank",
         ),
         (
             [*gpipe(2, 2)[:3], Order(filters=[{"PP": s, "MB": 0, "PASS": "F"} for s in (0, 1)])],
-            r"directive 3 \(order\): .* names several ranks. Give",
+            r"directive 3 \(order\): .* is for several ranks. Give",
         ),
     ],
 )

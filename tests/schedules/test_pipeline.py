@@ -116,7 +116,7 @@ def test_devices_and_tags_are_the_users(builder: Any) -> None:
         ({"stages": True, "microbatches": 1}, r"stages=True. Give"),
         (
             {"stages": 2, "microbatches": 1, "devices": [0]},
-            r"1 device for 2 ranks. Give one device, or one group, for each rank",
+            r"devices=.* does not fit 2 ranks\. Give one device, or one group of devices, for each rank",
         ),
     ],
 )

@@ -94,7 +94,10 @@ def test_time_is_the_longer_of_arithmetic_and_memory() -> None:
     assert seconds([cost, cost], slow) == 200.0
     assert seconds([cost._replace(flops=0)], slow) == 10.0
     assert seconds([cost], Hardware("half", 1, {"float32": 10.0}, 10.0, CPU.links, CPU.host, 1, 0.5)) == 200.0
-    with pytest.raises(SimulationError, match="slow: flops has no 'bfloat16', only float32"):
+    with pytest.raises(
+        SimulationError,
+        match=r"hardware .slow. has no speed for bfloat16, only for float32\.",
+    ):
         seconds([cost._replace(dtype=torch.bfloat16)], slow)
 
 

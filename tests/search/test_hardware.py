@@ -42,7 +42,7 @@ def test_figures_of_a_data_sheet() -> None:
     assert (found.memory, found.bandwidth) == (80e9, 3350e9)
     assert found.link(0, 7).bandwidth == found.link(8, 15).bandwidth == 450e9
     assert found.link(7, 8).bandwidth == 50e9
-    with pytest.raises(SimulationError, match="H100 SXM: flops has no 'complex64'"):
+    with pytest.raises(SimulationError, match="H100 SXM' has no speed for complex64"):
         found.flops_of(torch.complex64)
 
 
@@ -160,7 +160,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
         {"links": [LINK | {"shared": {"devices": 8}}]},
         r"links\[0\]: shared lacks 'bandwidth'",
     ),
-    "too efficient": ({"efficiency": 1.5}, "efficiency is 1.5. Give a share, at most 1"),
+    "too efficient": ({"efficiency": 1.5}, "efficiency is 1.5. Give a number > 0 and <= 1"),
 }
 
 

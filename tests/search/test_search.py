@@ -472,7 +472,7 @@ def test_sizes_are_read(text: Any, nbytes: float) -> None:
     "value", ["", "GiB", "-1GiB", "1 GigaByte", "0", "0GiB", "1e9", None, True, float("nan"), -3, [1]]
 )
 def test_other_sizes_are_refused(value: Any) -> None:
-    with pytest.raises(SearchError, match="Give bytes above 0"):
+    with pytest.raises(SearchError, match="Give bytes, at most 1e15, or text"):
         bytes_of(value)
 
 
@@ -480,14 +480,14 @@ def test_other_sizes_are_refused(value: Any) -> None:
     ({"devices": 0}, "devices=0 is not usable. Give an integer from 1 to"),
     ({"devices": True}, "devices=True"),
     ({"devices": 2.5}, "devices=2.5"),
-    ({"memory": "lots"}, "memory='lots' is not usable. Give bytes above 0"),
+    ({"memory": "lots"}, "memory='lots' is not usable. Give bytes, at most 1e15"),
     ({"objective": "speed"}, "objective='speed' is not usable. Give one of time, memory"),
-    ({"workload": Workload((), 4)}, "the workload has no blocks"),
+    ({"workload": Workload((), 4)}, "is not a Workload with blocks"),
     ({"workload": replace(chain(), samples=0)}, "samples=0"),
     ({"workload": None}, "Give a Workload"),
     ({"hardware": None}, "hardware=None is not a Hardware"),
-    ({"schedules": ("fast",)}, "schedules=.*Give some of gpipe"),
-    ({"levels": (4,)}, "levels=.*Give some of 0, 1, 2, 3"),
+    ({"schedules": ("fast",)}, "schedules=.*Give a list of some of gpipe"),
+    ({"levels": (4,)}, "levels=.*Give a list of some of 0, 1, 2, 3"),
     ({"gap": -1}, "gap=-1"),
     ({"budget": 0}, "budget=0"),
     ({"margin": "much"}, "margin='much'"),

@@ -68,10 +68,10 @@ BAD = {
                                                         r"for %\d+ F\[PP=0,"),
     "twice": ({"F[PP=0,MB=0]": 1, "F[MB=0,PP=0]": 1}, r"'F\[PP=0,MB=0\]' and 'F\[MB=0,PP=0\]' are the same "
                                                       r"entry"),
-    "unused": ({"F": 1, "B": 2, "F[PP=7]": 1}, r"'F\[PP=7\]' matches nothing"),
+    "unused": ({"F": 1, "B": 2, "F[PP=7]": 1}, r"no chunk has the pass and the tags of 'F\[PP=7\]'"),
     "no tag": ({"F[PP]": 1}, r"'F\[PP\]': 'PP' is not a tag with an index. Give for example"),
     "unreadable": ({"F PP=1": 1}, r"'F PP=1' cannot be understood. Give a pass"),
-    "unknown node": ({"F": 1, "B": 2, "%999": 1}, r"'%999' names no node"),
+    "unknown node": ({"F": 1, "B": 2, "%999": 1}, r"'%999' is not a node of this program"),
     "negative": ({"F": -1, "B": 2}, r"'F' is -1. Give 0, or a number"),
     "not finite": ({"F": float("nan"), "B": 2}, r"'F' is nan. Give 0, or a number from 1e-15 to 1e15"),
     "no number": ({"F": "1", "B": 2}, r"'F' is '1'. Give 0, or a number from 1e-15 to 1e15"),

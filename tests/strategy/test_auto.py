@@ -663,7 +663,7 @@ def test_a_search_that_finds_no_program(devices, monkeypatch):
         ({"memory": "24XB"}, "memory='24XB'"),
         ({"hardware": 3}, "hardware=3"),
         ({"gap": "x"}, "gap='x'"),
-        ({"schedules": "gpipe"}, "schedules='gpipe' is not usable. Give some of"),
+        ({"schedules": "gpipe"}, "schedules='gpipe' is not usable. Give a list of some of"),
         ({"levels": (4,)}, "levels="),
         ({"bugdet": 3}, "'bugdet' is unknown. Give one of"),
     ],

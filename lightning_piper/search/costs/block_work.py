@@ -86,7 +86,7 @@ def checked_samples(cut: BlockCut, samples: Iterable[int]) -> list[int]:
     found = sorted({number if (number := integer(x)) is not None else 0 for x in samples})
     if not found or found[0] < 1:
         raise CaptureError(
-            f"analytic or measured(samples={shown(samples)}) is not usable. Give numbers of samples >= 1 [PIPER-P005]"
+            f"samples={shown(samples)} is not usable. Give a list of integers >= 1 [PIPER-P005]"
         )
     if cut.step.batch_spec.undivided is not None:
         return [cut.step.size]

@@ -76,10 +76,13 @@ class BlockCut:
         """
         ends = [0, *borders, len(self.names)]
         if any(a >= b for a, b in itertools.pairwise(ends)):
-            raise CaptureError(
-                f"stages({shown(borders)}) is not usable. Give increasing numbers of blocks from 1 to {len(self.names) - 1}"
-                " [PIPER-C024]"
+            most = len(self.names) - 1
+            fix = (
+                f"Give increasing numbers of blocks from 1 to {most}"
+                if most
+                else "Give [], because there is one block"
             )
+            raise CaptureError(f"stages({shown(borders)}) is not usable. {fix} [PIPER-C024]")
         return [[name for group in self.groups[a:b] for name in group] for a, b in itertools.pairwise(ends)]
 
     def refuses(self, samples: int) -> Exception | None:
@@ -231,32 +234,27 @@ class _ChainBlock:
     renamed: tuple[str, str] | None = None
 
 
+class _DifferentLayers(Exception):
+    """A shortened module does not show how its missing layers run. `blocks_of` then traces all layers."""
+
+
 def _with_all_layers(made: Shortened, blocks: Sequence[_ChainBlock], code: StepCode) -> list[_ChainBlock]:
     """Return the chain with all layers of the original module. A layer that the copy lacks gets the regions
     of an equal layer.
 
     Raises:
-        CaptureError: A layer is not a block of its own, or layers that should be equal differ.
+        _DifferentLayers: A layer is not a block of its own, or layers that should be equal differ.
     """
     by_name = {block.group[0]: block for block in blocks if len(block.group) == 1}
     more: dict[str, list[_ChainBlock]] = {}
     texts: dict[str, str] = {}
     for name, layer in made.left_out.items():
         if not {layer.after, *layer.like} <= by_name.keys():
-            raise CaptureError(
-                f"the layers after {made.original(layer.after)}, such as {made.original(name)}, share operations with "
-                "other layers, so Piper cannot cut the model between them. "
-                "Write the program yourself: PiperStrategy(directives=...) [PIPER-C024]"
-            )
+            raise _DifferentLayers("a layer shares operations with another layer")
         for like in layer.like:
             texts.setdefault(like, "\n".join(text_of(code, region) for region in by_name[like].run.regions))
         if len({texts[like] for like in layer.like}) > 1:
-            raise CaptureError(
-                f"Piper treats {made.original(layer.like[0])} and {made.original(layer.like[1])} "
-                "as copies, because they are of one class, but their computations differ. Make the "
-                "layers compute the same, or write the program yourself: PiperStrategy(directives=...) "
-                "[PIPER-C024]"
-            )
+            raise _DifferentLayers("layers of one class have different computations")
         like = layer.like[-1]
         more.setdefault(layer.after, []).append(_ChainBlock((name,), by_name[like].run, (name, like)))
     return [x for block in blocks for x in (block, *more.get(block.group[0] if block.group else "", ()))]

@@ -123,14 +123,14 @@ def copy_of(module: nn.Module) -> nn.Module:
         return copied
     except FinalizedModule as error:
         raise CaptureError(
-            f"{error}, and Piper must copy the module to find its blocks. Move __del__ to an object that the module holds "
-            "[PIPER-C024]"
+            f"{error}, which Piper makes to find the blocks of the module. Move __del__ to an object that the module "
+            "holds [PIPER-C024]"
         ) from error
     except Exception as error:
         found = f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error})"
         raise CaptureError(
-            f"{found}. Make copy.deepcopy support all attributes of the module, because Piper cuts a copy into "
-            "stages [PIPER-C024]"
+            f"{found}, and Piper cuts a copy into stages. Hold the attribute that cannot be copied in an object whose "
+            "class defines __deepcopy__ [PIPER-C024]"
         ) from error
 
 

@@ -20,6 +20,7 @@ from torch import nn
 from lightning_piper.accelerators import seeded
 from lightning_piper.capture import flatten
 from lightning_piper.common.limits import integer, shown
+from lightning_piper.common.units import counted
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import Code, Interface, PassKey
 from lightning_piper.ir.values import Kind, Slice
@@ -71,14 +72,14 @@ def measured(
     if any(x.is_meta for x in (*leaves, *cut.module.parameters())):
         raise CaptureError(
             "the costs cannot be measured, because the module or the batch has tensors on the meta device, without "
-            "data. Give the search a hardware, or call analytic instead of measured [PIPER-P005]"
+            "data. Calculate the costs: give hardware= to the search, or call analytic with a Hardware [PIPER-P005]"
         )
     works: dict[tuple[int, int], list[Work]] = {}
     for n in checked_samples(cut, samples):
         if n > cut.step.size:
             raise CaptureError(
-                f"measured(samples={shown(samples)}): the batch has only {cut.step.size} samples. Give "
-                "smaller numbers [PIPER-P005]"
+                f"measured(samples={shown(samples)}): the batch has only {counted(cut.step.size, 'sample')}. "
+                f"Give numbers from 1 to {cut.step.size} [PIPER-P005]"
             )
         passes, zeros = seconds_of_passes(cut, leaves, n, calls, clock)
         times = [total(seconds_of(passes.get(region, {})) for region in block) for block in cut.regions]

@@ -130,7 +130,12 @@ def _read(
             sizes.add(stop - start)
             key = stage, node["kind"], (start, stop)
             seconds[key] = seconds.get(key, 0.0) + float(duration)
-    if len(sizes) != 1:
+    if not sizes:
+        raise PiperError(
+            f"{str(path)!r} has no times of passes with the tag {tag!r}. Record a program whose stages have this tag "
+            "[PIPER-R002]"
+        )
+    if len(sizes) > 1:
         raise PiperError(
             f"{str(path)!r} has microbatches of {sorted(sizes)} samples under {tag!r}. Record microbatches "
             "of one size [PIPER-R002]"
@@ -160,7 +165,7 @@ def _scaled(blocks: Sequence[Block], stage: int, recorded: _Recorded, samples: i
         if not known:
             raise PiperError(
                 f"from_recording: {kind} of stage {stage} was recorded, but takes no time in the workload. "
-                "Measure the workload again [PIPER-R002]"
+                "Give the workload of the recorded module [PIPER-R002]"
             )
         factors |= dict.fromkeys(fields, recorded[stage, kind] / float(known))
 
