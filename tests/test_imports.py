@@ -65,6 +65,12 @@ def test_a_name_loads_what_it_needs() -> None:
     assert not {"lightning.pytorch", "lightning_piper.capture", "lightning_piper.strategy.strategy"} & used
 
 
+def test_the_strategy_loads_no_compiler() -> None:
+    used = set(printed("import lightning_piper", "lightning_piper.PiperStrategy", SHOW))
+    assert {"lightning.pytorch", "lightning_piper.capture", "torch._functorch"} <= used
+    assert not {"torch._functorch.aot_autograd", "torch._functorch.partitioners", "pytorch_lightning"} & used
+
+
 def written_imports(package: str) -> dict[str, str]:
     """Return the imports in a package's `__init__` that only type checkers read: name -> module."""
     file = importlib.import_module(package).__file__

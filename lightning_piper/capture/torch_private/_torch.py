@@ -78,8 +78,6 @@ from torch._functorch._aot_autograd.descriptors import (
     PlainAOTOutput,
     TangentAOTInput,
 )
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._functorch.partitioners import choose_saved_values_set, classify_nodes
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -227,6 +225,9 @@ def functional_graph(
     Args:
         mark: called with each new node while the code that makes the node is on the stack.
     """
+    # This import loads Inductor, and few steps need a trace.
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
     with contextlib.ExitStack() as stack:
         stack.enter_context(exporting())
         stack.enter_context(_marking(mark))
@@ -547,6 +548,8 @@ def saved_values(
         results: the number of the forward pass's outputs.
         budget: see `Recompute.keep`.
     """
+    from torch._functorch.partitioners import choose_saved_values_set, classify_nodes  # loads Inductor
+
     far = 10**9  # the partitioner uses the same number
     info = classify_nodes(torch.fx.GraphModule(constants or nn.Module(), graph), [], results)
     if not info.inputs:  # without inputs, only the required nodes can be saved
