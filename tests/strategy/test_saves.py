@@ -225,3 +225,18 @@ def test_a_file_is_in_permanent_storage_before_it_gets_its_name(tmp_path: Path) 
         checkpoints.save_in_one_go(TorchCheckpointIO(), {"x": torch.ones(3)}, path, None)
     file = path.stat().st_ino
     assert file in calls[: calls.index(str(path))]
+
+
+@pytest.mark.parametrize("saved", [1, 2])
+def test_an_uncaptured_fit_loads_a_state_for_each_of_its_optimizers(saved: int, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    first, _ = trainer(piper.PiperStrategy(capture="never"), max_steps=2)
+    first.fit(*make("mlp"))
+    first.save_checkpoint(path)
+    content = torch.load(path, weights_only=False)
+    content["optimizer_states"] *= saved
+    torch.save(content, path)
+    second, _ = trainer(piper.PiperStrategy(capture="never"), max_steps=3)
+    words = r"the states of 2 optimizers, but this fit has 1\. Resume from"
+    with nullcontext() if saved == 1 else pytest.raises(piper.PiperError, match=words):
+        second.fit(*make("mlp"), ckpt_path=path)

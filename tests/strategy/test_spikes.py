@@ -126,7 +126,7 @@ def test_each_replica_saves_its_part(tmp_path):
 
 
 def test_refusals(tmp_path):
-    for wrong in ({"factor": 1.0}, {"window": 0}):
+    for wrong in ({"factor": 1.0}, {"factor": "3"}, {"window": 0}, {"window": 2.5}):
         with pytest.raises(
             piper.PiperError, match="Give a factor above 1 and a window of at least one batch"
         ):
