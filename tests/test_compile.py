@@ -265,6 +265,14 @@ def test_a_wrong_program_is_found_before_the_capture() -> None:
         compile(torch.nn.Linear(1, 1), None, [{"op": "plac"}])
     with pytest.raises(CaptureError):
         compile(torch.nn.Linear(1, 1), None, [])
+    with pytest.raises(CaptureError, match="Linear has no training_step"):
+        piper.verify(torch.nn.Linear(1, 1), torch.ones(1, 1), [])
+
+
+def test_a_device_for_which_torch_was_not_built_is_refused() -> None:
+    c = captured("mlp")
+    with pytest.raises(CaptureError, match=r"compile\(device='mtia'\) is not usable\. .* built: 'cpu'"):
+        compile(c.module, c.batch, [], device="mtia")
 
 
 def test_all_errors_are_piper_errors() -> None:

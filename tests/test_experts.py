@@ -76,6 +76,8 @@ def test_wrong_counts_are_noticed() -> None:
         piper.grouped_linear(x, weight, torch.tensor([3, 2]))
     with pytest.raises(ValueError, match="counts"):
         piper.grouped_linear(x, weight, torch.tensor([5, -1]))
+    with pytest.raises(CaptureError, match=r"grouped_linear: counts are torch\.float32"):
+        piper.grouped_linear(x, weight, torch.tensor([3.0, 1.0]))
 
 
 def test_nothing_happens_outside_of_a_capture() -> None:

@@ -677,4 +677,6 @@ def test_a_count_is_one_number() -> None:
         CaptureError, match=r"piper.mean: count has shape \(3,\). Give a single number, such as mask.sum\(\)"
     ):
         piper.mean(torch.ones(3), torch.ones(3))
+    with pytest.raises(CaptureError, match=r"piper\.mean: count is a str"):
+        piper.mean(torch.ones(3), "3")  # type: ignore[arg-type]
     assert float(piper.mean(torch.ones(3), torch.tensor(2))) == 1.5 == float(piper.mean(torch.ones(3), 2))

@@ -227,6 +227,11 @@ class Skipped(Branch):
         return loss if loss.item() > LIMIT else None
 
 
+class WithoutLoss(Branch):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"value": super().training_step(batch, batch_idx)["loss"]}
+
+
 class Written(Branch):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         out = self.body(batch[0]) * 1.0
@@ -316,11 +321,12 @@ REFUSED = {
     ),
     Noisy: (piper.CaptureError, "draws random numbers before it calls a captured module"),
     Skipped: (piper.PiperError, "training_step returned None to skip the batch"),
+    WithoutLoss: (piper.PiperError, "training_step returns a dict as its loss"),
     Written: (piper.PiperError, "changes the result of a captured call in place"),
-    Normed: (piper.PiperError, "changes norm.num_batches_tracked in code that runs uncaptured"),
-    Counting: (piper.PiperError, "changes count in code that runs uncaptured"),
-    Pointed: (piper.PiperError, "changes count in code that runs uncaptured"),
-    Replaced: (piper.PiperError, "changes body.first.bias in code that runs uncaptured"),
+    Normed: (piper.PiperError, "changes the buffer norm.num_batches_tracked in code that runs uncaptured"),
+    Counting: (piper.PiperError, "changes the buffer count in code that runs uncaptured"),
+    Pointed: (piper.PiperError, "changes the buffer count in code that runs uncaptured"),
+    Replaced: (piper.PiperError, "changes the parameter body.first.bias in code that runs uncaptured"),
     Again: (
         piper.PiperError,
         "this happens in self.body(...). During the capture, training_step called this module fewer times",
