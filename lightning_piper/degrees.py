@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from lightning_piper.capture import capture
+from lightning_piper.capture import CapturedStep, capture
 from lightning_piper.common.argument_names import checks_names
 from lightning_piper.common.limits import DEVICES, integer, shown
 from lightning_piper.common.units import counted
@@ -32,7 +32,7 @@ from lightning_piper.search.program_writer import TAG, Params, Written, write
 from lightning_piper.search.proposal import sizes_of, write_stages
 from lightning_piper.search.space import Candidate, Layout
 from lightning_piper.simulate.hardware import Hardware
-from lightning_piper.tensor_parallel import tensor_parallel
+from lightning_piper.tensor_parallel import weights_to_shard
 
 # Short name of a schedule -> name of its builder.
 SHORT = {"1f1b": "one_f_one_b", "interleaved": "interleaved_one_f_one_b"}
@@ -167,10 +167,12 @@ class Degrees:
         """
         cut: BlockCut | None = None
         params: Params | None = {} if self.tp > 1 else None
-        if module is not None and self.pp > 1 and not self._annotates(module, batch):
-            cut = blocks_of(module, batch)
-        if module is not None and self.tp > 1:
-            params = tensor_parallel(module, batch, self.tp)[1].params  # type: ignore[attr-defined]
+        if module is not None and (self.pp > 1 or self.tp > 1):
+            step = capture(module, batch, _device_of(module))
+            if self.pp > 1 and not self._annotates(step):
+                cut = blocks_of(module, batch)
+            if self.tp > 1:
+                params = weights_to_shard(step, self.tp)
         if cut is None:
             written = write(self._candidate(()), (), params, None if module is not None else 0)
         else:
@@ -179,17 +181,17 @@ class Degrees:
         lines = self._with_lines(self._with_groups(written.directives))
         return dataclasses.replace(written, directives=(*lines, *chunks))
 
-    def _annotates(self, module: nn.Module, batch: Any) -> bool:
+    def _annotates(self, step: CapturedStep) -> bool:
         """Return whether the module annotates its stages itself.
 
         Raises:
             DirectiveError: The module annotates other stages than these degrees need.
         """
-        step, stages = capture(module, batch, _device_of(module)), self._candidate(()).layout.stages
+        stages = self._candidate(()).layout.stages
         found = {region.tags[TAG] for region in step.at(step.size).regions if TAG in region.tags}
         if found and found != set(range(stages)):
             raise DirectiveError(
-                f"degrees {self}: {stages} stages, but {type(module).__name__} annotates "
+                f"degrees {self}: {stages} stages, but {type(step.module).__name__} annotates "
                 f"{', '.join(f'{TAG}={i}' for i in sorted(found))}. Annotate {TAG}=0 to {TAG}={stages - 1}, or "
                 "choose other degrees [PIPER-D023]"
             )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_piper.capture import capture
+from lightning_piper.capture import CapturedStep, capture
 from lightning_piper.capture.tensor_sharding.shardable_params import find_params
 from lightning_piper.common.limits import integer, shown
 from lightning_piper.common.units import counted
@@ -51,23 +52,38 @@ def tensor_parallel(module: nn.Module, batch: Any, degree: int, *, sequence: boo
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     step = capture(module, batch, device.type if device.type != "meta" else "cpu")
     values = {"*": 1} if sequence else {}
-    step.at(step.size)  # generates the code, which says which parameters the step reads
-    dims = {name: Sharded(dim) for name, dim in values.items()}
-    params = find_params(step.joint_graph, AXIS, number, dims)
-    if not params:
-        others = (n for n in OTHERS if n != number and find_params(step.joint_graph, AXIS, n, dims))
-        shapes = {name: info.spec.shape for name, info in step.params.items()}
-        raise _nothing_found(type(module).__name__, number, shapes, next(others, None))
     devices = list(range(number))
     return [
         Place(filter={}, devices=devices, axes=(AXIS,)),
         ShardWeights(
             filter={},
             devices=devices,
-            params=_patterns(params, step.params),
+            params=weights_to_shard(step, number, values),
             values=values or None,
         ),
     ]
+
+
+def weights_to_shard(
+    step: CapturedStep, number: int, values: Mapping[str, int] = MappingProxyType({})
+) -> dict[str, int | tuple[int, int]]:
+    """Return the `params` of a `ShardWeights` that shards the weights of a step over a number of devices.
+
+    Args:
+        values: The `values` of the directive.
+
+    Raises:
+        CaptureError: The step cannot be captured.
+        PiperError: No weight of the module can be sharded.
+    """
+    step.at(step.size)  # generates the code, which says which parameters the step reads
+    dims = {name: Sharded(dim) for name, dim in values.items()}
+    params = find_params(step.joint_graph, AXIS, number, dims)
+    if not params:
+        others = (n for n in OTHERS if n != number and find_params(step.joint_graph, AXIS, n, dims))
+        shapes = {name: info.spec.shape for name, info in step.params.items()}
+        raise _nothing_found(type(step.module).__name__, number, shapes, next(others, None))
+    return _patterns(params, step.params)
 
 
 def _nothing_found(
