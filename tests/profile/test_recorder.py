@@ -129,7 +129,7 @@ def test_phases() -> None:
 @pytest.mark.parametrize(("field", "value"), [("wait", -1), ("active", 0), ("repeat", 1.5), ("warmup", True)])
 def test_a_schedule_that_cannot_be_is_refused(field: str, value: object) -> None:
     with pytest.raises(
-        PiperError, match=rf"Schedule\({field}={value!r}\) is not usable. Give a whole number"
+        PiperError, match=rf"Schedule\({field}={value!r}\) is not usable. Give an integer from"
     ):
         Schedule(**{field: value})  # type: ignore[arg-type]
 

@@ -109,7 +109,7 @@ def test_works_on_the_meta_device() -> None:
     one, other = (analytic(module, tokens(SAMPLES), CPU, samples=(1, SAMPLES)) for module in (empty, real))
     assert one == other
     assert all(p.is_meta for p in empty.parameters())
-    with pytest.raises(CaptureError, match=r"without data\. Use analytic"):
+    with pytest.raises(CaptureError, match=r"without data\. Calculate the costs"):
         measured(empty, tokens(SAMPLES))
 
 
@@ -403,7 +403,7 @@ def test_what_is_measured() -> None:
     assert Fraction(found.blocks[1].work[1, 1].saved) * SAMPLES != found.blocks[0].work[SAMPLES, 1].saved
     with pytest.raises(CaptureError, match="the batch has only 4 samples"):
         measured(module, batch, samples=(5,))
-    with pytest.raises(CaptureError, match=r"samples=\(0,\)\) is not usable. Give numbers of samples >= 1"):
+    with pytest.raises(CaptureError, match=r"samples=\(0,\) is not usable. Give a list of integers >= 1"):
         measured(module, batch, samples=(0,))
 
 
