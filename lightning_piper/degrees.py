@@ -14,16 +14,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
-from lightning_piper.capture import CapturedStep, capture
+from lightning_piper.capture import CapturedStep, PartlyCaptured, as_before, capture, flatten
 from lightning_piper.common.argument_names import checks_names
 from lightning_piper.common.limits import DEVICES, integer, shown
 from lightning_piper.common.units import counted
 from lightning_piper.directives import ChunkLoss, Directive, Place, Replicate, ShardExperts, ShardSequences
 from lightning_piper.directives.base import set_degrees
 from lightning_piper.directives.sequence import applied_order
-from lightning_piper.errors import DirectiveError, PiperError
+from lightning_piper.errors import CaptureError, DirectiveError, PiperError, with_notes
+from lightning_piper.ir.regions import Region
 from lightning_piper.schedules.searched_schedules import SEARCHED
 from lightning_piper.search.costs.analytic_costs import analytic
 from lightning_piper.search.costs.blocks import BlockCut, blocks_of
@@ -169,10 +171,10 @@ class Degrees:
         params: Params | None = {} if self.tp > 1 else None
         if module is not None and (self.pp > 1 or self.tp > 1):
             step = capture(module, batch, _device_of(module))
-            if self.pp > 1 and not self._annotates(step):
-                cut = blocks_of(module, batch)
             if self.tp > 1:
                 params = weights_to_shard(step, self.tp)
+            if self.pp > 1 and not self._annotates(step, batch):
+                cut = blocks_of(module, batch)
         if cut is None:
             written = write(self._candidate(()), (), params, None if module is not None else 0)
         else:
@@ -181,14 +183,15 @@ class Degrees:
         lines = self._with_lines(self._with_groups(written.directives))
         return dataclasses.replace(written, directives=(*lines, *chunks))
 
-    def _annotates(self, step: CapturedStep) -> bool:
+    def _annotates(self, step: CapturedStep, batch: Any) -> bool:
         """Return whether the module annotates its stages itself.
 
         Raises:
+            CaptureError: Neither the step nor the calls of annotated modules can be captured.
             DirectiveError: The module annotates other stages than these degrees need.
         """
         stages = self._candidate(()).layout.stages
-        found = {region.tags[TAG] for region in step.at(step.size).regions if TAG in region.tags}
+        found = {region.tags[TAG] for region in _regions(step, batch) if TAG in region.tags}
         if found and found != set(range(stages)):
             raise DirectiveError(
                 f"degrees {self}: {stages} stages, but {type(step.module).__name__} annotates "
@@ -247,6 +250,28 @@ class Degrees:
         hardware = Hardware.read(CPU if _device_of(module) == "cpu" else ACCELERATOR)
         work = analytic(module, batch, hardware, sizes_of(batch)[-1:], (), cut=cut)
         return even_cuts([_seconds(next(iter(block.work.values()))) for block in work.blocks], stages)
+
+
+def _regions(step: CapturedStep, batch: Any) -> Sequence[Region]:
+    """Return the regions of the step. If it cannot be captured as a whole, return the regions of a partial capture,
+    which is what the program will run on.
+
+    Raises:
+        CaptureError: Neither the step nor the calls of annotated modules can be captured.
+    """
+    try:
+        return step.at(step.size).regions
+    except CaptureError as error:
+        if error.late or error.raised is not None:
+            raise
+        problem = error
+    try:
+        with as_before(step.module):
+            partly = PartlyCaptured(step.module, flatten(batch)[1], torch.device(_device_of(step.module)))
+            return partly.at(partly.size).regions
+    except PiperError as other:
+        problem.add_note(f"Capturing only the calls of annotated modules also failed: {with_notes(other)}")
+        raise problem from None
 
 
 def _too_few(cut: BlockCut, stages: int, name: str) -> str:

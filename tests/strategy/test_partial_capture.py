@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_piper as piper
+from lightning_piper import schedules
 from lightning_piper.capture import PartlyCaptured
 from lightning_piper.capture.cutting import graph_cut
 from lightning_piper.capture.eager.eager_remainder import EagerRemainder
@@ -24,6 +25,7 @@ from tests.strategy.fitting import QUIET
 from tests.strategy.partial_capture import (
     KINDS,
     LIMIT,
+    Body,
     Branch,
     Measured,
     Named,
@@ -84,6 +86,39 @@ def test_compile_does_it_too():
     with pytest.raises(piper.CaptureError, match="needs the value of a tensor") as refused:
         piper.compile(module, batch, [piper.Place(filter={}, devices=[0])])
     assert "PiperStrategy runs the step uncaptured, like DDP" in refused.value.__notes__[0]
+
+
+class Unmarked(Branch):
+    """Without annotations."""
+
+    def __init__(self) -> None:
+        L.LightningModule.__init__(self)
+        self.body, self.temperature, self.seen = Body().double(), nn.Parameter(torch.ones(())), []
+
+
+@pytest.mark.filterwarnings("ignore:training_step is captured in part")
+def test_degrees_train_as_the_directives_that_one_would_write():
+    by_degrees, by_hand, other = made("Branch"), made("Branch"), made("Branch")
+    fit(by_degrees, piper.PiperStrategy(pp=2, transport="local"))
+    fit(by_hand, local(schedules.one_f_one_b(2, 4)))
+    fit(other, local(schedules.one_f_one_b(2, 1)))
+    assert far(by_degrees, by_hand) == 0 and by_degrees.seen == by_hand.seen
+    assert far(by_degrees, other) > 1e-6  # the branch depends on the loss of a microbatch
+    with pytest.raises(piper.CaptureError, match="needs the value of a tensor"):
+        fit(made("Branch"), piper.PiperStrategy(pp=2, transport="local", capture="always"))
+
+
+def test_degrees_of_a_step_captured_in_part_that_do_not_fit_it():
+    module, batch = made("Branch"), next(iter(data()))
+    with pytest.raises(piper.DirectiveError, match="4 stages, but Branch annotates PP=0, PP=1"):
+        piper.parallel(pp=4, module=module, batch=batch)
+    with pytest.raises(piper.CaptureError, match="needs the value of a tensor"):
+        piper.parallel(pp=2, tp=2, module=module, batch=batch)
+    unmarked = Unmarked()
+    with pytest.raises(piper.CaptureError, match="needs the value of a tensor") as refused:
+        piper.parallel(pp=2, module=unmarked, batch=batch)
+    assert "calls no module with annotated code" in refused.value.__notes__[-1]
+    assert module.seen == unmarked.seen == []
 
 
 class Extras(Branch):
