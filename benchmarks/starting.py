@@ -24,6 +24,7 @@ from _launch import is_rank, launch
 from torch import Tensor
 
 import lightning_piper as piper
+from lightning_piper import PiperStrategy  # imports all that a fit needs
 
 IMPORTED = time.process_time()
 
@@ -65,7 +66,7 @@ def start(model: str, layers: int, out: Path) -> None:
     ]
     watched = Watched()
     trainer = L.Trainer(
-        strategy=piper.PiperStrategy(program),
+        strategy=PiperStrategy(program),
         accelerator="cpu",
         devices=size,
         max_steps=3,
