@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import logging
 import os
 import sys
@@ -11,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch import save as torch_save
 
 from lightning_piper.capture import capture
 from lightning_piper.capture.python_state.rollback import rollback_on_failure
@@ -27,6 +30,34 @@ def appends(folder: Path) -> None:
 
 def writes(folder: Path) -> None:
     (folder / "texts").write_text("text")
+
+
+def saves(folder: Path) -> None:
+    torch.save({"losses": [1.0]}, folder / "texts")
+
+
+def saves_as_long_ago(folder: Path) -> None:
+    torch_save(1.0, str(folder / "texts"), _use_new_zipfile_serialization=False)
+
+
+def saves_array(folder: Path) -> None:
+    np.save(folder / "texts.npy", np.ones(2))
+    (folder / "texts.npy").rename(folder / "texts")
+
+
+def saves_arrays(folder: Path) -> None:
+    np.savez(folder / "texts.npz", np.ones(2))
+    (folder / "texts.npz").rename(folder / "texts")
+
+
+def saves_text(folder: Path) -> None:
+    np.savetxt(folder / "texts", np.ones(2))
+
+
+def saves_to_memory(folder: Path) -> None:
+    torch.save([1.0], io.BytesIO())
+    np.save(io.BytesIO(), np.ones(2))
+    torch.save([1.0], os.devnull)
 
 
 def reads(folder: Path) -> None:
@@ -59,16 +90,18 @@ class Writer(L.LightningModule):
         return self.layer(batch).mean()
 
 
-@pytest.mark.parametrize("write", [appends, writes])
+@pytest.mark.parametrize(
+    "write", [appends, writes, saves, saves_as_long_ago, saves_array, saves_arrays, saves_text]
+)
 def test_a_step_that_writes_a_file_is_refused(write: Any, tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match=r"test_opened_files.py:\d+ .*training_step opens a file to write"):
         capture(Writer(write, tmp_path), torch.ones(4, 4)).at(4)
-    assert not (tmp_path / "texts").exists()
+    assert not any(tmp_path.iterdir())
     write(tmp_path)  # outside of a capture
     assert (tmp_path / "texts").exists()
 
 
-@pytest.mark.parametrize("use", [reads, discards, logs])
+@pytest.mark.parametrize("use", [reads, discards, logs, saves_to_memory])
 def test_a_step_that_writes_no_file_of_its_own_is_captured(use: Any, tmp_path: Path) -> None:
     assert capture(Writer(use, tmp_path), torch.ones(4, 4)).at(4).regions
 

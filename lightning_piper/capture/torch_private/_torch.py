@@ -45,6 +45,8 @@ Each entry states the behavior that the package relies on.
 - `torch._functorch.partitioners`: `classify_nodes` and `choose_saved_values_set`, which reads
   `node.dist_from_bw`, choose the values of a forward pass to keep for the backward pass.
 - `Optimizer._optimizer_step_post_hooks`: the hooks in the order of their calls.
+- `torch.serialization._check_save_filelike`: the function that `torch.save`, wherever it was imported, calls
+  with its file before it opens it.
 - `_engine_run_backward`: the name of the function in which torch runs each backward pass.
 - `HigherOrderOperator.__call__`: calls an operation that gets functions as arguments (`torch.cond`,
   FlexAttention). `_name` is its name.
@@ -96,6 +98,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from torch.utils._sympy.printers import PythonPrinter
 
 __all__ = [
+    "CHECKS_FILE",
     "FAKE_ATTRIBUTES",
     "NEWEST_TRIED",
     "RUNS_BACKWARD",
@@ -149,6 +152,7 @@ __all__ = [
 FAKE_ATTRIBUTES = frozenset({*FakeTensor.__annotations__, "elem"})
 
 NEWEST_TRIED = (2, 15)  # major and minor version of torch
+CHECKS_FILE = "_check_save_filelike"  # the function that torch.save calls with its file
 RUNS_BACKWARD = "_engine_run_backward"  # the function in which torch runs each backward pass
 # The product of two sizes up to `LARGEST` is still a valid size. A range whose end is at least `NO_BOUND` has
 # no upper bound.
