@@ -215,7 +215,8 @@ def test_tokens_in_one_dimension_with_the_samples() -> None:
     """
     for name in ("flat", "positions_first"):
         with pytest.raises(
-            DirectiveError, match=r"\(split\): field 'filter': .* one dimension that counts only the samples"
+            DirectiveError,
+            match=r"\(split\): field 'filter': .* does not show which rows belong to which sample",
         ):
             build(name, split(2, PP=1))
         check(build(name, split(2)))  # without a border inside
