@@ -156,7 +156,7 @@ class Finetuned(MLP):
         (Manual, {}, "manual optimization"),
         (Two, {}, "Lightning|optimizers"),
         (Iterating, {}, "dataloader_iter"),
-        (Meta, {}, "'gain' of submodule '' .Meta. is on the meta device"),
+        (Meta, {}, "'gain' is on the meta device, and Meta has no method reset_parameters"),
         (Grouped, {}, "norm is a SyncBatchNorm with its own process group"),
         (
             Normed,
