@@ -582,8 +582,11 @@ def _refusal(optimizer: str, error: NotElementwise | Untried, name: str, compile
     index = next(n.placed_by for n in compiled.dag.of_type(Parameters) if name in n.outputs[0].names)
     chunk = next(c for c in compiled.dag.of_type(Chunk) if name in compiled.dag.interface(c).params)
     region = compiled.dag.regions[chunk.region]
-    directive = "a directive" if index is None else f"directive {index} ({compiled.program[index].op})"
-    shards = f"{directive} leaves every process only a shard of {name!r} (region {region.label})"
+    directive = None if index is None else compiled.program[index]
+    degrees = None if directive is None else directive.written_for
+    source = "a directive" if directive is None else f"directive {index} ({directive.op})"
+    source = source if degrees is None else "this program"
+    shards = f"{source} leaves every process only a shard of {name!r} (region {region.label})"
     what = "update each element of a parameter independently"
     why = (
         f"must {what}, because {shards}. {error.unchecked}"
@@ -591,6 +594,6 @@ def _refusal(optimizer: str, error: NotElementwise | Untried, name: str, compile
         else f"does not {what}: {error}. But {shards}"
     )
     return (
-        f"PiperStrategy: {optimizer} {why}. Use an optimizer that works element by element, such as AdamW or SGD"
-        " [PIPER-S004]"
+        f"PiperStrategy{'' if degrees is None else f'({degrees})'}: {optimizer} {why}. Use an optimizer that works "
+        "element by element, such as AdamW or SGD [PIPER-S004]"
     )

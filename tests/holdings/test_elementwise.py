@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import pytest
 import torch
 from torch import nn, optim
 
+import lightning_piper as piper
+from lightning_piper.degrees import requested_degrees
 from lightning_piper.holdings.elementwise import (
     NotElementwise,
     Untried,
@@ -16,7 +19,9 @@ from lightning_piper.holdings.elementwise import (
     sees_others,
     state_keys,
 )
+from lightning_piper.holdings.optimizer import _refusal
 from lightning_piper.holdings.optimizer_trial import reduced
+from tests.models import MLP
 from tests.strategy import optimizers as own
 
 CPU = torch.device("cpu")
@@ -271,3 +276,19 @@ def test_scalars_of_parameters_without_dimensions():
 ])  # fmt: skip
 def test_reduced_shapes(shape, small):
     assert reduced(shape) == small
+
+
+@pytest.mark.parametrize(
+    "made_by_degrees, said, unsaid",
+    [
+        (True, r"^PiperStrategy\(dp=2, zero=1\): Lamb .*But this program leaves every process only a shard", "directive"),
+        (False, r"^PiperStrategy: Lamb .*But directive 1 \(replicate\) leaves every process only a shard", "zero"),
+    ],
+)  # fmt: skip
+def test_the_message_names_what_the_user_has_written(made_by_degrees, said, unsaid):
+    degrees = requested_degrees("zero1", dp=2)
+    program = (degrees.program() if made_by_degrees else degrees.directives()).directives
+    compiled = piper.compile(MLP(), (torch.ones(4, 4), torch.ones(4, 2)), program)
+    name = next(iter(compiled.step.params))
+    text = _refusal("Lamb", NotElementwise("its norm"), name, compiled)
+    assert re.search(said, text) and unsaid not in text.replace("zero=1", "")
