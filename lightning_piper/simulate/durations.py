@@ -8,13 +8,27 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
 from os import PathLike
 
+from lightning_piper.common.argument_names import unknown
 from lightning_piper.common.limits import is_number, kind_of, shown
 from lightning_piper.common.user_files import explained, name_of, read_json
 from lightning_piper.errors import SimulationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
+from lightning_piper.ir.regions import SPLIT_BACKWARD
+from lightning_piper.ops.base import INSTRUCTIONS
 from lightning_piper.ops.communication.p2p import Recv
-from lightning_piper.plan.instructions import Instruction
+from lightning_piper.plan.instructions import (
+    Collective,
+    Instruction,
+    Irecv,
+    Keep,
+    Record,
+    Run,
+    SendInstruction,
+    WaitEvent,
+    WaitSend,
+    WaitWork,
+)
 
 Number = int | float | Fraction
 Durations = Mapping[str, Number] | Callable[[Chunk], Number]
@@ -30,6 +44,7 @@ PAIR = "F&B"  # key of the duration of an F and a B that form an overlap group
 _CHUNK = re.compile(r"(?P<kind>[A-Z]+)(\[(?P<tags>[^\]]*)\])?")
 _NODE = re.compile(r"%(?P<node>\d+)")
 _OP = re.compile(r"[a-z_]+")
+_PASSES = ("F", "B", *SPLIT_BACKWARD)  # a recomputed forward pass counts as F
 _Tags = tuple[tuple[str, int], ...]  # (tag, index), sorted
 _Entry = tuple[int, str, Number]  # number of tags, key, duration
 
@@ -48,13 +63,13 @@ class WorkDurations:
             chunks has an entry such as `"%12"`.
             `"%12"`: node 12, as plans print it. For a send, this is the duration of the transfer.
             `"add"`, `"merge"`, ...: every instruction of this operation. Operations without an entry take no
-            time.
+            time. Communication takes the time of the network, except nodes with an entry such as `"%12"`.
         issued: The nodes of chunks, in the order in which the plans run them. It decides which chunk of an
             overlap group is the first one.
 
     Raises:
         SimulationError: `durations` is neither a table nor a function. An entry is malformed, is not a
-            duration, occurs twice, or has tags or a node that this DAG does not have. Or a chunk has no
+            duration, occurs twice, has tags or a node that this DAG does not have, or names no pass or operation. Or a chunk has no
             entry, or two equally specific ones.
     """
 
@@ -120,8 +135,19 @@ class WorkDurations:
                     )
                 self._nodes[node] = duration
             elif match := _CHUNK.fullmatch(key):
+                if match["kind"] not in _PASSES:
+                    raise SimulationError(
+                        f"durations: {key!r}: pass {match['kind']!r} is {unknown(match['kind'], _PASSES)} [PIPER-T001]"
+                    )
                 rules.add(key, match["kind"], _tags(key, match["tags"]), duration)
             elif _OP.fullmatch(key):
+                if key not in (known := _timed()):
+                    raise SimulationError(
+                        f"durations: {key!r} has no duration, because its instructions communicate or wait. Give the "
+                        "duration of a node, such as '%12' [PIPER-T001]"
+                        if key in _untimed()
+                        else f"durations: operation {key!r} is {unknown(key, known)} [PIPER-T001]"
+                    )
                 self._ops[key] = duration
             elif key == PAIR:
                 continue
@@ -143,6 +169,18 @@ class WorkDurations:
         """Return how long the communication of a node takes, or None if no `"%12"` entry gives its
         duration."""
         return self._nodes.get(node)
+
+
+def _untimed() -> set[str]:
+    """Return the operations that take the time of the network or of a wait."""
+    kinds = (SendInstruction, Irecv, Collective, WaitWork, WaitSend)
+    found = {op for op, kind in INSTRUCTIONS.items() if issubclass(kind, kinds)}
+    return found | {Record.op, WaitEvent.op}
+
+
+def _timed() -> list[str]:
+    """Return the operations, except chunks, that a table may give a duration, in alphabetical order."""
+    return sorted({*INSTRUCTIONS, Keep.op} - _untimed() - {Run.op})
 
 
 def _pairs(dag: TrainingDAG) -> Iterator[tuple[int, int]]:

@@ -72,6 +72,11 @@ BAD = {
     "no tag": ({"F[PP]": 1}, r"'F\[PP\]': 'PP' is not a tag with an index. Give for example"),
     "unreadable": ({"F PP=1": 1}, r"'F PP=1' cannot be understood. Give a pass"),
     "unknown node": ({"F": 1, "B": 2, "%999": 1}, r"'%999' is not a node of this program"),
+    "unknown pass": ({"F": 1, "B": 2, "FW": 5}, r"'FW': pass 'FW' is unknown. Give one of F, B, BI, BW. Did you mean"),
+    "unknown pass with tags": ({"F": 1, "B": 2, "W[PP=0]": 5}, r"'W\[PP=0\]': pass 'W' is unknown. Give one of F, B"),
+    "recomputed": ({"F": 1, "B": 2, "R": 1}, r"pass 'R' is unknown"),
+    "unknown operation": ({"F": 1, "B": 2, "ad": 5}, r"operation 'ad' is unknown. Give one of add, .*merge.* Did you mean 'add'"),
+    "communication": ({"F": 1, "B": 2, "send": 5}, r"'send' has no duration, because .* Give the duration of a node"),
     "negative": ({"F": -1, "B": 2}, r"'F' is -1. Give 0, or a number"),
     "not finite": ({"F": float("nan"), "B": 2}, r"'F' is nan. Give 0, or a number from 1e-15 to 1e15"),
     "no number": ({"F": "1", "B": 2}, r"'F' is '1'. Give 0, or a number from 1e-15 to 1e15"),
@@ -85,6 +90,11 @@ def test_durations_that_cannot_be_used(name: str) -> None:
     table, message = BAD[name]
     with pytest.raises(SimulationError, match=message):
         durations_of(table)
+
+
+def test_passes_and_operations_that_this_program_lacks_are_no_error() -> None:
+    more = {"BI": 1, "BW": 1, "add": 1, "keep": 1, "pack": 1}
+    assert durations_of({"F": 1, "B": 2, **more}) == durations_of({"F": 1, "B": 2})
 
 
 def test_a_transfer_is_named_by_its_send() -> None:
