@@ -366,8 +366,12 @@ class Rounds:
             PiperError: They do not.
         """
         params = self._ownership.owned_params
-        text = repr([*((name, params[name].shape) for name in names), *buffers])
-        found = self._across.gather((self.steps, zlib.crc32(text.encode())))
+        exchanged = {
+            name: f"{'trained' if params[name].requires_grad else 'frozen'} {tuple(params[name].shape)}"
+            for name in names
+        }
+        exchanged |= {name: f"a buffer {tuple(buffer.shape)}" for name, buffer in buffers.items()}
+        found = self._across.gather((self.steps, zlib.crc32(repr(exchanged).encode())))
         steps = [count for count, _ in found]
         if len(set(steps)) > 1:
             raise PiperError(
@@ -376,8 +380,9 @@ class Rounds:
             )
         if len(set(found)) > 1:
             raise PiperError(
-                "PiperStrategy(local_sgd=...): the local replicas exchange different parameters or buffers. Build the "
-                "module in the same way in every process [PIPER-L004]"
+                "PiperStrategy(local_sgd=...): the local replicas exchange different parameters or buffers"
+                f"{_difference(self._across.gather(exchanged))}. Build the module in the same way in every process, and "
+                "freeze the same parameters [PIPER-L004]"
             )
 
     def _float_buffers(self) -> dict[str, torch.Tensor]:
@@ -416,6 +421,20 @@ class Rounds:
             if name in state["momentum"]:
                 held = self._ownership.held_of(name, state["momentum"][name])
                 self._outer.state[anchor]["momentum_buffer"] = torch.empty_like(anchor).copy_(held)
+
+
+def _difference(found: Sequence[Mapping[str, str]]) -> str:
+    """Return which tensor differs first between replica 0 and another, from the tensors of each; "" if none does."""
+    first = found[0]
+    return next(
+        (
+            f": {name!r} is {first.get(name, 'absent')} in replica 0, but {other.get(name, 'absent')} in replica {replica}"
+            for replica, other in enumerate(found)
+            for name in {**first, **other}
+            if first.get(name) != other.get(name)
+        ),
+        "",
+    )
 
 
 def _buckets(pairs: Pairs) -> Iterator[Pairs]:

@@ -16,7 +16,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchmetrics import MeanMetric
@@ -104,6 +104,7 @@ class Job:
         bug: Name of a fault of `BUGS` that the training has.
         loader: Whether the batches come from a loader, which a training can resume in the middle of an epoch.
         alike: Whether all replicas have the same samples.
+        frozen: Name of a parameter that only the last process freezes.
     """
 
     name: str
@@ -119,6 +120,7 @@ class Job:
     bug: str = ""
     loader: bool = False
     alike: bool = False
+    frozen: str = ""
 
 
 def local(replicas: int = 2, every: int = 3, **options: Any) -> LocalSGD:
@@ -252,6 +254,12 @@ def fit(job: Job, rank: int, size: int, folder: Path) -> dict[str, Any]:
     else:
         train = Counted(batches_of(job, rank // shared, size // shared))
     seen, callbacks = Seen(), []
+    if job.frozen and rank == size - 1:  # the optimizer has the parameter already
+        callbacks.append(
+            LambdaCallback(
+                on_train_start=lambda _, module: module.get_parameter(job.frozen).requires_grad_(False)
+            )
+        )
     if job.save:
         callbacks.append(ModelCheckpoint(folder, job.name, every_n_train_steps=job.save, save_top_k=-1))
     options = {"max_epochs": 1, "precision": "64-true", "num_sanity_val_steps": 0, **job.options}

@@ -30,6 +30,8 @@ RESUMED = Job("resumed", local(), resume="whole", loader=True)
 AGAIN = Job("again", local(), options={"max_epochs": 2}, resume="whole, end", loader=True)
 MANUAL = Job("manual", local(), model={"manual": True})
 SILENT = Job("silent", local(), net=local_sgd.Silent)
+FROZEN = Job("frozen", local(), frozen="second.3.weight")
+FROZEN_IN_ALL = Job("frozen in all", local(), frozen="second.1.bias")  # as the model itself does
 DDP = Job("ddp", None, model={"optimizer": "sgd"}, degrees={"dp": 2})
 DROPPED = [
     Job("dropout", local(every=9), batches=1, model={"dropout": 0.5}, alike=True),
@@ -77,7 +79,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     """What two processes have seen, by the name of the job."""
     folder = tmp_path_factory.mktemp("two")
-    jobs = [*TWO, RESUMED, AGAIN, DDP, *DROPPED, *FAULTY, MANUAL, SILENT]
+    jobs = [*TWO, RESUMED, AGAIN, DDP, *DROPPED, *FAULTY, MANUAL, SILENT, FROZEN, FROZEN_IN_ALL]
     return launch_trainings(2, local_sgd.train, folder / "ranks", 2, jobs, folder)
 
 
@@ -182,6 +184,14 @@ def test_parts_are_exchanged_in_turn(job, four):
 
 def test_a_step_that_cannot_be_captured_is_an_error(two):
     assert all("trains only captured steps" in rank["manual"]["error"] for rank in two)
+
+
+def test_a_parameter_that_one_replica_freezes_is_an_error(two):
+    said = (
+        "'second.3.weight' is trained (3, 5) in replica 0, but frozen (3, 5) in replica 1. Build the module"
+    )
+    assert all(said in rank["frozen"]["error"] for rank in two)
+    assert all("error" not in rank["frozen in all"] for rank in two)
 
 
 @pytest.mark.long
