@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from lightning_piper.capture import capture, flatten
@@ -340,6 +340,63 @@ def test_what_an_object_gives_is_not_known_yet(use):
     ) as caught:
         capture(using(use)(), batch()).at(8)
     assert "lambda" in str(caught.value)
+
+
+class Both(Metric):
+    """Returns a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, out, y):
+        self.total += out.sum()
+
+    def compute(self):
+        return {"sum": self.total, "twice": self.total * 2}
+
+
+class Collected(Net):
+    def __init__(self, use):
+        super().__init__()
+        self.both, self.use = MetricCollection([Both(), MulticlassAccuracy(2)]), use
+        self.alone = Both()
+
+    def training_step(self, batch, batch_idx):
+        out = self(batch[0])
+        self.use(self, out, batch[1])
+        return F.cross_entropy(out, batch[1])
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda module, out, y: module.log("sum", module.both(out, y)["sum"]),
+        lambda module, out, y: module.log("sum", module.both(out, y).get("sum", 0.0)),
+        lambda module, out, y: "sum" in module.both(out, y) and module.log("sum", 1.0),
+    ],
+)
+def test_the_keys_of_a_dict_in_a_collection_are_not_known_yet(use):
+    said = (
+        r"test_metric_objects.py:\d+ .*asks for the key 'sum' in the result of self.both. .* only the keys of its "
+        r"metrics are known: Both, MulticlassAccuracy. A metric that returns a dict has other keys. Log the whole"
+    )
+    with pytest.raises(CaptureError, match=said):
+        capture(Collected(use), batch()).at(8)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda module, out, y: module.log_dict(module.both(out, y)),
+        lambda module, out, y: module.log("sum", module.alone(out, y)["sum"]),
+        lambda module, out, y: module.log("acc", module.both(out, y)["MulticlassAccuracy"]),
+        lambda module, out, y: module.log("acc", module.both(out, y).get("MulticlassAccuracy")),
+    ],
+)
+def test_known_keys_and_whole_dicts_are_captured(use):
+    code = capture(Collected(use), batch()).at(8)
+    assert any(isinstance(event, MetricLog) for event in code.metrics.events)
 
 
 def test_arithmetic_with_what_an_object_gives():

@@ -21,6 +21,7 @@ from lightning_piper.capture.metrics.sample_dicts import stack_dicts
 from lightning_piper.capture.proxies.batch import flatten
 from lightning_piper.capture.proxies.metric_values import MetricValueProxy
 from lightning_piper.capture.proxies.proxy_classes import STANDS_FOR
+from lightning_piper.common.limits import shown
 from lightning_piper.common.user_lines import user_line
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.metric_calls import Later, MetricCall, MetricCalls, MetricLog, MetricResult
@@ -124,7 +125,9 @@ class MetricRecorder:
             return None
         value = MetricValueProxy(computed, self._refuse)
         keys = getattr(metric, "keys", None)
-        return MetricResults(value, keys(keep_base=False)) if keys is not None else value
+        if keys is None:
+            return value
+        return MetricResults(value, keys(keep_base=False), partial(self._refuse_key, name))
 
     def known(self, value: Any) -> str | Later | None:
         """Return the name of a metric object if `value` is that object, or a description of the result if
@@ -165,19 +168,46 @@ class MetricRecorder:
             "compute with a tensor, use the metric's function (torchmetrics.functional) [PIPER-C008]"
         )
 
+    def _refuse_key(self, name: str, key: object, known: Iterable[str]) -> NoReturn:
+        raise CaptureError(
+            f"{user_line()}: {self._step} asks for the key {shown(key)} in the result of self.{name}. Before the step has "
+            f"run, only the keys of its metrics are known: {', '.join(known)}. A metric that returns a dict has other "
+            "keys. Log the whole result (self.log_dict), or call such a metric outside of the collection [PIPER-C008]"
+        )
+
 
 class MetricResults(dict[str, Any]):
-    """A dict of placeholders for the results of a metric collection, one for each metric.
+    """A dict of placeholders for the results of a metric collection, one for each metric. A metric that returns a dict
+    gives the real result other keys, so the step may not ask for a key that this dict does not have.
+
+    Args:
+        whole: the placeholder for the whole dict.
+        keys: the keys of the metrics.
+        refuse: raises the error for an unknown key, from this key and the known keys.
 
     Attributes:
         whole: the placeholder for the whole dict.
         untouched: whether the step has not changed the dict.
     """
 
-    def __init__(self, whole: MetricValueProxy, keys: Iterable[str]) -> None:
+    def __init__(
+        self,
+        whole: MetricValueProxy,
+        keys: Iterable[str],
+        refuse: Callable[[object, Iterable[str]], NoReturn],
+    ) -> None:
         super().__init__({key: whole[key] for key in keys})
-        self.whole = whole
+        self.whole, self._refuse = whole, refuse
         self._made = dict(self)
+
+    def __missing__(self, key: object) -> NoReturn:
+        self._refuse(key, self._made)
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or self._refuse(key, self._made)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key]
 
     @property
     def untouched(self) -> bool:
