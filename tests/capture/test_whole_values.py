@@ -117,6 +117,10 @@ COMPUTED: dict[str, Log] = {
     "sum of the smallest": lambda m, p, y: p.min(0).values.sum() * 2,
     "whole number": lambda m, p, y: (10 * p.sum()).long().double(),
     "histogram": lambda m, p, y: entropy(p[:, 0]),
+    "more than the number of samples": lambda m, p, y: len(y) + 1 - (p > 0).sum().double(),
+    "a mean and the number of samples": lambda m, p, y: p.mean() + 1 / len(y),
+    "a mean beside the number of samples": lambda m, p, y: len(y) * p.mean() - len(y),
+    "squared number of samples": lambda m, p, y: p.sum() + len(y) ** 2,
     "with a parameter": lambda m, p, y: (
         F.one_hot(p.argmax(-1), 3).sum(0) / (1 + p.abs().sum(0)) * m.bias
     ).sum(),
@@ -138,6 +142,14 @@ KNOWN: dict[str, Log] = {
         p[:, 0], y.clamp(min=0).double()
     ),  # the denominator depends on the batch
     "weights": lambda m, p, y: (y.double() / y.double().sum() * p.square().mean(1)).sum(),
+    "samples that count": lambda m, p, y: (len(y) - (y == -100).sum()).double(),
+    "errors": lambda m, p, y: p.numel() - (p > 0).sum().double(),
+    "more than samples": lambda m, p, y: (p > 0).sum().double() + 2 * len(y),
+    "fewer than samples": lambda m, p, y: p.square().sum() - len(y),
+    "by the samples that count": lambda m, p, y: (
+        F.cross_entropy(p, y, reduction="sum") / (len(y) - (y == -100).sum())
+    ),
+    "share of errors": lambda m, p, y: (len(y) - (p.argmax(-1) == y).sum().double()) / len(y),
 }
 
 

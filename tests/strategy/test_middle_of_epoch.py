@@ -258,5 +258,5 @@ class Wrapping(DataLoader):
 
 
 def test_a_loader_whose_batches_are_not_counted_says_so(tmp_path):
-    with pytest.warns(UserWarning, match=r"Wrapping has its own __iter__, .*PIPER-W029"):
+    with pytest.warns(UserWarning, match=r"Wrapping, which has its own __iter__\. .*PIPER-W029"):
         fit(How(), lambda: Wrapping(Numbers(LENGTH), batch_size=2), tmp_path, stop=4)

@@ -23,6 +23,7 @@ from lightning_piper.capture.losses.denominators import (
     ElementwiseExpression,
     Expression,
     over,
+    simplified,
     times,
 )
 from lightning_piper.capture.torch_private import _torch
@@ -154,6 +155,15 @@ class BatchDependence:
         """
         number = self.number_in(node, self.graph)
         return None if number is None else self.number(number, node, None)
+
+    def is_multiple(self, value: Any, user: Node) -> bool:
+        """Return whether an operand of `user`, a number or a tensor made from one, is a multiple of the number
+        of samples."""
+        if isinstance(value, Node):
+            known = self.literal(value)
+        else:
+            known = self.number(value, user, user.args.index(value))
+        return known is not None and simplified(known) == SAMPLES
 
     def number_in(self, node: Any, graph: torch.fx.Graph) -> float | None:
         """Return the number that a tensor of one element was made from. Return None if it was not made from a

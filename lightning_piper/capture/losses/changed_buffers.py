@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.sample_gathering import GATHER
@@ -45,3 +45,13 @@ def is_local(value: Node, changes: Callable[[Node], bool]) -> bool:
         seen.update(new)
         stack += new
     return changes(value)
+
+
+def names_of_changed_buffers(graph: Graph) -> set[str]:
+    """Return the names of the buffers that the step of a traced graph changes."""
+    found = [
+        d.mutated_input
+        for d in graph.output_node().meta["desc"]
+        if isinstance(d, _torch.InputMutationAOTOutput)
+    ]
+    return {buffer.target for buffer in found if isinstance(buffer, _torch.BufferAOTInput)}

@@ -134,6 +134,12 @@ def over(a: Expression, b: Expression) -> Expression:
     return a if b == ONE else ElementwiseExpression(torch.div, (a, b))
 
 
+def adds_up_to_one(denominator: Expression | None) -> bool:
+    """Return whether the weights of the parts, as the captured code has them, add up to 1."""
+    # With any other denominator, even a part in which nothing counts has a weight; see `Denominator.of`.
+    return denominator == SAMPLES or (isinstance(denominator, BatchSum) and denominator.how == "labels")
+
+
 def simplified(expression: Expression) -> Expression:
     """Return `SAMPLES` for a denominator that is proportional to the number of samples, and `ONE` for a
     constant denominator other than 0. Return any other denominator unchanged.

@@ -36,6 +36,7 @@ from lightning_piper.capture.joint.operations import (
     is_zero,
 )
 from lightning_piper.capture.losses.batch_dependence import Ask, BatchDependence
+from lightning_piper.capture.losses.changed_buffers import names_of_changed_buffers
 from lightning_piper.capture.losses.combination import (
     LINEAR,
     MIXED,
@@ -55,6 +56,7 @@ from lightning_piper.capture.losses.denominators import (
     ElementwiseExpression,
     Expression,
     Factor,
+    adds_up_to_one,
     over,
     simplified,
     stats_of,
@@ -97,6 +99,7 @@ class LossTerms:
     def __init__(self, graph: torch.fx.Graph, size: int, beside: Ask) -> None:
         self.size, self.dependence = size, BatchDependence(graph, size, beside)
         self.uses: dict[Factor | Conditional, set[tuple[Node, Node]]] = {}
+        self.with_size: set[Node] = set()  # sums with the number of samples, such as `loss + len(x)`
         self._of_batch: set[Node] = set()  # nodes that `of` finds to follow from the batch alone
         self._found: dict[Node, Combination] = {}
         self._keys = ComputationKeys()
@@ -104,7 +107,7 @@ class LossTerms:
         self._from_batch: set[Node] = set()  # nodes that depend on the batch's samples
         self._from_params: set[Node] = set()  # nodes for which `is_trained` is true
         self.joined = after_gathers(graph, apart=True)
-        changed = _changed_buffers(graph)
+        changed = names_of_changed_buffers(graph)
         for node in graph.nodes:
             self._enter(node, changed)
 
@@ -406,7 +409,7 @@ class LossTerms:
             return Combination(MIXED)
         # The weights of a sum do not add up to 1, so a value that is the same on every part needs a separate
         # term.
-        return Combination(MIXED) if some_whole and not _adds_up_to_one(found[0].denominator) else found[0]
+        return Combination(MIXED) if some_whole and not adds_up_to_one(found[0].denominator) else found[0]
 
     def _chosen(self, node: Node) -> Combination | None:
         """Return how `torch.where(n > 0, total / n, 0)` combines: a ratio, replaced by 0 unless a condition on
@@ -449,22 +452,32 @@ class LossTerms:
         first, second = node.args[:2]
         if not self._is_constant(node, "alpha"):
             return Combination(OTHER)
+        sized = [x for i, x in enumerate((first, second)) if self._follows_size(x, node, i)]
+        if len(sized) == 1 and self.dependence.is_multiple(sized[0], node):
+            # in `len(x) - total`, the parts' numbers of samples add up to that of the batch, as their totals do
+            total = second if sized[0] is first else first
+            if isinstance(total, Node) and self.of(total) == Combination(LINEAR, ONE):
+                return Combination(LINEAR, ONE)
+        if sized:
+            self.with_size.add(node)
         if (
             not self._varies(second)
             and "alpha" not in node.kwargs
             and isinstance(first, Node)
             and (inner := self.of(first)).reduction in OTHER_END
         ):
-            return (
-                Combination(Reduction(OTHER_END[inner.reduction]))
-                if node.target in (aten.rsub.Scalar, aten.rsub.Tensor)
-                else inner
-            )
+            negated = node.target in (aten.rsub.Scalar, aten.rsub.Tensor)
+            return Combination(Reduction(OTHER_END[inner.reduction])) if negated else inner
         # A loop over parts of a loss begins with 0, as `sum` does. Only a sum stays a sum if it is negated.
         summands: list[Any] = [x for x in (first, second) if not is_zero(x)]
-        if len(summands) == 1 and (summand := self.of(summands[0])).reduction == LINEAR:
-            return summand
+        if len(summands) == 1 and (only := self.of(summands[0])).reduction == LINEAR:
+            return only
         return self._together([first, second])
+
+    def _follows_size(self, value: Any, user: Node, position: int) -> bool:
+        """Return whether an operand is computed from the number of samples alone."""
+        alone = isinstance(value, Node) and value not in self._from_batch and self.changes(value)
+        return alone or not self._is_constant(user, position)
 
     def _scaled(self, node: Node) -> Combination:
         """Return how a product or quotient combines. Unless one of its operands is the same on every part or
@@ -583,18 +596,3 @@ class LossTerms:
     def _sum_of(self, rows: Any) -> BatchSum:
         """Return the sum of the elements of a value with rows of samples."""
         return BatchSum(self._keys.number_of(("sum", self._keys.of(rows))), rows, "rows")
-
-
-def _adds_up_to_one(denominator: Expression | None) -> bool:
-    """Return whether the weights of the parts, as the captured code has them, add up to 1."""
-    # With any other denominator, even a part in which nothing counts has a weight; see `Denominator.of`.
-    return denominator == SAMPLES or (isinstance(denominator, BatchSum) and denominator.how == "labels")
-
-
-def _changed_buffers(graph: torch.fx.Graph) -> set[str]:
-    found = [
-        d.mutated_input
-        for d in graph.output_node().meta["desc"]
-        if isinstance(d, _torch.InputMutationAOTOutput)
-    ]
-    return {buffer.target for buffer in found if isinstance(buffer, _torch.BufferAOTInput)}

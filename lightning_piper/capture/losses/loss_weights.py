@@ -57,7 +57,7 @@ from lightning_piper.capture.losses.linearity import Linearity, linearity
 from lightning_piper.capture.losses.loss_terms import LossTerms
 from lightning_piper.capture.losses.shared_masks import refuse_shared_masks
 from lightning_piper.capture.losses.tangents import LossSum, divide_tangent
-from lightning_piper.capture.losses.whole_values import computation, sources_of
+from lightning_piper.capture.losses.whole_values import adds_size, computation, sources_of
 from lightning_piper.capture.metrics.metric_objects import object_of
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.common.operation_families import ADDED, DIVIDED, MULTIPLIED
@@ -352,6 +352,8 @@ class _LossWeighting:
     def _is_known(self, node: Node) -> bool:
         """Return whether weights suffice to combine the node's values on parts of the batch."""
         found = self.found.of(node)
+        if adds_size(node, self.found):
+            return False
         if found.reduction == MIXED:
             return self._keys_in(node) is not None
         return found.reduction in (MAX, MIN, WHOLE) or (

@@ -52,6 +52,21 @@ def sources_of(value: Node, found: LossTerms, is_known: Callable[[Node], bool]) 
     return list(sources) if sum(node.meta["val"].numel() for node in sources) <= MANY else None
 
 
+def adds_size(value: Node, found: LossTerms) -> bool:
+    """Return whether `value` is computed from one of `LossTerms.with_size`: a part of the batch has another
+    number of samples than the whole batch, so weights do not combine such a value."""
+    found.of(value)
+    seen, stack = {value}, [value]
+    while stack and found.with_size:
+        node = stack.pop()
+        if node in found.with_size:
+            return True
+        reduced = [x for x in node.all_input_nodes if x not in seen and found.of(x).reduction != ROWS]
+        seen.update(reduced)
+        stack += reduced
+    return False
+
+
 def _is_constant(node: Node) -> bool:
     return node.op == "get_attr" or (node.op == "call_function" and not node.all_input_nodes)
 
