@@ -454,7 +454,7 @@ class LossTerms:
             return Combination(OTHER)
         sized = [x for i, x in enumerate((first, second)) if self._follows_size(x, node, i)]
         if len(sized) == 1 and self.dependence.is_multiple(sized[0], node):
-            # in `len(x) - total`, the parts' numbers of samples add up to that of the batch, as their totals do
+            # `len(x) - total`: the totals of the parts add up to the batch's total, and so do the numbers of samples
             total = second if sized[0] is first else first
             if isinstance(total, Node) and self.of(total) == Combination(LINEAR, ONE):
                 return Combination(LINEAR, ONE)
