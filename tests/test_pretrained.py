@@ -220,12 +220,26 @@ def test_damaged_files_and_folders_are_refused(tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     content = json.loads(index.read_text())
     first = min(content["weight_map"].values())
-    (tmp_path / first).write_bytes((tmp_path / first).read_bytes()[:-4])
+    whole = (tmp_path / first).read_bytes()
+    (tmp_path / first).write_bytes(whole[:-4])
     with pytest.raises(PiperError, match="does not fit into the file"):
+        read("llama", tmp_path)
+    kept = dict(content["weight_map"])
+    missing = next(name for name, file in kept.items() if file == first)
+    del content["weight_map"][missing]
+    index.write_text(json.dumps(content))
+    (tmp_path / first).write_bytes(whole)
+    with pytest.raises(
+        PiperError, match=rf"fit together: only {first} has '{missing}'\. Copy or download both"
+    ):
+        read("llama", tmp_path)
+    content["weight_map"] = {**kept, "more": first}
+    index.write_text(json.dumps(content))
+    with pytest.raises(PiperError, match=rf"fit together: only {index.name} has 'more'"):
         read("llama", tmp_path)
     content["weight_map"] = dict.fromkeys(content["weight_map"], "../x")
     index.write_text(json.dumps(content))
-    with pytest.raises(PiperError, match="outside of its folder"):
+    with pytest.raises(PiperError, match=r"names the file '\.\./x', but Piper reads only files next to the"):
         read("llama", tmp_path)
     index.unlink()
     with pytest.raises(PiperError, match=r"has neither model\.safetensors nor"):

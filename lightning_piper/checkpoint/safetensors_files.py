@@ -135,14 +135,20 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(folder / INDEX, f"its weight_map cannot be read ({error})") from error
     if outside:
-        raise _damaged(folder / INDEX, f"it names a file outside of its folder, {outside[0]!r}")
+        raise PiperError(
+            f"{folder / INDEX} names the file {outside[0]!r}, but Piper reads only files next to the index. Move the file "
+            "there, and correct its name in the index [PIPER-K008]"
+        )
     found: dict[str, StoredTensor] = {}
     for name in names:
         own = _tensors_of(folder / name)
         wanted = {key for key, file in listed.items() if file == name}
         if own.keys() != wanted:
             key = sorted(own.keys() ^ wanted)[0]
-            raise _damaged(folder / INDEX, f"the index and the file {name} differ in {key!r}")
+            raise PiperError(
+                f"{folder / INDEX} and {folder / name} do not fit together: only {name if key in own else INDEX} has "
+                f"{key!r}. Copy or download both again, from the same version of the model [PIPER-K008]"
+            )
         found |= own
     return found
 

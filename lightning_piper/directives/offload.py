@@ -124,16 +124,19 @@ class Offload(Directive):
                         stores[ref] = self._store(dag, chunk, ref)
                     self._fetch(dag, stores[ref], ref, readers)
         if not stores:
-            ids = {chunk.id for chunk in chunks}
+            # A store has the tags of the chunk for which an offload made it, except for PASS.
+            selected = [{**chunk.tags, "PASS": STORE} for chunk in chunks]
             for store in dag.of_type(Store):
-                if store.inputs[0][0] in ids:
+                if store.tags in selected:
                     self.refuse(
                         "filter",
                         f"directive {store.origin} already offloads the values that the selected passes save",
                         "offload each region only once [PIPER-D015]",
                     )
             found = f"the selected passes (such as {chunks[0].label}) save nothing for a backward pass"
-            self.refuse("filter", found, "select forward passes of regions that train [PIPER-D015]")
+            self.refuse(
+                "filter", found, "select forward passes of regions that train without recompute [PIPER-D015]"
+            )
         if isinstance(self.ahead, Mapping) and not nx.is_directed_acyclic_graph(dag.graph):
             found = f"{describe(self.ahead)} selects a chunk that runs before the values to fetch have been stored"
             self.refuse("ahead", found, "give a number of chunks instead, such as ahead=1 [PIPER-D015]")

@@ -165,8 +165,9 @@ class ShardExperts(Sharding):
         if not experts.params:
             self.refuse(
                 "filter",
-                f"{label} has no parameter whose first dimension is its number of experts, {experts.count}",
-                "stack the experts' weights along a first dimension [PIPER-D016]",
+                f"{label} reads no parameter whose first dimension is its number of experts, {experts.count}",
+                "annotate the experts together with dispatch and combine, and stack their weights as "
+                f"[{experts.count}, ...] [PIPER-D016]",
             )
         for (of, kind), interface in dag.code.interfaces.items():
             if of != region:

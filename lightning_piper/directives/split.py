@@ -191,8 +191,8 @@ class Split(Directive):
         if samples % replicas:
             self.refuse(
                 "num_microbatches",
-                f"{counted(samples, 'sample')} cannot be divided evenly over {replicas} replicas",
-                f"give a multiple of {replicas} samples [PIPER-D012]",
+                f"{found} for each of {replicas} replicas",
+                f"give a batch of {count * replicas} samples over all replicas ({count} for each replica) [PIPER-D012]",
             )
         if replicas == 1:
             self.refuse(

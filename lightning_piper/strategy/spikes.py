@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
+import pickle
 import statistics
 import warnings
 from collections import deque
@@ -124,9 +126,18 @@ class SpikeRecorder(pl.Callback):
                 return
         path = self._folder / f"step={spike['step']}-batch={spike['batch_idx']}-replica={replica}.pt"
         try:
+            torch.save(move_data_to_device(spike, torch.device("cpu")), content := io.BytesIO())
+        except (RuntimeError, TypeError, AttributeError, pickle.PicklingError) as error:
+            warnings.warn(
+                f"SpikeRecorder could not save the batch: {error}. Return only data that torch.save can write "
+                "from the collate function [PIPER-W030]",
+                stacklevel=2,
+            )
+            return
+        try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            torch.save(move_data_to_device(spike, torch.device("cpu")), path)
-        except (OSError, RuntimeError) as error:
+            path.write_bytes(content.getbuffer())
+        except OSError as error:
             warnings.warn(
                 f"SpikeRecorder could not write {path}: {error}. Give another folder [PIPER-W030]",
                 stacklevel=2,

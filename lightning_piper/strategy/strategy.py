@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from lightning_piper.capture.graph_cache.tracing_run import long_steps_refused
 from lightning_piper.compiler import Compiled
 from lightning_piper.degrees import requested_degrees
-from lightning_piper.errors import BatchError, PiperError
+from lightning_piper.errors import BatchError, DirectiveError, PiperError
 from lightning_piper.holdings.materialization import is_on_meta
 from lightning_piper.holdings.optimizer import parameter_names_in
 from lightning_piper.profile import Schedule, schedule_of
@@ -271,7 +271,7 @@ class PiperStrategy(SavingStrategy):
                 return
             except NOT_CAPTURED as error:
                 why = str(error)
-                self._check_captured(why)
+                self._check_captured(error)
                 self._join = start.give_back(self._chosen, rank_zero_info)
                 check_may_be(start.standalone, "training_step", error, self._capture, self._accumulate)
         self._begin_eager(start.standalone, [], why)
@@ -376,13 +376,16 @@ class PiperStrategy(SavingStrategy):
         rank_zero_info(rounds.summary())
         return rounds
 
-    def _check_captured(self, why: str) -> None:
+    def _check_captured(self, why: str | Exception) -> None:
         """Check that the training step may run uncaptured, after `why` prevents a capture.
 
         Raises:
-            PiperError: Local SGD needs a captured step.
+            PiperError: Local SGD needs a captured step. If `why` is an error of the program or of the batch, this
+                is the error.
         """
         if self._local_sgd is not None:
+            if isinstance(why, DirectiveError | BatchError):
+                raise why
             raise PiperError(
                 f"PiperStrategy(local_sgd=...) trains only captured steps, but this step cannot be captured: {why}"
                 " [PIPER-S002]"
@@ -438,7 +441,7 @@ class PiperStrategy(SavingStrategy):
         """Run the step uncaptured on all processes from now on, because the captured step cannot continue.
         Collective."""
         fit, start = phase.fit, phase.start
-        self._check_captured(str(error))
+        self._check_captured(error)
         check_may_be(start.unsearched, "training_step", error, self._capture, self._accumulate)
         fit.give_up()
         self._join = start.give_back(self._chosen, rank_zero_info)

@@ -80,8 +80,8 @@ def whole_module(module: pl.LightningModule) -> Iterator[None]:
         yield
         if made := [name for name, mark in _gradients(module).items() if gradients.get(name) != mark]:
             raise PiperError(
-                f"{where}: a backward pass in the block has changed the gradient of {made[0]!r}, but the optimizer would "
-                "not get it. Add this loss to the loss in training_step, or only read gradients, with "
+                f"{where}: the gradient of {made[0]!r} was changed in the block, but other processes would not get the "
+                "change. Change gradients outside of the block. Compute gradients in the block only with "
                 "torch.autograd.grad [PIPER-S007]"
             )
         if changed := [name for name, total in _sums(module).items() if before.get(name) != total]:

@@ -64,7 +64,9 @@ def test_a_buffer_of_gathered_samples_is_the_same_everywhere() -> None:
     ("m = h.mean(0)\nloss = (z - m).square().mean() + (h - "
      "m).square().mean()", "does not have one row for each sample"),
     ("loss = (piper.gather_samples(h.T) @ h).mean()", "gather_samples gets a value of shape \\[3, 8\\]"),
-    ("loss = piper.gather_samples(torch.cat([h, h])).mean()", "Gather each view of the samples separately"),
+    ("loss = piper.gather_samples(torch.cat([h, h])).mean()", "compute this value from the gathered rows"),
+    ("z = torch.cat([z, z])\nloss = z.mean() + piper.gather_samples(torch.ones(8, 3)).mean()",
+     "which does not depend on the samples. Use it without gather_samples"),
     ("piper.gather_samples(3)", "Give a tensor with one row for each sample"),
     ("with piper.annotate('EP'): h = piper.combine(piper.dispatch(z, torch.tensor([4, 4]))[0])\nloss = "
      "h.sum()",

@@ -215,6 +215,10 @@ def test_what_is_wrong_is_found(name, monkeypatch):
             "field 'states': 'yes' is not a Boolean. Give True or False",
         ),
         ([ONE, off(PASS="B")], r"the selected passes \(such as B\[.*\]\) save nothing for a backward pass"),
+        (
+            [ONE, again(), off(LAYER=1), off(LAYER=0)],
+            r"the selected passes \(such as F\[.*\]\) save nothing for a",
+        ),
         ([ONE, off(), off()], "directive 1 already offloads the values that the selected passes save"),
         (
             [ONE, SPLIT, Order(filters=[{"PASS": "FETCH"}, LAYER_1])],

@@ -171,6 +171,8 @@ REFUSED: list[tuple[list[Any], str]] = [
                                            "each region only once"),
     ([placed((0, 1, 2)), replicate([0, 1, 2])], "the batch has 4 samples, which cannot be divided evenly over "
                                                 "3 replicas. Give a multiple of 3 samples"),
+    ([placed((0, 1, 2)), *split(6), replicate([0, 1, 2])], "4 samples cannot be split into 6 microbatches for each of 3 "
+                                                           "replicas. Give a batch of 18 samples over all replicas (6"),
     ([placed(), *split(4), replicate()], "4 samples cannot be split into 4 microbatches for each of 2 replicas. "
                                          "Give at most 2 microbatches, or a batch of 8 samples over all replicas (4 "
                                          "for each replica)"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import lightning as L
 import pytest
 import torch
@@ -140,5 +142,15 @@ def test_refusals(tmp_path):
 
 def test_a_full_disk_warns(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.warns(UserWarning, match=r"could not write .*PIPER-W030"):
+    with pytest.warns(UserWarning, match=r"could not write .*Give another folder \[PIPER-W030\]"):
         sharing_captures(run)(tmp_path / "file", batches(), strategies()["captured"])
+
+
+@pytest.mark.parametrize("extra", [threading.Lock(), lambda: 0], ids=["lock", "function"])
+def test_a_batch_that_torch_cannot_save_warns(tmp_path, extra):
+    data = [{**batch, "extra": extra} for batch in batches()]
+    with pytest.warns(
+        UserWarning, match=r"could not save the batch: .*from the collate function \[PIPER-W030"
+    ):
+        record, _ = run(tmp_path, data, strategies()["uncaptured"])
+    assert found(tmp_path) == {} and len(record.losses) == len(data)

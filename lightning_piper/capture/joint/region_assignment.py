@@ -474,11 +474,16 @@ def refuse_parts(graph: torch.fx.Graph) -> Collection[Node]:
             if fits:
                 continue
             if node.target is GATHER:
+                found = (
+                    "does not have one row for each sample, in order. Gather a value with one row for each sample, and "
+                    "compute this value from the gathered rows"
+                    if x in varies
+                    else "does not depend on the samples. Use it without gather_samples. If it needs one row for each "
+                    "sample, make it from the gathered rows' shape[0]"
+                )
                 raise CaptureError(
                     f"{own_line(node)}: gather_samples gets a value of shape {list(shape_of(x))} "
-                    f"({own_line(x)}), which does not "
-                    "have one row for each sample, in order. Gather each view of the samples separately, or "
-                    "pass [n, views, ...] [PIPER-C016]"
+                    f"({own_line(x)}), which {found} [PIPER-C016]"
                 )
             raise CaptureError(
                 f"{own_line(node)}: {node.target} computes with gathered samples and with {x.target} "
