@@ -81,7 +81,9 @@ def weights_to_shard(
     params = find_params(step.joint_graph, AXIS, number, dims)
     if not params:
         others = (n for n in OTHERS if n != number and find_params(step.joint_graph, AXIS, n, dims))
-        shapes = {name: info.spec.shape for name, info in step.params.items()}
+        _, names = step.joint_graph()
+        read = {name for x, name in names.params.items() if x.users}
+        shapes = {name: info.spec.shape for name, info in step.params.items() if name in read}
         raise _nothing_found(type(step.module).__name__, number, shapes, next(others, None))
     return _patterns(params, step.params)
 
@@ -94,15 +96,15 @@ def _nothing_found(
     Args:
         name: The module's class.
         degree: The number of devices.
-        shapes: The shape of each parameter.
+        shapes: The shape of each parameter that the step reads.
         other: A number of devices over which weights can be sharded; None if none is known.
     """
-    why = (
-        f"for each matrix product, {degree} does not divide its outputs, or an operation after it needs its whole "
-        "result"
-    )
-    if not any(size % degree == 0 for shape in shapes.values() for size in shape):
-        why = f"{degree} divides no dimension of a weight"
+    why = "an operation would need each weight, or its result, whole"
+    matrices = [shape for shape in shapes.values() if len(shape) == 2]
+    if not matrices:
+        why = "its step does not use a matrix"
+    elif not any(size % degree == 0 for shape in matrices for size in shape):
+        why = f"{degree} does not divide any dimension of a weight matrix"
     weight = next(
         (
             f"{{{param!r}: {dim}}}"
@@ -118,12 +120,12 @@ def _nothing_found(
     elif weight is not None:
         devices = "[0, 1]" if degree == 2 else f"list(range({degree}))"
         advice = (
-            f"Name weights yourself, in the directives Place(devices={devices}, axes=[{AXIS!r}]) and "
-            f"ShardWeights(params={weight})"
+            "You can still shard weights by the directives "
+            f"Place(devices={devices}, axes=[{AXIS!r}]) and ShardWeights(params={weight})"
         )
     return PiperError(
-        f"tensor parallelism: no weight of {name} can be sharded over {counted(degree, 'device')}, because {why}. "
-        f"{advice} [PIPER-D024]"
+        f"tensor parallelism: Piper found no weight of {name} to shard over {counted(degree, 'device')}, because "
+        f"{why}. {advice} [PIPER-D024]"
     )
 
 

@@ -9,7 +9,9 @@ the module's tensors under `model` (FSDP) or `state_dict`, and each optimizer's 
 from __future__ import annotations
 
 import pickle
+import re
 import warnings
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -48,7 +50,7 @@ def read_distributed(path: Path, weights_only: bool = True) -> dict[str, Any]:
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # this process reads alone
             dcp.load(flat, checkpoint_id=path, no_dist=True)
     except (Exception, CheckpointException) as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable(path, error, weights_only) from error
     saved = _nested(flat, metadata)
     name = next((name for name in _MODULE if name in saved), None)
     if name is None:
@@ -61,22 +63,34 @@ def read_distributed(path: Path, weights_only: bool = True) -> dict[str, Any]:
     return {**content, "state_dict": saved[name], "optimizer_states": states}
 
 
-def _unreadable(path: Path, error: BaseException) -> PiperError:
+def _unreadable(path: Path, error: BaseException, weights_only: bool) -> PiperError:
     """Return the error for a folder that torch cannot read."""
     if isinstance(error, CheckpointException):  # its text has stack traces
         error, *_ = next(iter(error.failures.values()))
-    if isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error):
+    forbidden = None
+    if isinstance(error, pickle.UnpicklingError) and zipfile.is_zipfile(path / "meta.pt"):
+        forbidden = re.search(
+            r"GLOBAL (\S+)", str(error)
+        )  # torch writes "weights_only" into every such error
+    if forbidden is not None:
         return PiperError(
-            f"{path / 'meta.pt'} has objects of classes that are not torch's, whose code would run. If you trust the "
+            f"{path / 'meta.pt'} has {forbidden[1]}, which weights_only=True does not load. If you trust the "
             "checkpoint, convert it with weights_only=False (on the command line: --unsafe) [PIPER-K007]"
         )
-    if isinstance(error, AttributeError | ImportError):  # pickle's, if it cannot import a class
+    if isinstance(error, ImportError) or str(error).startswith("Can't get attribute"):  # pickle's
         return PiperError(
             f"{path} has an object whose class cannot be imported: {error}. Convert it in a script that defines or "
             "imports this class in the same way as the training did [PIPER-K007]"
         )
+    if isinstance(error, AttributeError) and not weights_only:  # of the method that restores the object
+        return PiperError(
+            f"{path} has an object that cannot be read: {error}. Convert it in a script whose classes are the classes "
+            "of the training [PIPER-K007]"
+        )
+    # Around this line, torch recommends weights_only=False, which does not help.
+    cause = str(error).split("WeightsUnpickler error:")[-1].strip().partition("\n")[0].rstrip(".")
     return PiperError(
-        f"{path} cannot be read, because a file is missing or damaged: {type(error).__name__}: {error}. Use "
+        f"{path} cannot be read, because a file is missing or damaged: {type(error).__name__}: {cause}. Use "
         "another checkpoint [PIPER-K002]"
     )
 

@@ -354,9 +354,9 @@ def _read_common(folder: Folder, weights_only: bool) -> dict[str, Any]:
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL (\S+)", str(error))  # torch's text about a class
         raise PiperError(
-            f"{path} holds objects of classes that loading does not trust{f', such as {found[1]}' if found else ''}. If "
-            "you trust the checkpoint, pass weights_only=False to the call that loads it, such as trainer.fit (on the "
-            "command line: --unsafe) [PIPER-K007]"
+            f"{path} has {found[1] if found else 'an object'}, which weights_only=True does not load. If you trust the "
+            "checkpoint, pass weights_only=False to the call that loads it, such as trainer.fit (on the command line: "
+            "--unsafe) [PIPER-K007]"
         ) from error
     assert isinstance(content, dict)
     return content

@@ -220,8 +220,7 @@ def run_local(
         if len(waiting) == len(running) and before == [executor.position for executor in running]:
             raise ExecutionError(
                 f"the devices wait for each other: {'; '.join(e.waiting_for for e in waiting)}. If you "
-                "wrote an order of these nodes, remove or reverse it. If you added an operation, check its lowering. "
-                "Otherwise, report this [PIPER-V004]"
+                "changed a plan or added an operation, check its lowering. Otherwise, report this [PIPER-V004]"
             )
         running = waiting
     return [executor.end() for executor in executors]

@@ -486,8 +486,8 @@ def run_in_virtual_time(
         if len(stuck) > 8:
             shown += f"; and {counted(len(stuck) - 8, 'more device')}"
         raise VerificationError(
-            f"the plans deadlock: {shown}. Remove or reverse an order that lists one of these passes "
-            "[PIPER-V004]"
+            f"the plans deadlock: {shown}. If you changed a plan or added an operation, check its lowering. "
+            "Otherwise, report this [PIPER-V004]"
         )
     while world.pass_time():
         pass

@@ -272,8 +272,8 @@ class PiperStrategy(SavingStrategy):
             except NOT_CAPTURED as error:
                 why = str(error)
                 self._check_captured(error)
+                check_may_be(start.unsearched, "training_step", error, self._capture, self._accumulate)
                 self._join = start.give_back(self._chosen, rank_zero_info)
-                check_may_be(start.standalone, "training_step", error, self._capture, self._accumulate)
         self._begin_eager(start.standalone, [], why)
         if start.later is not None:
             self.load_optimizer_state_dict({"optimizer_states": [start.later]})

@@ -233,6 +233,13 @@ def test_a_parameter_is_replaced() -> None:
     assert said.startswith("training_step replaces the parameter self.first.weight,") and "in a hook" in said
 
 
+def test_a_parameter_is_created() -> None:
+    said = message(lambda self, x, h, loss, batch_idx: setattr(self, "late", nn.Parameter(torch.ones(6))))
+    assert (
+        said.startswith("training_step creates the parameter self.late,") and "Create it in __init__" in said
+    )
+
+
 def test_a_parameter_is_changed() -> None:
     def clip(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> None:
         with torch.no_grad():

@@ -140,11 +140,21 @@ class Own:
     """A hyperparameter of the user's own class."""
 
 
+class Changed(Own):
+    """A class whose code no longer fits its saved objects."""
+
+    def __getstate__(self) -> dict[str, int]:
+        return {"size": 1}
+
+    def __setstate__(self, state: dict[str, int]) -> None:
+        self.size = self.width  # type: ignore[attr-defined]
+
+
 def test_own_classes_and_damage_have_their_own_messages(tmp_path):
     source = folder_of(tmp_path / "fsdp", model={"a": torch.ones(2)})
     torch.save({"hyper_parameters": {"own": Own()}}, source / "meta.pt")
     with pytest.raises(
-        piper.PiperError, match=r"objects of classes that are not torch's.*--unsafe.*PIPER-K007"
+        piper.PiperError, match=r"meta\.pt has \S+\.Own, which weights_only=True.*--unsafe.*PIPER-K007"
     ):
         consolidate(source, tmp_path / "plain.ckpt")
     consolidate(source, tmp_path / "plain.ckpt", weights_only=False)
@@ -155,6 +165,13 @@ def test_own_classes_and_damage_have_their_own_messages(tmp_path):
         torch.save({"hyper_parameters": {"own": Own()}}, source / "meta.pt")
     with pytest.raises(piper.PiperError, match=r"class cannot be imported: .*'gone'.*PIPER-K007"):
         consolidate(source, tmp_path / "plain.ckpt", weights_only=False)
+    torch.save({"hyper_parameters": {"own": Changed()}}, source / "meta.pt")
+    with pytest.raises(piper.PiperError, match=r"cannot be read: .*has no attribute 'width'.*PIPER-K007"):
+        consolidate(source, tmp_path / "plain.ckpt", weights_only=False)
+    for content in (b"", bytes(64), b"not found\n", b"content\nof a page\n"):
+        (source / "meta.pt").write_bytes(content)
+        with pytest.raises(piper.PiperError, match=r"missing or damaged: .*another checkpoint \[PIPER-K002"):
+            consolidate(source, tmp_path / "plain.ckpt")
     torch.save({}, source / "meta.pt")
     file = source / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])

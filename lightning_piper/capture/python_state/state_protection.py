@@ -106,10 +106,15 @@ def check_unchanged(module: nn.Module, before: list[Attribute], step: str) -> No
                 f"{step} computes the cached property {where} for the first time, and so sets an attribute, which a "
                 "captured step would not do again. Read it once before, in __init__ or on_fit_start [PIPER-C003]"
             )
+        if name in part._parameters and was is None:
+            raise CaptureError(
+                f"{step} creates the parameter {where}, but a captured step has only the parameters from before the "
+                "step. Create it in __init__ [PIPER-C003]"
+            )
         if name in part._parameters:
             raise CaptureError(
                 f"{step} replaces the parameter {where}, but in a captured step only the optimizer changes parameters. "
-                "Change its values in a hook, such as on_train_batch_start [PIPER-C003]"
+                "Change its values in place in a hook, such as on_train_batch_start [PIPER-C003]"
             )
         if name in part._buffers:
             alike = [x.shape for x in (was, value) if isinstance(x, torch.Tensor)] == [

@@ -102,6 +102,6 @@ def run_symbolically(plans: Mapping[int, Plan], image: Callable[[int], int] = la
         if len(stuck) > 8:
             shown += f"; and {counted(len(stuck) - 8, 'more device')}"
         raise VerificationError(
-            f"the plans deadlock: {shown}. If you added an operation, check its lowering. Otherwise, report this "
-            "[PIPER-V004]"
+            f"the plans deadlock: {shown}. If you changed a plan or added an operation, check its lowering. "
+            "Otherwise, report this [PIPER-V004]"
         )

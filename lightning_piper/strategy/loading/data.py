@@ -55,7 +55,7 @@ def agree_on_loader(loader: object, world: World, limit: float = 1.0, apart: boo
         loader: This process's loader.
         limit: How many of the batches are drawn, in the Trainer's form: an int is a number, a float is a
             fraction.
-        apart: Whether replicas may have different numbers of batches.
+        apart: Whether replicas may have different numbers of batches, as in an evaluation.
 
     Raises:
         PiperError: A sampler does not split the data over the replicas, or processes have different numbers
@@ -82,7 +82,7 @@ def agree_on_loader(loader: object, world: World, limit: float = 1.0, apart: boo
         return loader
     for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
         if isinstance(sampler, DistributedSampler):
-            _check_sampler(sampler, world)
+            _check_sampler(sampler, world, shuffles=sampler.shuffle and not apart)
             sampler.seed = world.broadcast(sampler.seed)
     generators = generators_of(loader)
     for generator, state in zip(
@@ -94,25 +94,27 @@ def agree_on_loader(loader: object, world: World, limit: float = 1.0, apart: boo
     return loader
 
 
-def _check_sampler(sampler: DistributedSampler[Any], world: World) -> None:
+def _check_sampler(sampler: DistributedSampler[Any], world: World, shuffles: bool) -> None:
     """Check that a sampler divides the data over the replicas, and gives this process its replica's part.
+
+    Args:
+        shuffles: Whether an error proposes a loader that shuffles.
 
     Raises:
         PiperError: The sampler has another number of replicas, or another replica's part.
     """
     if sampler.num_replicas == world.count and sampler.rank == world.replica:
         return
+    fix = "Remove it, and give DataLoader(shuffle=True)" if shuffles else "Remove it"
     if world.count == 1:
         raise PiperError(
             f"the DataLoader's DistributedSampler splits the data over {sampler.num_replicas} replicas, but "
-            "all processes belong to one replica, so they read the same batches. Use a plain sampler "
-            "(shuffle=True) [PIPER-L005]"
+            f"all processes belong to one replica, so they read the same batches. {fix} [PIPER-L005]"
         )
     raise PiperError(
         f"the DataLoader's DistributedSampler gives process {world.rank} part {sampler.rank} of "
-        f"{sampler.num_replicas}, but this process belongs to replica {world.replica} of {world.count}. Use "
-        "a plain sampler (shuffle=True) with Trainer(use_distributed_sampler=True), which divides the data "
-        "[PIPER-L005]"
+        f"{sampler.num_replicas}, but this process belongs to replica {world.replica} of {world.count}. "
+        f"{fix}. Lightning then divides the data, unless you give Trainer(use_distributed_sampler=False) [PIPER-L005]"
     )
 
 
