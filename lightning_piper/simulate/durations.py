@@ -141,12 +141,14 @@ class WorkDurations:
                     )
                 rules.add(key, match["kind"], _tags(key, match["tags"]), duration)
             elif _OP.fullmatch(key):
-                if key not in (known := _timed()):
+                if key in _untimed():
                     raise SimulationError(
                         f"durations: {key!r} has no duration, because its instructions communicate or wait. Give the "
                         "duration of a node, such as '%12' [PIPER-T001]"
-                        if key in _untimed()
-                        else f"durations: operation {key!r} is {unknown(key, known)} [PIPER-T001]"
+                    )
+                if key not in (known := _timed()):
+                    raise SimulationError(
+                        f"durations: operation {key!r} is {unknown(key, known)} [PIPER-T001]"
                     )
                 self._ops[key] = duration
             elif key == PAIR:
