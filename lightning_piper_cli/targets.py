@@ -70,7 +70,10 @@ def made(target: str) -> Any:
             "arguments"
         ) from None
     except ValueError as error:  # a builtin function
-        raise UsageError(f"{target} cannot be called: {error}. Name a function of your own") from None
+        raise UsageError(
+            f"{target}: Python does not know which arguments it needs ({error}). Name a function without arguments "
+            "that calls it"
+        ) from None
     return found()
 
 

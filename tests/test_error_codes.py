@@ -29,6 +29,7 @@ WRAPPERS = {
     "self.refuse('devices', f'{chunk.label} is {where}', advice)",
     "DirectiveError(f'({self.op}): field {field!r}: {found}. {fix}')",
     "VerificationError(f'after directive {each.index} ({each.name}), {error}')",
+    "VerificationError(f'for a batch that is not the last batch of an accumulation: {error}')",
     "PiperError(_refusal(type(self.optimizer).__name__, error, name, compiled))",
     "PiperError(_SKIPPED)",
     "PiperError(_factors_differ([float(factor) for factor in factors]))",

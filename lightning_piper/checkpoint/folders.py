@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from lightning_piper.common.regular_files import open_regular
+from lightning_piper.errors import PiperError
 
 Fingerprint = list[int]  # size in bytes, CRC-32
 BLOCK = 1 << 20  # bytes read at once for a checksum
@@ -135,7 +136,12 @@ class LocalFolder(Folder):
         return {name: size for name in self.names() if (size := self.size(name)) is not None}
 
     def open(self, name: str) -> BinaryIO:
-        return open_regular(self.path / name)
+        path = self.path / name
+        if path.exists() and not path.is_file() and not path.is_symlink():
+            raise PiperError(
+                f"{path} is not a regular file, so Piper does not read it. Use another checkpoint [PIPER-K002]"
+            )
+        return open_regular(path)
 
     def ranges(self, wanted: Sequence[tuple[str, int, int]]) -> Iterator[bytes]:
         for name, start, stop in wanted:

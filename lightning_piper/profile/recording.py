@@ -215,9 +215,13 @@ class Recording:
         if error.errno == errno.ENOSPC:
             return "Free space on the disk"
         logger = self._trainer.logger
-        if logger is None or logger.save_dir in (None, self._trainer.default_root_dir):
+        own = "" if logger is None else f"Give your {type(logger).__name__} another folder"
+        if logger is None or logger.save_dir is None:
             return "Give another folder: Trainer(default_root_dir=...)"
-        return f"Give another folder: {type(logger).__name__}(save_dir=...)"
+        if logger.save_dir != self._trainer.default_root_dir:
+            return own
+        # Lightning may have made the logger, whose folder is then this folder.
+        return f"{own}. If you did not give a logger, give another folder to Trainer(default_root_dir=...)"
 
     def _write(
         self, step: _Step, times: Mapping[int, InstructionTimes], fixed: Mapping[str, Mapping[str, int]]

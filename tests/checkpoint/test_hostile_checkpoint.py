@@ -124,7 +124,11 @@ def test_a_link_that_comes_after_the_check_is_not_followed(file, saved, monkeypa
 def test_what_would_block_is_not_read(saved):
     (saved / "meta.pt").unlink()
     os.mkfifo(saved / "meta.pt")
-    with pytest.raises(PiperError, match=r"meta\.pt is not a regular file"):
+    with pytest.raises(PiperError, match=r"meta\.pt is not a regular file.* another checkpoint \[PIPER-K002"):
+        values(saved)
+    (saved / "meta.pt").unlink()
+    (saved / "meta.pt").mkdir()
+    with pytest.raises(PiperError, match=r"meta\.pt"):
         values(saved)
 
 

@@ -90,7 +90,7 @@ def test_all_members_agree_on_how_messages_travel(kind: str, name: str, tmp_path
 
 def test_no_memory_for_a_message_is_said(tmp_path: Path) -> None:
     for said in launch(work.SIZE, work.full, tmp_path):
-        assert said.startswith("no memory for a message of 16777216 bytes to another process (")
+        assert said.startswith("this process cannot get shared memory for a message of 16777216 bytes (")
 
 
 def test_memory_that_is_gone_is_an_error(tmp_path: Path) -> None:

@@ -101,8 +101,9 @@ def test_a_batch_that_is_not_the_last_is_checked_by_itself() -> None:
     }
     with pytest.raises(
         VerificationError, match=r"not the last batch of an accumulation: .* is read before it is written"
-    ):
+    ) as caught:
         check_plans(wrong)
+    assert str(caught.value).count("PIPER-") == 1
 
 
 def test_a_kept_bucket_is_gathered_again_when_all_have_read_it() -> None:

@@ -68,8 +68,8 @@ def _check_dense(name: str, tensor: torch.Tensor) -> None:
 
 
 _SPARSE = (
-    "Register the dense tensors that it consists of, such as its indices and values, and build it in the "
-    "step: torch.sparse_coo_tensor(self.indices, self.values, size)"
+    "Convert it with x.to_sparse_coo().coalesce(), register its indices() and values(), and build it in the step: "
+    "torch.sparse_coo_tensor(self.indices, self.values, size)"
 )
 _INSTEAD = {
     "nested": "Register a padded tensor and its lengths",

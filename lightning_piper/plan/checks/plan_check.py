@@ -72,7 +72,7 @@ def check_plans(plans: Mapping[int, Plan], image: Image = lambda device: device)
             )
         except VerificationError as error:
             raise VerificationError(
-                f"for a batch that is not the last batch of an accumulation: {error} [PIPER-V003]"
+                f"for a batch that is not the last batch of an accumulation: {error}"
             ) from None
 
 

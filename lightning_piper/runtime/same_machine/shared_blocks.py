@@ -176,8 +176,8 @@ class SharedBlocks:
             made = _SharedBlock(self.file, self._end, size)
         except OSError as error:
             raise torch.OutOfMemoryError(
-                f"no memory for a message of {nbytes} bytes to another process ({error}). Free memory of "
-                "this machine [PIPER-X002]"
+                f"this process cannot get shared memory for a message of {nbytes} bytes ({error}). Free memory of "
+                "this machine, or raise the limits of the process (ulimit -v, ulimit -f) [PIPER-X002]"
             ) from error
         self._end += size
         return made
