@@ -22,8 +22,12 @@ READS = {
     "in": lambda t: 2.0 if "loss" in t.callback_metrics else 1.0,
     "is empty": lambda t: 2.0 if t.callback_metrics else 1.0,
     "equals": lambda t: 2.0 if t.callback_metrics == {} else 1.0,
+    "of the step": lambda t: float(t.logged_metrics["both_step"]),
 }
 OTHER = {
+    "forked at the end of an epoch": lambda t: float(t.callback_metrics.get("both_epoch", 0.5)),
+    "not in the progress bar": lambda t: float(t.progress_bar_metrics.get("both_step", 0.5)),
+    "without a logger": lambda t: float(t.logged_metrics.get("hidden", 0.5)),
     "another": lambda t: float(t.callback_metrics.get("other", 0.5)),
     "at the end of an epoch": lambda t: float(t.callback_metrics.get("epoch", 0.5)),
 }
@@ -41,6 +45,8 @@ class Reading(L.LightningModule):
         with piper.annotate("PP", 1):
             loss = self.last(hidden).square().mean()
             self.log("loss", loss, prog_bar=True)
+            self.log("both", loss, on_step=True, on_epoch=True)
+            self.log("hidden", loss, logger=False)
             self.log("epoch", loss, on_step=False, on_epoch=True)
             return loss * (1 + self.read(self.trainer))
 
@@ -62,11 +68,11 @@ def trained(read: Any, strategy: Any) -> dict[str, Tensor]:
 def test_a_value_of_this_step(name: str) -> None:
     alone = trained(READS[name], "auto")
     with pytest.warns(
-        UserWarning, match=r"runs uncaptured on this device\. Reason: .*after self.log\('loss'\)"
+        UserWarning, match=r"runs uncaptured on this device\. Reason: .*after self.log\('(loss|both)'\)"
     ):
         found = trained(READS[name], local([piper.Place(filter={}, devices=[0])]))
     assert all(torch.equal(x, found[n]) for n, x in alone.items())
-    with pytest.raises(CaptureError, match=r"test_logged_now.py:\d+ .*after self.log\('loss'\)"):
+    with pytest.raises(CaptureError, match=r"test_logged_now.py:\d+ .*after self.log\('(loss|both)'\)"):
         trained(READS[name], local())
 
 

@@ -355,20 +355,25 @@ class TracedStep(nn.Module):
         Raises:
             CaptureError: the step has logged the value that it reads.
         """
-        found = re.fullmatch(r"self\.trainer\.(?:callback|logged|progress_bar)_metrics(.*)", what)
-        keys = "" if found is None else found[1]
-        logged = [log.name for log in self.logs if _is_of_step(log.kwargs.get("on_step"), self.name)]
-        read = (
-            logged
-            if keys.endswith("()")
-            else [n for n in logged if re.search(rf"'{re.escape(n)}(_step|_epoch)?'", keys)]
-        )
-        if read:
-            raise CaptureError(
-                f"{user_line()}: {self.name} reads {what} after self.log({read[0]!r}), but a captured step "
-                "logs its values only after it has run. Keep the logged value in a variable and use that"
-                " [PIPER-C007]"
-            )
+        found = re.fullmatch(r"(self\.trainer\.(callback|logged|progress_bar)_metrics)(.*)", what)
+        if found is None:
+            return
+        whole, kind, keys = found.groups()
+        key = re.match(r"(?:\[|\.get\()(?:'([^']*)'|\"([^\"]*)\")", keys)
+        read = None if key is None else re.sub(r"/dataloader_idx_\d+$", "", key[1] or key[2] or "")
+        for log in self.logs:
+            visible = _visible(log, kind, self.name)
+            if keys.endswith("()") and key is None and visible:
+                raise CaptureError(
+                    f"{user_line()}: {self.name} reads all of {whole} after self.log({log.name!r}), but a captured "
+                    f"step logs only after it has run. Read single names, such as {whole}['val_loss'] [PIPER-C007]"
+                )
+            if read in visible:
+                raise CaptureError(
+                    f"{user_line()}: {self.name} reads {what} after self.log({log.name!r}), but a captured step "
+                    "logs its values only after it has run. Keep the logged value in a variable and use that"
+                    " [PIPER-C007]"
+                )
 
     def log(self, name: str, value: Any, call: Mapping[str, Any]) -> None:
         """Record a call of `self.log`.
@@ -448,15 +453,23 @@ class TracedStep(nn.Module):
             )
 
 
-def _is_of_step(on_step: object, name: str) -> bool:
-    """Return whether the Trainer gets a logged value right after the step, and not only at the end of an
-    epoch.
+def _visible(log: Logged, kind: str, step: str) -> set[str]:
+    """Return the names under which a dict of the Trainer has a logged value right after the call of `self.log`,
+    and not only at the end of an epoch.
 
     Args:
-        on_step: the argument of `self.log`. None stands for Lightning's default: True in `training_step` only.
-        name: the name of the step.
+        log: the call of `self.log`.
+        kind: the dict: `callback`, `logged` or `progress_bar`.
+        step: the name of the step.
     """
-    return name == TracedStep.name if on_step is None else bool(on_step)
+    training = step == TracedStep.name
+    default = {"on_step": training, "on_epoch": not training, "prog_bar": False, "logger": True}
+    given = {k: v if (x := log.kwargs.get(k)) is None else bool(x) for k, v in default.items()}
+    shown = {"callback": training, "logged": given["logger"], "progress_bar": given["prog_bar"]}[kind]
+    if not (shown and given["on_step"]):
+        return set()
+    name = f"{log.name}_step" if given["on_epoch"] else log.name
+    return {name, log.name} if kind == "callback" else {name}
 
 
 def _loss_of(result: Any) -> torch.Tensor:

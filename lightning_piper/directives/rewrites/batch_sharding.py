@@ -87,7 +87,10 @@ def _refuse_uneven(dag: TrainingDAG, replicas: int, directive: Directive, chunk:
             f"{chunk.label} works on samples {chunk.slice}, {evenly}",
             f"give each microbatch a multiple of {replicas} samples [PIPER-D012]",
         )
+    least = replicas * max(len(parts) for parts in dag.slices().values())
     advice = f"give a multiple of {replicas} samples"
+    if dag.size < least:
+        advice += f", at least {least}"
     if dag.program.partial:
         advice = (
             f"the first batch had {dag.step.size} samples. Leave out a smaller last batch of an epoch with "
