@@ -134,9 +134,8 @@ class Offload(Directive):
                         "offload each region only once [PIPER-D015]",
                     )
             found = f"the selected passes (such as {chunks[0].label}) save nothing for a backward pass"
-            self.refuse(
-                "filter", found, "select forward passes of regions that train without recompute [PIPER-D015]"
-            )
+            advice = "remove this directive, or select forward passes that save values"
+            self.refuse("filter", found, f"{'give saved=False' if self.states else advice} [PIPER-D015]")
         if isinstance(self.ahead, Mapping) and not nx.is_directed_acyclic_graph(dag.graph):
             found = f"{describe(self.ahead)} selects a chunk that runs before the values to fetch have been stored"
             self.refuse("ahead", found, "give a number of chunks instead, such as ahead=1 [PIPER-D015]")
