@@ -227,7 +227,7 @@ def test_batch_norm_in_a_pipeline() -> None:
     assert all(row.before.verdict == "bitwise equal" for row in whole.rows) and whole.verdict == "verified"
     for name in ("DP2", "PP2 x DP2 ZeRO-3"):
         with pytest.raises(
-            piper.DirectiveError, match=r"\(replicate\).*body\.1\.running_mean.*GroupNorm or LayerNorm"
+            piper.DirectiveError, match=r"\(replicate\).*body\.1\.running_mean.*GroupNorm or nn.LayerNorm"
         ):
             captured.verify(PROGRAMS[name]())
 

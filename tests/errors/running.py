@@ -154,8 +154,8 @@ CASES: Cases = [
     Elsewhere("an optimizer that does not run the closure that it is given, with shards",
               "step has not called the closure that it was given", "PiperError", UNCAPTURED),
     Elsewhere("a parameter group is added within an uncaptured step, with shards",
-              "the optimizer's parameter groups were changed in the middle of a "
-              "step", "PiperError", UNCAPTURED),
+              "the optimizer's parameter groups have changed since "
+              "on_train_batch_start", "PiperError", UNCAPTURED),
     Case("a hook calls torch for the norm of gradients in the middle of an accumulation", impatient),
     Elsewhere("a hook calls torch for the norm of some gradients, over processes",
               "got only some of the gradients that a process "

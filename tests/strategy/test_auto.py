@@ -317,7 +317,7 @@ def test_replicas_as_under_ddp_are_a_candidate(links):
     if links == "pipeline":
         assert choice is not None and "stages on 2 ranks" in choice.lines[0]
     else:
-        assert choice is None and "uncaptured, as under DDP" in why and "sync_batchnorm=True" in why
+        assert choice is None and "uncaptured step, as under DDP" in why and "sync_batchnorm=True" in why
 
 
 def test_a_replica_that_needs_far_less_is_not_looked_at_closely():
