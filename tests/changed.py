@@ -142,7 +142,7 @@ def file_of(name: str) -> Path | None:
 @cache
 def _given_by(init: Path, name: str) -> Path | None:
     """Return the file from which a package's `__init__` takes a name."""
-    for node in ast.parse(init.read_text(encoding="utf-8")).body:
+    for node in ast.walk(ast.parse(init.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 if (alias.asname or alias.name) == name:

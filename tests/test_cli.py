@@ -408,7 +408,7 @@ USAGE = {
     ),
     "a builtin function": (
         arguments("check", module="torch:rand"),
-        "torch:rand cannot be called: no signature",
+        "torch:rand: Python does not know which arguments",
     ),
     "no number": (
         arguments("simulate", "--latency", "soon"),

@@ -137,5 +137,7 @@ def test_tensor_parallelism_without_weights_names_directives_that_work() -> None
     assert "Place(devices=[0, 1], axes=['tp']) and ShardWeights(params={'fc.weight': 0})" in said
     program = [piper.Place(devices=[0, 1], axes=["tp"]), piper.ShardWeights(params={"fc.weight": 0})]
     piper.compile(Lone(), torch.randn(2, 4), program)
-    with pytest.raises(piper.PiperError, match=r"3 divides no dimension of a weight. Use replicas instead"):
+    with pytest.raises(
+        piper.PiperError, match=r"3 does not divide any dimension of a weight matrix. Use replicas"
+    ):
         piper.tensor_parallel(Lone(), torch.randn(2, 4), 3)

@@ -175,6 +175,6 @@ CASES: Cases = [
               "PiperError", ON_META),
     Case("`consolidate` of a file", lambda: consolidate(written("a.ckpt", ""), "b.ckpt")),
     Elsewhere("a class in the checkpoint that loading does not "
-              "trust", "meta.pt holds objects of classes", "PiperError",
+              "trust", "which weights_only=True does not load", "PiperError",
               "tests/checkpoint/test_sharded_files.py::test_no_file_runs_code"),
 ]  # fmt: skip

@@ -58,7 +58,7 @@ def test_the_empty_filter_selects_everything(experts: TrainingDAG) -> None:
         ("PP=0", r"""'PP=0' is not a filter. give an object such as {"PP": 0"""),
         ([{"PP": 0}], "is not a filter"),
         (None, "None is not a filter"),
-        ({0: 1}, "0 is not a tag. give a non-empty string"),
+        ({0: 1}, "0 is not a tag. give a string of 1 to 100 printable characters"),
         ({"": 1}, "'' is not a tag"),
         ({"PP": []}, "tag 'PP' has an empty list. name at least one index"),
         ({"PP": -1}, "tag 'PP' has -1. give an index >= 0"),

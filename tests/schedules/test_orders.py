@@ -198,7 +198,7 @@ def test_programs_are_json_and_devices_and_tags_are_the_users(builder: Callable[
         (
             dualpipe,
             (4, 6),
-            "6 microbatches for 4 stages. Give an even number of microbatches, at least 8 [",
+            "6 microbatches for 4 stages. Give an even number of microbatches, at least 8",
         ),
         (dualpipe, (4, 9), "9 microbatches for 4 stages. Give an even number"),
         (zero_bubble, (2, 0), "microbatches=0. Give an integer >= 1"),
