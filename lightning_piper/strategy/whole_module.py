@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_piper.common.lightning_packages import is_a
-from lightning_piper.common.tensor_versions import sum_of_bits
+from lightning_piper.common.tensor_versions import sum_of_bits, tensor_versions
 from lightning_piper.common.user_lines import user_frame
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.distributed_marks import parts_of
@@ -107,6 +107,5 @@ def _sums(module: pl.LightningModule) -> dict[str, int]:
 
 def _gradients(module: pl.LightningModule) -> dict[str, tuple[int, int]]:
     """Return the id and the version of each parameter's gradient, by name of the parameter."""
-    return {
-        name: (id(x.grad), x.grad._version) for name, x in module.named_parameters() if x.grad is not None
-    }
+    gradients = {name: x.grad for name, x in module.named_parameters() if x.grad is not None}
+    return {name: (id(x), version) for name, x, version in tensor_versions(gradients)}

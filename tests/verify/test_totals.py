@@ -73,7 +73,7 @@ def test_as_on_one_device(spec: Spec, name: str) -> None:
 
 def test_an_order_of_microbatches_is_refused() -> None:
     with pytest.raises(
-        DirectiveError, match=r"directive 3 \(order\).*the statistics of a synchronized batch norm"
+        DirectiveError, match=r"directive 3 \(order\).*The statistics of a synchronized batch norm"
     ):
         piper.compile(case(ONE, 8).module, case(ONE, 8).batch, piper.schedules.one_f_one_b(2, 2))
 
@@ -81,7 +81,7 @@ def test_an_order_of_microbatches_is_refused() -> None:
 def test_statistics_of_a_part_are_still_refused() -> None:
     """A control: what is no sum over the whole batch differs from replica to replica."""
     with pytest.raises(
-        DirectiveError, match=r"directive 2 \(replicate\).*updates blocks\.3.*sync_batchnorm=True"
+        DirectiveError, match=r"directive 2 \(replicate\).*update blocks\.3.*sync_batchnorm=True"
     ):
         piper.compile(case(TIED, 8).module, case(TIED, 8).batch, PROGRAMS["replicas in stages"])
 
