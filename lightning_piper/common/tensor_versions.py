@@ -31,4 +31,13 @@ def sum_of_bits(tensor: torch.Tensor) -> int:
     return int(flat.view(kind).sum(dtype=torch.int64))
 
 
+def sum_of_elements(tensor: torch.Tensor) -> int:
+    """Return the sum of the bits of a tensor's elements as integers, modulo 2**64. Unlike `sum_of_bits`, the sums of
+    the shards of a tensor add up to the sum of the whole tensor."""
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
+    numbers = flat.view(_INTEGERS[min(flat.element_size(), 8)])
+    # The parts bound the memory of the conversion to int64.
+    return sum(int(part.sum(dtype=torch.int64)) for part in numbers.split(2**22)) % 2**64
+
+
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

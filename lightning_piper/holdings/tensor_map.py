@@ -78,6 +78,7 @@ class TensorMap:
         unused: Names of tensors that no device of the program uses, and that no later training program has
             changed. Every process holds these tensors, because hooks or other steps may use them.
         specs: Canonical name -> spec of the whole tensor.
+        canonical: Each name of a parameter or buffer -> its canonical name.
     """
 
     def __init__(self, compiled: Compiled, size: int) -> None:
@@ -86,7 +87,7 @@ class TensorMap:
         self._size = size
         self.specs: dict[str, TensorSpec] = {name: info.spec for name, info in compiled.step.params.items()}
         self.specs |= compiled.step.buffers
-        self._params = compiled.step.params
+        self._params, self.canonical = compiled.step.params, compiled.step.canonical
         self.holder_groups: dict[str, tuple[HolderGroup, ...]] = {}
         self.unused: set[str] = set()
         if size == 1:

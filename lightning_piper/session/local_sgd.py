@@ -14,12 +14,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import zlib
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from lightning_piper.common.limits import integer, is_number, shown
+from lightning_piper.common.tensor_versions import sum_of_elements
 from lightning_piper.common.units import counted
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
@@ -244,6 +247,7 @@ class Rounds:
 
     Attributes:
         steps: Number of updates since the fit, or the fit of the checkpoint, began.
+        ended_within: Whether the fit has ended within a round, so that the module has the mean of the replicas.
     """
 
     def __init__(
@@ -274,6 +278,9 @@ class Rounds:
         self._buffers = {name: x.detach().clone() for name, x in self._float_buffers().items()}
         # The empty tensor is for a process without parameters, because torch rejects an empty list.
         self._outer = settings.optimizer([*self._anchors.values(), torch.zeros(0)])
+        self.ended_within = False
+        self._own: dict[str, torch.Tensor] = {}  # this process's values before a fit ended within a round
+        self._bits: dict[str, int] = {}  # sums of the bits of whole tensors at the end of the fit
         self.steps = 0
         if state is not None:
             self._load(state)
@@ -297,26 +304,46 @@ class Rounds:
         if not due:
             return 0
         params, buffers = self._exchanged(due)
-        for anchor, change in self._changes(params):
+        for anchor, _, change in self._changes(params):
             anchor.grad = change
         self._outer.step()
         self._outer.zero_grad()
         for anchor, param in params:
             param.copy_(anchor)
-        self._average(buffers)
+        for anchor, value, change in self._changes(buffers, constants=True):
+            value.copy_(anchor.sub_(change))
         return sum(anchor.numel() * _itemsize(anchor.dtype) for anchor, _ in params + buffers)
 
     @torch.no_grad()
     def end(self) -> None:
         """If the fit ends within a round, give all replicas the mean of their parameters, without an outer step,
-        so that they end with one model. The next update would begin a round."""
-        if self.steps:
-            left = {
-                part for part in range(self._settings.parts) if not self._settings.is_due(part, self.steps)
-            }
+        so that they end with one model. Each replica's own values stay for a checkpoint."""
+        left = {part for part in range(self._settings.parts) if not self._settings.is_due(part, self.steps)}
+        self.ended_within = bool(self.steps and left)
+        if self.ended_within:
+            self._own = {name: x.detach().clone() for name, x in self._current().items()}
             params, buffers = self._exchanged(left)
-            self._average(params + buffers)
-        self.steps = 0
+            for anchor, value, change in self._changes(params + buffers, constants=True):
+                value.copy_(anchor - change)
+        self._bits = self._sums()
+
+    def _current(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of the module that replicas exchange."""
+        owned = {**self._ownership.owned_params, **self._ownership.owned_buffers}
+        return {name: owned[name] for name in [*self._anchors, *self._buffers] if name in owned}
+
+    def _sums(self) -> dict[str, int]:
+        """Return the sum of the bits of each exchanged tensor, over all its shards. Collective over the processes of
+        the local replica."""
+        own = {
+            name: sum_of_elements(x)
+            for name, x in self._current().items()
+            if self._ownership.is_canonical(name)
+        }
+        found: Counter[str] = Counter()
+        for sums in self._world.gather(own):
+            found.update(sums)
+        return {name: total % 2**64 for name, total in found.items()}
 
     def _exchanged(self, parts: Collection[int]) -> tuple[Pairs, Pairs]:
         """Return the parameters and the buffers of some parts of the model, after a check that the local replicas
@@ -332,15 +359,11 @@ class Rounds:
             [(self._buffers[name], buffer) for name, buffer in buffers.items()],
         )
 
-    def _average(self, pairs: Pairs) -> None:
-        """Give all replicas the mean of their values."""
-        for anchor, change in self._changes(pairs, constants=True):
-            anchor.sub_(change)
-        for anchor, value in pairs:
-            value.copy_(anchor)
-
-    def _changes(self, pairs: Pairs, constants: bool = False) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield each anchor with the mean over the local replicas of the anchor minus the current value.
+    def _changes(
+        self, pairs: Pairs, constants: bool = False
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Yield each anchor, its current value, and the mean over the local replicas of their differences: the
+        anchor minus the current value.
 
         Args:
             pairs: The anchors and the current values.
@@ -356,8 +379,8 @@ class Rounds:
                 if constants:
                     room.masked_fill_((anchor == value).flatten(), 0)
             mean = self._across.sum(flat).div_(self._settings.replicas)
-            for (anchor, _), change in zip(bucket, mean.split(sizes), strict=True):
-                yield anchor, change.view_as(anchor).to(anchor.dtype)
+            for (anchor, value), change in zip(bucket, mean.split(sizes), strict=True):
+                yield anchor, value, change.view_as(anchor).to(anchor.dtype)
 
     def _check_alike(self, names: Sequence[str], buffers: Mapping[str, torch.Tensor]) -> None:
         """Check that the local replicas exchange the same tensors after the same number of updates.
@@ -398,9 +421,24 @@ class Rounds:
             "replicas differ, so the training is not that of one device: only the steps of each replica are verified"
         )
 
-    def state(self) -> State | None:
+    def before_end(self, module: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state dict of the module with the values that this local replica had before the fit ended within
+        a round. Only the first process of a replica gets them. Collective over the processes of the local replica."""
+        own, canonical = self._ownership.assembled(self._own), self._ownership.tensor_map.canonical
+        return {name: own.get(canonical.get(name, name), value) for name, value in module.items()}
+
+    def has_changed(self, module: Mapping[str, Any]) -> bool:
+        """Return whether a state dict of the module has other values than the module had at the end of the fit."""
+        return any(sum_of_elements(module[n]) != bits for n, bits in self._bits.items() if n in module)
+
+    def state(self, changed: Mapping[str, torch.Tensor] | None = None) -> State | None:
         """Return the entry for a checkpoint, complete on rank 0 of the run, None on other processes. Collective
-        over the processes of local replica 0."""
+        over the processes of local replica 0.
+
+        Args:
+            changed: A state dict of the module if its values have changed since the end of the fit. A round
+                then begins with these values.
+        """
         if self._replica:
             return None
         momenta = {
@@ -410,7 +448,9 @@ class Rounds:
         }
         found = {"anchor": {**self._anchors, **self._buffers}, "momentum": momenta}
         whole = {key: self._ownership.assembled(values) for key, values in found.items()}
-        return {"steps": self.steps, **whole}
+        if changed is None:
+            return {"steps": self.steps, **whole}
+        return {"steps": 0, **whole, "anchor": {name: changed[name] for name in whole["anchor"]}}
 
     @torch.no_grad()
     def _load(self, state: State) -> None:
@@ -421,6 +461,25 @@ class Rounds:
             if name in state["momentum"]:
                 held = self._ownership.held_of(name, state["momentum"][name])
                 self._outer.state[anchor]["momentum_buffer"] = torch.empty_like(anchor).copy_(held)
+
+
+@torch.no_grad()
+def end_without_updates(module: nn.Module, state: State, first: Mapping[str, torch.Tensor]) -> None:
+    """Give a module the mean of the replicas in a checkpoint, as `Rounds.end` does, because a fit that resumed from
+    it has ended without an update.
+
+    Args:
+        module: The module, whole.
+        state: The entry of the checkpoint, with the values of all replicas except replica 0 in `replicas`.
+        first: State dict of replica 0.
+    """
+    of_replicas = [first, *(replica["state_dict"] for replica in state["replicas"])]
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    for name, anchor in state["anchor"].items():
+        if not all(name in each for each in of_replicas):
+            continue  # the module does not save this buffer
+        changes = [(anchor - each[name]).masked_fill_(anchor == each[name], 0) for each in of_replicas]
+        tensors[name].copy_(anchor - sum(changes) / len(changes))
 
 
 def _difference(found: Sequence[Mapping[str, str]]) -> str:

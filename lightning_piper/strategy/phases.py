@@ -62,11 +62,13 @@ class Left:
         state: The optimizer's state in canonical form; None if `optimizers` or the optimizer itself has the
             state. Set if the state came from a checkpoint and there was no batch, or if the strategy is a
             copy.
+        rounds: The exchanges of local SGD; None without local SGD.
     """
 
     seed: int | None = None
     optimizers: tuple[ShardedOptimizer | EagerOptimizer, ...] = ()
     state: State | None = None
+    rounds: Rounds | None = None
 
     def full_state(self, optimizer: Optimizer) -> State | None:
         """Return the full state of one of the Trainer's optimizers, as `ShardedOptimizer.full_state` does.
@@ -265,7 +267,7 @@ class _OfFit:
 
     @property
     def left(self) -> Left:
-        return Left(self.fit.seed, (self.fit.optimizer,))
+        return Left(self.fit.seed, (self.fit.optimizer,), rounds=self.rounds)
 
     @property
     def replicas(self) -> tuple[int, ...]:

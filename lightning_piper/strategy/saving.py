@@ -21,8 +21,10 @@ from lightning_piper.checkpoint.state import (
 from lightning_piper.common.lightning_packages import is_a
 from lightning_piper.common.units import counted
 from lightning_piper.errors import PiperError
+from lightning_piper.holdings.materialization import is_on_meta
 from lightning_piper.holdings.optimizer import State, check_groups
 from lightning_piper.processes.world import on_host
+from lightning_piper.session.local_sgd import end_without_updates
 from lightning_piper.strategy import _lightning
 from lightning_piper.strategy.checkpoints import (
     Saves,
@@ -186,8 +188,16 @@ class SavingStrategy(EvaluatingStrategy):
                 f"the checkpoint has the states of {len(others) + 1} local replicas, but this fit has "
                 f"LocalSGD(replicas={settings.replicas}). Resume with the same number of replicas [PIPER-K003]"
             )
+        content["state_dict"] = state["first"] = state.pop("before_end", content["state_dict"])
         if self._local_replica:
             content |= others[self._local_replica - 1]
+
+    def _end_without_updates(self, phase: Starting) -> None:
+        """If a fit with local SGD has resumed and ended without a batch, let its replicas end with one model, as
+        all fits do."""
+        state, module = self._restored.local_sgd, phase.standalone.module
+        if state is not None and self._local_sgd is not None and not is_on_meta(module):
+            end_without_updates(module, state, state["first"])
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
@@ -216,17 +226,28 @@ class SavingStrategy(EvaluatingStrategy):
     def _rounds_entry(self, checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the state of local SGD for a checkpoint, complete on rank 0. It has the anchor and the outer
         optimizer's state, and the values of all local replicas except replica 0, which the checkpoint itself has.
-        None without local SGD, or if the checkpoint has only weights. Collective."""
-        phase, settings = self.phase, self._local_sgd
-        if settings is None or "optimizer_states" not in checkpoint:
+        After a fit that ended within a round, the checkpoint itself has the mean of the replicas, and the state has
+        the values of all replicas before the end. None without local SGD, or if the checkpoint has only weights.
+        Collective."""
+        if self._local_sgd is None or "optimizer_states" not in checkpoint:
             return None
-        rounds = phase.rounds if isinstance(phase, Fitting | Ended) else None
-        state = self._restored.local_sgd if rounds is None else rounds.state()
+        own, rounds = {key: checkpoint[key] for key in OF_REPLICA}, self.phase.left.rounds
+        state: dict[str, Any] | None = self._restored.local_sgd
         # The first rank of a local replica has its whole values.
-        firsts = range(self._program_size, self.world_size, self._program_size)
-        own = on_host({key: checkpoint[key] for key in OF_REPLICA}) if self.global_rank in firsts else None
-        others = [self.world.move_object(own, first, 0) for first in firsts]
-        return None if state is None else {**state, "replicas": others}
+        firsts = range(0, self.world_size, self._program_size)
+        is_first = self.global_rank in firsts
+        if rounds is not None:
+            module = own["state_dict"]
+            changed = any(self.world.gather(is_first and rounds.has_changed(module)))
+            state = rounds.state(module if changed else None)
+            if rounds.ended_within and not changed:
+                own["state_dict"] = rounds.before_end(module)
+                state = state and {**state, "before_end": own["state_dict"]}
+        sent = on_host(own) if is_first else None
+        others = [self.world.move_object(sent, first, 0) for first in firsts[1:]]
+        if state is None:
+            return None
+        return {**{key: value for key, value in state.items() if key != "first"}, "replicas": others}
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         if self.is_global_zero:

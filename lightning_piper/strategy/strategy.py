@@ -475,6 +475,8 @@ class PiperStrategy(SavingStrategy):
         phase, self.phase = self.phase, over(self.phase)
         if not isinstance(phase, Idle | Ended):
             phase.close(self._failed)
+        if isinstance(phase, Starting) and not self._failed:
+            self._end_without_updates(phase)
         self._end_run()
         self._restored = Restored()
         if self._averages is not None:

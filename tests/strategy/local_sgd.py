@@ -101,6 +101,7 @@ class Job:
         strategy: Other arguments of the strategy.
         save: The step after which a checkpoint is written.
         resume: Name of the job whose checkpoint the training resumes from.
+        change: Whether the module changes between the fit and the save after it.
         bug: Name of a fault of `BUGS` that the training has.
         loader: Whether the batches come from a loader, which a training can resume in the middle of an epoch.
         alike: Whether all replicas have the same samples.
@@ -117,6 +118,7 @@ class Job:
     strategy: dict[str, Any] = field(default_factory=dict)
     save: int = 0
     resume: str = ""
+    change: bool = False
     bug: str = ""
     loader: bool = False
     alike: bool = False
@@ -152,7 +154,14 @@ def made(job: Job) -> Net:
     return job.net(**job.model).double()  # Lightning loads a checkpoint before it converts a module
 
 
+@torch.no_grad()
+def changed(module: Net) -> None:
+    module.first[0].weight.add_(1.0)
+
+
 # Faults
+
+MEAN = "a save after the end has only the mean"
 
 
 def _without_exchange(rounds: Rounds) -> None:
@@ -160,12 +169,13 @@ def _without_exchange(rounds: Rounds) -> None:
 
 
 _changes, _load, _after, _due = Rounds._changes, Rounds._load, Rounds.after_update, LocalSGD.is_due
+_end = Rounds.end
 
 
 def _scaled(factor: float) -> Callable[..., Iterator[Any]]:
     def changes(rounds: Rounds, pairs: Any, constants: bool = False) -> Iterator[Any]:
-        for anchor, change in _changes(rounds, pairs, constants):
-            yield anchor, change * factor
+        for anchor, value, change in _changes(rounds, pairs, constants):
+            yield anchor, value, change * factor
 
     return changes
 
@@ -187,6 +197,11 @@ def _with_values(rounds: Rounds, state: Any) -> None:
     _load(rounds, {**state, "anchor": rounds._ownership.assembled(anchors)})
 
 
+def _mean_only(rounds: Rounds) -> None:
+    _end(rounds)
+    rounds.ended_within, rounds.steps = False, 0
+
+
 def _late(settings: LocalSGD, part: int, steps: int) -> bool:
     return steps > 1 and _due(settings, part, steps - 1)
 
@@ -198,6 +213,7 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
     "the anchor stays": (Rounds, "after_update", _keeping_anchor),
     "an exchange a step late": (LocalSGD, "is_due", _late),
     "no momentum in the checkpoint": (Rounds, "_load", _without_momentum),
+    MEAN: (Rounds, "end", _mean_only),
     "no anchor in the checkpoint": (Rounds, "_load", _with_values),
     "all replicas resume as replica 0": (
         SavingStrategy,
@@ -242,8 +258,7 @@ class Seen(L.Callback):
 def fit(job: Job, rank: int, size: int, folder: Path) -> dict[str, Any]:
     module = made(job)
     if job.settings is not None and rank >= size // job.settings.replicas and not job.resume:
-        with torch.no_grad():  # only the values of replica 0 count
-            module.first[0].weight.add_(1.0)
+        changed(module)  # only the values of replica 0 count
     strategy = piper.PiperStrategy(local_sgd=job.settings, timeout=PATIENCE, **job.degrees, **job.strategy)  # type: ignore[arg-type]
     shared = job.degrees.get("pp", 1)  # processes that work on one batch
     if job.loader:
@@ -278,6 +293,9 @@ def fit(job: Job, rank: int, size: int, folder: Path) -> dict[str, Any]:
     if job.save:
         trainer.save_checkpoint(folder / f"{job.name}, end.ckpt")
         (after,) = trainer.validate(module, train, verbose=False)
+        if job.change:
+            changed(module)
+        trainer.save_checkpoint(folder / f"{job.name}, validated.ckpt")
     values = {name: x.detach().clone() for name, x in module.state_dict().items() if name not in APART}
     drawn = strategy.distributed_sampler_kwargs
     return {
@@ -431,13 +449,33 @@ class Reference:
         ]
         return [[torch.cat(x) for x in zip(*batches, strict=True)] for batches in zip(*drawn, strict=True)]
 
-    def run(self) -> dict[str, Tensor]:
+    def run(self, epochs: int = 1) -> dict[str, Tensor]:
         of_replicas = [self.drawn(replica) for replica in range(self.settings.replicas)]
         step = self.accumulated
         groups = [range(i, min(i + step, self.job.batches)) for i in range(0, self.job.batches, step)]
-        for number, group in enumerate(groups, 1):
+        for number, group in enumerate(groups * epochs, 1):
             self.update(number, [[own[i] for i in group] for own in of_replicas])
-        self.end(len(groups))
+        self.end(len(groups) * epochs)
+        return self.values_of_replica_0()
+
+    def stopped(self, steps: int, change: Callable[[Net], None]) -> dict[str, Tensor]:
+        """Train until the end of the batches. After some updates, end a fit, and let `change` change the module.
+        A new round then begins."""
+        batches = list(zip(*(self.drawn(replica) for replica in range(self.settings.replicas)), strict=True))
+        for number, own in enumerate(batches[:steps], 1):
+            self.update(number, [[batch] for batch in own])
+        self.end(steps)
+        with torch.no_grad():
+            for module in self.modules:
+                change(module)
+            for name, anchor in self.anchor.items():
+                anchor.copy_(self.modules[0].get_parameter(name))
+        for number, own in enumerate(batches[steps:], 1):
+            self.update(number, [[batch] for batch in own])
+        self.end(len(batches) - steps)
+        return self.values_of_replica_0()
+
+    def values_of_replica_0(self) -> dict[str, Tensor]:
         return {name: x.detach() for name, x in self.modules[0].state_dict().items() if name not in APART}
 
     def end(self, steps: int) -> None:

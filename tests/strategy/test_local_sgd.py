@@ -12,7 +12,19 @@ from lightning_piper import Schedule
 from tests.distributed.processes import launch_trainings
 from tests.strategy import local_sgd
 from tests.strategy.fitting import distance, same
-from tests.strategy.local_sgd import AVERAGE, BUGS, CLIPPED, MASK, Job, Streaming, local, reference
+from tests.strategy.local_sgd import (
+    AVERAGE,
+    BUGS,
+    CLIPPED,
+    MASK,
+    MEAN,
+    Job,
+    Reference,
+    Streaming,
+    changed,
+    local,
+    reference,
+)
 from tests.test_pages import COMMON, blocks
 
 ROUNDING = 1e-12  # of the largest element of a tensor
@@ -27,7 +39,26 @@ TWO = [
     Job("averaged", local(every=1, **AVERAGE), model={"optimizer": "sgd"}),
 ]
 RESUMED = Job("resumed", local(), resume="whole", loader=True)
-AGAIN = Job("again", local(), options={"max_epochs": 2}, resume="whole, end", loader=True)
+EPOCHS = {"max_epochs": 2}
+AGAIN = Job("again", local(), options=EPOCHS, resume="whole, end", loader=True)
+TWICE = Job("twice", local(), options=EPOCHS, loader=True)
+FIVE: Any = {"options": {"max_steps": 5}, "save": 5, "loader": True}  # within the second round
+STOPPED = [
+    Job("stopped", local(), **FIVE),
+    Job("stopped, changed", local(), **FIVE, change=True),
+    Job(MEAN, local(), **FIVE, bug=MEAN),
+]
+AFTER = ["", ", end", ", validated"]  # the save by ModelCheckpoint, after the fit, and after an evaluation
+CONTINUED = [
+    Job(f"after {job.name}{when}", local(), resume=f"{job.name}{when}", options=steps, loader=True)
+    for job in STOPPED
+    for when in AFTER
+    for steps in [{"max_epochs": -1, "max_steps": 7}]
+]
+DONE = [
+    Job(f"done{when}", local(), resume=f"stopped{when}", options={"max_steps": 5}, loader=True)
+    for when in AFTER
+]
 MANUAL = Job("manual", local(), model={"manual": True})
 SILENT = Job("silent", local(), net=local_sgd.Silent)
 FROZEN = Job("frozen", local(), frozen="second.3.weight")
@@ -40,6 +71,7 @@ DROPPED = [
 FAULTY = [
     Job(bug, local(), bug=bug, resume="whole" if "resume" in bug or "checkpoint" in bug else "", loader=True)
     for bug in BUGS
+    if bug != MEAN
 ]
 
 
@@ -53,6 +85,15 @@ FOUR = [
         for job in (
             Job(name, local(), degrees=degrees, save=5, loader=True),
             Job(f"{name}, resumed", local(), degrees=degrees, resume=name, loader=True),
+            Job(
+                f"{name}, again",
+                local(),
+                7,
+                degrees,
+                options=EPOCHS,
+                resume=f"{name}, validated",
+                loader=True,
+            ),
             Job(f"{name}, clipped", local(every=1, momentum=0.5), degrees=degrees, options=CLIPPED),
         )
     ),
@@ -79,7 +120,22 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     """What two processes have seen, by the name of the job."""
     folder = tmp_path_factory.mktemp("two")
-    jobs = [*TWO, RESUMED, AGAIN, DDP, *DROPPED, *FAULTY, MANUAL, SILENT, FROZEN, FROZEN_IN_ALL]
+    jobs = [
+        *TWO,
+        RESUMED,
+        AGAIN,
+        TWICE,
+        *STOPPED,
+        *CONTINUED,
+        *DONE,
+        DDP,
+        *DROPPED,
+        *FAULTY,
+        MANUAL,
+        SILENT,
+        FROZEN,
+    ]
+    jobs += [FROZEN_IN_ALL]
     return launch_trainings(2, local_sgd.train, folder / "ranks", 2, jobs, folder)
 
 
@@ -125,7 +181,7 @@ def test_averaging_after_every_update_of_sgd_is_ddp(two):
     assert distance(two[0]["ddp"]["values"], two[0]["averaged"]["values"]) < ROUNDING
 
 
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("bug", [bug for bug in BUGS if bug != MEAN])
 def test_a_fault_shows(bug, two):
     assert distance(reference(WHOLE).values, two[0][bug]["values"]) > 1e-4
 
@@ -155,9 +211,9 @@ def test_logged_values(two):
     "job", [job for job in FOUR if job.settings.parts == 1 and job.name != OTHER], ids=lambda job: job.name
 )
 def test_replicas_of_several_processes_train_as_the_reference(job, four):
-    expected = reference(job)
+    expected = Reference(job).run(epochs=job.options.get("max_epochs", 1))
     for rank in four:
-        assert distance(expected.values, rank[job.name]["values"]) < ROUNDING
+        assert distance(expected, rank[job.name]["values"]) < ROUNDING
         assert same(four[0][job.name]["values"], rank[job.name]["values"])
 
 
@@ -235,13 +291,40 @@ def test_a_pretrained_model_is_saved_by_one_replica(tmp_path):
     assert all(distance(values[i], values[i + 1]) > 1e-6 for i in range(3))
 
 
-def test_a_training_continues_after_its_end(two):
-    """The first round of the second fit begins with the mean of the replicas, and the outer momentum stays."""
-    expected = reference(WHOLE)
-    values = expected.run()
+@pytest.mark.parametrize("when", AFTER)
+def test_a_fit_that_ended_within_a_round_continues_with_the_same_bits(when, two):
+    """As an uninterrupted training. And the control: a round does not continue from the mean of the replicas."""
     for rank in two:
+        assert same(rank["whole"]["values"], rank[f"after stopped{when}"]["values"])
+    kept = same(two[0]["whole"]["values"], two[0][f"after {MEAN}{when}"]["values"])
+    assert kept == (when == "")
+
+
+@pytest.mark.parametrize("when", AFTER)
+def test_a_fit_that_resumes_without_an_update_ends_with_the_mean(when, two):
+    """And the control: at the checkpoint within the fit, the replicas differ."""
+    assert not torch.equal(*(rank["stopped"]["params"][-1] for rank in two))
+    for rank in two:
+        assert not rank[f"done{when}"]["params"]
+        assert same(rank["stopped"]["values"], rank[f"done{when}"]["values"])
+
+
+def test_a_fit_continues_from_values_that_changed_after_its_end(two):
+    """A round begins with them, and the outer momentum stays."""
+    expected = Reference(WHOLE).stopped(5, changed)
+    for rank in two:
+        assert distance(expected, rank["after stopped, changed, validated"]["values"]) < ROUNDING
+        assert same(rank["whole"]["values"], rank["after stopped, changed, end"]["values"])
+
+
+def test_a_training_continues_after_its_end(two):
+    """It ended within a round, with the mean of the replicas. The second fit continues the round."""
+    expected = reference(WHOLE)
+    values = Reference(WHOLE).run(epochs=2)
+    for rank in two:
+        assert same(rank["twice"]["values"], rank["again"]["values"])
         assert distance(values, rank["again"]["values"]) < ROUNDING
+        assert distance(expected.values, rank["whole"]["values"]) < ROUNDING
         assert rank["whole"]["after"] == two[0]["whole"]["after"]
-    first = reference(WHOLE)
-    losses = [float(first.modules[0].loss(*batch)) for r in range(2) for batch in first.drawn(r)]
+    losses = [float(expected.modules[0].loss(*batch)) for r in range(2) for batch in expected.drawn(r)]
     assert two[0]["whole"]["after"]["val_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
