@@ -15,6 +15,7 @@ from lightning_piper.capture.metrics.metric_objects import intercepting_calls
 from lightning_piper.capture.proxies.batch_changes import own_attributes
 from lightning_piper.capture.proxies.proxy_classes import STANDS_FOR
 from lightning_piper.capture.python_state.state_protection import changes
+from lightning_piper.capture.python_state.state_recorder import is_library
 from lightning_piper.capture.python_state.trainer_proxy import ObjectReads
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ def as_captured(module: nn.Module, step: TracedStep) -> Iterator[None]:
             return trainer.proxy(get(self))
 
         members["trainer"] = property(watched, attached.fset)
+        members |= _loggers_of_trainer(cls)
     members |= {
         "__module__": cls.__module__,
         "__class__": property(lambda self: cls, _OWN_CLASS),
@@ -85,6 +87,25 @@ def as_captured(module: nn.Module, step: TracedStep) -> Iterator[None]:
         module.__class__ = cls
     if written := set(vars(stand_in)) - before:
         raise changes(step.name, f"{cls.__name__}.{min(written)}")
+
+
+def _loggers_of_trainer(cls: type) -> dict[str, Any]:
+    """Return properties that read Lightning's `logger` and `loggers` from the watched Trainer, so that Piper
+    refuses a step that calls a logger. A property that the user's class defines is not replaced."""
+
+    def through_trainer(name: str, own: property) -> property:
+        assert own.fget is not None
+        get = own.fget
+        return property(
+            lambda self: get(self) if getattr(self, "_trainer", None) is None else getattr(self.trainer, name)
+        )
+
+    found = {name: getattr(cls, name, None) for name in ("logger", "loggers")}
+    return {
+        name: through_trainer(name, own)
+        for name, own in found.items()
+        if isinstance(own, property) and own.fget is not None and is_library(own.fget.__module__)
+    }
 
 
 @contextlib.contextmanager

@@ -1,0 +1,89 @@
+"""A step that calls a logger is not captured, because a captured step would call it only during the capture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_piper as piper
+
+
+class Calls(L.LightningModule):
+    def __init__(self, call: Callable[[Any, int, torch.Tensor], None]) -> None:
+        super().__init__()
+        self.layer, self.call = nn.Linear(3, 1), call
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        (x,) = batch
+        loss = self.layer(x).square().mean()
+        self.call(self, batch_idx, loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def numbers(module: Any, index: int, loss: torch.Tensor) -> None:
+    module.logger.log_metrics({"samples": 4, "index": index}, step=module.global_step)
+
+
+def values(module: Any, index: int, loss: torch.Tensor) -> None:
+    module.logger.log_metrics({"item": loss.item()}, step=module.global_step)
+
+
+def tensors(module: Any, index: int, loss: torch.Tensor) -> None:
+    for logger in module.loggers:
+        logger.log_metrics({"tensor": loss.detach()}, step=module.global_step)
+
+
+def writes(module: Any, index: int, loss: torch.Tensor) -> None:
+    module.logger.experiment.log_metrics({"samples": 4}, module.global_step)
+
+
+def reads(module: Any, index: int, loss: torch.Tensor) -> None:
+    assert isinstance(module.logger, CSVLogger)
+    assert module.logger is module.loggers[0]
+    module.log("version", float(module.logger.version))
+    module.log("depth", float(len(Path(module.logger.log_dir).parts)))
+
+
+def lines(call: Callable[..., None], folder: Path, strategy: Any, batch: int = 4) -> list[str]:
+    torch.manual_seed(0)
+    module = Calls(call).double()
+    logger = CSVLogger(folder, name="runs", version=7, flush_logs_every_n_steps=1)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, strategy=strategy, max_epochs=2, logger=logger, log_every_n_steps=1,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    data = TensorDataset(torch.randn(12, 3, dtype=torch.float64))
+    trainer.fit(module, DataLoader(data, batch_size=batch))
+    file = Path(logger.log_dir) / "metrics.csv"
+    return file.read_text().splitlines()
+
+
+@pytest.mark.parametrize("call", [numbers, values, tensors, writes])
+def test_a_step_that_calls_a_logger_runs_uncaptured(call: Callable[..., None], tmp_path: Path) -> None:
+    plain = lines(call, tmp_path / "plain", "auto")
+    assert len(plain) == 7  # six steps, and the names
+    with pytest.warns(UserWarning, match=r"could not capture .* calls self.trainer.logger"):
+        assert lines(call, tmp_path / "piper", piper.PiperStrategy(transport="local")) == plain
+
+
+def test_a_pipeline_refuses_a_step_that_calls_a_logger(tmp_path: Path) -> None:
+    program = [piper.Place(filter={}, devices=[0]), piper.Split(filter={}, dim_name="MB", num_microbatches=2)]
+    with pytest.raises(piper.CaptureError, match=r"calls self.trainer.logger.log_metrics\(\).*PIPER-C003"):
+        lines(numbers, tmp_path, piper.PiperStrategy(program, transport="local"))
+
+
+def test_a_step_that_reads_from_a_logger_is_captured(tmp_path: Path) -> None:
+    """The negative control: the name and the folder of a logger are values like others of the Trainer."""
+    plain = lines(reads, tmp_path / "run", "auto")
+    assert lines(reads, tmp_path / "run", piper.PiperStrategy(transport="local", capture="always")) == plain
