@@ -75,8 +75,7 @@ class Compiled:
 
         `PiperStrategy` logs them at the first batch of a fit.
         """
-        held = [self.params_on(device) for device in self.plans]
-        lines = [self._head, parameters_of(self.dag, held), "not checked (verification is off)"]
+        lines = [self._head, parameters_of(self.dag, self.program), "not checked (verification is off)"]
         if self.checked is not None:
             how = "the graph after each directive, and all plans, without running them"
             lines[-1] = f"checked in {duration(self.checked)}: {how}"

@@ -4,11 +4,11 @@ does not prove, and how long a capture took.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator
 
 from lightning_piper.capture.losses.cross_sample import takes_statistics
 from lightning_piper.common.units import compact, duration
-from lightning_piper.directives import Replicate
+from lightning_piper.directives import Place, Replicate
 from lightning_piper.directives.program import Program
 from lightning_piper.directives.replicate import LEVELS, shards_of
 from lightning_piper.ir.dag import TrainingDAG
@@ -21,7 +21,7 @@ _STAGES = 8  # the summary lists the parameters of up to this many stages
 
 def degrees_of(dag: TrainingDAG, program: Program, devices: int) -> str:
     """Return the devices and the degrees, such as "4 devices: 2 stages x 2 replicas, ZeRO-3"."""
-    stages = len({chunk.devices for chunk in dag.of_type(Chunk)})
+    stages = len(_stages(dag, program))
     degrees = [f"{stages} stages"] if stages > 1 else []
     degrees += [f"{dag.replicas} replicas"] if dag.replicas > 1 else []
     axes = zip(dag.mesh.axes, dag.mesh.shape, strict=True)
@@ -46,16 +46,50 @@ def _trades(dag: TrainingDAG, program: Program) -> Iterator[str]:
     yield from (op for op in ("recompute", "offload") if any(each.op == op for each in program))
 
 
-def parameters_of(dag: TrainingDAG, held: Sequence[frozenset[str]]) -> str:
-    """Return the number of parameters of the whole step, and of each stage if there are several, such as
-    "parameters: 1.24B (by stage: 620M / 620M)".
+def _stages(dag: TrainingDAG, program: Program) -> list[set[int]]:
+    """Return the regions of each stage, in the order in which the step runs the stages.
+
+    The regions that the same `place` selects are a stage, also if several directives place its microbatches. The
+    regions that a place selects only by the absence of tags (`{"PP": "-"}`) belong to the first other stage on the
+    same devices.
+    """
+    chunks: dict[int, list[Chunk]] = {}
+    for chunk in dag.of_type(Chunk):
+        chunks.setdefault(chunk.region, []).append(chunk)
+    named = {
+        number
+        for number, each in enumerate(program)
+        if isinstance(each, Place) and any(value != "-" for value in each.filter.values())
+    }
+    stages: dict[Hashable, set[int]] = {}
+    on: dict[tuple[int, ...], set[int]] = {}  # devices -> their first stage
+    for region, own in sorted(chunks.items()):
+        if by := frozenset(chunk.placed_by for chunk in own) & named:
+            stages.setdefault(by, set()).add(region)
+            for chunk in own:
+                on.setdefault(chunk.devices, stages[by])
+    for region in chunks.keys() - set[int]().union(*stages.values()):
+        devices = chunks[region][0].devices
+        if devices not in on:
+            on[devices] = stages[devices] = set()
+        on[devices].add(region)
+    return sorted(stages.values(), key=min)
+
+
+def parameters_of(dag: TrainingDAG, program: Program) -> str:
+    """Return the number of parameters of the whole step, and the number that each stage uses if there are several
+    stages, such as "parameters: 1.24B (by stage: 620M / 620M)".
 
     Args:
         dag: The finished DAG.
-        held: The names of the parameters that each device uses.
+        program: Its directives.
     """
     sizes = {name: info.spec.numel for name, info in dag.step.params.items()}
-    stages = [sum(sizes[name] for name in names) for names in dict.fromkeys(held)]
+    used: dict[int, set[str]] = {}
+    for chunk in {chunk.key: chunk for chunk in dag.of_type(Chunk)}.values():
+        used.setdefault(chunk.region, set()).update(dag.interface(chunk).params)
+    names = [set[str]().union(*(used[region] for region in regions)) for regions in _stages(dag, program)]
+    stages = [sum(sizes[name] for name in own) for own in names]
     text = f"parameters: {compact(sum(sizes.values()))}"
     if len(stages) > _STAGES:
         return f"{text} ({compact(min(stages))} to {compact(max(stages))} in a stage)"

@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
 
 import lightning_piper as piper
 from lightning_piper.compiler import Compiled, compile, compile_step
 from lightning_piper.directives import Place, Replicate, Split, parse
 from lightning_piper.errors import CaptureError, DirectiveError, PiperError, VerificationError
 from lightning_piper.ir.nodes import Chunk
-from lightning_piper.schedules import gpipe, one_f_one_b
+from lightning_piper.schedules import dualpipe, gpipe, interleaved_one_f_one_b, one_f_one_b, zbv
 from lightning_piper.verify import hook
 from tests.dags import build, place, split
 from tests.models import CASES, captured
@@ -79,6 +81,51 @@ def test_the_summary_says_how_devices_share_the_work(name: str, program: Any, he
     ]
     unchecked = of(name, program, verify=False)
     assert unchecked.summary().splitlines()[2:] == ["  not checked (verification is off)"]
+
+
+class Layers(LightningModule):
+    """Stages of 20 parameters, or of none, and a last layer of 5 parameters without a tag."""
+
+    def __init__(self, *trained: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) if each else nn.Tanh() for each in trained)
+        self.last = nn.Linear(4, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for stage, layer in enumerate(self.layers):
+            with piper.annotate("PP", stage):
+                batch = layer(batch)
+        return self.last(batch).square().mean()
+
+
+LAST = Place([0], filter={"PP": "-"})
+
+
+@pytest.mark.parametrize(
+    "program, head, sizes",
+    [
+        (interleaved_one_f_one_b(4, 2, stages_per_device=2), "2 devices: 4 stages", "25 / 20 / 0 / 20"),
+        (zbv(4, 2), "2 devices: 4 stages", "25 / 20 / 0 / 20"),
+        (dualpipe(4, 8), "4 devices: 4 stages", "25 / 20 / 0 / 20"),
+        ([Place([i // 2], filter={"PP": [i, i + 1]}) for i in (0, 2)], "2 devices: 2 stages", "45 / 20"),
+        ([Place([1 - i // 2], filter={"PP": [i, i + 1]}) for i in (0, 2)], "2 devices: 2 stages", "40 / 25"),
+        ([Place([1], filter={"PP": "*"})], "2 devices: 2 stages", "60 / 5"),
+        ([Place([0], filter={"PP": "*"})], "1 device", None),
+    ],
+)
+def test_the_summary_counts_stages_and_not_devices(program: Any, head: str, sizes: str | None) -> None:
+    places = max(i for i, each in enumerate(program) if isinstance(each, Place)) + 1
+    program = [*program[:places], LAST, *program[places:]]
+    said = piper.compile(Layers(True, True, False, True), torch.randn(8, 4), program).summary().split("\n  ")
+    assert said[0].partition(", ")[0] == f"training_step on {head}"
+    assert said[1] == "parameters: 65" + (f" (by stage: {sizes})" if sizes else "")
+
+
+def test_stages_that_share_a_layer_both_count_it() -> None:
+    module = Layers(True, True)
+    module.layers[1] = module.layers[0]
+    said = piper.compile(module, torch.randn(8, 4), [*one_f_one_b(2, 2)[:2], LAST]).summary()
+    assert "parameters: 25 (by stage: 25 / 20)" in said
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def test_what_is_no_file_or_too_large(read: Callable[[Any], object], tmp_path: P
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: schedules.gpipe(2, 10**9), "microbatches=1000000000. Give at most 100000"),
+        (lambda: schedules.gpipe(2, 10**9), "microbatches=1000000000. Give at most 50000"),
         (
             lambda: schedules.v_min(1000, 1000),
             "1,000 stages with 1,000 microbatches. Give at most 100 microbatches, because a step has at most 200000 passes",
@@ -117,6 +117,23 @@ def test_what_is_no_file_or_too_large(read: Callable[[Any], object], tmp_path: P
 )
 def test_what_is_odd_or_too_large(call: Callable[[], object], says: str) -> None:
     soon(call, says)
+
+
+def test_the_number_that_a_schedule_names_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_piper.schedules.actions.PASSES", 200)
+    for counts, what, most in (
+        ((2, 999), "microbatches", 50),
+        ((999, 4), "stages", 25),
+        ((999, 0), "stages", 100),
+    ):
+        with pytest.raises(piper.DirectiveError, match=f"{what}=999. Give at most {most}, because"):
+            schedules.gpipe(*counts)
+    assert len(schedules.gpipe(2, 50)) == 5
+    assert len(schedules.gpipe(25, 4)) == 51
+    with pytest.raises(
+        piper.DirectiveError, match=r"2 stages with 51 microbatches\. Give at most 50 microbatches"
+    ):
+        schedules.gpipe(2, 51)
 
 
 def test_integers_of_numpy_are_integers() -> None:

@@ -235,10 +235,12 @@ class Loading:
         names = module.state_dict().keys()
         missing, unexpected = [n for n in names if n not in state], [n for n in state if n not in names]
         if strict and (missing or unexpected):
+            differing = [f"the checkpoint does not have {missing}"] * bool(missing) + [
+                f"the module does not have {unexpected}"
+            ] * bool(unexpected)
             raise PiperError(
-                f"the checkpoint belongs to another module than this {type(module).__name__}: missing in the "
-                f"checkpoint are {missing or 'none'}, unexpected are {unexpected or 'none'}. Resume with the "
-                "same module [PIPER-K003]"
+                f"the checkpoint belongs to another module than this {type(module).__name__}: "
+                f"{', and '.join(differing)}. Resume with the same module [PIPER-K003]"
             )
         plain = {name: value for name, value in state.items() if key_of(value) is None}
         kept: dict[str, torch.Tensor] = {}

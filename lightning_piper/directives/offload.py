@@ -133,12 +133,28 @@ class Offload(Directive):
                         f"directive {store.origin} already offloads the values that the selected passes save",
                         "offload each region only once [PIPER-D015]",
                     )
+            if recomputed := [chunk for chunk in chunks if self._is_recomputed(dag, chunk)]:
+                found = (
+                    f"an earlier recompute repeats the selected passes (such as {recomputed[0].label}), so they save "
+                    "nothing for a backward pass, and none of them reads an activation of another region"
+                )
+                advice = "give saved=False" if self.states else "remove this directive"
+                self.refuse("filter", found, f"{advice} [PIPER-D015]")
             found = f"the selected passes (such as {chunks[0].label}) save nothing for a backward pass"
             advice = "remove this directive, or select forward passes that save values"
             self.refuse("filter", found, f"{'give saved=False' if self.states else advice} [PIPER-D015]")
         if isinstance(self.ahead, Mapping) and not nx.is_directed_acyclic_graph(dag.graph):
             found = f"{describe(self.ahead)} selects a chunk that runs before the values to fetch have been stored"
             self.refuse("ahead", found, "give a number of chunks instead, such as ahead=1 [PIPER-D015]")
+
+    @staticmethod
+    def _is_recomputed(dag: TrainingDAG, chunk: Chunk) -> bool:
+        """Return whether a second forward pass repeats the chunk."""
+        same = (chunk.region, chunk.slice)
+        return _is_first(chunk) and any(
+            other.tags.get("PASS") == AGAIN and (other.region, other.slice) == same
+            for other in dag.of_type(Chunk)
+        )
 
     def _store(self, dag: TrainingDAG, chunk: Chunk, ref: Ref) -> Node:
         store = dag.add(Store(inputs=(ref,), stream=self.store_stream, **_about(dag, chunk, ref, STORE)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -78,7 +79,7 @@ class Place(Directive):
                     f"{counted(len(shape), 'dimension')}"
                 )
                 self.refuse("axes", found, "give one name for each level of lists [PIPER-D003]")
-            self.check_device_list("devices", self.group)
+            self._check_mesh()
         elif len(_shape(self.devices)) > 1:
             self.refuse(
                 "devices",
@@ -88,6 +89,18 @@ class Place(Directive):
         else:
             self.check_device_list("devices", self.devices)
         self.check_stream("stream", "compute")
+
+    def _check_mesh(self) -> None:
+        """Raise an error unless the mesh has distinct devices."""
+        counts = Counter(device for device in self.group if type(device) is int and device >= 0)
+        if wrong := [device for device in self.group if device not in counts]:
+            found = f"{shown(self.devices)} has {shown(wrong[0])}, which is not a device index"
+            self.refuse("devices", found, "give distinct integers >= 0 [PIPER-D003]")
+        device, times = counts.most_common(1)[0]
+        if times > 1:
+            found = f"{shown(self.devices)} names device {device} more than once"
+            self.refuse("devices", found, "name each device once [PIPER-D003]")
+        self.check_device_list("devices", self.group)
 
     def _good_axes(self) -> bool:
         good = isinstance(self.axes, list | tuple) and all(map(is_name, self.axes))

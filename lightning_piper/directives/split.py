@@ -115,8 +115,7 @@ class Split(Directive):
         if dag.code.undivided is not None and self.num_microbatches > 1:
             self.refuse(
                 "num_microbatches",
-                f"the batch cannot be split into {self.num_microbatches} microbatches, because its tensors have no "
-                f"common first dimension: {dag.code.undivided.found}",
+                f"the batch cannot be split into {self.num_microbatches} microbatches, because {dag.code.undivided.why}",
                 f"{_one_microbatch(self)} [PIPER-D012]",
             )
         made = sum(min(self.num_microbatches, len(chunk.slice)) for chunk in chunks)

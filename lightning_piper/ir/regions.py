@@ -217,15 +217,15 @@ class Rebuild(Protocol):
 
 @dataclass(frozen=True)
 class Undivided:
-    """A note that Piper must not cut batches by samples, because their tensors share no first dimension.
+    """A note that Piper must not cut batches by samples, for example because their tensors share no first dimension.
 
     Attributes:
         batches: The number of such batches that the step gets at once, one for each replica.
-        found: The tensors with their shapes, which messages show.
+        why: The reason, as a clause about the batch ("it has no tensor"), for messages.
     """
 
     batches: int
-    found: str
+    why: str
 
 
 @dataclass(frozen=True)

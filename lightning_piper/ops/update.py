@@ -9,8 +9,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from lightning_piper.common.limits import shown
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.buckets import Bucket
+from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import DATA
 from lightning_piper.ir.nodes import IssuePriority, Node, Ref
 from lightning_piper.ir.values import Kind, Partial, Sharded, Slice
@@ -219,13 +221,20 @@ def interpret_update(run: Reference, node: Update) -> Made:
     for bundle in found:
         for name, tensor in zip(value.names, bundle, strict=True):
             if name in into and not torch.equal(into[name], tensor):
-                raise VerificationError(
-                    f"devices {node.devices} have different values for the {value.kind} of {name}. If you "
-                    "wrote a directive, make it sum this value over the devices. Otherwise, report this "
-                    "[PIPER-V001]"
-                )
+                raise _differs(run.dag, value.kind, name)
             into[name] = tensor
     return [[] for _ in run.group_ranks]
+
+
+def _differs(dag: TrainingDAG, kind: Kind, name: str) -> VerificationError:
+    """Return the error for a gradient or a buffer whose values on its devices are not equal."""
+    updates = [node for node in dag.of_type(Update) if name in dag.value(node.inputs[0]).names]
+    devices = sorted({device for node in updates for device in node.devices})
+    what = "gradient of" if kind == Kind.GRAD else "new value of the buffer"
+    return VerificationError(
+        f"the {what} {name!r} differs between the devices {shown(devices)}. If you wrote a directive, make it sum "
+        "this value over the devices. Otherwise, report this [PIPER-V001]"
+    )
 
 
 def _joined(parts: list[Bundle], held_as: Sequence[Sharded]) -> Bundle:

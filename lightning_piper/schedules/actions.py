@@ -157,14 +157,15 @@ def checked_counts(name: str, **given: int) -> Iterator[int]:
     Raises:
         DirectiveError: An argument is not a positive integer, or the step would have too many passes.
     """
-    found = []
-    for what, value in given.items():
-        number = integer(value)
+    found: list[int] = []
+    numbers = {what: integer(value) for what, value in given.items()}
+    for what, number in numbers.items():
         if number is None or number < 1:
-            raise DirectiveError(f"{name}: {what}={shown(value)}. Give an integer >= 1 [PIPER-D020]")
+            raise DirectiveError(f"{name}: {what}={shown(given[what])}. Give an integer >= 1 [PIPER-D020]")
         if number > PASSES // 2:
+            most = _most_beside(list(numbers.values())[1 - len(found)] if len(found) < 2 else None)
             raise DirectiveError(
-                f"{name}: {what}={shown(value)}. Give at most {PASSES // 2}, because a step has at most {PASSES} passes "
+                f"{name}: {what}={shown(given[what])}. Give at most {most}, because a step has at most {PASSES} passes "
                 "[PIPER-D020]"
             )
         found.append(number)
@@ -175,6 +176,11 @@ def checked_counts(name: str, **given: int) -> Iterator[int]:
             "and microbatch [PIPER-D020]"
         )
     return iter(found)
+
+
+def _most_beside(other: int | None) -> int:
+    """Return the largest number of stages with `other` microbatches, or the reverse."""
+    return PASSES // 2 // (other if other is not None and 1 <= other <= PASSES // 2 else 1)
 
 
 def ranks_of(name: str, stages: int, stages_per_device: int) -> int:

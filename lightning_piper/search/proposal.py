@@ -209,7 +209,7 @@ def search(
         chunked = None if known or isinstance(error, NoProgram) else cut.chunked()
         if chunked is None:
             raise
-    say("no program fits; searching again with the scores of the loss in chunks")
+    say("found no program that fits; searching again with the logits of the loss in chunks (ChunkLoss)")
     workload = work_of(module, batch, None if hardware is None else on, sizes_of(batch), chunked)
     return proposal(chunked, workload, ChunkLoss())
 

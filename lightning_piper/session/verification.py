@@ -4,6 +4,7 @@ captures whose results differ from one device's."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from torch import nn
 
 from lightning_piper.capture import as_before
 from lightning_piper.capture.proxies.batch_changes import contents
+from lightning_piper.common.tensor_overlap import share_elements
 from lightning_piper.common.units import counted
 from lightning_piper.compiler import Compiled
 from lightning_piper.directives import Order, Recompute
@@ -322,7 +324,7 @@ def _number_of_processes(compiled: Compiled) -> Iterator[str]:
 
 
 def check_batch_writes(compiled: Compiled, batch: Any) -> None:
-    """Check that a step does not write into a tensor of its batch that shares memory with another tensor of
+    """Check that a step does not write into a tensor of its batch that shares elements with another tensor of
     the batch.
 
     Raises:
@@ -331,16 +333,13 @@ def check_batch_writes(compiled: Compiled, batch: Any) -> None:
     written = compiled.step.reads.batch_changes.written
     if not written:
         return
-    where: dict[int, list[str]] = {}
-    for path, x in contents(batch).items():
-        if isinstance(x, torch.Tensor) and x.layout is torch.strided:
-            where.setdefault(x.untyped_storage().data_ptr(), []).append(path)
-    for sharing in where.values():
-        if (
-            len(sharing) > 1
-            and (own := next((path for path in sharing if path in written), None)) is not None
-        ):
-            other = next(path for path in sharing if path != own)
+    tensors = {
+        path: x
+        for path, x in contents(batch).items()
+        if isinstance(x, torch.Tensor) and x.layout is torch.strided
+    }
+    for own, other in itertools.product(tensors.keys() & set(written), tensors):
+        if own != other and share_elements(tensors[own], tensors[other]):
             raise PiperError(
                 f"{compiled.step.name} writes into batch{own}, which shares memory with batch{other}. A "
                 f"captured step would not change batch{other}. Write into a copy: x = batch{own}.clone()"

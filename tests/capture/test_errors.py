@@ -18,6 +18,7 @@ import torch
 import torchmetrics
 from lightning.pytorch.utilities.memory import is_oom_error
 from torch import Tensor, nn
+from torch.utils.data import random_split
 
 from lightning_piper.capture import capture
 from lightning_piper.capture.torch_private import _torch
@@ -118,6 +119,16 @@ def numpy_draw(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) ->
     return loss * float(np.random.rand())  # here
 
 
+def python_seed(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    random.seed(3)  # here
+    return loss
+
+
+def numpy_seed(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    np.random.seed(3)  # here
+    return loss
+
+
 def old_gradient(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
     self.log("norm", 0.0 if self.first.weight.grad is None else 1.0)  # here
 
@@ -142,8 +153,10 @@ GENERATOR = torch.Generator()
 
 
 @pytest.mark.parametrize(("end", "words"), [
-    (python_draw, "training_step draws random numbers in Python"),
-    (numpy_draw, "training_step draws random numbers in Python"),
+    (python_draw, "training_step draws random numbers in Python, or sets a seed (random). A"),
+    (numpy_draw, "training_step draws random numbers in Python, or sets a seed (numpy.random). A"),
+    (python_seed, "training_step draws random numbers in Python, or sets a seed (random). A"),
+    (numpy_seed, "If this line sets a seed, remove it"),
     (old_gradient, "training_step reads the gradient of first.weight, which belongs to the previous step"),
     (new_values, "training_step replaces the values of first.weight"),
     (own_generator, "training_step draws from its own torch.Generator"),
@@ -162,6 +175,15 @@ def test_what_would_be_done_once(end: Callable[..., Any], words: str) -> None:
     assert before == (random.getstate(), np.random.get_state()[1].tobytes()), (
         "others draw what they would have drawn"
     )  # type: ignore[union-attr, index]
+
+
+@pytest.mark.parametrize("draw", [
+    lambda loss: loss * torch.rand((), generator=torch.default_generator),  # what torch's own functions pass
+    lambda loss: loss * len(random_split(range(4), [3, 1])[0]),
+])  # fmt: skip
+def test_the_default_generator_is_not_an_own_generator(draw: Callable[[Tensor], Tensor]) -> None:
+    step = capture(Probe(lambda self, x, h, loss, batch_idx: draw(loss)), regression(4))
+    assert list(build_dag(step).of_type(Chunk))
 
 
 def test_an_unused_batch_index_is_fine() -> None:

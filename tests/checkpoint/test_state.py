@@ -81,7 +81,7 @@ def test_another_module_is_refused(tmp_path):
     loading = Loading(str(tmp_path / "a.ckpt"), ALONE, weights_only=True)
     with pytest.raises(
         PiperError,
-        match=r"another module than this Linear: missing in the checkpoint are \['weight', 'bias'\]",
+        match=r"another module than this Linear: the checkpoint does not have \['weight', 'bias'\]\. Resume",
     ):
         loading.module(nn.Linear(2, 2), loading.content["state_dict"], True, None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 import lightning_piper as piper
 from lightning_piper.compiler import Compiled
 from lightning_piper.session.program import for_fit
+from tests.errors import dividing
 
 
 class Parts(LightningModule):
@@ -117,6 +119,63 @@ def test_orders_against_running_statistics_name_the_buffer() -> None:
     ):
         piper.compile(Running(), torch.randn(4, 4), ordered(1, 0))
     piper.compile(Running(), torch.randn(4, 4), ordered(0, 1))
+
+
+def test_an_offload_after_a_recompute_names_the_recompute() -> None:
+    program = [place({}, 0), piper.Recompute()]
+    with pytest.raises(
+        piper.DirectiveError,
+        match=r"directive 2 \(offload\): .*: an earlier recompute repeats the selected passes \(such as F\[PP=0\]\), so they "
+        r"save nothing .* Remove this directive",
+    ):
+        compiled(*program, piper.Offload(filter={"PP": 0}))
+    compiled(*program)
+    with pytest.raises(piper.DirectiveError, match=r"such as B\[.*\]\) save nothing for a backward pass"):
+        compiled(*program, piper.Offload(filter={"PASS": "B"}))
+    both = piper.Offload(filter={"PP": 0}, states=True)
+    with pytest.raises(piper.DirectiveError, match=r"an earlier recompute repeats .* Give saved=False"):
+        compiled(*program, both)
+    compiled(*program, dataclasses.replace(both, saved=False))
+    compiled(*program, piper.Offload(filter={"PP": 1}))  # reads an activation of the region before it
+
+
+class Numbered(Parts):
+    """A step whose batch has no tensor."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(torch.full((4, 4), float(batch)), batch_idx)
+
+
+@pytest.mark.parametrize(
+    "program, says",
+    [
+        (
+            [piper.Split(num_microbatches=2)],
+            "because it has no tensor. Use one microbatch",
+        ),
+        (
+            [place({}, *BOTH), piper.Replicate()],
+            "because it has no tensor. Give the batch tensors whose first dimension is the samples",
+        ),
+    ],
+)
+def test_a_batch_without_tensors(program: list[Any], says: str) -> None:
+    with pytest.raises(piper.DirectiveError, match=says):
+        piper.compile(Numbered(), 1, program)
+    piper.compile(Numbered(), 1, [piper.Split(num_microbatches=1)])
+    compiled(*program)  # tensors with samples
+
+
+def test_experts_that_the_annotation_does_not_enclose() -> None:
+    program = [place({}, *BOTH), piper.Replicate(), piper.ShardExperts(filter={"EP": "*"}, devices=[0, 1])]
+    dispatch = "rows, sizes = piper.dispatch(x[order], counts)\n"
+    apart = dispatch + " " * 8 + 'with piper.annotate("PP", 0):\n'
+    with pytest.raises(
+        piper.DirectiveError,
+        match=r"reads no parameter whose first dimension is its number of experts, 4\. Annotate the experts together",
+    ):
+        piper.compile(dividing.experts((dispatch, apart)), dividing.batch(), program)
+    piper.compile(dividing.experts(), dividing.batch(), program)
 
 
 class Lone(LightningModule):

@@ -212,7 +212,18 @@ def test_each_region_has_its_own_mesh() -> None:
             r"field 'axes': \['dp', 'dp'\] is not usable. Give a list of different names",
         ),
         (TWICE, [], "ep", r"field 'devices': \[\[0, 1\], \[2, 3\]\] is a mesh without names of its axes"),
-        ([[0, 1], [2, 0]], ["dp", "ep"], "ep", r"field 'devices': .* is not a list of distinct devices"),
+        (
+            [[0, 1], [2, 0]],
+            ["dp", "ep"],
+            "ep",
+            r"\[\[0, 1\], \[2, 0\]\] names device 0 more than once. Name each device once",
+        ),
+        (
+            [[0, True]],
+            ["dp", "ep"],
+            "ep",
+            r"\[\[0, True\]\] has True, which is not a device index. Give distinct integers",
+        ),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused(devices: Any, axes: Any, axis: str, says: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning as L
 import pytest
 import torch
@@ -27,13 +29,18 @@ class Words(L.LightningModule):
         return F.cross_entropy(scores.flatten(0, 1), batch.flatten(), self.weight)
 
 
-def found(memory: str, weights: bool = False) -> piper.search.Proposal:
+def found(memory: str, weights: bool = False, progress: Any = None) -> piper.search.Proposal:
     batch = torch.arange(ROWS)[None]  # one sample, which no microbatch divides
-    return piper.search(Words(weights), batch, 1, memory, hardware="cpu", schedules=("gpipe",))
+    return piper.search(
+        Words(weights), batch, 1, memory, hardware="cpu", schedules=("gpipe",), progress=progress
+    )
 
 
 def test_the_loss_in_chunks_if_nothing_else_fits() -> None:
-    roomy, tight = found("1GiB"), found("20MiB")
+    lines: dict[str, list[str]] = {"1GiB": [], "20MiB": []}
+    roomy, tight = (found(memory, progress=said.append) for memory, said in lines.items())
+    again = "found no program that fits; searching again with the logits of the loss in chunks (ChunkLoss)"
+    assert [again in said for said in lines.values()] == [False, True]
     assert not any(isinstance(each, piper.ChunkLoss) for each in roomy.directives)
     assert isinstance(tight.directives[0], piper.ChunkLoss)
     assert tight.memory <= 20 * 2**20 < roomy.memory

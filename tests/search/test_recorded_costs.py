@@ -90,6 +90,12 @@ def test_refusals(tmp_path: Path) -> None:
         match=r"from_recording\(stages=\.\.\.\): 1 stage, but the recorded program has PP=\[0, 1\]",
     ):
         from_recording(tmp_path, workload, [list(range(7))])
+    with pytest.raises(
+        PiperError,
+        match=r"no times of passes with the tag 'STAGE'\. Its passes have the tags MB, PP\. Give the tag of the stages",
+    ):
+        from_recording(tmp_path, workload, STAGES, tag="STAGE")
+    from_recording(tmp_path, workload, STAGES, tag="PP")
     with pytest.raises(PiperError, match="there is no recording in"):
         from_recording(tmp_path / "elsewhere", workload, STAGES)
     path = tmp_path / "piper" / "step_3.json"

@@ -86,6 +86,10 @@ def _shared(net: Net, batch: Batch) -> tuple[Tensor, float]:
     return torch.cat([batch["view"], batch["x"][:, 3:]], 1), 1.0
 
 
+def _apart(net: Net, batch: Batch) -> tuple[Tensor, float]:
+    return _shared(net, batch)
+
+
 def _reads_attribute(net: Net, batch: Batch) -> tuple[Tensor, float]:
     return batch["x"], float(net.last.weight.scale)  # type: ignore[arg-type]
 
@@ -132,9 +136,13 @@ def fit(module: Net, strategy: Any, devices: int = 1) -> tuple[dict[str, Tensor]
     batches = []
     for _ in range(4):
         x = torch.randn(8, 4, generator=g, dtype=torch.float64)
-        batches.append(
-            {"x": x, "y": x.sum(1, keepdim=True)} | ({"view": x[:, :3]} if module.step is _shared else {})
-        )
+        views = {}
+        if module.step is _shared:
+            views = {"view": x[:, :3]}
+        if module.step is _apart:  # columns of one tensor
+            x, view = torch.cat([x, x[:, :3]], 1).split([4, 3], 1)
+            views = {"view": view}
+        batches.append({"x": x, "y": x.sum(1, keepdim=True)} | views)
     options: dict[str, Any] = QUIET | {"max_epochs": 1, "max_steps": -1}
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
@@ -145,7 +153,13 @@ def fit(module: Net, strategy: Any, devices: int = 1) -> tuple[dict[str, Tensor]
 
 
 def shared() -> Net:
+    """A step that writes into a tensor of its batch, with a view of this tensor."""
     return Net(_shared)
+
+
+def apart() -> Net:
+    """The same step with a view of other columns of the same memory."""
+    return Net(_apart)
 
 
 def train_in_stages(rank: int, folder: Path) -> dict[str, list[str]]:

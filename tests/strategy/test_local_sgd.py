@@ -60,6 +60,8 @@ DONE = [
     for when in AFTER
 ]
 MANUAL = Job("manual", local(), model={"manual": True})
+TOO_MANY = Job("too many", local(), degrees={"dp": 1, "microbatches": 99})
+AS_NAMED = Job("as named", local(), degrees={"dp": 1, "microbatches": local_sgd.BATCH // 2})
 SILENT = Job("silent", local(), net=local_sgd.Silent)
 FROZEN = Job("frozen", local(), frozen="second.3.weight")
 FROZEN_IN_ALL = Job("frozen in all", local(), frozen="second.1.bias")  # as the model itself does
@@ -120,22 +122,9 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     """What two processes have seen, by the name of the job."""
     folder = tmp_path_factory.mktemp("two")
-    jobs = [
-        *TWO,
-        RESUMED,
-        AGAIN,
-        TWICE,
-        *STOPPED,
-        *CONTINUED,
-        *DONE,
-        DDP,
-        *DROPPED,
-        *FAULTY,
-        MANUAL,
-        SILENT,
-        FROZEN,
-    ]
-    jobs += [FROZEN_IN_ALL]
+    refused = [MANUAL, TOO_MANY, AS_NAMED, SILENT, FROZEN, FROZEN_IN_ALL]
+    resumed = [RESUMED, AGAIN, TWICE, *STOPPED, *CONTINUED, *DONE]
+    jobs = [*TWO, *resumed, DDP, *DROPPED, *FAULTY, *refused]
     return launch_trainings(2, local_sgd.train, folder / "ranks", 2, jobs, folder)
 
 
@@ -240,6 +229,13 @@ def test_parts_are_exchanged_in_turn(job, four):
 
 def test_a_step_that_cannot_be_captured_is_an_error(two):
     assert all("trains only captured steps" in rank["manual"]["error"] for rank in two)
+
+
+def test_an_error_of_the_program_keeps_its_text(two):
+    for rank in two:
+        said = rank["too many"]["error"]
+        assert "PIPER-S002" not in said and f"Give at most {local_sgd.BATCH // 2} microbatches" in said
+        assert "error" not in rank["as named"]
 
 
 def test_a_parameter_that_one_replica_freezes_is_an_error(two):

@@ -8,7 +8,7 @@ import pytest
 
 import lightning_piper as piper
 from tests.distributed.processes import launch_trainings
-from tests.strategy.outside_state import CHANGES, EQUAL, SIZES, Net, fit, shared, train_in_stages
+from tests.strategy.outside_state import CHANGES, EQUAL, SIZES, Net, apart, fit, shared, train_in_stages
 
 
 def far(a, b):
@@ -39,6 +39,13 @@ def test_a_change_of_memory_that_tensors_of_the_batch_share_is_refused():
         piper.PiperError, match=r"writes into batch\['x'\], which shares memory with batch\['view'\]"
     ):
         fit(shared(), piper.PiperStrategy())
+
+
+def test_views_that_share_no_element_may_be_written():
+    one, _ = fit(apart(), "auto")
+    found, _ = fit(apart(), piper.PiperStrategy())
+    assert far(found, one) == 0.0
+    assert far(one, fit(shared(), "auto")[0]) > 1e-3  # the write matters
 
 
 def test_stages_name_a_read_of_the_number_of_processes(tmp_path):

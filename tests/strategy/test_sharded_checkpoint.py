@@ -306,8 +306,8 @@ def test_another_module_is_refused(tmp_path):
     def less(module):
         del module.unused
 
-    assert "missing in the checkpoint are ['more.weight', 'more.bias']" in refusal(path, more)
-    assert "unexpected are ['unused.weight', 'unused.bias']" in refusal(path, less)
+    assert "the checkpoint does not have ['more.weight', 'more.bias']" in refusal(path, more)
+    assert "the module does not have ['unused.weight', 'unused.bias']" in refusal(path, less)
     assert "state_dict.unused.weight has shape [3, 3] in the checkpoint" in refusal(path, wider)
 
     def other_groups(module):

@@ -142,7 +142,7 @@ class EagerStep:
             (),
             (),
             terms=(Term(Weighing.SAMPLES, "batches"),),
-            undivided=Undivided(self.size, f"those of {source}"),
+            undivided=Undivided(self.size, f"it belongs to {source}"),
         )
 
     def shaped(self, batch_spec: object) -> EagerStep:

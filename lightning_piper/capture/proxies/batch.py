@@ -80,11 +80,13 @@ class BatchSpec:
         """
         if len({spec.shape[0] for spec in self.specs if spec.shape}) == 1:
             return None
-        found = ", ".join(
+        if not self.specs:
+            return Undivided(self.batches, "it has no tensor")
+        shapes = ", ".join(
             f"{path or 'batch'}: {list(spec.shape)}"
             for path, spec in zip(self.paths, self.specs, strict=True)
         )
-        return Undivided(self.batches, found or "no tensor at all")
+        return Undivided(self.batches, f"its tensors have no common first dimension: {shapes}")
 
     @property
     def size(self) -> int:

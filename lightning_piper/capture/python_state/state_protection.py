@@ -216,7 +216,10 @@ class RefusalMode(TorchFunctionMode):
                 "only once, while Piper captures it. Do it in a hook, such as on_train_batch_start or "
                 "on_train_batch_end [PIPER-C003]"
             )
-        if isinstance(kwargs.get("generator"), torch.Generator):
+        generator = kwargs.get("generator")
+        if generator is torch.default_generator:  # torch's own functions pass it, such as `random_split`
+            kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
+        elif isinstance(generator, torch.Generator):
             raise CaptureError(
                 f"{user_line()}: {self._step} draws from its own torch.Generator, but a captured step draws "
                 "from the step's seed. Leave generator= out [PIPER-C005]"

@@ -459,7 +459,8 @@ def refuse_drawing(step: str, drawn: RandomDraw, run: Callable[[], Any]) -> Capt
             "do this only once, while Piper captures it. Remove this call. Piper seeds each step [PIPER-C005]"
         )
     return CaptureError(
-        f"{where}{step} draws random numbers in Python ({source or 'random, numpy.random or a seed of torch'}). A "
-        "captured step would reuse the first numbers in every step. Draw them in the collate function, or with "
-        "torch as tensors (torch.rand, torch.randint, torch.bernoulli) [PIPER-C005]"
+        f"{where}{step} draws random numbers in Python, or sets a seed "
+        f"({source or 'random, numpy.random or a seed of torch'}). A captured step would do this only once, while Piper "
+        "captures it. If this line sets a seed, remove it. Otherwise, draw the numbers in the collate function, or "
+        "with torch as tensors (torch.rand, torch.randint, torch.bernoulli) [PIPER-C005]"
     )

@@ -46,9 +46,8 @@ def shard_batch(dag: TrainingDAG, mesh: Mesh, directive: Directive) -> None:
     if undivided is not None and undivided.batches != replicas:
         directive.refuse(
             "devices",
-            f"the batch cannot be divided over {replicas} replicas, because its tensors have no common "
-            f"first dimension: {undivided.found}",
-            "give all tensors of the batch the same first dimension, the samples [PIPER-D012]",
+            f"the batch cannot be divided over {replicas} replicas, because {undivided.why}",
+            "give the batch tensors whose first dimension is the samples [PIPER-D012]",
         )
     for chunk in dag.of_type(Chunk) if replicas > 1 else ():
         if local := [name for name in dag.interface(chunk).state if name in dag.code.local]:

@@ -119,11 +119,15 @@ def _read(
     # identify a microbatch whatever the name of its tag is.
     seconds: dict[tuple[int, str, tuple[int, int]], float] = {}
     sizes: set[int] = set()
+    tags: set[str] = set()  # of all recorded passes
     for number, node in plan["nodes"].items():
         duration, stage = step["durations"].get(f"%{number}"), node["tags"].get(tag, untagged)
         # `again`: whether this is a recomputed forward pass. The search adds recomputed passes itself.
         again = node["tags"].get("PASS", node["kind"]) != node["kind"]
-        if node["kind"] in FIELDS and stage is not None and duration is not None and not again:
+        if node["kind"] in FIELDS and duration is not None and not again:
+            tags |= node["tags"].keys() - {"PASS"}
+            if stage is None:
+                continue
             if not is_number(duration):
                 raise ValueError(f"%{number} takes {shown(duration)} seconds")
             start, stop = map(int, _SAMPLES.findall(node["text"])[0])
@@ -131,10 +135,12 @@ def _read(
             key = stage, node["kind"], (start, stop)
             seconds[key] = seconds.get(key, 0.0) + float(duration)
     if not sizes:
-        raise PiperError(
-            f"{str(path)!r} has no times of passes with the tag {tag!r}. Record a program whose stages have this tag "
-            "[PIPER-R002]"
+        fix = (
+            f"Its passes have the tags {', '.join(sorted(tags))}. Give the tag of the stages: from_recording(..., tag=...)"
+            if tags
+            else "Record a program with stages"
         )
+        raise PiperError(f"{str(path)!r} has no times of passes with the tag {tag!r}. {fix} [PIPER-R002]")
     if len(sizes) > 1:
         raise PiperError(
             f"{str(path)!r} has microbatches of {sorted(sizes)} samples under {tag!r}. Record microbatches "
