@@ -75,8 +75,8 @@ def verify_by_execution(
     undivided = compiled.dag.code.undivided
     if undivided is not None and undivided.batches > 1:
         raise PiperError(
-            f"PiperStrategy(verify={how!r}) joins the replicas' batches, but their tensors do not share a "
-            f"first dimension: {undivided.found}. Use verify='static' [PIPER-S001]"
+            f"PiperStrategy(verify={how!r}) joins the replicas' batches, which is not possible for this batch, because "
+            f"{undivided.why}. Use verify='static' [PIPER-S001]"
         )
     gathered = world.gather([x.cpu() for x in leaves] if world.rank in world.first_ranks else [])
 
