@@ -221,7 +221,7 @@ class Undivided:
 
     Attributes:
         batches: The number of such batches that the step gets at once, one for each replica.
-        why: The reason, as a clause about the batch ("it has no tensor"), for messages.
+        why: The reason that messages show, as a clause about the batch ("it has no tensor").
     """
 
     batches: int
