@@ -19,6 +19,8 @@ from lightning_piper.compiler import Compiled, compile, compile_step
 from lightning_piper.directives import Place, Replicate, Split, parse
 from lightning_piper.errors import CaptureError, DirectiveError, PiperError, VerificationError
 from lightning_piper.ir.nodes import Chunk
+from lightning_piper.ops.order import Barrier
+from lightning_piper.passes import Done, Pass
 from lightning_piper.schedules import dualpipe, gpipe, interleaved_one_f_one_b, one_f_one_b, zbv
 from lightning_piper.verify import hook
 from tests.dags import build, place, split
@@ -359,11 +361,36 @@ def test_a_broken_rewrite_is_found_after_its_directive(monkeypatch: pytest.Monke
 
 def test_every_stage_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    for owner, name in ((hook, "check"), (hook, "check_structure"), (compiler, "check_plans")):
+    for owner, name in ((hook, "check"), (hook, "check_orders"), (compiler, "check_plans")):
         monkeypatch.setattr(owner, name, lambda *_, final=False, name=name: calls.append(name))
     of("mlp", gpipe(2, 2))
     # After the capture and three directives, after two that only order, and the finished program.
-    assert calls == ["check"] * (1 + 3) + ["check_structure"] * 2 + ["check", "check_plans"]
+    assert calls == ["check"] * (1 + 3) + ["check_orders"] * 2 + ["check", "check_plans"]
     calls.clear()
     of("mlp", gpipe(2, 2), verify=False)
     assert calls == []
+
+
+@pytest.mark.parametrize(
+    "also, checked",
+    [
+        (lambda dag: None, "check_orders"),
+        (lambda dag: dag.add(Barrier()), "check_orders"),
+        (lambda dag: dag.change(next(dag.of_type(Chunk)), stream="compute"), "check"),
+        (lambda dag: dag.duplicate(next(dag.of_type(Chunk))), "check"),
+        (lambda dag: setattr(dag, "mean_of_replicas", True), "check"),
+        (lambda dag: dag.policies.update({0: dag.policies}), "check"),
+    ],
+    ids=["nothing", "barrier", "field", "node", "setting", "entry"],
+)
+def test_only_passes_that_only_order_skip_the_rules_of_nodes(
+    also: Any, checked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    for name in ("check", "check_orders"):
+        monkeypatch.setattr(hook, name, lambda *_, final=False, name=name: calls.append(name))
+    dag, static_check = build("mlp", *gpipe(2, 2)), hook.StaticCheck()
+    for run in (lambda dag: None, also):
+        run(dag)
+        static_check(dag, Done(Pass("own", "bitwise", run), "bitwise", 0.0))
+    assert calls == ["check", checked]

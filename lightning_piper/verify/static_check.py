@@ -41,14 +41,13 @@ def check(dag: TrainingDAG, final: bool = False) -> None:
     _refuse(list(_problems(Facts(dag), final)))
 
 
-def check_structure(dag: TrainingDAG) -> None:
-    """Check only the edges: each value that a node reads exists and comes before the node, and the graph has
-    no cycle.
+def check_orders(dag: TrainingDAG) -> None:
+    """Check only that the graph has no cycle.
 
     Raises:
         VerificationError: See `check`.
     """
-    _refuse(list(_structure(Facts(dag))))
+    _refuse(list(_cycles(Facts(dag))))
 
 
 def _refuse(problems: list[str]) -> None:
@@ -78,7 +77,8 @@ def _problems(facts: Facts, final: bool) -> Iterable[str]:
 
 
 def _structure(facts: Facts) -> Iterable[str]:
-    """Do the work of `check_structure`: yield the problems of the edges."""
+    """Yield the problems of the edges: each value that a node reads must exist and come before the node, and the
+    graph must not have a cycle."""
     dag = facts.dag
     for node in dag.nodes.values():
         for source, index in node.reads:
@@ -89,6 +89,12 @@ def _structure(facts: Facts) -> Iterable[str]:
                     f"{facts.at(node)} reads %{source}.{index}, but no edge makes this node wait for %{source}: use "
                     "TrainingDAG.rewire"
                 )
+    yield from _cycles(facts)
+
+
+def _cycles(facts: Facts) -> Iterable[str]:
+    """Yield a cycle of the graph, if there is one."""
+    dag = facts.dag
     if not nx.is_directed_acyclic_graph(dag.graph):
         steps = " -> ".join(facts.at(dag.nodes[a]) for a, _ in nx.find_cycle(dag.graph))
         yield f"nodes wait for each other in a circle: {steps}"

@@ -110,7 +110,7 @@ def test_what_is_verified_is_what_runs(program: list[Directive], monkeypatch: py
     """`compile` and `verify` see the same graphs, and the last is the one that plans are made of."""
     c = captured("mlp")
     seen: list[str] = []
-    for name in ("check", "check_structure"):  # the second where a pass only orders
+    for name in ("check", "check_orders"):  # the second where a pass only orders
         monkeypatch.setattr(hook, name, lambda dag, final=False: seen.append(f"{dag}, {final}"))
     compiled = compile_step(c.step, tuple(program))
     by_compile = seen.copy()
