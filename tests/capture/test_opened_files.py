@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
+import functools
 import io
 import logging
 import os
+import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +58,26 @@ def saves_text(folder: Path) -> None:
     np.savetxt(folder / "texts", np.ones(2))
 
 
+def saves_table(folder: Path) -> None:
+    pytest.importorskip("pandas").DataFrame({"loss": [1.0]}).to_csv(folder / "texts")
+
+
+def touches(folder: Path) -> None:
+    (folder / "texts").touch()
+
+
+def opens_by_number(folder: Path) -> None:
+    os.close(os.open(folder / "texts", os.O_WRONLY | os.O_CREAT))
+
+
+def makes_folder(folder: Path) -> None:
+    os.makedirs(folder / "texts")
+
+
+def runs_program(folder: Path) -> None:
+    subprocess.run(["touch", str(folder / "texts")], check=True)
+
+
 def saves_to_memory(folder: Path) -> None:
     torch.save([1.0], io.BytesIO())
     np.save(io.BytesIO(), np.ones(2))
@@ -68,6 +92,33 @@ def reads(folder: Path) -> None:
 def discards(folder: Path) -> None:
     with open(os.devnull, "w") as file:
         file.write("text")
+
+
+def makes_folder_again(folder: Path) -> None:
+    os.makedirs(folder, exist_ok=True)
+
+
+def caches(folder: Path) -> None:
+    """As a package does when it is first used. The code of a package is one that Python finds installed."""
+    hidden = folder / ".cache"
+    exec(compile(f"open({str(hidden)!r}, 'w').close()", "/x/site-packages/package.py", "exec"), {})
+
+
+def writes_in_another_thread(folder: Path) -> None:
+    """As a thread that the user started before, and that writes while Piper traces."""
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            writes(folder)
+            os.remove(folder / "texts")
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert not failed
 
 
 def logs(folder: Path) -> None:
@@ -91,17 +142,35 @@ class Writer(L.LightningModule):
 
 
 @pytest.mark.parametrize(
-    "write", [appends, writes, saves, saves_as_long_ago, saves_array, saves_arrays, saves_text]
+    "write",
+    [
+        appends,
+        writes,
+        saves,
+        saves_as_long_ago,
+        saves_array,
+        saves_arrays,
+        saves_text,
+        saves_table,
+        touches,
+        opens_by_number,
+        makes_folder,
+        runs_program,
+    ],
 )
 def test_a_step_that_writes_a_file_is_refused(write: Any, tmp_path: Path) -> None:
-    with pytest.raises(CaptureError, match=r"test_opened_files.py:\d+ .*training_step opens a file to write"):
+    action = {makes_folder: "makes a folder", runs_program: "starts a program"}.get(write, "opens a file")
+    with pytest.raises(CaptureError, match=rf"test_opened_files.py:\d+ .*training_step {action}"):
         capture(Writer(write, tmp_path), torch.ones(4, 4)).at(4)
     assert not any(tmp_path.iterdir())
     write(tmp_path)  # outside of a capture
     assert (tmp_path / "texts").exists()
 
 
-@pytest.mark.parametrize("use", [reads, discards, logs, saves_to_memory])
+@pytest.mark.parametrize(
+    "use",
+    [reads, discards, logs, saves_to_memory, makes_folder_again, caches, writes_in_another_thread],
+)
 def test_a_step_that_writes_no_file_of_its_own_is_captured(use: Any, tmp_path: Path) -> None:
     assert capture(Writer(use, tmp_path), torch.ones(4, 4)).at(4).regions
 
@@ -154,6 +223,61 @@ def test_a_step_that_has_an_open_file_and_writes_nothing_is_captured(ask: Any, t
         asks = ask(module) is not None
         module.file = None
         assert found.reads.hold() is not asks
+
+
+class Slots:
+    __slots__ = ("file",)
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+
+
+# Objects through which a step may write into a file, without a read of the file itself
+BEHIND: dict[str, Callable[[Any], Any]] = {
+    "DictWriter": lambda file: csv.DictWriter(file, ["a", "b"]).writerow,
+    "method": lambda file: lambda row, write=file.write: write(f"{row}"),
+    "codecs": lambda file: codecs.getwriter("utf-8")(file.buffer).write,
+    "partial": lambda file: functools.partial(print, file=file),
+    "slots": lambda file: Slots(file),
+}
+
+
+def report_behind(module: Any) -> None:
+    if isinstance(module.table, Slots):
+        module.table.file.write("row")
+    else:
+        module.table({"a": 1, "b": 2} if "DictWriter" in repr(module.table) else "row")
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_a_step_that_writes_through_another_object_is_refused_and_the_file_is_as_before(
+    name: str, tmp_path: Path
+) -> None:
+    with open(tmp_path / "report.csv", "w") as file:
+        file.write("header\n")
+        file.flush()
+        module = Reporter(io.StringIO(), report_behind)
+        module.table = BEHIND[name](file)
+        with (
+            pytest.raises(CaptureError, match="training_step changes "),
+            rollback_on_failure(module),
+        ):
+            capture(module, torch.ones(4, 4)).at(4)
+        file.write("end\n")
+    assert (tmp_path / "report.csv").read_text() == "header\nend\n"
+
+
+def test_a_hook_may_write_through_another_object_between_steps(tmp_path: Path) -> None:
+    with open(tmp_path / "report.csv", "w") as file:
+        module = Reporter(file, lambda module: bool(module.table))
+        module.table = csv.DictWriter(file, ["a"])
+        found = capture(module, torch.ones(4, 4))
+        assert found.at(4).regions
+        module.table.writerow({"a": 1})
+        assert found.reads.hold()
+        assert found.at(8).regions
+        module.table = csv.DictWriter(file, ["b"])
+        assert not found.reads.hold()
 
 
 def test_a_step_that_prints_is_captured() -> None:

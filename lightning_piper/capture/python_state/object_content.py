@@ -70,6 +70,14 @@ _READERS: dict[type | tuple[type, ...], Callable[[Any], Any]] = {
 }
 _UNSET = object()
 _LARGE = 2**24  # in bytes; larger buffers are not saved
+# `files_behind` visits at most this many objects, and enters objects of these classes of Python.
+_MANY_BEHIND = 200
+_ENTERED = (dict, list, tuple)
+# Packages of Python's library whose objects have no file of their own, or write into it in other threads.
+_WITHOUT_FILES = frozenset({
+    "asyncio", "builtins", "collections", "concurrent", "contextvars", "enum", "logging",
+    "multiprocessing", "pathlib", "queue", "random", "re", "threading", "types", "typing", "weakref",
+})  # fmt: skip
 _PLAIN = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
 
 
@@ -128,6 +136,40 @@ def is_written_file(value: Any) -> bool:
     if not isinstance(value, _FILES) or value in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         return False
     return not value.closed and value.writable() and value.seekable()
+
+
+def files_behind(value: Any) -> list[Any]:
+    """Return the files into which an object of Python's library may write: the file of a `csv.DictWriter`, of
+    a `codecs.StreamWriter`, of a temporary file, or of the method `write` of a file. The objects may be in a
+    list, tuple or dict.
+
+    The list is empty for the files themselves and for objects of other classes. It is empty for loggers, because
+    a step may log.
+    """
+    if isinstance(value, (*_FILES, *_TEXT_OR_BYTES)):
+        return []
+    if type(value) not in _ENTERED and not _may_hold_file(value):
+        return []
+    found, seen, waiting = list[Any](), {id(value)}, [value]
+    while waiting and len(seen) < _MANY_BEHIND:
+        for x in gc.get_referents(waiting.pop()):
+            if id(x) in seen:
+                continue
+            seen.add(id(x))
+            if is_written_file(x) or (isinstance(x, _TEXT_OR_BYTES) and not x.closed):
+                found.append(x)
+            elif type(x) in _ENTERED or _may_hold_file(x):
+                waiting.append(x)
+    return found
+
+
+def _may_hold_file(value: Any) -> bool:
+    """Return whether the value is a method, or an object of a class of Python's library that may write into a
+    file when its methods are called."""
+    if isinstance(value, types.BuiltinMethodType | types.MethodType):
+        return not isinstance(value.__self__, types.ModuleType | type | None)
+    package = type(value).__module__.partition(".")[0]
+    return package in sys.stdlib_module_names and package not in _WITHOUT_FILES
 
 
 def restoring(value: Any) -> Callable[[], None] | None:

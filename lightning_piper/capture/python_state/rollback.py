@@ -28,10 +28,12 @@ from lightning_piper.capture.python_state.object_content import (
     ATTRIBUTES,
     CSV_WRITER,
     MEMOISED,
+    files_behind,
     held_by,
     restoring,
 )
 from lightning_piper.capture.python_state.state_locations import (
+    MISSING,
     PROXIES,
     Guards,
     StateLocation,
@@ -162,9 +164,12 @@ class _SavedState:
         """
         if type(value) in PROXIES or isinstance(value, weakref.ref):
             value = referent(value)
+        if isinstance(value, types.BuiltinMethodType):  # such as the method `write` of a file
+            value = value.__self__
         if isinstance(value, _PLAIN) or id(value) in self._seen:
             return
         self._seen[id(value)] = value
+        self._wait((f"{path}'s file", x) for x in files_behind(value))
         if isinstance(value, nn.Module):
             self._keep_attributes(path, value, {"_trainer", "_fabric", "_parameters", "_buffers", "_modules"})
         elif isinstance(value, dict | list | deque | set):
@@ -198,6 +203,7 @@ class _SavedState:
                     self._copies[id(value)] = copy.copy(value)
         elif isinstance(value, ATTRIBUTES) or type(value).__module__.partition(".")[0] not in _FOREIGN:
             self._keep_attributes(path, value, set())
+            self._keep_slots(path, value)
 
     def _keep_place(self, place: StateLocation, before: Any) -> None:
         """Save the value of a place, and queue the value."""
@@ -238,7 +244,9 @@ class _SavedState:
     def _wait(self, found: Iterable[tuple[str, Any]]) -> None:
         """Queue (expression, object) pairs, except objects without state of their own (`_PLAIN`)."""
         self._waiting.extend(
-            (path, x) for path, x in found if type(x) in PROXIES or not isinstance(x, _PLAIN)
+            (path, x)
+            for path, x in found
+            if type(x) in PROXIES or isinstance(x, types.BuiltinMethodType) or not isinstance(x, _PLAIN)
         )
 
     def _keep_attributes(self, path: str, owner: Any, but: set[str]) -> None:
@@ -256,6 +264,28 @@ class _SavedState:
                 for name in now.keys() - before.keys():
                     del values[name]
                 values.update(before)
+
+        self._undo.append(undo)
+
+    def _keep_slots(self, path: str, owner: Any) -> None:
+        """Save the values of an object's slots, and queue them."""
+        names = [
+            name
+            for cls in type(owner).__mro__
+            for name, x in vars(cls).items()
+            if "__slots__" in vars(cls) and isinstance(x, types.MemberDescriptorType)
+        ]
+        before = {name: getattr(owner, name, MISSING) for name in names}
+        self._wait((f"{path}.{name}", value) for name, value in before.items())
+
+        def undo() -> None:
+            for name, value in before.items():
+                if getattr(owner, name, MISSING) is value:
+                    continue
+                if value is MISSING:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, value)
 
         self._undo.append(undo)
 

@@ -21,7 +21,12 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from lightning_piper.capture.proxies.numbers import NumberProxy
-from lightning_piper.capture.python_state.object_content import ENVIRONMENT, content_of, is_written_file
+from lightning_piper.capture.python_state.object_content import (
+    ENVIRONMENT,
+    content_of,
+    files_behind,
+    is_written_file,
+)
 from lightning_piper.capture.torch_private import _torch
 
 MISSING = object()  # the value of a place that has no value, such as a dict's entry that does not exist
@@ -446,13 +451,23 @@ class Guards:
 
     def __post_init__(self) -> None:
         self._stale = True
+        # During a trace: id of a file of `files_behind` -> (expression of the guarded object, file, its position)
+        self._files: dict[int, tuple[str, Any, int]] = {}
 
     def note(self, place: StateLocation) -> None:
-        """Guard a place that the step reads. If the place is already guarded, keep the first value."""
+        """Guard a place that the step reads. If the place is already guarded, keep the first value.
+
+        Within a trace, also guard the files into which the value may write (`files_behind`).
+        """
         if place.key not in self.by_key:
             loose = (x.path for x in self.inputs.values() if x.key[:2] == place.key[:2])
             self.by_key[place.key] = Guard.of(place, frozenset(loose))
+            self._note_files(self.by_key[place.key])
             self._stale = True
+
+    def _note_files(self, guard: Guard) -> None:
+        for file in files_behind(guard.value):
+            self._files.setdefault(id(file), (guard.place.where, file, file.tell()))
 
     def note_hooks(self, where: str, hooks: dict[int, Any]) -> None:
         """Guard a dict of hooks: it must keep the same hooks in the same order. If it is already guarded, keep
@@ -465,9 +480,12 @@ class Guards:
         """Call it before each trace: the guards keep the values alive that they compare."""
         for guard in self.by_key.values():
             guard.retake()
+            self._note_files(guard)
 
     def release(self) -> None:
-        """Call it after each trace: a capture does not extend the life of the user's objects."""
+        """Call it after each trace: a capture does not extend the life of the user's objects. Between steps,
+        hooks may write into files."""
+        self._files.clear()
         for guard in self.by_key.values():
             guard.release()
 
@@ -489,8 +507,9 @@ class Guards:
 
     def broken(self) -> Iterator[Guard | str]:
         """Yield the guards that do not hold, and then the expression of each dict of hooks that has
-        changed."""
+        changed, and of each object that has written into its file in this trace."""
         yield from (guard for guard in self.by_key.values() if not guard.holds())
+        yield from (where for where, x, end in self._files.values() if not x.closed and x.tell() != end)
         yield from (where for where, hooks, form in self.hooks.values() if _hooks(hooks) != form)
 
     def aliased(self) -> Iterator[Guard]:
