@@ -194,6 +194,7 @@ PACKAGES = {
         "samples",
         "update",
         "communication",
+        "early_update",
         "results",
         "weights",
         "arguments",

@@ -66,6 +66,9 @@ class Replicate(Directive):
         shard_by: How to cut a bucket. "elements": into equal parts, which may cut through parameters.
             "parameter": each parameter has one owner among the replicas, which updates it whole. Optimizers that
             need whole matrices (Muon, Adafactor) require this.
+        overlap_update: Each owner updates a parameter as soon as its gradient is summed, beside the backward
+            passes of earlier layers. The owner keeps the new values, and the optimizer's step puts them into the
+            parameters. Needs `shard_by="parameter"`.
         average: The definition of the loss. "batch": the loss of the whole batch. A ratio, such as a mean
             over the tokens that count, is divided by the count of all replicas. "replicas": the mean of the
             replicas' losses, as in DistributedDataParallel. All replicate directives of a program must have
@@ -98,6 +101,7 @@ class Replicate(Directive):
     shard_params: bool = False
     shard_size: int | None = None
     shard_by: str = "elements"
+    overlap_update: bool = False
     average: str = "batch"
     reduce_dtype: str | None = None
     zero: dataclasses.InitVar[int | None] = None
@@ -165,7 +169,7 @@ class Replicate(Directive):
                 f"{shown(self.bucket_size)} is not a size",
                 "give a number of MB, such as 25 [PIPER-D003]",
             )
-        for field in LEVELS:
+        for field in (*LEVELS, "overlap_update"):
             if not isinstance(getattr(self, field), bool):
                 self.refuse(
                     field,
@@ -198,6 +202,12 @@ class Replicate(Directive):
                 "shard_by",
                 "the directive shards nothing",
                 "set shard_optimizer, shard_grads or shard_params, or remove shard_by [PIPER-D003]",
+            )
+        if self.overlap_update and self.shard_by != "parameter":
+            self.refuse(
+                "overlap_update",
+                "no replica updates whole parameters on its own",
+                "set shard_by='parameter', or remove overlap_update [PIPER-D003]",
             )
         if self.average not in AVERAGES:
             self.refuse(
@@ -352,6 +362,7 @@ class Replicate(Directive):
             bucket_bytes=int(self.bucket_size * MEBI),
             shard_size=self.shard_size,
             by_parameter=self.shard_by == "parameter",
+            overlap_update=self.overlap_update,
             dtype=None if self.reduce_dtype is None else getattr(torch, self.reduce_dtype),
         )
 
@@ -382,7 +393,7 @@ def shards_of(directive: Directive) -> list[str]:
 def without_sharding(program: Sequence[Directive]) -> tuple[Directive, ...]:
     """Return the program at ZeRO stage 0: replicas shard nothing."""
     return tuple(
-        dataclasses.replace(each, **_WHOLE, shard_size=None, shard_by="elements")
+        dataclasses.replace(each, **_WHOLE, shard_size=None, shard_by="elements", overlap_update=False)
         if isinstance(each, Replicate)
         else each
         for each in program

@@ -257,7 +257,9 @@ def _sees_others(
     return ""
 
 
-def goes_in_parts(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], device: torch.device) -> bool:
+def goes_in_parts(
+    optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], device: torch.device, early: bool = False
+) -> bool:
     """Return whether one step for each parameter gives the same bits as one step for all parameters. False if
     copies of the optimizer cannot run.
 
@@ -268,13 +270,15 @@ def goes_in_parts(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], devi
         optimizer: The optimizer; it is not changed.
         chosen: For each of its groups, the parameters that it trains.
         device: The device to run on.
+        early: Whether the steps for each parameter are computed before they are applied (`compute_updates`).
     """
     kinds = kinds_of(chosen) * 2
+    in_parts = {"early": True} if early else {"apart": True}
     try:
         for scenario in SCENARIOS:
             whole = run(optimizer, kinds, scenario, device, dtype=torch.float32)
             parts = run(
-                optimizer, kinds, scenario, device, whole.before, whole.grads, dtype=torch.float32, apart=True
+                optimizer, kinds, scenario, device, whole.before, whole.grads, dtype=torch.float32, **in_parts
             )
             if any(not torch.equal(x, parts.params[i]) for i, x in whole.params.items()):
                 return False

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_piper.capture.torch_private._torch import register_first_post_hook
 from lightning_piper.holdings.elementwise import goes_in_parts
 from lightning_piper.holdings.optimizer import ShardedOptimizer
-from lightning_piper.holdings.optimizer_slices import only, own_step
+from lightning_piper.holdings.optimizer_slices import after_closure, only, own_step
 
 PART = 32 * 2**20  # bytes of parameters whose states are on the device at once
 
@@ -100,23 +100,8 @@ class HostStates:
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        """Hook before a step. Without a closure, call `_update` now. With a closure, replace it by one that
-        calls `_update` at its end, because the closure computes the gradients. Returns the arguments of the
-        step."""
-        if args and callable(args[0]):
-            return (self._updating(args[0]), *args[1:]), kwargs
-        if callable(kwargs.get("closure")):
-            return args, kwargs | {"closure": self._updating(kwargs["closure"])}
-        self._update()
-        return args, kwargs
-
-    def _updating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def run() -> Any:
-            loss = closure()
-            self._update()
-            return loss
-
-        return run
+        """Hook before a step: call `_update` when the gradients are computed. Returns the arguments of the step."""
+        return after_closure(args, kwargs, self._update)
 
     def _update(self) -> None:
         """Update all parts but the last one. Then restrict the optimizer's groups to the last part and copy

@@ -141,15 +141,14 @@ class ShardedOptimizer:
         self._labels: list[list[str] | None] = [
             list(g["param_names"]) if "param_names" in g else None for g in optimizer.param_groups
         ]
-        devices, holds_whole = compiled.plans, ownership.tensor_map.holds_whole
-        found = {
-            frozenset((n, holds_whole(n, device)) for n in compiled.params_on(device)) for device in devices
-        }
+        # for each name in `names`: whether this process keeps the parameter
+        self._kept = [[True for _ in group] for group in names]
+        whole, devices = ownership.tensor_map.holds_whole, compiled.plans
+        found = {frozenset((n, whole(n, d)) for n in compiled.params_on(d)) for d in devices}
         if world.size > 1 and len(found) > 1:  # devices have different parameters
             self._check_independence()
         self._keys = self._checked(compiled)
         owned = ownership.owned_params
-        # for each name in `names`: whether this process keeps the parameter
         self._kept = [[name is None or name in owned for name in group] for group in self.names]
         self._sizes = [sum(kept) for kept in self._kept]  # number of parameters that each group keeps
         lacking: set[Tensor] = set()  # new tensors to which the whole parameter's state does not fit
@@ -277,13 +276,14 @@ class ShardedOptimizer:
             only: Return only these parameters of the module; None for all parameters of the groups.
         """
         params = self._ownership.params if only is None else only
+        beside = iter([p for _, name, p in self.held() if name is None])
         return [
             [
-                p if name is None else params[name]
-                for p, name in zip(group["params"], names, strict=True)
+                next(beside) if name is None else params[name]
+                for name in names
                 if (only is None if name is None else name in params)
             ]
-            for group, names in zip(self.optimizer.param_groups, self.names, strict=True)
+            for names in self.names
         ]
 
     def _make_state(self, lacking: set[Tensor]) -> None:

@@ -8,6 +8,7 @@ import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_piper.common.module_copies import finalized
-from lightning_piper.holdings.optimizer_slices import only, own_step
+from lightning_piper.holdings.optimizer_slices import compute_updates, only, own_step
 
 # In `reduced`: the size to which a large side becomes smaller, the size of other dimensions, and the number
 # of elements that a large parameter keeps at least.
@@ -145,6 +146,7 @@ def run(
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
     apart: bool = False,
+    early: bool = False,
 ) -> TrialResult:
     """Run a copy of an optimizer for the steps of a scenario, on one parameter of each kind.
 
@@ -159,6 +161,7 @@ def run(
         seed: Seed of the optimizer's random numbers.
         dtype: Dtype of the parameters.
         apart: Whether to update one parameter after another, each in its own step.
+        early: Whether to compute the update of each parameter alone, and to apply all of them in the step.
 
     Raises:
         Exception: Any error of making a copy or of its step. A RuntimeError if the copy changes no parameter
@@ -184,7 +187,8 @@ def run(
                     i: scale * _gradient(kinds[i], p.detach(), scenario, draw) for i, p in params.items()
                 }
             seen.append(grads[number] if grads else given)
-            _step(made, [(p, seen[-1][i]) for i, p in params.items()], apart)
+            step = _early_step if early else partial(_step, apart=apart)
+            step(made, [(p, seen[-1][i]) for i, p in params.items()])
     # Gradients at right angles to a number are rounding, and too small to move it.
     moving = any((grad.abs() > ROUNDING).any() for step in seen for grad in step.values())
     if moving and all(torch.equal(p, before[i]) for i, p in params.items()):
@@ -255,6 +259,25 @@ def _step(optimizer: Optimizer, grads: Sequence[tuple[nn.Parameter, Tensor]], ap
         optimizer.step(closure=closure)
     if calls > 2:  # one call above, and one by `step`
         raise RuntimeError("it runs the closure more than once")
+
+
+def _early_step(optimizer: Optimizer, grads: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
+    """Make a step in which the update of each parameter is computed alone, before the step, from the last parameter
+    to the first, as in a backward pass. `grads` has the parameters with their gradients.
+
+    Raises:
+        RuntimeError: The optimizer has changed a parameter before the step.
+    """
+    before = [p.detach().clone() for p, _ in grads]
+    updates = [compute_updates(optimizer, {p: grad})[0] for p, grad in reversed(grads)]
+    if not all(map(torch.equal, before, (p for p, _ in grads))):
+        raise RuntimeError("it changes a parameter that it does not update")
+    for (p, grad), update in zip(reversed(grads), updates, strict=True):
+        p.grad = grad.clone()
+        if not update.apply(optimizer):
+            raise RuntimeError("it changes its own settings")
+    with only(optimizer, ()):
+        optimizer.step()
 
 
 def remade(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Optimizer:

@@ -36,6 +36,9 @@ class IssuePriority(Enum):
     AFTER_FORWARD = (
         "after the forward passes that could run, before all other chunks: backward passes wait for it"
     )
+    AFTER_NEXT_CHUNK = (
+        "after the next chunk of its devices: what it reads from other devices arrives while this chunk runs"
+    )
     DEFERRED = (
         "after the chunks that could run: nothing in the step needs it, and it may wait for another device"
     )

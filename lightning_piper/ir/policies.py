@@ -19,6 +19,7 @@ class ShardingPolicy:
         shard_size: Number of replicas of a group. Each group has all shards, and has the same shards as the other
             groups (HSDP). None: all replicas are one group.
         by_parameter: Whether each replica has some whole parameters instead of a shard of every parameter.
+        overlap_update: Whether owners of whole parameters compute updates beside the backward pass.
         dtype: Dtype in which gradients are summed; None for their own dtype.
     """
 
@@ -30,4 +31,5 @@ class ShardingPolicy:
     bucket_bytes: int = 25 * 2**20
     shard_size: int | None = None
     by_parameter: bool = False
+    overlap_update: bool = False
     dtype: torch.dtype | None = None

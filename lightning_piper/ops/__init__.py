@@ -25,6 +25,7 @@ from lightning_piper.ops.communication.gather_samples import GatherSamples, Scat
 from lightning_piper.ops.communication.p2p import Recv, Send
 from lightning_piper.ops.communication.reduce import AllReduce, AllReduceShards, ReduceScatter
 from lightning_piper.ops.communication.total import Total
+from lightning_piper.ops.early_update import EarlyUpdate
 from lightning_piper.ops.facts import Facts
 from lightning_piper.ops.host import Fetch, Store
 from lightning_piper.ops.instruction import Collective, Instruction, Read
@@ -49,6 +50,7 @@ __all__ = [
     "Collective",
     "Concat",
     "Cut",
+    "EarlyUpdate",
     "Exchange",
     "Facts",
     "Fetch",

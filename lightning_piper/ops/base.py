@@ -246,6 +246,8 @@ class Binding:
         shards: The flat tensor that the device keeps for each bucket of which it has a shard.
         chunks: Binds the code of chunks (`runtime.chunks.ChunkBinder`).
         step_outputs: Receives the outputs of the step (`runtime.step_outputs.StepOutputs`).
+        early_updates: Receives complete gradients during the step (`ops.early_update.GradientReceiver`). None: no
+            update is computed before the step ends.
         common: State that the instructions of one operation share, under a name of their own.
     """
 
@@ -256,6 +258,7 @@ class Binding:
     shards: Mapping[Bucket, torch.Tensor]
     chunks: Any
     step_outputs: Any
+    early_updates: Any = None
     common: dict[str, Any] = field(default_factory=dict)
 
 

@@ -1,4 +1,5 @@
-"""The end of a program: every region gets a device, and weights that follow from the batch get nodes."""
+"""The end of a program: every region gets a device, and weights that follow from the batch and early updates get
+nodes."""
 
 from __future__ import annotations
 
@@ -10,14 +11,15 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import selecting
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import Partial
+from lightning_piper.ops.early_update import STREAM, EarlyUpdate
 from lightning_piper.ops.order import Barrier
 from lightning_piper.ops.update import Update
 from lightning_piper.passes.batch_weights import weigh
 
 
 def complete(dag: TrainingDAG) -> None:
-    """Complete a DAG after its last directive: check its devices, and add nodes for weights (`weigh`). If the
-    program places nothing, all nodes run on device 0.
+    """Complete a DAG after its last directive: check its devices, and add nodes for weights (`weigh`) and for
+    early updates. If the program places nothing, all nodes run on device 0.
 
     Raises:
         DirectiveError: The program places or replicates only some regions, or leaves a node without a device.
@@ -47,6 +49,34 @@ def complete(dag: TrainingDAG) -> None:
             f"{f'devices 0 to {len(devices) - 1}, without gaps' if len(devices) > 1 else 'device 0'} [PIPER-D009]"
         )
     weigh(dag)
+    _update_early(dag)
+
+
+def _update_early(dag: TrainingDAG) -> None:
+    """Add an early update before each update of whole parameters, if the `replicate` of the region that makes
+    their gradients asks for it.
+
+    A parameter that several regions use has no early update, because its gradient is a sum that only the
+    update makes.
+    """
+    for update in list(dag.of_type(Update)):
+        value = dag.value(update.inputs[0])
+        if len(update.inputs) > 1 or value.bucket is None or value.bucket.owners is None:
+            continue
+        policy = dag.policies.get(dag.producer(update.inputs[0]).region)
+        if policy is None or not policy.overlap_update:
+            continue
+        early = dag.add(
+            EarlyUpdate(
+                inputs=update.inputs,
+                tags=update.tags,
+                devices=update.devices,
+                stream=STREAM,
+                origin=update.origin,
+                placed_by=update.placed_by,
+            )
+        )
+        dag.order(early, update, update.origin)
 
 
 def _check_summed(dag: TrainingDAG) -> None:

@@ -12,6 +12,7 @@ from lightning_piper.ops.communication.bucket import PackInstruction
 from lightning_piper.ops.communication.gather import AllGatherInstruction
 from lightning_piper.ops.communication.p2p import Irecv, SendInstruction, WaitSend
 from lightning_piper.ops.communication.reduce import AllReduceInstruction, ReduceScatterInstruction
+from lightning_piper.ops.early_update import EarlyUpdateInstruction
 from lightning_piper.ops.host import FetchInstruction, StoreInstruction
 from lightning_piper.ops.instruction import Channel, Collective, Group, HostCopy, Instruction, Read, WaitWork
 from lightning_piper.ops.metrics import Merge, ReportInstruction
@@ -28,6 +29,7 @@ __all__ = [
     "ConcatInstruction",
     "CutInstruction",
     "Deliver",
+    "EarlyUpdateInstruction",
     "FetchInstruction",
     "Group",
     "HostCopy",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Node
 from lightning_piper.ir.values import Kind
+from lightning_piper.ops.early_update import EarlyUpdate
 from lightning_piper.ops.update import Accumulate, Update
 
 
@@ -15,7 +16,8 @@ def sync_only(dag: TrainingDAG) -> frozenset[int]:
     """Return the nodes that only the last batch of a gradient accumulation runs.
 
     These nodes are the sums of gradients over replicas, and all nodes that read these sums. The batches
-    before add their terms to the gradient accumulation buffer instead.
+    before add their terms to the gradient accumulation buffer instead. Early updates need the gradients of all
+    batches, so they always wait for the last batch.
 
     Sharded gradients are summed in every batch, because keeping whole gradients would need the memory that
     sharding saves. If gradients of a parameter from several regions are added up, either the sums of all these
@@ -37,9 +39,10 @@ def sync_only(dag: TrainingDAG) -> frozenset[int]:
                 for source in sources & waiting.keys():
                     del waiting[source]
                     changed = True
+    early = (node.id for node in dag.of_type(EarlyUpdate))
     return frozenset(
         n for source, followers in waiting.items() for n in (source, *(node.id for node in followers))
-    )
+    ).union(early)
 
 
 def _may_wait(dag: TrainingDAG, node: Node) -> bool:

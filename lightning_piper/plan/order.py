@@ -19,6 +19,7 @@ from lightning_piper.plan.gathers import with_gathers
 from lightning_piper.plan.overlap import Turns, heights
 
 Priority = tuple[int, int, int, int]  # the smallest comes first; the last entry is the node's id
+_CHUNKS = 2  # the first entry of the priority of chunks
 _RANK = {"F": 0, "B": 1, "BI": 1, "BW": 2}  # kind of a pass -> its rank among chunks; the lowest comes first
 
 
@@ -27,7 +28,8 @@ def priority(dag: TrainingDAG, node: Node, height: int) -> Priority:
 
     1. Communication as soon as it can be issued; first the communication with the longest chain of chunks
        after it (`height`, see `overlap.heights`).
-    2. Sums over replicas that no chunk waits for, and bookkeeping.
+    2. Sums over replicas that no chunk waits for, and bookkeeping. Then early updates, one chunk later than they
+       could run, because their gradients are summed over replicas while this chunk runs.
     3. Chunks: forward before backward, then by slice, then by id. A recomputed forward pass comes with the
        backward pass that it serves, because its outputs stay in memory until then. Only an optimizer waits
        for gradients of weights (BW), so these chunks run when no other chunk can. Without an `order`
@@ -42,23 +44,26 @@ def priority(dag: TrainingDAG, node: Node, height: int) -> Priority:
     if isinstance(node, Chunk):
         again = node.tags.get("PASS") == AGAIN
         served = [_RANK[user.kind] for user in dag.users(node) if isinstance(user, Chunk)] if again else []
-        return (2, min(served, default=_RANK[node.kind]), node.slice.start, node.id)
+        return (_CHUNKS, min(served, default=_RANK[node.kind]), node.slice.start, node.id)
     if turn is IssuePriority.CRITICAL_COMM or (turn is IssuePriority.ON_DEMAND and height):
         return (0, -height, 0, node.id)
     if turn is IssuePriority.AFTER_FORWARD:
-        return (2, _RANK["F"], dag.local_batch_size, node.id)
+        return (_CHUNKS, _RANK["F"], dag.local_batch_size, node.id)
     if turn is IssuePriority.DEFERRED or (
         turn is IssuePriority.LOCAL_BOOKKEEPING
         and any(dag.nodes[source].reads_from == "channel" for source, _ in node.inputs)
     ):
         return (3, 0, 0, node.id)
+    if turn is IssuePriority.AFTER_NEXT_CHUNK:
+        return (1, 1, 0, node.id)
     return (4 if turn is IssuePriority.LAST else 1, 0, 0, node.id)
 
 
 class _Ready:
     """A priority queue of the nodes that could come next.
 
-    A chunk of an overlap group waits for its turn as long as any other node could come next.
+    A chunk of an overlap group waits for its turn as long as any other node could come next. A node of
+    `IssuePriority.AFTER_NEXT_CHUNK` waits for a chunk on its devices as long as any chunk could come next.
     """
 
     def __init__(self, dag: TrainingDAG) -> None:
@@ -67,10 +72,14 @@ class _Ready:
         self._heap: list[Priority] = []  # the nodes that may come next
         self._back: list[Priority] = []  # chunks that were added when it was another chunk's turn
         self._standing: set[int] = set()  # the chunks of `_back` that still wait for their turn
+        self._delayed: list[Node] = []  # nodes that wait for the next chunk of their devices
 
     def add(self, node_id: int) -> None:
-        entry = priority(self._dag, self._dag.nodes[node_id], self._height.get(node_id, 0))
-        if self._turns.waits(node_id):
+        node = self._dag.nodes[node_id]
+        entry = priority(self._dag, node, self._height.get(node_id, 0))
+        if node.turn is IssuePriority.AFTER_NEXT_CHUNK:
+            self._delayed.append(node)
+        elif self._turns.waits(node_id):
             self._standing.add(node_id)
             heapq.heappush(self._back, entry)
         else:
@@ -83,13 +92,25 @@ class _Ready:
             node_id = heapq.heappop(self._back)[-1]
             if node_id in self._standing:
                 self._step_forward(node_id)
+        if self._delayed and (not self._heap or self._heap[0][0] > _CHUNKS):
+            self._end_delay(self._delayed)
         if not self._heap:
             return None
         node_id = heapq.heappop(self._heap)[-1]
         following = self._turns.done(node_id)
         if following in self._standing:
             self._step_forward(following)
-        return self._dag.nodes[node_id]
+        node = self._dag.nodes[node_id]
+        if isinstance(node, Chunk) and self._delayed:
+            here = set(node.devices)
+            self._end_delay([each for each in self._delayed if not here.isdisjoint(each.devices)])
+        return node
+
+    def _end_delay(self, nodes: list[Node]) -> None:
+        """Move nodes that wait for the next chunk of their devices to the nodes that may come next."""
+        self._delayed = [node for node in self._delayed if node not in nodes]
+        for node in nodes:
+            heapq.heappush(self._heap, priority(self._dag, node, self._height.get(node.id, 0)))
 
     def _step_forward(self, node_id: int) -> None:
         """Move a chunk that waits for its turn to the nodes that may come next."""

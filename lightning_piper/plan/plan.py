@@ -29,7 +29,7 @@ class Plan:
             bucket's memory.
         instructions: The instructions in the order of issue.
         sync_only: Nodes whose instructions only the last batch of a gradient accumulation runs: sums of
-            gradients over replicas, and their readers.
+            gradients over replicas and their readers, and early updates.
     """
 
     device: int

@@ -18,6 +18,7 @@ from lightning_piper.errors import ExecutionError, OutOfMemoryError, PiperError
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.regions import Step
 from lightning_piper.ops.base import BINDERS, Binding
+from lightning_piper.ops.early_update import GradientReceiver
 from lightning_piper.plan import instructions as ins
 from lightning_piper.plan.instructions import Instruction
 from lightning_piper.plan.no_sync_plan import keys_of, no_sync_instructions
@@ -76,6 +77,8 @@ class Executor:
             uncompiled).
         watch: Returns the function that runs instead of a chunk's code and gives the same bits, such as
             `Watch.function` (default: None).
+        early_updates: Receives the gradients of the plan's early updates (default: None, the plan computes no
+            update).
 
     Attributes:
         plan: The plan that was passed.
@@ -102,6 +105,7 @@ class Executor:
         gradient_buffer: GradientBuffer | None = None,
         compiler: Compiler | None = None,
         watch: Compiler | None = None,
+        early_updates: GradientReceiver | None = None,
     ) -> None:
         device = with_index(device)
         self.plan = plan
@@ -121,6 +125,7 @@ class Executor:
             _checked(plan, shards or {}),
             self._chunks,
             self._step_outputs,
+            early_updates,
         )
         self._streams = streams_of(plan, device, own_compute=self._endpoint.hands_over)
         self._gradient_buffer: GradientBuffer = {} if gradient_buffer is None else gradient_buffer
@@ -345,7 +350,10 @@ class Executor:
         and return the results."""
         grads, metrics, results = self._step_outputs.empty()
         with torch.no_grad():
-            self._streams.end([*grads.values(), metrics, *results.values()])
+            early = self._binding.early_updates
+            self._streams.end(
+                [*grads.values(), metrics, *results.values()], () if early is None else early.made()
+            )
             # Reading the loss on an accelerator would make the host wait.
             reads = self._chunks.makes_loss and self._step_outputs.changes_buffers
             lost = reads and self._device.type == "cpu" and not math.isfinite(metrics[0].item())

@@ -21,8 +21,9 @@ class Streams:
     def begin(self) -> None:
         """Make the step start after the work that the caller has issued."""
 
-    def end(self, results: Iterable[torch.Tensor]) -> None:
-        """Make the caller's next work start after the step, and give the caller ownership of `results`."""
+    def end(self, results: Iterable[torch.Tensor], updates: Iterable[torch.Tensor] = ()) -> None:
+        """Make the caller's next work start after the step, and give the caller ownership of `results`, which
+        are from the stream `compute`, and of `updates`, which are from other streams."""
 
     def enter(self, stream: str) -> None:
         """Issue all following work to this stream."""
@@ -70,14 +71,15 @@ class DeviceStreams(Streams):
             if stream != caller:
                 stream.wait_stream(caller)
 
-    def end(self, results: Iterable[torch.Tensor]) -> None:
+    def end(self, results: Iterable[torch.Tensor], updates: Iterable[torch.Tensor] = ()) -> None:
         caller = self._api.current_stream(self._device)
         for stream in self._streams.values():
             if stream != caller:
                 caller.wait_stream(stream)
-        if self._streams["compute"] != caller:
-            for x in results:
-                self._api.record_stream(x, caller)
+        for x in results if self._streams["compute"] != caller else ():
+            self._api.record_stream(x, caller)
+        for x in updates:
+            self._api.record_stream(x, caller)
 
     def enter(self, stream: str) -> None:
         self._caller = self._api.current_stream(self._device)

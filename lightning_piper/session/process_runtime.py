@@ -25,6 +25,7 @@ from lightning_piper.compiler import Compiled
 from lightning_piper.directives import Directive, Place, replicas_of
 from lightning_piper.errors import CaptureError, DirectiveError, PiperError
 from lightning_piper.holdings.gradients import changed_by
+from lightning_piper.holdings.optimizer_slices import EarlyUpdates
 from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.holdings.tensor_map import TensorMap
 from lightning_piper.ir.buckets import Bucket
@@ -141,11 +142,13 @@ class ProcessRuntime:
 
     Attributes:
         metric_objects: The metric objects that the steps update.
+        early_updates: The updates that training steps compute before they end.
     """
 
     def __init__(self, settings: Settings, world: World) -> None:
         self._settings, self._world = settings, world
         self.metric_objects = MetricObjects(settings.everywhere or world)
+        self.early_updates = EarlyUpdates()
         self._first: Compiled | None = None  # the program that `bind` received
         self._tensor_map: TensorMap | None = None
         self._params: Mapping[str, torch.Tensor] = {}
@@ -410,25 +413,22 @@ class ProcessRuntime:
     ) -> Executor:
         """Return an executor of one device's plan on the tensors that `bind` has received."""
         assert self._first is not None
-        # Only a training step uses the gradient buffer. An evaluation during an accumulation must not touch
-        # it.
+        # Only a training step uses the gradient buffer. An evaluation during an accumulation must not touch it.
         trains = watch is None and compiled.step.name == self._first.step.name
-        shards = self._shards.get(device, {})
-        buffer = self._gradient_buffers.setdefault(device, {}) if trains else {}
-        plan = compiled.plans[device]
         found = Executor(
-            plan,
+            compiled.plans[device],
             compiled.step,
             self._params,
             self._buffers,
             transport,
             self._world.device,
-            shards,
-            buffer,
+            self._shards.get(device, {}),
+            self._gradient_buffers.setdefault(device, {}) if trains else {},
             self._compiler if watch is None else None,
             None if watch is None else watch.function,
+            self.early_updates if trains else None,
         )
-        found.observer = None if watch is None else watch.observe(plan)
+        found.observer = None if watch is None else watch.observe(found.plan)
         return found
 
     def _check_shards(self, compiled: Compiled) -> None:

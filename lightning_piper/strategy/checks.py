@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -28,10 +29,13 @@ from lightning_piper.capture import has_gradient_hooks
 from lightning_piper.common.lightning_packages import is_a
 from lightning_piper.common.limits import is_number, shown
 from lightning_piper.errors import PiperError
+from lightning_piper.holdings.elementwise import goes_in_parts
 from lightning_piper.holdings.materialization import Known, is_on_meta, without_initial_values
+from lightning_piper.holdings.optimizer import ShardedOptimizer
 from lightning_piper.session.local_sgd import LocalSGD
 from lightning_piper.session.verification import ACCEPTED
 from lightning_piper.strategy.checkpoints import is_behind, warn_of_unused_last
+from lightning_piper.strategy.compatibility import is_default
 
 # Argument of `PiperStrategy` that accepts only a few texts -> these texts.
 CHOICES = {
@@ -315,6 +319,78 @@ def check_runs_once(fresh: bool) -> None:
             "which are on several processes. Use an optimizer that runs the closure once (SGD, AdamW, ...), and "
             "pass the closure only to optimizer.step [PIPER-S004]"
         )
+
+
+# Hooks that may change gradients, or the settings of the optimizer, between the backward pass and the update.
+_AFTER_BACKWARD = (
+    "backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+    "optimizer_step",
+    "optimizer_zero_grad",
+)
+
+
+def check_overlap(
+    module: pl.LightningModule,
+    optimizer: ShardedOptimizer,
+    plugin: Any,
+    accumulate: str,
+    hosted: bool,
+    device: torch.device,
+) -> None:
+    """Check that the updates of a program with `overlap_update` depend only on gradients and states of their own
+    parameters, and that nothing changes these gradients after the backward pass.
+
+    Args:
+        module: The module, with its Trainer.
+        optimizer: The optimizer of the fit.
+        plugin: The Trainer's precision plugin.
+        accumulate: The strategy's argument `accumulate`.
+        hosted: Whether the program keeps states of the optimizer in host memory.
+        device: The device that updates the parameters.
+
+    Raises:
+        PiperError: An update must wait for the whole backward pass.
+    """
+    problem = next(_problems_of_overlap(module, plugin, accumulate, hosted), None)
+    if problem is None and not goes_in_parts(optimizer.optimizer, optimizer.of_groups(), device, early=True):
+        problem = (
+            f"{type(optimizer.optimizer).__name__} computes different numbers if it updates one parameter after another, "
+            "or copies of it cannot run"
+        )
+    if problem is not None:
+        raise PiperError(
+            f"PiperStrategy: overlap_update computes updates during the backward pass, but {problem}. Set "
+            "overlap_update=False, or remove the cause [PIPER-S014]"
+        )
+
+
+def _problems_of_overlap(
+    module: pl.LightningModule, plugin: Any, accumulate: str, hosted: bool
+) -> Iterator[str]:
+    """Yield each reason why updates must wait for the whole backward pass."""
+    trainer: Any = module.trainer
+    if trainer.gradient_clip_val:
+        yield (
+            f"gradient_clip_val={trainer.gradient_clip_val} changes gradients after the backward pass, by a norm of all "
+            "of them"
+        )
+    if getattr(plugin, "scaler", None) is not None:
+        yield "the loss scale of precision '16-mixed' is divided out after the backward pass, or the step is skipped"
+    if accumulate == "tokens":
+        yield "accumulate='tokens' weights the gradients after the last backward pass"
+    if hosted:
+        yield "the program keeps states of the optimizer in host memory between the steps"
+    for owner in (module, *trainer.callbacks):
+        for name in _AFTER_BACKWARD:
+            hook = getattr(owner, name, None)
+            if hook is not None and not is_default(hook):
+                yield f"{type(owner).__name__}.{name} may change gradients or settings after the backward pass"
+    for name, p in module.named_parameters():
+        if has_gradient_hooks(p):
+            yield f"a hook on the gradient of {name!r} may change it"
 
 
 def checked_backend(given: str | None, device: torch.device, processes: int) -> str:

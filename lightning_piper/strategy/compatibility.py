@@ -94,6 +94,11 @@ _HOOKS = {
 }
 
 
+def is_default(hook: Any) -> bool:
+    """Return whether a hook is Lightning's own, which does nothing or has the default behavior."""
+    return getattr(hook, "__module__", None) in _HOOKS
+
+
 def drops_gradients(module: pl.LightningModule, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether Lightning drops the previous step's gradients unread before the next backward pass.
 
@@ -103,7 +108,7 @@ def drops_gradients(module: pl.LightningModule, optimizer: torch.optim.Optimizer
     trainer: Any = module.trainer
     hooks = [module.optimizer_zero_grad, *(x.on_before_zero_grad for x in (module, *trainer.callbacks))]
     own = type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad or "zero_grad" in vars(optimizer)
-    return module.automatic_optimization and not own and all(hook.__module__ in _HOOKS for hook in hooks)
+    return module.automatic_optimization and not own and all(map(is_default, hooks))
 
 
 def count_replicas(trainer: pl.Trainer, world: World) -> None:

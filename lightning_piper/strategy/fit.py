@@ -23,6 +23,7 @@ from lightning_piper.holdings.host_states import HostStates
 from lightning_piper.holdings.norms import GlobalNorms
 from lightning_piper.holdings.optimizer import Names, ShardedOptimizer
 from lightning_piper.holdings.tensor_binding import TensorBinding
+from lightning_piper.ops.early_update import EarlyUpdate
 from lightning_piper.processes.agreement import Agreed, BatchCheck
 from lightning_piper.processes.heap import trim
 from lightning_piper.processes.settings import Settings, Watched
@@ -49,7 +50,7 @@ from lightning_piper.session.verification import (
     verify_by_execution,
     warn_of_checkpointing,
 )
-from lightning_piper.strategy.checks import check_optimizer_stays, check_runs_once
+from lightning_piper.strategy.checks import check_optimizer_stays, check_overlap, check_runs_once
 from lightning_piper.strategy.compatibility import count_replicas, drops_gradients, resume, suspend
 from lightning_piper.strategy.precision import Clipping, LossScaling
 from lightning_piper.summary import told_of_capture
@@ -116,7 +117,7 @@ class Fit:
         self.evaluation = self._prepare_evaluation()
         self._check_earlier_programs()
         self._receive_gradients()
-        self.optimizer = self._shard_optimizer(names)
+        self.optimizer = self._shard_optimizer(names, plugin, accumulate)
         self._scaling = LossScaling(plugin, optimizer, self.world)  # all processes skip the same steps
         self._accumulate_gradients(accumulate)
         self._replace_clipping(plugin)
@@ -215,12 +216,16 @@ class Fit:
         self._in_accumulation = False  # whether earlier batches of an accumulation have gradients
         self._drops = drops_gradients(self._module, self._optimizer)
 
-    def _shard_optimizer(self, names: Names) -> ShardedOptimizer:
-        """Return the optimizer over this process's parameters."""
+    def _shard_optimizer(self, names: Names, plugin: Precision, accumulate: str) -> ShardedOptimizer:
+        """Return the optimizer over this process's parameters. If the program overlaps its updates with the
+        backward pass, check that nothing needs all gradients before the first update."""
         dag = self.program.dag
         sharded = ShardedOptimizer(self._optimizer, names, self.ownership, self.program, self.world)
         if dag.hosted:
             HostStates(sharded, dag.hosted, self.world.device)
+        if any(dag.of_type(EarlyUpdate)):
+            check_overlap(self._module, sharded, plugin, accumulate, bool(dag.hosted), self.world.device)
+            self._runtime.early_updates.take(self._optimizer, self.ownership.owned_params)
         return sharded
 
     def _accumulate_gradients(self, accumulate: str) -> None:
@@ -415,7 +420,7 @@ class Fit:
             return None
         self.ownership.refresh()
         try:
-            return self._run(prepared, pending.number, pending.scale, digest=digest)
+            return self._run(prepared, pending, pending.scale, digest=digest)
         except DigestMismatch:
             return None
 
@@ -441,7 +446,7 @@ class Fit:
             self._sum_kept()
         self.ownership.refresh()
         factor, pending.closing = self._weight_of_batch(prepared.compiled, pending.last)
-        result = self._run(prepared, pending.number, pending.scale * factor, not pending.keeps)
+        result = self._run(prepared, pending, pending.scale * factor, not pending.keeps)
         if self.recording is not None:
             self.recording.after(prepared, pending.number)
         return result
@@ -487,10 +492,11 @@ class Fit:
                 param.grad = None
 
     def _run(
-        self, prepared: Prepared, number: int, scale: float, sums: bool = True, digest: int = 1
+        self, prepared: Prepared, pending: PendingStep, scale: float, sums: bool = True, digest: int = 1
     ) -> StepResult:
+        self._runtime.early_updates.begin(pending.last, self._in_accumulation)
         leaves, running = prepared.compiled.step.inputs(self._leaves), self._in_part.running
-        self.ran = LastStep(self._runtime, prepared, leaves, self.seed + number, scale, running)
+        self.ran = LastStep(self._runtime, prepared, leaves, self.seed + pending.number, scale, running)
         if not self._runs_thrice:
             return self.ran.run(sums, digest)
         alone = sums and not self._in_accumulation
@@ -588,4 +594,5 @@ class Fit:
             vars(self).pop(name, None)
         if self.evaluation is not None:
             self.evaluation.close(failed)
+        self._runtime.early_updates.end()
         self._runtime.close(failed)

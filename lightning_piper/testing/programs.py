@@ -167,7 +167,7 @@ def _device_groups(draw: Draw, stages: list[int], microbatches: int, replicas: i
     return list(draw(st.permutations(places)))
 
 
-# Fields of `Replicate` for each ZeRO level, also with a bucket for each parameter, and with groups of two replicas
+# Fields of `Replicate` for each ZeRO level, also with whole parameters, and with groups of two replicas
 # that each have all shards.
 ZERO_STAGES: list[dict[str, Any]] = [
     {},
@@ -175,6 +175,7 @@ ZERO_STAGES: list[dict[str, Any]] = [
     {"shard_grads": True},
     {"shard_params": True},
     {"shard_params": True, "shard_by": "parameter"},
+    {"shard_optimizer": True, "shard_by": "parameter", "overlap_update": True},
     {"shard_optimizer": True, "shard_size": 2},
     {"shard_params": True, "shard_size": 2},
 ]

@@ -342,7 +342,7 @@ PLACED = {"op": "place", "filter": {}, "devices": [0, 1]}
 HERE = "directive 1 (replicate): field "
 FIELDS: list[tuple[dict[str, Any], str]] = [
     *(({name: value}, f"{HERE}'{name}': {value!r} is not a Boolean. Give True or False")
-      for name in ("shard_optimizer", "shard_grads", "shard_params") for value in (1, "yes", None, [])),
+      for name in ("shard_optimizer", "shard_grads", "shard_params", "overlap_update") for value in (1, "yes", None, [])),
     *(({name: value}, f"{HERE}'{name}': {value!r} is not a stream. Give a name of 1 to 100 printable characters, such as")
       for name in ("reduce_stream", "gather_stream") for value in ("", 0, None, ["s"])),
     *(({"bucket_size": value}, f"{HERE}'bucket_size': {value!r} is not a size. Give a number of MB, such as 25")
@@ -354,6 +354,8 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
       for value in ("tensor", 1, None, ["x"])),
     ({"shard_by": "parameter"}, f"{HERE}'shard_by': the directive shards nothing. Set shard_optimizer, shard_grads or "
                                 "shard_params"),
+    ({"overlap_update": True, "shard_params": True}, f"{HERE}'overlap_update': no replica updates whole parameters on its "
+                                                     "own. Set shard_by='parameter'"),
     ({"shard_everything": True}, "directive 1 (replicate): field 'shard_everything' is unknown. Give one of "
                                  "filter, devices"),
 ]  # fmt: skip

@@ -77,6 +77,7 @@ CASES: Cases = [
     replicate("an integer dtype for sums of gradients", reduce_dtype="int8"),
     replicate("a shard switch that is neither true nor false", shard_params="yes"),
     replicate("`shard_by` without a sharding switch", shard_by="parameter"),
+    replicate("`overlap_update` without whole parameters", overlap_update=True, zero=1),
     replicate("`shard_size` without a sharding switch", shard_size=2),
     replicate("`shard_size=1`", shard_size=1, zero=3),
     replicate("a communication stream without a name", reduce_stream=""),

@@ -75,6 +75,15 @@ PROGRAMS: dict[str, Callable[[], list[Directive]]] = {
     "dp4 zero1 by parameter": lambda: dp4(1, shard_by="parameter"),
     "pp2 dp2 zero1 by parameter": lambda: pp2_dp2(1, 1, shard_by="parameter"),
     "dp2x2 zero1 by parameter": lambda: dp4(1, shard_size=2, shard_by="parameter"),
+    **{
+        f"dp2 zero{level} overlapped": lambda level=level: dp2(
+            level, 0.002, shard_by="parameter", overlap_update=True
+        )
+        for level in (1, 2, 3)
+    },
+    "dp4 zero1 overlapped": lambda: dp4(1, shard_by="parameter", overlap_update=True),
+    "pp2 dp2 zero1 overlapped": lambda: pp2_dp2(1, 1, shard_by="parameter", overlap_update=True),
+    "dp2x2 zero1 overlapped": lambda: dp4(1, shard_size=2, shard_by="parameter", overlap_update=True),
     "dp2 zero0 in float32": lambda: dp2(0, reduce_dtype="float32"),
     "dp2 zero2 in float32": lambda: dp2(2, reduce_dtype="float32"),
 }

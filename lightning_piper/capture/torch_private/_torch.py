@@ -96,6 +96,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils._sympy.printers import PythonPrinter
+from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "CHECKS_FILE",
@@ -452,11 +453,12 @@ def storage_id(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def register_first_post_hook(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> None:
+def register_first_post_hook(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> RemovableHandle:
     """Register a hook like `register_step_post_hook`, but let it run before the hooks that are already
-    registered."""
+    registered. Return its handle."""
     handle = optimizer.register_step_post_hook(hook)
     optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+    return handle
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from lightning_piper.plan.instructions import (
     Add,
     Channel,
     Collective,
+    EarlyUpdateInstruction,
     Group,
     Instruction,
     Irecv,
@@ -101,6 +102,7 @@ def _check_slots(plan: Plan) -> None:
     owner: dict[int, int] = {}  # pending slot -> node that completes it
     sums: dict[int, int] = {}  # slot -> node that adds it up
     dropped: dict[int, Instruction] = {}  # slot -> instruction with the last read of the slot
+    begun: dict[int, Instruction] = {}  # slot of a gradient -> its early update
     for i, instruction in enumerate(plan.instructions):
         for read in instruction.reads:
             if state.get(read.slot) != _READY:
@@ -113,6 +115,8 @@ def _check_slots(plan: Plan) -> None:
             if read.last:
                 del state[read.slot]
                 dropped[read.slot] = instruction
+            if isinstance(instruction, EarlyUpdateInstruction):
+                begun[read.slot] = instruction
         for slot in instruction.writes:
             if slot is None:
                 continue
@@ -125,6 +129,14 @@ def _check_slots(plan: Plan) -> None:
                 found = "emptied" if slot in dropped else state.get(slot, "not written")
                 needs = f"{expected} slot" if expected else "slot that is not written yet"
                 _refuse(plan.device, i, instruction, f"slot s{slot} is {found}, but it needs a {needs}")
+            if slot in begun:
+                where = begun[slot].where
+                _refuse(
+                    plan.device,
+                    i,
+                    instruction,
+                    f"it adds to the gradient in slot s{slot} after {where} has read it",
+                )
             if isinstance(instruction, Add) and not instruction.in_place:
                 sums[slot] = instruction.node
             elif isinstance(instruction, Add) and sums.get(slot) != instruction.node:

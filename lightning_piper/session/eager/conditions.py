@@ -55,6 +55,11 @@ def check_may_be(
             "accumulate='tokens' needs the denominators of a captured loss. Follow the message above, or use "
             "accumulate='batches'"
         )
+    elif trains and any(isinstance(each, Replicate) and each.overlap_update for each in settings.program):
+        reason = (
+            "overlap_update computes updates during a captured backward pass. Follow the message above, or set "
+            "overlap_update=False"
+        )
     elif reason is None:
         reason = _why_not_whole(before, trains)
     if reason is not None:
