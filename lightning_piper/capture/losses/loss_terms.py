@@ -99,7 +99,7 @@ class LossTerms:
     def __init__(self, graph: torch.fx.Graph, size: int, beside: Ask) -> None:
         self.size, self.dependence = size, BatchDependence(graph, size, beside)
         self.uses: dict[Factor | Conditional, set[tuple[Node, Node]]] = {}
-        self.with_size: set[Node] = set()  # sums with the number of samples, such as `loss + len(x)`
+        self.unweighted: set[Node] = set()  # sums with the number of samples, changed buffers
         self._of_batch: set[Node] = set()  # nodes that `of` finds to follow from the batch alone
         self._found: dict[Node, Combination] = {}
         self._keys = ComputationKeys()
@@ -459,7 +459,7 @@ class LossTerms:
             if isinstance(total, Node) and self.of(total) == Combination(LINEAR, ONE):
                 return Combination(LINEAR, ONE)
         if sized:
-            self.with_size.add(node)
+            self.unweighted.add(node)
         if (
             not self._varies(second)
             and "alpha" not in node.kwargs

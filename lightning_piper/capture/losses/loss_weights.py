@@ -57,7 +57,7 @@ from lightning_piper.capture.losses.linearity import Linearity, linearity
 from lightning_piper.capture.losses.loss_terms import LossTerms
 from lightning_piper.capture.losses.shared_masks import refuse_shared_masks
 from lightning_piper.capture.losses.tangents import LossSum, divide_tangent
-from lightning_piper.capture.losses.whole_values import adds_size, computation, sources_of
+from lightning_piper.capture.losses.whole_values import computation, is_unweighted, sources_of
 from lightning_piper.capture.metrics.metric_objects import object_of
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.common.operation_families import ADDED, DIVIDED, MULTIPLIED
@@ -138,10 +138,8 @@ class _LossWeighting:
         # names of logged values that neither weights nor `reduce_fx` combine exactly
         self.unknown: list[str] = []
         # `_alike`: no program divides the batch, so all values count as independent of the batch
-        self.found, self._alike = (
-            LossTerms(traced.graph, size, beside or (lambda known: None)),
-            beside is None,
-        )
+        self.found = LossTerms(traced.graph, size, beside or (lambda known: None))
+        self._alike = beside is None
         self.names, self.canonical = PlaceholderNames.of(traced.graph, canonical), canonical
         self._after_gathers = after_gathers(traced.graph)
         # denominator, `WHOLE_BATCH`, "max" or "min" -> index of the term
@@ -158,6 +156,8 @@ class _LossWeighting:
         """Find the terms, give them weights and tangents, and return the step."""
         results = self.results
         changed = changed_buffers(results.described(), self.canonical)
+        local = frozenset(name for name, node in changed.items() if is_local(node, self.found.changes))
+        self.found.unweighted.update(node for node, name in self.names.buffers.items() if name in local)
         losses = [node for _, node, _ in results.of_kinds(Kind.LOSS)]
         way = linearity(self.graph, self.names.tangent)
         self._start_backward(way)
@@ -187,7 +187,7 @@ class _LossWeighting:
             None if self._met is None else f"{self._met.target} ({own_line(self._met)})",
             self.weight,
             None if way.broken is None else str(way.broken),
-            frozenset(name for name, node in changed.items() if is_local(node, self.found.changes)),
+            local,
         )
 
     def _start_backward(self, way: Linearity) -> None:
@@ -352,7 +352,7 @@ class _LossWeighting:
     def _is_known(self, node: Node) -> bool:
         """Return whether weights suffice to combine the node's values on parts of the batch."""
         found = self.found.of(node)
-        if adds_size(node, self.found):
+        if is_unweighted(node, self.found):
             return False
         if found.reduction == MIXED:
             return self._keys_in(node) is not None

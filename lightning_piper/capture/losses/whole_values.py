@@ -52,14 +52,17 @@ def sources_of(value: Node, found: LossTerms, is_known: Callable[[Node], bool]) 
     return list(sources) if sum(node.meta["val"].numel() for node in sources) <= MANY else None
 
 
-def adds_size(value: Node, found: LossTerms) -> bool:
-    """Return whether `value` is computed from one of `LossTerms.with_size`: a part of the batch has another
-    number of samples than the whole batch, so weights do not combine such a value."""
+def is_unweighted(value: Node, found: LossTerms) -> bool:
+    """Return whether `value` is computed from one of `LossTerms.unweighted`, so that weights do not combine it.
+
+    A part of the batch has another number of samples than the whole batch. If the samples of a part change a
+    buffer, the next part reads another value of the buffer.
+    """
     found.of(value)
     seen, stack = {value}, [value]
-    while stack and found.with_size:
+    while stack and found.unweighted:
         node = stack.pop()
-        if node in found.with_size:
+        if node in found.unweighted:
             return True
         reduced = [x for x in node.all_input_nodes if x not in seen and found.of(x).reduction != ROWS]
         seen.update(reduced)
