@@ -182,8 +182,18 @@ def _new(like: Tensor, shape: Sequence[int]) -> Tensor:
 
 def _ranges(count: int, classes: int, chunk: int) -> Iterator[slice]:
     """Iterate over the chunks of `count` rows."""
-    size = chunk or max(ROWS, SCORES // classes)
+    size = _rows_of(classes, chunk)
     yield from (slice(start, min(start + size, count)) for start in range(0, count, size))
+
+
+def _rows_of(classes: int, chunk: int) -> int:
+    """Return the number of rows of a chunk."""
+    return chunk or max(ROWS, SCORES // classes)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """Return the dtype of scores: the dtype of the weight, or float32 if that is wider."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
@@ -196,6 +206,33 @@ def _log_sum(scores: Tensor) -> Tensor:
     """Return the logarithm of the sum of exponentials of each row, and overwrite `scores`."""
     largest = scores.amax(1, keepdim=True)
     return scores.sub_(largest).exp_().sum(1).log_().add_(largest.squeeze(1))
+
+
+def score_traffic(target: Any, args: Sequence[Any]) -> tuple[int, int]:
+    """Return the bytes of scores that the products in a call of an operation in `CHUNKED` read and write, and the
+    bytes of the other operations. Each operation reads or writes all scores once."""
+    hidden, weight = args[2:4] if target is SCORES_BACKWARD else args[:2]
+    nbytes = int(hidden.shape[:-1].numel() * weight.shape[:-1].numel() * _wide(weight).itemsize)
+    if target is not SCORES_BACKWARD:
+        return nbytes, 5 * nbytes  # the scores of the targets, and four steps of the logarithm of the sum
+    of_hidden, of_weight, of_bias = args[-1]
+    return (1 + of_hidden + of_weight) * nbytes, (4 + of_bias) * nbytes  # four steps of the scores' gradient
+
+
+def workspace(target: Any, args: Sequence[Any]) -> int:
+    """Return the largest number of bytes of temporary tensors in a call of an operation in `CHUNKED`.
+
+    They are the scores of a chunk. If scores have a wider dtype than the weight, the backward operation also has a
+    sum of the weight's gradient.
+    """
+    backward = target is SCORES_BACKWARD
+    hidden, weight = args[2:4] if backward else args[:2]
+    chunk, classes = args[8] if backward else args[5 if target is SCORES_OF_PART else 4], weight.shape[-2]
+    rows = min(hidden.shape[:-1].numel(), _rows_of(classes, chunk))
+    wide, narrow = _wide(weight).itemsize, weight.dtype.itemsize
+    each = wide if wide == narrow else wide + narrow  # a product, and its conversion
+    summed = weight.numel() * each if backward and args[-1][1] and wide != narrow else 0
+    return int(rows * classes * each + summed)
 
 
 def _local(target: Tensor, ids: Tensor, classes: int | None = None) -> tuple[Tensor, Tensor]:

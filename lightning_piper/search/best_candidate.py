@@ -110,6 +110,18 @@ def best_of(
     return found
 
 
+def least_time(space: Space, budget: int) -> Number:
+    """Return the least estimated time of a step in a space, however much memory its program needs. If the budget ends
+    first, this is the least time so far; infinite if there is none.
+
+    Args:
+        space: The space; its limit of memory does not count.
+        budget: Largest amount of work; see `best_of`.
+    """
+    found = Search(replace(space, memory=INFINITE), False, 0, budget, None).run(table=False)
+    return INFINITE if found is None else found.estimate.time
+
+
 def _smallest_first(
     space: Space, by_memory: bool, gap: Number, budget: int, progress: Progress | None, complete: bool
 ) -> Found:

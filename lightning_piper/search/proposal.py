@@ -23,13 +23,13 @@ from torch.utils.hooks import RemovableHandle
 from lightning_piper.capture import flatten
 from lightning_piper.capture.tensor_sharding.shardable_params import find_params
 from lightning_piper.common.limits import shown
-from lightning_piper.common.units import counted
+from lightning_piper.common.units import counted, duration
 from lightning_piper.compiler import compile, verify
-from lightning_piper.directives import ChunkLoss, Directive
+from lightning_piper.directives import Directive
 from lightning_piper.errors import NoProgram, PiperError, SearchError
 from lightning_piper.ir.values import Sharded
 from lightning_piper.search.accounting import bytes_needed
-from lightning_piper.search.best_candidate import NothingFits, best_of, check_asked
+from lightning_piper.search.best_candidate import NothingFits, best_of, check_asked, least_time
 from lightning_piper.search.costs.analytic_costs import analytic
 from lightning_piper.search.costs.blocks import BlockCut, blocks_of
 from lightning_piper.search.costs.chain import copy_of
@@ -51,6 +51,7 @@ LARGER = 4  # after this many plans that do not fit, a new search with less memo
 TRIED = 20  # largest number of candidates of one search whose programs are written and checked
 # Beginning of the reason in `Proposal.refused`, if a program passes the check but its plan does not fit.
 TOO_LARGE = "according to its plan it needs"
+LOOKS = 1000  # budget of the search for the fastest program without a limit of memory
 CALLS = 3  # smallest number of measured steps for each number of samples
 OPTIONS = ("schedules", "levels", "ranks", "margin", "gap", "budget")  # arguments that `best_of` takes
 Check = Literal["static", "run", "off"]
@@ -70,6 +71,9 @@ class Proposal:
         refused: (candidate, reason) of better candidates that were rejected.
         checked: How the program was checked: "static", "run", or "off" (not).
         verdict: The verdict of `check="run"`, unless it is `verified`: `verified except`, and why.
+        first: Directives with which the program begins: `ChunkLoss` or none.
+        alternative: How the best program with `ChunkLoss` compares, if this one has none, or the reverse. Empty if
+            the search did not try both.
     """
 
     found: Found
@@ -80,9 +84,21 @@ class Proposal:
     refused: tuple[tuple[Candidate, str], ...]
     checked: Check
     verdict: str = ""
+    first: tuple[Directive, ...] = ()
+    alternative: str = ""
 
     def __repr__(self) -> str:
-        return f"<Proposal: {described(self.chosen)}>"
+        return f"<Proposal: {self.described}>"
+
+    @property
+    def described(self) -> str:
+        """The proposed candidate as text, such as "2 replicas at ZeRO 1; the loss in chunks"."""
+        return described(self.chosen) + ("; the loss in chunks" if self.first else "")
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether a faster candidate does not fit into memory, as a short search without a limit of memory finds."""
+        return least_time(self.found.space, LOOKS) < self._row.estimate.time
 
     @property
     def directives(self) -> tuple[Directive, ...]:
@@ -117,6 +133,7 @@ class Proposal:
         """Return the result of the search, the rejected candidates, and the program as Python code."""
         lines = [str(self.found), ""]
         lines += [f"refused: {described(candidate)}: {why}" for candidate, why in self.refused]
+        lines += [self.alternative] if self.alternative else []
         how = (
             self.verdict
             or {
@@ -125,7 +142,7 @@ class Proposal:
                 "off": "not checked",
             }[self.checked]
         )
-        return "\n".join([*lines, f"the program of {described(self.chosen)}, {how}:", "", str(self.written)])
+        return "\n".join([*lines, f"the program of {self.described}, {how}:", "", str(self.written)])
 
 
 def search(
@@ -151,8 +168,8 @@ def search(
     recompute or offload. It excludes candidates only by proved bounds (`bounds`). So no candidate of the
     space has a better estimate than `found.best` by more than the share `found.gap`.
 
-    If no program fits and no `workload` is given, the search runs again with `ChunkLoss`, if the step has such a
-    loss.
+    If no program fits, or if memory excludes a faster program, the search runs again with `ChunkLoss`, and
+    returns the better program. It does not if a `workload` is given, or if the step has no such loss.
 
     Args:
         module: A LightningModule without annotations of its own. The module's parameters may be on the meta
@@ -199,19 +216,56 @@ def search(
     options = {"margin": FRAGMENTATION, "all_devices": all_devices, "progress": told, **options}
     limit = bytes_of(on.memory if memory is None else memory)
 
-    def proposal(cut: BlockCut, workload: Workload, *first: Directive) -> Proposal:
+    def proposal(cut: BlockCut, workload: Workload) -> Proposal:
         find = partial(best_of, workload, on, devices, objective=objective, **options)
-        return _Trials(module, batch, cut, check, limit, say, first).proposal(find)
+        return _Trials(module, batch, cut, check, limit, say).proposal(find)
 
+    plain: Proposal | None = None
     try:
-        return proposal(cut, workload)
+        plain = proposal(cut, workload)
+        if known or not (plain.is_limited or objective == "memory"):
+            return plain
     except SearchError as error:
-        chunked = None if known or isinstance(error, NoProgram) else cut.chunked()
-        if chunked is None:
+        if known or isinstance(error, NoProgram) or (chunked := cut.chunked()) is None:
             raise
-    say("found no program that fits; searching again with the logits of the loss in chunks (ChunkLoss)")
+    else:
+        if (chunked := cut.chunked()) is None:
+            return plain
+    why = "found no program that fits" if plain is None else "found a program; a better one may fit"
+    say(f"{why}; searching again with the logits of the loss in chunks (ChunkLoss)")
     workload = work_of(module, batch, None if hardware is None else on, sizes_of(batch), chunked)
-    return proposal(chunked, workload, ChunkLoss())
+    try:
+        found = proposal(chunked, workload)
+    except SearchError:
+        if plain is None:
+            raise
+        return compared(plain, None)
+    return compared(found, None) if plain is None else better(plain, found, objective)
+
+
+def better(plain: Proposal, chunked: Proposal, objective: str = "time") -> Proposal:
+    """Return the better one of the proposals without and with `ChunkLoss`, compared with the other one.
+
+    Args:
+        objective: "time" or "memory".
+    """
+    if _value(chunked, objective) < _value(plain, objective):
+        return compared(chunked, plain)
+    return compared(plain, chunked)
+
+
+def compared(best: Proposal, other: Proposal | None) -> Proposal:
+    """Return a proposal with a text about the other one, which has `ChunkLoss` if `best` does not have it, or the
+    reverse. None: no program fits."""
+    which = "without ChunkLoss" if best.first else "with ChunkLoss"
+    if other is None:
+        return replace(best, alternative=f"{which}, no program fits")
+    needs = f"{duration(other.time, 4)} a step and {size(other.memory)}"
+    return replace(best, alternative=f"{which}: {described(other.chosen)}, {needs}")
+
+
+def _value(proposal: Proposal, objective: str) -> float:
+    return proposal.memory if objective == "memory" else proposal.time
 
 
 def _check_arguments(
@@ -269,7 +323,6 @@ class _Trials:
         check: How to check a program.
         limit: Bytes of each device.
         say: Called with a line of text about the progress.
-        first: Directives that each program begins with.
     """
 
     def __init__(
@@ -280,9 +333,7 @@ class _Trials:
         check: Check,
         limit: Number,
         say: Callable[[str], None],
-        first: tuple[Directive, ...] = (),
     ) -> None:
-        self._first = first
         self._module, self._batch, self._cut, self._check = module, batch, cut, check
         self._limit, self._say = limit, say
         self._refused: list[tuple[Candidate, str]] = []
@@ -351,7 +402,7 @@ class _Trials:
         """Check a candidate of a search. Return its program, the bytes that it needs on its fullest device,
         including the margin, and the verdict; see `_checked`."""
         written = _written(candidate, self._cut)
-        written = replace(written, directives=(*self._first, *written.directives))
+        written = replace(written, directives=(*self._cut.first, *written.directives))
         states = found.space.workload.states
         used, verdict = _checked(written, self._module, self._batch, check, states)
         return written, float(used * (1 + found.space.margin)), verdict
@@ -388,6 +439,7 @@ class _Trials:
                     tuple(self._refused),
                     self._check,
                     verdict,
+                    self._cut.first,
                 )
             why = f"{TOO_LARGE} {size(needed)} on the fullest device, more than estimated"
             self._refused.append((candidate, why))

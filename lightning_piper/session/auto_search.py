@@ -15,6 +15,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import nn
 
 from lightning_piper.capture import as_before
 from lightning_piper.common.units import counted, duration
-from lightning_piper.errors import PiperError, SearchError
+from lightning_piper.errors import NoProgram, PiperError, SearchError
 from lightning_piper.holdings.elementwise import NotElementwise, Untried, sees_others, state_keys
 from lightning_piper.processes.batch_join import BatchJoin
 from lightning_piper.processes.world import World
@@ -31,7 +32,7 @@ from lightning_piper.search.costs.blocks import BlockCut, blocks_of
 from lightning_piper.search.costs.optimizers import states_of
 from lightning_piper.search.costs.parameters import like
 from lightning_piper.search.costs.workload import Workload
-from lightning_piper.search.proposal import TOO_LARGE, Proposal, search
+from lightning_piper.search.proposal import TOO_LARGE, Proposal, better, compared, search
 from lightning_piper.search.report import described, size
 from lightning_piper.search.space import Candidate
 from lightning_piper.session.available_memory import memory_of
@@ -105,16 +106,19 @@ def choose(
     found = world.on_rank_zero(lambda: read(path))
     if found is None:
         say("PiperStrategy measures the step on all processes, and then searches for a program")
+
+        def measure(cut: BlockCut) -> tuple[Workload, Hardware]:
+            return measured_together(module, every, one_replica, like(optimizer), states, cut)
+
         try:
-            costs = measured_together(module, every, one_replica, like(optimizer), states, cut)
+            costs = measure(cut)
         except PiperError as error:
             say(f"PiperStrategy cannot measure the step and uses data parallelism: {error}")
             return None
-        searched = world.on_rank_zero(
-            lambda: _searched(module, every, cut, world.size, memory, parts, *costs)
-        )
-        assert searched is not None
-        found, problem = searched
+        searched = partial(_searched, module, every, devices=world.size, memory=memory)
+        outcome = world.on_rank_zero(lambda: searched(cut, parts, *costs), share=False)
+        outcome = _with_chunks(outcome, cut, parts, measure, searched, world, say)
+        found, problem = world.broadcast((None, "") if outcome is None else outcome.told())
         if found is None:
             say(f"PiperStrategy uses data parallelism instead of a program from the search: {problem}")
             return None
@@ -176,28 +180,103 @@ def _cut(module: nn.Module, batch: Any, world: World) -> BlockCut:
     return cut
 
 
+@dataclass(frozen=True)
+class _Outcome:
+    """The result of a search on rank 0.
+
+    Attributes:
+        part: Index of the part of the space in which the search ended.
+        proposal: The proposed program; None if there is none.
+        problem: Why there is none.
+        is_limited: Whether memory excludes a program that is better, or that leaves the module whole.
+    """
+
+    part: int
+    proposal: Proposal | None = None
+    problem: str = ""
+    is_limited: bool = False
+
+    def told(self) -> tuple[ChosenProgram | None, str]:
+        """Return the chosen program, or None, and `problem`."""
+        return None if self.proposal is None else _told(self.proposal), self.problem
+
+
+def _with_chunks(
+    outcome: _Outcome | None,
+    cut: BlockCut,
+    parts: Sequence[Part],
+    measure: Callable[[BlockCut], tuple[Workload, Hardware]],
+    searched: Callable[..., _Outcome],
+    world: World,
+    say: Callable[[str], None],
+) -> _Outcome | None:
+    """If memory limits the outcome of a search and the step has a loss that `ChunkLoss` changes, measure and search
+    again with `ChunkLoss`. Return the better outcome on rank 0. Collective.
+
+    Args:
+        outcome: The outcome on rank 0; None on other ranks.
+        cut: The blocks of the step.
+        parts: The parts of the space, in the order of the search.
+        measure: Measures the costs of a cut. Collective.
+        searched: `_searched` for this module, batch, and devices.
+        world: The processes.
+        say: Tells the user about the second search.
+    """
+    if not world.broadcast(outcome is not None and outcome.is_limited):
+        return outcome
+    chunked = cut.chunked()
+    if not all(world.gather(chunked is not None)):
+        return outcome
+    assert chunked is not None
+    say(
+        "PiperStrategy measures the step with its loss in chunks (ChunkLoss), because memory limits the program"
+    )
+    try:
+        costs = measure(chunked)
+    except PiperError as error:
+        say(f"PiperStrategy cannot measure the step with its loss in chunks: {error}")
+        return outcome
+
+    def again() -> _Outcome:
+        assert outcome is not None
+        return _better(outcome, searched(chunked, parts[: outcome.part + 1], *costs))
+
+    return world.on_rank_zero(again, share=False)
+
+
+def _better(plain: _Outcome, chunked: _Outcome) -> _Outcome:
+    """Return the better outcome of the searches without and with `ChunkLoss`. A program from an earlier part of the
+    space is better."""
+    if plain.proposal is None or chunked.proposal is None:
+        best = plain if chunked.proposal is None else chunked
+        return best if best.proposal is None else replace(best, proposal=compared(best.proposal, None))
+    if chunked.part < plain.part:
+        return replace(chunked, proposal=compared(chunked.proposal, plain.proposal))
+    return replace(plain, proposal=better(plain.proposal, chunked.proposal))
+
+
 def _searched(
     module: nn.Module,
     batch: Any,
     cut: BlockCut,
-    devices: int,
-    memory: int,
     parts: Sequence[Part],
     workload: Workload,
     hardware: Hardware,
-) -> tuple[ChosenProgram | None, str]:
-    """Return the choice from the first part of the space in which a program fits, and an empty text. If no
-    program fits, or if an uncaptured step as under DDP is faster than the choice, return None and the
-    reason.
+    *,
+    devices: int,
+    memory: int,
+) -> _Outcome:
+    """Return the choice from the first part of the space in which a program fits. There is no choice if no program
+    fits, or if an uncaptured step as under DDP is faster than the choice.
 
     Args:
-        devices: Number of devices.
-        memory: Bytes that a program may use on each device.
         parts: The parts of the space, in the order of the search.
         workload, hardware: The measured costs of the step, and the machine.
+        devices: Number of devices.
+        memory: Bytes that a program may use on each device.
     """
-    problem = ""
-    for part in parts:
+    problem, is_limited = "", False
+    for index, part in enumerate(parts):
         try:
             found = search(
                 module,
@@ -211,23 +290,20 @@ def _searched(
                 levels=part.levels,
                 ranks=part.ranks,
             )
-            better = next(
-                (
-                    why
-                    for candidate, why in found.refused
-                    if _is_ddps(candidate) and not why.startswith(TOO_LARGE)
-                ),
-                None,
-            )
-            if better is None:
-                return _told(found), ""
-            return (
-                None,
-                f"an uncaptured step, as under DDP, is faster than {described(found.chosen)}: {better}",
-            )
         except SearchError as error:
-            problem = str(error)
-    return None, problem
+            problem, is_limited = str(error), is_limited or not isinstance(error, NoProgram)
+            continue
+        refused = (
+            why for candidate, why in found.refused if _is_ddps(candidate) and not why.startswith(TOO_LARGE)
+        )
+        # With `ChunkLoss`, a step is not as under DDP.
+        why = None if cut.first else next(refused, None)
+        if why is not None:
+            return _Outcome(
+                index, problem=f"an uncaptured step, as under DDP, is faster than {found.described}: {why}"
+            )
+        return _Outcome(index, found, is_limited=is_limited or found.is_limited)
+    return _Outcome(len(parts) - 1, problem=problem, is_limited=is_limited)
 
 
 def _without_exchanges(workload: Workload) -> Workload:
@@ -245,13 +321,14 @@ def _told(proposal: Proposal) -> ChosenProgram:
         if row.candidate not in (chosen, *(refused for refused, _ in proposal.refused))
     ]
     lines = [
-        f"PiperStrategy chose {described(chosen)}",
+        f"PiperStrategy chose {proposal.described}",
         f"  predicted: {duration(proposal.time, 4)} a step, {size(proposal.memory)} on the fullest device",
         *(
             f"  rejected {described(row.candidate)}: {duration(float(row.estimate.time), 4)}, {row.reason}"
             for row in others[:1]
         ),
         *(f"  rejected {described(candidate)}: {why}" for candidate, why in proposal.refused[:1]),
+        *([f"  {proposal.alternative}"] if proposal.alternative else []),
         f"  {_proved(proposal)}",
         *([] if _is_whole(chosen) else [LOST]),
         f"  the program passed the static checks and is saved in {folder()}. To use it again, pass its file "

@@ -2,7 +2,7 @@
 
 The code's graph runs once on fake tensors, node by node, in the order in which the code runs. Each value is
 dropped after its last use. This includes arguments, if only the code holds them. Tensors that share a storage
-count once. The workspace of a kernel does not count:
+count once. The workspace of a kernel does not count, except the scores of a chunk of `linear_cross_entropy`:
 
     a -> mm -> relu -> view -> sum        storages: a | mm | relu = view | sum        the peak is at
     `relu`: the code has freed a, and not yet mm
@@ -22,6 +22,7 @@ from lightning_piper.capture.joint.sizes import fill_sizes
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.ir.boxed_code import RUNS_KEY
 from lightning_piper.ir.regions import Code
+from lightning_piper.placements.chunked_scores import CHUNKED, workspace
 
 Group = int  # number of a set of arguments that share a storage
 
@@ -158,6 +159,7 @@ class _GraphRun:
         given = iter(enumerate(code.inputs))
         with _torch.FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
             for node in code.graph.nodes:
+                used = 0
                 if node.op == "output":
                     outputs = [self._number[_storage(self._values[x])] for x in node.args[0]]
                     continue
@@ -171,8 +173,13 @@ class _GraphRun:
                 else:
                     args, kwargs = self._given(node.args), self._given(node.kwargs)
                     value = node.target(*args, **kwargs)
+                    used = workspace(node.target, args) if node.target in CHUNKED else 0
                     del args, kwargs
                 self._hold(node, value)
+                if used:
+                    self._nbytes[self._next] = used
+                    self._events += [self._next, ~self._next]
+                    self._next += 1
                 for gone in last.get(node, ()):
                     self._drop(gone)
         counts = iter(outputs)

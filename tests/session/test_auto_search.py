@@ -42,6 +42,6 @@ def test_a_whole_module_has_all_experts(allowed: bool, monkeypatch: pytest.Monke
     module, samples, hardware = Model(), batch(8), Hardware.read("cpu")
     cut = blocks_of(module, samples)
     work = work_of(module, samples, hardware, sizes_of(samples), cut)
-    chosen, problem = _searched(module, samples, cut, 2, 40_000, [WHOLE], work, hardware)
-    assert chosen is None
-    assert ("may fit in 39.06 KiB by estimate" in problem) is allowed, problem
+    outcome = _searched(module, samples, cut, [WHOLE], work, hardware, devices=2, memory=40_000)
+    assert outcome.proposal is None and outcome.is_limited
+    assert ("may fit in 39.06 KiB by estimate" in outcome.problem) is allowed, outcome.problem

@@ -311,9 +311,8 @@ def test_replicas_as_under_ddp_are_a_candidate(links):
     module, batch = Normed().double(), list(data()[:8])
     cut, hardware = blocks_of(module, batch), hardware_of(links)
     workload = analytic(module, batch, hardware, (1, 2, 4, 8), tensor=(), cut=cut)
-    choice, why = auto_search._searched(
-        module, batch, cut, 2, 2**30, [auto_search.Part()], workload, hardware
-    )
+    parts, limits = [auto_search.Part()], {"devices": 2, "memory": 2**30}
+    choice, why = auto_search._searched(module, batch, cut, parts, workload, hardware, **limits).told()
     if links == "pipeline":
         assert choice is not None and "stages on 2 ranks" in choice.lines[0]
     else:

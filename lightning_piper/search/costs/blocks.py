@@ -19,6 +19,7 @@ from torch import nn
 from lightning_piper.annotate import annotate_modules
 from lightning_piper.capture import CapturedStep, capture
 from lightning_piper.common.limits import shown
+from lightning_piper.directives import ChunkLoss, Directive
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import StepCode
 from lightning_piper.ir.values import Kind
@@ -54,6 +55,7 @@ class BlockCut:
         renamed: Parameter of `step` -> names of the parameters that it represents.
         step: The captured step, cut into blocks by the tag `TAG`. It may have fewer layers than the module.
         module: The module from which `step` was captured: a copy that shares the module's tensors.
+        first: Directives with which `step` was captured. The program of the blocks begins with them.
     """
 
     names: tuple[str, ...]
@@ -66,6 +68,7 @@ class BlockCut:
     renamed: Mapping[str, frozenset[str]]
     step: CapturedStep
     module: nn.Module
+    first: tuple[Directive, ...] = ()
 
     def stages(self, borders: Sequence[int]) -> list[list[str]]:
         """Return, for each stage, the names of its modules, as groups for `annotate_modules`. Stages begin
@@ -90,10 +93,10 @@ class BlockCut:
         return refusal(self.step, samples)
 
     def chunked(self) -> BlockCut | None:
-        """Return the cut of the step that computes the scores of its losses in chunks of rows, like `ChunkLoss`.
-        None if the step has no such loss."""
+        """Return the cut of the step under `ChunkLoss`, which computes the scores of losses in chunks of rows. None
+        if the step has no such loss."""
         step = self.step.chunking_losses(0)
-        return None if refusal(step, step.size) else replace(self, step=step)
+        return None if refusal(step, step.size) else replace(self, step=step, first=(ChunkLoss(),))
 
     def bytes(self, samples: int) -> tuple[Bytes, ...]:
         """Return the bytes that each block saves and outputs with a microbatch of this many samples."""

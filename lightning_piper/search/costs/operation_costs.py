@@ -2,7 +2,8 @@
 
 Matrix products and attention are counted by the formulas of `torch.utils.flop_counter`. A multiplication and
 an addition count as 2, and causal attention counts like attention without a mask. All other operations count
-only their memory traffic. Each operation reads its operands and writes its results once. Views cost nothing.
+only their memory traffic. Each operation reads its operands and writes its results once. Chunked scores also
+count the traffic of the scores, in the products and in the other operations on them. Views cost nothing.
 Nothing is fused, because captured code runs one operation at a time.
 """
 
@@ -16,7 +17,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 import lightning_piper.grouped_matmul  # noqa: F401  (registers its operations)
 from lightning_piper.capture.torch_private import _torch
-from lightning_piper.placements.chunked_scores import SCORES_BACKWARD, SCORES_OF, SCORES_OF_PART
+from lightning_piper.placements.chunked_scores import CHUNKED, SCORES_BACKWARD, score_traffic
 from lightning_piper.simulate.hardware import Hardware
 
 aten, _ops = torch.ops.aten, torch.ops.lightning_piper
@@ -52,6 +53,11 @@ class Counting(_torch.TorchDispatchMode):
             given, results = _tensors((args, kwargs)), _tensors(made)
             nbytes = sum(_nbytes(x) for x in {id(x): x for x in (*given, *results)}.values())
             dtype = next((x.dtype for x in (*results, *given) if x.is_floating_point()), torch.float32)
+            if func in CHUNKED:
+                products, others = score_traffic(func, args)
+                nbytes += products
+                dtype = args[3 if func is SCORES_BACKWARD else 1].dtype  # of the weight, as of the products
+                self.costs.append(Cost(str(func), 0, dtype, others))
             self.costs.append(Cost(str(func), _flops(func, args, kwargs or {}, made), dtype, nbytes))
         return made
 
@@ -98,7 +104,7 @@ def _flops(func: Any, args: Any, kwargs: Any, made: Any) -> int:
     if func in (_ops.grouped_mm.default, _ops.grouped_outer.default):
         x, y = args[:2]
         return 2 * int(x.shape[0] * x.shape[1] * y.shape[-1])
-    if func in (SCORES_OF, SCORES_OF_PART, SCORES_BACKWARD):
+    if func in CHUNKED:
         hidden, weight = args[2:4] if func is SCORES_BACKWARD else args[:2]
         # The backward operation computes the scores again, and the wanted gradients of `hidden` and `weight`.
         products = 1 + sum(args[-1][:2]) if func is SCORES_BACKWARD else 1
