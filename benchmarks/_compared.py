@@ -7,6 +7,7 @@ machine affect all of them. For memory, each system has its own processes.
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import statistics
 import time
@@ -27,10 +28,10 @@ WARM_UP = 3
 def compare_time(systems: Systems, steps: int) -> None:
     """Print a line for each system.
 
-    The line has the median and smallest time of a step, and the median CPU time of the busiest process. It has the
-    ratio to its peer three times: of the medians, as the median over pairs of steps, and of the CPU times. CPU times
-    depend less on other work of the machine. The last number is the largest difference of a loss from the first
-    system's loss.
+    The line has the median, the quartiles and the smallest time of a step, and the median CPU time of the busiest
+    process. It has the ratio to its peer three times: of the medians, as the median over pairs of steps, and of the
+    CPU times. CPU times depend less on other work of the machine. The last number is the largest difference of a
+    loss from the first system's loss.
 
     The last rank has the loss.
     """
@@ -57,8 +58,8 @@ def compare_time(systems: Systems, steps: int) -> None:
             {name: statistics.median(values) for name, values in times.items()} for times in (seconds, busy)
         )
         print(
-            f"{'':34} median ms   min ms   CPU ms   to its peer: medians, pairs, CPU   largest relative difference of "
-            f"losses to {names[0]}"
+            f"{'':34} median ms      quartiles   min ms   CPU ms   to its peer: medians, pairs, CPU   largest relative "
+            f"difference of losses to {names[0]}"
         )
         for name, (_, peer) in systems.items():
             ratio = f"{median[name] / median[peer]:14.3f}" if peer else " " * 14
@@ -68,12 +69,18 @@ def compare_time(systems: Systems, steps: int) -> None:
                 if peer
                 else ""
             )
+            low, _, high = statistics.quantiles(seconds[name], n=4)
             worst = max(abs(a - b) / abs(b) for a, b in zip(losses[name], losses[names[0]], strict=True))
             print(
-                f"{name:34} {median[name] * 1e3:9.1f} {min(seconds[name]) * 1e3:8.1f} {cpu_of[name] * 1e3:8.1f} "
+                f"{name:34} {median[name] * 1e3:9.1f} {low * 1e3:7.1f}-{high * 1e3:6.1f} "
+                f"{min(seconds[name]) * 1e3:8.1f} {cpu_of[name] * 1e3:8.1f} "
                 f"{ratio} {pairs:16}      {worst:.1e}"
             )
-        print(f"{steps} steps of each, in turns; losses over {steps + WARM_UP} AdamW steps", flush=True)
+        print(
+            f"{steps} steps of each, in turns; losses over {steps + WARM_UP} steps; load of the machine "
+            f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores",
+            flush=True,
+        )
     dist.barrier()
     dist.destroy_process_group()
 

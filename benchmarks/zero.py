@@ -20,6 +20,8 @@ time.
 layer (group `found`) |
 | Muon, by owners | DDP with torch's Muon in every process | Muon for the matrices of the layers, and AdamW for
 all other parameters. Ours divides the matrices over the processes (group `muon`) |
+| Muon, overlapped | DDP with torch's Muon in every process | as "Muon, by owners". Ours orthogonalizes during the
+backward pass |
 | 1F1B x ZeRO-3 | Schedule1F1B over such FSDP2 stages | on four processes |
 """
 
@@ -43,6 +45,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_piper as piper
+from lightning_piper.holdings.optimizer_slices import EarlyUpdates
 from lightning_piper.runtime import Executor, ProcessTransport, local_shards_of, shards_of
 
 SEQUENCES = 16
@@ -59,10 +62,16 @@ class MuonAndAdamW:
             inner = p.ndim == 2 and not {SIZES.vocab, SIZES.seq} & set(p.shape)
             (matrices if inner else others).append(p)
         self._optimizers: list[torch.optim.Optimizer] = []
+        self.early = EarlyUpdates()
         if matrices:
-            self._optimizers.append(torch.optim.Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw"))
+            muon = torch.optim.Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw")
+            self._optimizers.append(muon)
         if others:
             self._optimizers.append(torch.optim.AdamW(others, lr=lr))
+
+    def overlap(self, params: Mapping[str, torch.Tensor]) -> None:
+        """Let the plan's early updates update the matrices of Muon. `params` has all parameters by name."""
+        self.early.take(self._optimizers[0], params)
 
     def step(self) -> None:
         for optimizer in self._optimizers:
@@ -112,15 +121,20 @@ def ours(
             if name not in owned:
                 param.data = torch.empty(0)
         transport = ProcessTransport(compiled.plans, ranks=range(world), device=CPU)
-        executor = Executor(plan, compiled.step, owned, {}, transport, CPU, shards)
         trained = {**owned, **{name: nn.Parameter(x) for name, x in pieces.items()}}
         optimizer = update(trained.values(), lr=1e-3)
+        early = optimizer.early if any(level.get("overlap_update") for level in levels) else None
+        if early is not None:
+            optimizer.overlap(trained)
+        executor = Executor(plan, compiled.step, owned, {}, transport, CPU, shards, early_updates=early)
 
         def step(i: int) -> torch.Tensor:
             leaves = batch(c, i, SEQUENCES)
             local_batch = slice(
                 plan.replica * plan.local_batch_size, (plan.replica + 1) * plan.local_batch_size
             )
+            if early is not None:
+                early.begin(last=True, accumulates=False)
             result = executor.step([x[local_batch] for x in leaves], seed=i)
             for name in list(result.grads):
                 trained[name].grad = result.grads.pop(name)
@@ -226,7 +240,9 @@ OWNERS = (
     {"filter": {"LAYER": "*"}, "shard_optimizer": True, "shard_by": "parameter"},
     {"filter": {"LAYER": "-"}, "shard_optimizer": True},
 )
+OVERLAPPED = ({**OWNERS[0], "overlap_update": True}, OWNERS[1])
 MUON = {
+    "Muon, overlapped": (ours(*OVERLAPPED, plain=True, update=MuonAndAdamW), "torch DDP, Muon"),
     "Muon, by owners": (ours(*OWNERS, plain=True, update=MuonAndAdamW), "torch DDP, Muon"),
     "Muon in every process": (ours(ZERO[0], plain=True, update=MuonAndAdamW), "torch DDP, Muon"),
     "torch DDP, Muon": (torch_dp("ddp", MuonAndAdamW), ""),

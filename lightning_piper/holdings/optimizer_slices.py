@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -87,13 +87,19 @@ class ComputedUpdate:
         """The tensors of the update."""
         return [self.value, self.grad, *(x for x in self.state.values() if isinstance(x, Tensor))]
 
-    def apply(self, optimizer: Optimizer) -> bool:
-        """Put the new value and the new state into the parameter and the optimizer. If the parameter, its gradient
-        or the options of its group have changed, do nothing and return False."""
-        if self.param._version != self.version or not _alike(self.param.grad, self.grad):
-            return False
-        if not _alike(_options(_groups(optimizer)[self.param]), self.options):
-            return False
+    def is_current(self, optimizer: Optimizer) -> bool:
+        """Return whether the parameter, its gradient and the options of its group are as when the update was computed.
+
+        Parameters in one tensor share their version, so call this for all updates before `apply`.
+        """
+        return (
+            self.param._version == self.version
+            and _alike(self.param.grad, self.grad)
+            and _alike(_options(_groups(optimizer)[self.param]), self.options)
+        )
+
+    def apply(self, optimizer: Optimizer) -> None:
+        """Put the new value and the new state into the parameter and the optimizer."""
         with torch.no_grad():
             self.param.copy_(self.value)
         if self.param in optimizer.state:
@@ -101,7 +107,6 @@ class ComputedUpdate:
             optimizer.state[self.param].update(self.state)
         elif self.state:
             optimizer.state[self.param] = self.state
-        return True
 
 
 def compute_updates(optimizer: Optimizer, grads: Mapping[Tensor, Tensor]) -> list[ComputedUpdate]:
@@ -236,7 +241,10 @@ class EarlyUpdates:
             return
         self._found = {}
         self._rest.close()
-        stale = [name for name, update in found.items() if not update.apply(optimizer)]
+        current = {name: update for name, update in found.items() if update.is_current(optimizer)}
+        for update in current.values():
+            update.apply(optimizer)
+        stale = [name for name in found if name not in current]
         if stale and not self._told:
             self._told = True
             warnings.warn(
@@ -244,12 +252,8 @@ class EarlyUpdates:
                 "update is computed again. Set overlap_update=False, or remove the code that changes them [PIPER-W031]",
                 stacklevel=2,
             )
-        done = {found[name].param for name in found.keys() - set(stale)}
-        self._rest.enter_context(only(optimizer, _without(optimizer, done)))
-
-
-def _without(optimizer: Optimizer, done: Collection[Tensor]) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"] if p not in done]
+        done = {update.param for update in current.values()}
+        self._rest.enter_context(only(optimizer, _groups(optimizer).keys() - done))
 
 
 def _groups(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:

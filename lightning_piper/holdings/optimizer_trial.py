@@ -272,10 +272,12 @@ def _early_step(optimizer: Optimizer, grads: Sequence[tuple[nn.Parameter, Tensor
     updates = [compute_updates(optimizer, {p: grad})[0] for p, grad in reversed(grads)]
     if not all(map(torch.equal, before, (p for p, _ in grads))):
         raise RuntimeError("it changes a parameter that it does not update")
-    for (p, grad), update in zip(reversed(grads), updates, strict=True):
+    for p, grad in grads:
         p.grad = grad.clone()
-        if not update.apply(optimizer):
-            raise RuntimeError("it changes its own settings")
+    if not all(update.is_current(optimizer) for update in updates):
+        raise RuntimeError("it changes its own settings")
+    for update in updates:
+        update.apply(optimizer)
     with only(optimizer, ()):
         optimizer.step()
 

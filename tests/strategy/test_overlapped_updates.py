@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -48,22 +49,25 @@ class Applied:
 
 @contextlib.contextmanager
 def counting() -> Iterator[Applied]:
-    found, apply = Applied(), EarlyUpdates._apply
+    found, is_current = Applied(), ComputedUpdate.is_current
 
-    def counted(self: EarlyUpdates) -> None:
-        computed = len(self._found)
-        with mock.patch.object(
-            ComputedUpdate, "apply", autospec=True, side_effect=ComputedUpdate.apply
-        ) as calls:
-            results: list[bool] = []
-            own = calls.side_effect
-            calls.side_effect = lambda *args: results.append(own(*args)) or results[-1]
-            apply(self)
-        assert len(results) == computed
-        found.early += sum(results)
-        found.late += computed - sum(results)
+    def counted(self: ComputedUpdate, optimizer: optim.Optimizer) -> bool:
+        current = is_current(self, optimizer)
+        if any(p is self.param for p in watched):
+            found.early += current
+            found.late += not current
+        return current
 
-    with mock.patch.object(EarlyUpdates, "_apply", counted):
+    take, watched = EarlyUpdates.take, list[Tensor]()
+
+    def watching(self: EarlyUpdates, optimizer: optim.Optimizer, params: Any) -> None:
+        watched.extend(params.values())  # not those of trials
+        take(self, optimizer, params)
+
+    with (
+        mock.patch.object(ComputedUpdate, "is_current", counted),
+        mock.patch.object(EarlyUpdates, "take", watching),
+    ):
         yield found
 
 
@@ -222,14 +226,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("overlapped")
 
 
+def train_early(rank: int, jobs: list[Job], folder: Path) -> list[dict[str, Any]]:
+    """Train; an update that is computed again is an error."""
+    warnings.filterwarnings("error", message="overlap_update")
+    with counting() as applied:
+        found = sharded.train(rank, jobs, folder)
+    assert applied.early and not applied.late
+    return found
+
+
 @pytest.fixture(scope="module")
 def two(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    return launched(TWO, folder)
+    return launched(TWO, folder, train_early)
 
 
 @pytest.fixture(scope="module")
 def four(folder: Path, two: Any) -> dict[str, list[dict[str, Any]]]:
-    return launched(FOUR, folder)
+    return launched(FOUR, folder, train_early)
 
 
 def check(job: Job, ranks: list[dict[str, Any]], folder: Path) -> None:
@@ -359,8 +372,10 @@ def test_a_computed_update_changes_nothing_until_it_is_applied(name: str) -> Non
         skipped = compute_updates(early, {p: 2 * grad for p, grad in zip(ours, grads, strict=True)})
         found = [compute_updates(early, {p: grad})[0] for p, grad in zip(ours, grads, strict=True)]
         assert all(map(torch.equal, before, snapshot(early))) and len(before) == len(snapshot(early))
-        assert not any(update.apply(early) for update in skipped)  # of other gradients
-        assert all(update.apply(early) for update in found)
+        assert not any(update.is_current(early) for update in skipped)  # of other gradients
+        assert all(update.is_current(early) for update in found)
+        for update in found:
+            update.apply(early)
         after.step()
         assert same(dict(enumerate(ours)), dict(enumerate(plain))), step
         assert early.state_dict()["state"].keys() == after.state_dict()["state"].keys()
