@@ -9,6 +9,7 @@ import json
 import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -192,3 +193,44 @@ def test_a_module_is_reported_once_whenever_it_is_imported(house: Path) -> None:
     assert type(module.__loader__).__name__ == "SourceFileLoader"
     when_imported("house.plan", lambda module: told.append(("again", True)))
     assert told[2:] == [("again", True)] and sys.meta_path == before
+
+
+# A package waits until another thread imports the other package, or 0.3 s if no thread does. Then it needs a module
+# of the other package.
+CYCLE = """
+import threading, house
+try:
+    house.both.wait(0.3)
+except threading.BrokenBarrierError:
+    pass
+import house.{other}.inner
+"""
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_threads_may_read_names_for_the_first_time_at_once(house: Path, lazy: bool) -> None:
+    """Python ends imports of a cycle that two threads begin at once with an error, as the second case shows."""
+    for name, other in (("left", "right"), ("right", "left")):
+        (house / "house" / name).mkdir()
+        (house / "house" / name / "__init__.py").write_text(CYCLE.format(other=other))
+        (house / "house" / name / "inner.py").write_text(f"{name}_name = 2\n")
+    package: Any = importlib.import_module("house")
+    package.both = threading.Barrier(2)
+    make_lazy("house", {f"house.{name}.inner": [f"{name}_name"] for name in ("left", "right")})
+    found: list[str] = []
+
+    def read(name: str) -> None:
+        try:
+            if lazy:
+                assert getattr(package, f"{name}_name") == 2
+            else:
+                importlib.import_module(f"house.{name}.inner")
+        except Exception as error:
+            found.append(type(error).__name__)
+
+    threads = [threading.Thread(target=read, args=(name,)) for name in ("left", "right")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(found) == (set() if lazy else {"_DeadlockError"})

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+
+# Threads that read names for the first time import their modules one after another. Otherwise two threads may begin
+# with different modules of a cycle of imports, and Python ends one of them with a `_DeadlockError`.
+_IMPORTING = threading.RLock()
 
 
 def make_lazy(package: str, names: Mapping[str, Sequence[str]]) -> None:
@@ -46,7 +51,8 @@ class _LazyName:
         values = vars(package)
         if self._name not in values:
             own = self._module == package.__name__
-            found = importlib.import_module(f"{self._module}.{self._name}" if own else self._module)
+            with _IMPORTING:
+                found = importlib.import_module(f"{self._module}.{self._name}" if own else self._module)
             values[self._name] = found if own else getattr(found, self._name)
         return values[self._name]
 
