@@ -25,6 +25,9 @@ timeline. A box is::
 
     [row, start, end, node, kind]   kind: a pass, an operation, or on streams with chunks `wait` (for
                                     communication only) or `idle` (for other work)
+
+With local SGD, a plan file also has a row `[device, "replicas"]` for each device, and the node `EXCHANGE`, whose bytes
+are the bytes that device 0 exchanges in a round. If an exchange follows a recorded step, the step has its boxes.
 """
 
 from __future__ import annotations
@@ -57,19 +60,32 @@ FOLDER = "piper"
 LIMIT = 64 << 20
 
 WAITING, IDLE = "#e58a8a", "#f4f1ec"  # colors of time without computation
+EXCHANGING = "#6fa8dc"
 
 Row = tuple[int, str]  # (device, stream)
+EXCHANGE = -1  # number of the node of exchanges of local SGD, which are not in the graph
 
 
-def plan_json(compiled: Compiled, step: Mapping[str, Any], verification: str | None) -> dict[str, Any]:
+def plan_json(
+    compiled: Compiled, step: Mapping[str, Any], verification: str | None, exchanged: int | None = None
+) -> dict[str, Any]:
     """Return the content of a plan file.
 
     Args:
         compiled: The program.
         step: The planned step, from `step_of`.
         verification: The report of a verification by execution, or None.
+        exchanged: The bytes that device 0 exchanges in a round of local SGD; None without local SGD.
     """
-    dag = compiled.dag
+    dag, rows = compiled.dag, rows_of(compiled.plans)
+    nodes = {str(i): _node(dag, node) for i, node in dag.nodes.items()}
+    if exchanged is not None:
+        devices = sorted(compiled.plans)
+        rows += [(device, "replicas") for device in devices]
+        nodes[str(EXCHANGE)] = {
+            "label": "exchange", "kind": "exchange", "tags": {}, "devices": devices, "stream": "replicas",
+            "bytes": exchanged, "origin": None, "placed_by": None, "text": "exchange of local SGD",
+        }  # fmt: skip
     edges = [[a, b, int(data["data"]), data["order"]] for a, b, data in dag.graph.edges(data=True)]
     return {
         "version": VERSION,
@@ -77,9 +93,9 @@ def plan_json(compiled: Compiled, step: Mapping[str, Any], verification: str | N
         "samples": dag.size,
         "directives": [directive.to_json() for directive in compiled.program],
         "verification": verification,
-        "rows": [list(row) for row in rows_of(compiled.plans)],
-        "colors": _colors(dag),
-        "nodes": {str(i): _node(dag, node) for i, node in dag.nodes.items()},
+        "rows": [list(row) for row in rows],
+        "colors": _colors(dag) | ({} if exchanged is None else {"exchange": EXCHANGING}),
+        "nodes": nodes,
         "edges": sorted(edges, key=lambda edge: edge[:2]),
         "step": step,
     }
@@ -150,6 +166,21 @@ def step_of(plans: Mapping[int, Plan], figures: Simulation, trace: Trace) -> dic
     step = figures.to_json()
     del step["timeline"]
     return {**step, "boxes": sorted(boxes, key=lambda box: (box[0], box[1], box[2]))}
+
+
+def exchange_boxes(plans: Mapping[int, Plan], times: Mapping[int, tuple[float, float]]) -> list[list[Any]]:
+    """Return the boxes of an exchange of local SGD.
+
+    Args:
+        plans: The plans of a local replica.
+        times: Device -> start and end of the exchange, in seconds from the start of the step before it.
+    """
+    first = len(rows_of(plans))
+    rows = {device: first + i for i, device in enumerate(sorted(plans))}
+    return [
+        [rows[device], _time(start), _time(end), EXCHANGE, "exchange"]
+        for device, (start, end) in sorted(times.items())
+    ]
 
 
 def _time(value: Any) -> float:

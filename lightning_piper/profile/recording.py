@@ -21,7 +21,15 @@ from lightning_piper.compiler import Compiled
 from lightning_piper.profile.board import Board
 from lightning_piper.profile.chrome import chrome_trace
 from lightning_piper.profile.clock import Processes, clock_offsets
-from lightning_piper.profile.files import FOLDER, bytes_moved, plan_json, step_of, write_json, write_text
+from lightning_piper.profile.files import (
+    FOLDER,
+    bytes_moved,
+    exchange_boxes,
+    plan_json,
+    step_of,
+    write_json,
+    write_text,
+)
 from lightning_piper.profile.kernels import Kernels
 from lightning_piper.profile.measured_trace import SECOND, Measured
 from lightning_piper.profile.recorder import InstructionTimes, StepRecorder, now
@@ -54,6 +62,8 @@ class _Step:
         times: Device -> a function that returns the recorded times.
         batch_time: Seconds from the start of this step to the start of the next step; None if no step
             follows.
+        exchange: Start and end of the exchange of local SGD after the step, on the process's clock in
+            nanoseconds; None if no exchange follows.
     """
 
     compiled: Compiled
@@ -62,6 +72,7 @@ class _Step:
     begun: int
     times: dict[int, Callable[[], InstructionTimes]]
     batch_time: float | None = None
+    exchange: tuple[int, int] | None = None
 
 
 class Recording:
@@ -80,6 +91,7 @@ class Recording:
         folder: The folder of the files.
         written: The step files, on rank 0.
         last: The figures of the last recorded step, on rank 0; None before it is written.
+        exchanged: The bytes that this process exchanges in a round of local SGD; None without local SGD.
     """
 
     def __init__(
@@ -94,6 +106,7 @@ class Recording:
         self.folder = Path(trainer.log_dir or trainer.default_root_dir) / FOLDER
         self.written: list[Path] = []
         self.last: Simulation | None = None
+        self.exchanged: int | None = None
         self._count = 0  # steps so far
         self._begun = 0  # start of the current step, in nanoseconds
         self._recorders: dict[int, list[StepRecorder]] = {}  # id of a program -> recorders of its executors
@@ -137,7 +150,8 @@ class Recording:
 
     def exchange(self, run: Callable[[], int]) -> None:
         """Run an exchange of local SGD. Rank 0 logs its seconds, which include the wait for the slowest replica, and
-        its bytes. Exchanges are logged in the whole fit, because they are rarer than the steps of a cycle.
+        its bytes. Exchanges are logged in the whole fit, because they are rarer than the steps of a cycle. If the step
+        before the exchange is active, its record has the exchange.
 
         Args:
             run: Runs the exchange, and returns the bytes of the values that this process exchanges.
@@ -146,9 +160,12 @@ class Recording:
         start = now()
         nbytes = run()
         synchronize(self._world.device)
+        end = now()
+        if self._count and self._schedule.phase(self._count - 1) == ACTIVE:
+            self._steps[-1].exchange = (start, end)
         if self._world.rank == 0:
             self._board = self._board or Board(self._trainer, self.folder.parent)
-            values = {"piper/exchange_time": (now() - start) * SECOND, "piper/exchange_bytes": float(nbytes)}
+            values = {"piper/exchange_time": (end - start) * SECOND, "piper/exchange_bytes": float(nbytes)}
             self._board.values(values, self._trainer.global_step)
 
     def close(self) -> None:
@@ -190,7 +207,13 @@ class Recording:
         steps, self._steps = self._steps, []
         self._forget()
         offset = clock_offsets(self._world)[self._world.rank]
-        own = [{d: _shifted(times(), offset) for d, times in step.times.items()} for step in steps]
+        own = [
+            (
+                {d: _shifted(times(), offset) for d, times in step.times.items()},
+                step.exchange and tuple(time + offset for time in step.exchange),
+            )
+            for step in steps
+        ]
         kernels = None if self._kernels is None else self._kernels.stop()
         found = self._world.gather((own, _fixed(self._trainer, steps[-1].compiled, self._world), kernels))
         if self._world.rank:
@@ -198,7 +221,11 @@ class Recording:
         fixed = {str(d): sizes for _, part, _ in found for d, sizes in part.items()}
         try:
             for k, step in enumerate(steps):
-                self._write(step, {d: times for parts, _, _ in found for d, times in parts[k].items()}, fixed)
+                parts = [own[k] for own, _, _ in found]
+                exchange = {rank: times for rank, (_, times) in enumerate(parts) if times is not None}
+                self._write(
+                    step, {d: times for part, _ in parts for d, times in part.items()}, fixed, exchange
+                )
             for rank, (_, _, text) in enumerate(found):
                 if text is not None:
                     write_text(self.folder / f"kernels_{steps[0].number}_rank{rank}.json", text)
@@ -224,7 +251,11 @@ class Recording:
         return f"{own}. If you did not give a logger, give another folder to Trainer(default_root_dir=...)"
 
     def _write(
-        self, step: _Step, times: Mapping[int, InstructionTimes], fixed: Mapping[str, Mapping[str, int]]
+        self,
+        step: _Step,
+        times: Mapping[int, InstructionTimes],
+        fixed: Mapping[str, Mapping[str, int]],
+        exchange: Mapping[int, tuple[int, ...]],
     ) -> None:
         """Write the files of one step, and log its figures. Also write the plan if it is the first step of
         its program.
@@ -232,6 +263,7 @@ class Recording:
         Args:
             times: Device -> recorded times, all on the clock of rank 0.
             fixed: Device -> kind -> bytes that stay between steps; see `_fixed`.
+            exchange: Device -> start and end of the exchange after the step, on the same clock.
         """
         dag, plans = step.compiled.dag, step.compiled.plans
         measured = Measured(dag, plans, times, serial=self._world.device.type == "cpu")
@@ -242,11 +274,18 @@ class Recording:
         planned = figures(dag, plans, virtual)
         if all(step.compiled is not known() for known in self._plans):
             self._plans.append(weakref.ref(step.compiled))
-            plan = plan_json(step.compiled, step_of(plans, planned, virtual), self._verification)
+            plan = plan_json(
+                step.compiled, step_of(plans, planned, virtual), self._verification, self.exchanged
+            )
             write_json(self.folder / self._name(step.compiled), plan)
             self._board.texts(plan, step.global_step)
         else:
-            plan = plan_json(step.compiled, {}, None)
+            plan = plan_json(step.compiled, {}, None, self.exchanged)
+        recorded = step_of(plans, real, measured.trace)
+        after = {
+            d: ((a - measured.zero) * SECOND, (b - measured.zero) * SECOND) for d, (a, b) in exchange.items()
+        }
+        recorded["boxes"] += exchange_boxes(plans, after)
         known = step.compiled.step.batch_spec.specs  # without known specs, the number of samples is unknown
         rate = dag.size / step.batch_time if known and step.batch_time is not None else None
         tokens = _tokens_of(step.compiled)
@@ -255,7 +294,7 @@ class Recording:
             "global_step": step.global_step, "batch_time": step.batch_time, "samples_per_second": rate,
             "tokens_per_second": None if rate is None or tokens is None else rate * tokens,
             "bytes_moved": bytes_moved(plans), "fixed": fixed, "durations": durations,
-            "planned_step_time": float(planned.step_time), "step": step_of(plans, real, measured.trace),
+            "planned_step_time": float(planned.step_time), "step": recorded,
         }  # fmt: skip
         path = self.folder / f"step_{step.number}.json"
         write_json(path, content)

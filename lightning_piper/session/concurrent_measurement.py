@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import platform
 import time
 from collections.abc import Callable
 from statistics import median
@@ -65,7 +66,7 @@ def measured_together(
     Raises:
         PiperError: A process, which the error names, cannot measure the step.
     """
-    link = _link_of(world, world.size, LARGE, _messages)
+    links = _links(world)
     large = min(MOST, max(LARGE, sum(x.nbytes for x in module.parameters()))) // 1024 * 1024
     degrees = (
         [n for n in range(2, world.size + 1) if world.size % n == 0] if world.device.type == "cpu" else []
@@ -101,7 +102,7 @@ def measured_together(
     assert hardware is not None
     every = at_once * world.size // most  # processes on different machines do not share cores
     return slowest, dataclasses.replace(
-        hardware, links=((world.size, link),), collectives=collectives, at_once=every, step=step
+        hardware, links=links, collectives=collectives, at_once=every, step=step
     )
 
 
@@ -151,6 +152,21 @@ def _cores(world: World, neighbors: int) -> int:
 
 # Takes the members and the bytes to exchange. Returns a function that runs the exchange.
 Exchange = Callable[[Members, torch.Tensor], Callable[[], object]]
+
+
+def _links(world: World) -> tuple[tuple[int, Link], ...]:
+    """Measure the link over all processes. If each machine has equally many consecutive processes, at least two, also
+    measure the link within a machine. Collective.
+
+    Returns:
+        (number of processes, link), as in `Hardware.links`.
+    """
+    machines = world.gather(platform.node())
+    inside = machines.count(machines[0])
+    blocks = [machines[i : i + inside] for i in range(0, world.size, inside)]
+    equal = all(block == [block[0]] * inside for block in blocks) and len(blocks) == len(set(machines))
+    sizes = [inside] if equal and 1 < inside < world.size else []
+    return tuple((size, _link_of(world, size, LARGE, _messages)) for size in [*sizes, world.size])
 
 
 def _link_of(world: World, members: int, large: int, exchange: Exchange) -> Link:

@@ -411,13 +411,17 @@ class Rounds:
     def _float_buffers(self) -> dict[str, torch.Tensor]:
         return {n: x for n, x in self._ownership.owned_buffers.items() if x.is_floating_point()}
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the values that this process exchanges in a round."""
+        return sum(x.numel() * _itemsize(x.dtype) for x in [*self._anchors.values(), *self._buffers.values()])
+
     def summary(self) -> str:
         """Return a text for the user about the exchanges of this process."""
         settings, size = self._settings, self._world.size
-        moved = sum(x.nbytes for x in [*self._anchors.values(), *self._buffers.values()])
         return (
             f"PiperStrategy: local SGD with {settings.replicas} replicas of {counted(size, 'process')}. Each process "
-            f"exchanges {moved / 1e6:,.3g} MB in every {counted(settings.every, 'update')}. Between exchanges the "
+            f"exchanges {self.nbytes / 1e6:,.3g} MB in every {counted(settings.every, 'update')}. Between exchanges the "
             "replicas differ, so the training is not that of one device: only the steps of each replica are verified"
         )
 

@@ -364,6 +364,8 @@ class PiperStrategy(SavingStrategy):
         fit.record(self._profile)
         if self._local_replica:
             fit.recording = None  # local replica 0 writes the files
+        if rounds is not None and fit.recording is not None:
+            fit.recording.exchanged = rounds.nbytes
 
     def _rounds(self, fit: Fit) -> Rounds | None:
         """Return the exchanges of a fit under local SGD, after all replicas have the same parameters, or the

@@ -8,7 +8,7 @@ from typing import Any
 Json = dict[str, Any]
 Clock = dict[str, int]  # stream -> index of its last instruction that is certainly done
 COLLECTIVES = {
-    "reduce", "total", "sum_parts", "reduce_scatter", "scatter_samples", "all_gather", "redistribute", "shift",
+    "reduce", "reduce_groups", "total", "sum_parts", "reduce_scatter", "scatter_samples", "all_gather", "redistribute", "shift",
     "all_to_all", "gather_samples",
 }  # fmt: skip
 
@@ -101,7 +101,7 @@ class DeviceMemory:
         op, stream = x["op"], x["stream"]
         if op == "send":
             self.sending[x["node"]] = x["reads"][0][0]
-        elif op == "reduce" and x["bucket"] is not None and len(x["reads"]) == 1:
+        elif op in ("reduce", "reduce_groups") and x["bucket"] is not None and len(x["reads"]) == 1:
             self.is_read(x["reads"][0][0], stream)
         elif op == "reduce_scatter":
             need(self.owner[x["reads"][0][0]] == stream, "it sums the memory of another stream")

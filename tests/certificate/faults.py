@@ -162,7 +162,7 @@ def other_pass(certificate: Json, draw: random.Random) -> bool:
 
 def other_sum(certificate: Json, draw: random.Random) -> bool:
     """Leave a sum out, or make a sum twice."""
-    sums = ("add", "reduce", "reduce_scatter", "sum_parts", "total", "scatter_samples")
+    sums = ("add", "reduce", "reduce_groups", "reduce_scatter", "sum_parts", "total", "scatter_samples")
     x = _some(certificate, draw, lambda x: x["op"] in sums)
     if x is None:
         return False

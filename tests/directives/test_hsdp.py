@@ -82,7 +82,7 @@ def test_communication_is_within_groups_and_across_shards() -> None:
             if isinstance(each, Collective) and getattr(each, "bucket", None) is not None:
                 found.setdefault(each.op, set()).add(each.members)
     within, across = {(0, 1), (2, 3)}, {(0, 2), (1, 3)}
-    assert found == {"all_gather": within, "reduce_scatter": within, "reduce": across}
+    assert found == {"all_gather": within, "reduce_scatter": within, "reduce_groups": across}
 
 
 def test_a_device_holds_a_shard_of_its_group() -> None:

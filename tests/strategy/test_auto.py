@@ -32,13 +32,19 @@ from lightning_piper.processes.world import World
 from lightning_piper.search import proposal
 from lightning_piper.search.accounting import needed_by_replicas
 from lightning_piper.search.costs.analytic_costs import analytic
-from lightning_piper.search.costs.blocks import blocks_of
+from lightning_piper.search.costs.blocks import BlockCut, blocks_of
 from lightning_piper.search.costs.microbatch_check import meets
 from lightning_piper.search.costs.optimizers import states_of
 from lightning_piper.search.program_writer import Written
 from lightning_piper.search.proposal import Proposal, search
 from lightning_piper.search.report import size
-from lightning_piper.session import auto_search, available_memory, program_cache, step_times
+from lightning_piper.session import (
+    auto_search,
+    available_memory,
+    concurrent_measurement,
+    program_cache,
+    step_times,
+)  # fmt: skip
 from lightning_piper.session.available_memory import memory_of
 from lightning_piper.session.concurrent_measurement import measured_together
 from lightning_piper.simulate import Link
@@ -485,6 +491,30 @@ def test_machines_do_not_share_their_cores(tmp_path):
     assert launch(2, measure_on_other_machines, tmp_path) == [(1, 2)] * 2
 
 
+MACHINES = {
+    "aabb": [2, 4],
+    "aaaa": [4],
+    "aaab": [4],
+    "abab": [4],
+    "abcd": [4],
+}  # -> the sizes of measured links
+
+
+def measure_links(rank: int) -> dict[str, tuple[list[int], bool]]:
+    """Measure with four processes on machines with these names."""
+    world, found = World(rank, 4, torch.device("cpu"), timeout=PATIENCE), {}
+    for machines in MACHINES:
+        with mock.patch("platform.node", return_value=machines[rank]):
+            links = concurrent_measurement._links(world)
+        found[machines] = [size for size, _ in links], all(link.bandwidth > 0 for _, link in links)
+    return found
+
+
+def test_links_within_and_between_machines_are_measured(tmp_path):
+    """If each machine has as many processes, which are neighbors."""
+    assert launch(4, measure_links, tmp_path) == [{key: (sizes, True) for key, sizes in MACHINES.items()}] * 4
+
+
 def measure_three(rank: int) -> list[int]:
     module, batch = net(), tuple(x[:6] for x in data().tensors)
     # The user may choose this per process, as under DDP.
@@ -677,6 +707,7 @@ def test_a_plan_that_needs_more_than_was_estimated(monkeypatch):
     """The next ones are looked at; where the plans of several need more, the search goes on within less. All
     are told; without any, that nothing is better.
     """
+    monkeypatch.setattr(BlockCut, "chunked", lambda cut: None)  # no second search with `ChunkLoss`
     batch = list(data()[:8])
     plain = search(net(), batch, 2, hardware="cpu", all_devices=True)
     used, limit = plain.memory / (1 + plain.found.space.margin), int(plain.memory * 1.5)

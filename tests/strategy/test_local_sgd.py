@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from lightning_piper import Schedule
+from lightning_piper.profile.files import EXCHANGE
 from tests.distributed.processes import launch_trainings
+from tests.profile.page import judged
 from tests.strategy import local_sgd
 from tests.strategy.fitting import distance, same
 from tests.strategy.local_sgd import (
@@ -101,7 +105,7 @@ FOUR = [
     ),
     Job("parts of stages", local(every=4, parts=2), degrees=PP2, batches=9, model={"optimizer": "sgd"}),
     Job("verified", local(), degrees=PP2, strategy={"verify": "each"}),
-    Job("recorded", local(), degrees=PP2, strategy={"profile": Schedule(wait=2, warmup=1, active=1)}),
+    Job("recorded", local(), degrees=PP2, strategy={"profile": Schedule(wait=1, warmup=1, active=2)}),
     Job(OTHER, local(2), degrees={"dp": 2}, resume="four replicas"),
     Job("parts", local(4, every=4, parts=2), batches=9, model={"optimizer": "sgd"}),
 ]
@@ -112,10 +116,15 @@ HALVES = (
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the four processes."""
+    return tmp_path_factory.mktemp("four")
+
+
+@pytest.fixture(scope="module")
+def four(logs: Path) -> list[dict[Any, Any]]:
     """What four processes have seen, by the name of the job."""
-    folder = tmp_path_factory.mktemp("four")
-    return launch_trainings(4, local_sgd.train, folder / "ranks", 4, FOUR, folder)
+    return launch_trainings(4, local_sgd.train, logs / "ranks", 4, FOUR, logs)
 
 
 @pytest.fixture(scope="module")
@@ -211,6 +220,27 @@ def test_replicas_of_several_processes_train_as_the_reference(job, four):
 def test_replicas_of_several_processes_resume_with_the_same_bits(name, four):
     for rank in four:
         assert same(rank[name]["values"], rank[f"{name}, resumed"]["values"])
+
+
+@pytest.mark.long
+def test_a_recording_has_the_exchange_after_a_step(four, logs, tmp_path):
+    """The third step ends a round. The fourth step does not."""
+    (plan,) = logs.rglob("piper/plan.json")
+    found, texts = json.loads(plan.read_text()), []
+    assert found["rows"][-2:] == [[0, "replicas"], [1, "replicas"]]
+    for number, count in ((2, 2), (3, 0)):
+        texts.append((plan.with_name(f"step_{number}.json").read_text(), plan.read_text()))
+        step = json.loads(texts[-1][0])
+        boxes = [box for box in step["step"]["boxes"] if box[4] == "exchange"]
+        assert [found["rows"][box[0]] for box in boxes] == found["rows"][-2:][:count]
+        others = max(box[2] for box in step["step"]["boxes"] if box[4] != "exchange")
+        assert all(others <= start < end < step["batch_time"] for _, start, end, _, _ in boxes)
+        trace = json.loads(plan.with_name(f"trace_{number}.json").read_text())["traceEvents"]
+        assert len([event for event in trace if event.get("cat") == "exchange"]) == count
+    exchanged = found["nodes"][str(EXCHANGE)]
+    assert exchanged["bytes"] == 8 * (6 * 9 + 9 + 3)  # the first stage and the mask
+    assert found["colors"]["exchange"]
+    assert judged(texts, tmp_path) == ["drawn", "drawn"]
 
 
 @pytest.mark.long

@@ -85,6 +85,15 @@ class AllReduceInstruction(Collective):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AllReduceShardsInstruction(AllReduceInstruction):
+    """An instruction that sums shards over groups of replicas. Its members may be on different nodes, so figures and
+    recordings distinguish it from the sums within a group."""
+
+    op: ClassVar[str] = "reduce_groups"
+    color: ClassVar[str] = "#8e9ad6"
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReduceScatterInstruction(Collective):
     """An instruction that sums a flat tensor over the members, and leaves each member its shard."""
 
@@ -179,8 +188,9 @@ def interpret_all_reduce_shards(run: Reference, node: AllReduceShards) -> Made:
 
 def lower_all_reduce(plan: Planning, node: Node) -> None:
     reads = tuple(plan.read(ref, node) for ref in node.inputs if plan.has(ref))
-    value = node.outputs[0]
-    plan.start(node, AllReduceInstruction, reads, tensors=value.tensors, bucket=value.bucket)
+    value, over_groups = node.outputs[0], isinstance(node, AllReduceShards)
+    kind = AllReduceShardsInstruction if over_groups else AllReduceInstruction
+    plan.start(node, kind, reads, tensors=value.tensors, bucket=value.bucket)
 
 
 def lower_reduce_scatter(plan: Planning, node: ReduceScatter) -> None:
@@ -316,6 +326,7 @@ register_operation(
         check_all_reduce_shards,
         interpret_all_reduce_shards,
         lower_all_reduce,
+        bind={AllReduceShardsInstruction: bind_all_reduce},
         alike=True,
     )
 )

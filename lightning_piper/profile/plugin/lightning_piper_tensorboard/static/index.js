@@ -77,7 +77,9 @@ async function show(wanted) {
   const other = otherRun.value ? await load(otherRun.value, otherStep.value) : null;
   if (turn !== state.turn) return;  // another choice was made meanwhile
   state.shown = wanted;
-  state.whole = 1.01 * Math.max(...[one, ...(other ? [other] : [])].flatMap(({plan, record}) => [plan, record].map((x) => x.step.step_time)));
+  // An exchange of local SGD is after the step.
+  const end = (step) => step.boxes.reduce((most, box) => Math.max(most, box[2]), step.step_time);
+  state.whole = 1.01 * Math.max(...[one, ...(other ? [other] : [])].flatMap(({plan, record}) => [plan, record].map((x) => end(x.step))));
   state.view = {start: 0, end: state.whole};
   tip(null, null);
   build(one, other);
@@ -123,7 +125,7 @@ function tip(event, text) {
 function choose(plan, node) {
   for (const chart of state.charts) chart.chosen = chart.plan === plan ? node : null;  // another program has other nodes
   const panel = neighborhood(plan, node, plan.colors, (next) => choose(plan, next));
-  state.parts.node.replaceChildren(make("h2", {}, `node %${node}`), panel);
+  state.parts.node.replaceChildren(make("h2", {}, plan.nodes[node].kind === "exchange" ? "exchange" : `node %${node}`), panel);
   redraw();
 }
 

@@ -86,6 +86,7 @@ export function summary(step) {
 /** Return lines of text about a node, with one fact in each line. */
 export function about(plan, id) {
   const node = plan.nodes[id];
+  if (node.kind === "exchange") return [`exchange of local SGD with the other replicas`, `${bytes(node.bytes)} of device 0 in each round`];
   const tags = Object.entries(node.tags).map(([tag, index]) => `${tag}=${index}`).join(", ");
   const made = node.origin === null ? "made by the capture" : `made by directive ${node.origin}: ${JSON.stringify(plan.directives[node.origin])}`;
   const placed = node.placed_by === null ? [] : [`placed by directive ${node.placed_by}: ${JSON.stringify(plan.directives[node.placed_by])}`];
