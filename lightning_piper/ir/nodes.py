@@ -36,8 +36,8 @@ class IssuePriority(Enum):
     AFTER_FORWARD = (
         "after the forward passes that could run, before all other chunks: backward passes wait for it"
     )
-    AFTER_NEXT_CHUNK = (
-        "after the next chunk of its devices: what it reads from other devices arrives while this chunk runs"
+    DELAYED = (
+        "some chunks of its devices later than it could come (`Node.delay`): what it reads arrives meanwhile"
     )
     DEFERRED = (
         "after the chunks that could run: nothing in the step needs it, and it may wait for another device"
@@ -63,6 +63,7 @@ class Node:
         placed_by: Index of the directive that gave the node its devices.
         turn: The priority in the global order (a property of the node kind, like all attributes below).
         ahead: For `IssuePriority.PREFETCH`, how many chunks before its first reader the node is issued.
+        delay: For `IssuePriority.DELAYED`, how many chunks of its devices come before the node after it is ready.
         communicates: Whether the node moves data between devices.
         moves: Whether the node outputs its inputs unchanged.
         sums: Whether the node sums the members' values of a bucket over replicas.
@@ -78,6 +79,7 @@ class Node:
 
     turn: ClassVar[IssuePriority] = IssuePriority.BOOKKEEPING
     ahead: ClassVar[int] = 1
+    delay: ClassVar[int] = 1
     communicates: ClassVar[bool] = False
     moves: ClassVar[bool] = False
     sums: ClassVar[bool] = False

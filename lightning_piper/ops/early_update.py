@@ -46,7 +46,10 @@ class EarlyUpdate(Node):
     change only in the optimizer's step.
     """
 
-    turn = IssuePriority.AFTER_NEXT_CHUNK
+    turn = IssuePriority.DELAYED
+    # A device waits for a sum over replicas after it has started two more (`plan.device.IN_FLIGHT`). So an early
+    # update two chunks later does not make the device wait earlier.
+    delay = 2
 
 
 @dataclass(frozen=True, kw_only=True)

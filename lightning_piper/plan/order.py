@@ -28,8 +28,8 @@ def priority(dag: TrainingDAG, node: Node, height: int) -> Priority:
 
     1. Communication as soon as it can be issued; first the communication with the longest chain of chunks
        after it (`height`, see `overlap.heights`).
-    2. Sums over replicas that no chunk waits for, and bookkeeping. Then early updates, one chunk later than they
-       could run, because their gradients are summed over replicas while this chunk runs.
+    2. Sums over replicas that no chunk waits for, and bookkeeping. Then early updates, some chunks later than they
+       could run, because their gradients are summed over replicas while these chunks run.
     3. Chunks: forward before backward, then by slice, then by id. A recomputed forward pass comes with the
        backward pass that it serves, because its outputs stay in memory until then. Only an optimizer waits
        for gradients of weights (BW), so these chunks run when no other chunk can. Without an `order`
@@ -54,7 +54,7 @@ def priority(dag: TrainingDAG, node: Node, height: int) -> Priority:
         and any(dag.nodes[source].reads_from == "channel" for source, _ in node.inputs)
     ):
         return (3, 0, 0, node.id)
-    if turn is IssuePriority.AFTER_NEXT_CHUNK:
+    if turn is IssuePriority.DELAYED:
         return (1, 1, 0, node.id)
     return (4 if turn is IssuePriority.LAST else 1, 0, 0, node.id)
 
@@ -63,7 +63,7 @@ class _Ready:
     """A priority queue of the nodes that could come next.
 
     A chunk of an overlap group waits for its turn as long as any other node could come next. A node of
-    `IssuePriority.AFTER_NEXT_CHUNK` waits for a chunk on its devices as long as any chunk could come next.
+    `IssuePriority.DELAYED` waits for chunks of its devices as long as any chunk could come next.
     """
 
     def __init__(self, dag: TrainingDAG) -> None:
@@ -72,13 +72,14 @@ class _Ready:
         self._heap: list[Priority] = []  # the nodes that may come next
         self._back: list[Priority] = []  # chunks that were added when it was another chunk's turn
         self._standing: set[int] = set()  # the chunks of `_back` that still wait for their turn
-        self._delayed: list[Node] = []  # nodes that wait for the next chunk of their devices
+        # Node that waits for chunks of its devices -> how many.
+        self._delayed: dict[int, int] = {}
 
     def add(self, node_id: int) -> None:
         node = self._dag.nodes[node_id]
         entry = priority(self._dag, node, self._height.get(node_id, 0))
-        if node.turn is IssuePriority.AFTER_NEXT_CHUNK:
-            self._delayed.append(node)
+        if node.turn is IssuePriority.DELAYED:
+            self._delayed[node_id] = node.delay
         elif self._turns.waits(node_id):
             self._standing.add(node_id)
             heapq.heappush(self._back, entry)
@@ -93,7 +94,7 @@ class _Ready:
             if node_id in self._standing:
                 self._step_forward(node_id)
         if self._delayed and (not self._heap or self._heap[0][0] > _CHUNKS):
-            self._end_delay(self._delayed)
+            self._end_delay(list(self._delayed))
         if not self._heap:
             return None
         node_id = heapq.heappop(self._heap)[-1]
@@ -103,14 +104,17 @@ class _Ready:
         node = self._dag.nodes[node_id]
         if isinstance(node, Chunk) and self._delayed:
             here = set(node.devices)
-            self._end_delay([each for each in self._delayed if not here.isdisjoint(each.devices)])
+            for each in self._delayed:
+                self._delayed[each] -= not here.isdisjoint(self._dag.nodes[each].devices)
+            self._end_delay([each for each, chunks in self._delayed.items() if chunks == 0])
         return node
 
-    def _end_delay(self, nodes: list[Node]) -> None:
-        """Move nodes that wait for the next chunk of their devices to the nodes that may come next."""
-        self._delayed = [node for node in self._delayed if node not in nodes]
-        for node in nodes:
-            heapq.heappush(self._heap, priority(self._dag, node, self._height.get(node.id, 0)))
+    def _end_delay(self, nodes: list[int]) -> None:
+        """Move nodes that wait for chunks to the nodes that may come next."""
+        for node_id in nodes:
+            del self._delayed[node_id]
+            node = self._dag.nodes[node_id]
+            heapq.heappush(self._heap, priority(self._dag, node, self._height.get(node_id, 0)))
 
     def _step_forward(self, node_id: int) -> None:
         """Move a chunk that waits for its turn to the nodes that may come next."""
