@@ -52,7 +52,7 @@ test: $(INSTALLED)
 export PIPER_CHANGED := $(CHANGED)
 # With COVERAGE=1 the tests are measured, which makes them slower by about a half.
 MEASURED := $(if $(COVERAGE),-m coverage run)
-PROCESSES := tests/strategy tests/distributed property_tests/mutations
+PROCESSES := tests/strategy tests/distributed tests/machines property_tests/mutations
 PROGRAMS := tests/directives tests/search tests/zoo $(wildcard property_tests/test_*.py)
 MARKED := not long
 SYNCED := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)

@@ -10,7 +10,6 @@ import atexit
 import copy
 import os
 import pickle
-import platform
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -25,6 +24,7 @@ from lightning_piper.common.containers import container_like
 from lightning_piper.errors import PiperError
 from lightning_piper.processes.objects import of_outline, outlined
 from lightning_piper.runtime.groups import local_group
+from lightning_piper.runtime.same_machine.machine import machine
 
 T = TypeVar("T")
 RANK_ZERO = 0
@@ -178,11 +178,16 @@ class World:
         )
         return values if ranks is None else [values[members.index(rank)] for rank in ranks]
 
-    def on_this_machine(self) -> tuple[int, int]:
-        """Return this process's index among the processes of its machine, and their number. Collective."""
-        machines = self.gather(platform.node())
-        own = machines[self.rank]
-        return machines[: self.rank].count(own), machines.count(own)
+    def on_this_machine(self, share: object = None) -> tuple[int, int]:
+        """Return this process's index among the processes of its machine, and their number. Collective.
+
+        Args:
+            share: A part of the machine. Only processes with an equal value count (default: all processes of the
+                machine).
+        """
+        found = self.gather((machine(), share))
+        own = found[self.rank]
+        return found[: self.rank].count(own), found.count(own)
 
     def to_rank_zero(self, value: T) -> list[T] | None:
         """Return the values of all processes, by rank, on rank 0; None on the other ranks."""

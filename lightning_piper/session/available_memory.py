@@ -61,30 +61,38 @@ def check_room(compiled: Compiled, module: nn.Module, world: World, states: floa
 def lacks_memory(module: nn.Module, world: World) -> str | None:
     """Return which process does not have memory for the module's tensors whose values it does not have, and how
     much it needs; None if all processes have enough. Collective."""
-    _, processes = world.on_this_machine()
+    shares = _shares(world)
     missing = {id(x): x.numel() * x.dtype.itemsize for _, x in named_tensors(module) if x.is_meta}
     for rank, (needed, free) in enumerate(
-        world.gather((sum(missing.values()), _free(world.device, processes)))
+        world.gather((sum(missing.values()), _free(world.device, *shares)))
     ):
         if needed > free:
             return f"the whole module needs {size(needed)} more memory on rank {rank}, which has {size(free)} free"
     return None
 
 
-def _free(device: torch.device, processes: int) -> int:
+def _shares(world: World) -> tuple[int, int]:
+    """Return the number of processes on this machine, and the number of these that are in this container and
+    share its limit of memory. Collective."""
+    files = [limit.stat() for limit, _ in _CONTAINERS if limit.is_file()]
+    container = [(file.st_dev, file.st_ino) for file in files]
+    return world.on_this_machine()[1], world.on_this_machine(container)[1]
+
+
+def _free(device: torch.device, processes: int, contained: int) -> int:
     """Return the bytes that this process may still allocate: of its accelerator, or its share of the host's
-    memory that is available."""
+    memory that is available. The arguments are as for `_own`."""
     if device.type != "cpu":
         unused = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
         return torch.accelerator.get_memory_info(device)[0] + unused
     found = re.search(r"^MemAvailable:\s+(\d+) kB", _text(Path("/proc/meminfo")), re.MULTILINE)
     if found is None:  # a system without this file
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // processes
-    free = [int(found[1]) << 10]
+    free = [(int(found[1]) << 10) // processes]
     for limit, used in _CONTAINERS:
         most, now = _text(limit), _text(used)
-        free += [int(most) - int(now)] if most.isdecimal() and now.isdecimal() else []
-    return max(min(free) // processes, 0)
+        free += [(int(most) - int(now)) // contained] if most.isdecimal() and now.isdecimal() else []
+    return max(min(free), 0)
 
 
 def _text(file: Path) -> str:
@@ -97,11 +105,11 @@ def memory_of(module: nn.Module, world: World) -> int:
     The result is the memory of the smallest device, less the share `SPARED`. The smallest one counts because
     any device may be the fullest.
     """
-    _, processes = world.on_this_machine()
-    return min(world.gather(int(_own(module, world.device, processes) * (1 - SPARED))))
+    own = _own(module, world.device, *_shares(world))
+    return min(world.gather(int(own * (1 - SPARED))))
 
 
-def _own(module: nn.Module, device: torch.device, processes: int) -> int:
+def _own(module: nn.Module, device: torch.device, processes: int, contained: int) -> int:
     """Return the bytes that this process may use: the total memory of its accelerator, or its share of the
     host's memory. The limits of a container (cgroup) and of the address space can make this share smaller.
 
@@ -110,13 +118,14 @@ def _own(module: nn.Module, device: torch.device, processes: int) -> int:
             available, because the program uses these tensors.
         device: This process's device.
         processes: Number of processes that share the host.
+        contained: Number of these that share the limit of this process's container.
     """
     if device.type != "cpu":
         return torch.accelerator.get_memory_info(device)[1]
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // processes]
     for name, _ in _CONTAINERS:
         text = _text(name)
-        found += [int(text) // processes] if text.isdecimal() else []
+        found += [int(text) // contained] if text.isdecimal() else []
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
         # Address space that the interpreter and its libraries already take is not available for training.

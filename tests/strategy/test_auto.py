@@ -482,7 +482,7 @@ def measure_on_other_machines(rank: int) -> tuple[int | None, ...]:
     world = World(rank, 2, torch.device("cpu"), timeout=PATIENCE)
     batch, found = tuple(x[:4] for x in data().tensors), []
     for machine in ("one", f"of {rank}"):
-        with mock.patch("platform.node", return_value=machine):
+        with mock.patch("lightning_piper.processes.world.machine", return_value=machine):
             found.append(measured_together(net(), batch, world)[1].at_once)
     return tuple(found)
 
@@ -526,6 +526,22 @@ def measure_three(rank: int) -> list[int]:
 
 def test_three_processes_are_measured_with_other_defaults(tmp_path):
     assert launch(3, measure_three, tmp_path) == [[3]] * 3
+
+
+def memory_in_containers(rank: int, folder: str) -> tuple[int, ...]:
+    """The memory of each process in one container, and in containers of their own with the same limit."""
+    world, found = World(rank, 2, torch.device("cpu"), timeout=PATIENCE), []
+    for name in ("one", f"of {rank}"):
+        limit = Path(folder, name)
+        limit.write_text(str(1 << 28))
+        with mock.patch.object(available_memory, "_CONTAINERS", ((limit, limit),)):
+            found.append(memory_of(net(), world))
+    return tuple(found)
+
+
+def test_containers_of_one_machine_do_not_share_their_limits(tmp_path):
+    found = launch(2, memory_in_containers, tmp_path, str(tmp_path))
+    assert found == [(int((1 << 27) * 0.9), int((1 << 28) * 0.9))] * 2
 
 
 def memory_where_one_process_has_less(rank: int) -> tuple[int, int]:

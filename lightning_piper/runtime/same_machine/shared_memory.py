@@ -13,7 +13,6 @@ import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import cache
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_piper.errors import ExecutionError
 from lightning_piper.runtime.messages import Messages, PendingWork
+from lightning_piper.runtime.same_machine.machine import machine
 from lightning_piper.runtime.same_machine.pipes import MOST, Inbox, Outbox, pipes_for, writing_end
 from lightning_piper.runtime.same_machine.shared_blocks import NAME, NOTE, READERS, shared_blocks
 
@@ -190,8 +190,7 @@ def _address() -> list[int]:
 
 def _machine() -> int:
     """Return a number that identifies the machine and its PID namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-    names = f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+    names = f"{machine()} {os.stat('/proc/self/ns/pid').st_ino}"
     return int.from_bytes(hashlib.sha1(names.encode(), usedforsecurity=False).digest()[:7], "little")
 
 
