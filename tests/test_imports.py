@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import json
 import pickle
+import rlcompleter
 import subprocess
 import sys
 import threading
@@ -234,3 +235,10 @@ def test_threads_may_read_names_for_the_first_time_at_once(house: Path, lazy: bo
     for thread in threads:
         thread.join()
     assert set(found) == (set() if lazy else {"_DeadlockError"})
+
+
+def test_the_shell_completes_names_of_the_package() -> None:
+    completer = rlcompleter.Completer({"piper": piper})
+    assert completer.complete("piper.PiperStrat", 0) == "piper.PiperStrategy("
+    assert completer.complete("piper.sched", 0) == "piper.schedules"
+    assert completer.complete("piper.nothing", 0) is None

@@ -47,7 +47,9 @@ class _LazyName:
     def __init__(self, name: str, module: str) -> None:
         self._name, self._module = name, module
 
-    def __get__(self, package: ModuleType, owner: type) -> Any:
+    def __get__(self, package: ModuleType | None, owner: type) -> Any:
+        if package is None:  # a read from the class, as by the completion of names in Python's shell
+            return self
         values = vars(package)
         if self._name not in values:
             own = self._module == package.__name__
