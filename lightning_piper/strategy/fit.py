@@ -586,6 +586,7 @@ class Fit:
             if compare:
                 self._compare()  # compares the settings of the last step
             self._check.finish()
+            self.ownership.check_unwritten()  # after the last step
             if (told := self._variants.told()) is not None:
                 rank_zero_info(told)
             self.ownership.end()

@@ -113,6 +113,9 @@ def refusals(run: Run) -> dict[str, str]:
             for p in module.parameters():
                 p.clamp_(-0.1, 0.1)
 
+    class WritesAtTheEnd(L.Callback):
+        on_train_end = Writes.on_train_batch_end
+
     class Early(L.Callback):
         @torch.no_grad()
         def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
@@ -137,6 +140,7 @@ def refusals(run: Run) -> dict[str, str]:
         "replaced at the start": said(callbacks=[Replaces(0)]),
         "replaced later": said(callbacks=[Replaces(1)]),
         "in place": said(callbacks=[Writes()]),
+        "in place at the end": said(callbacks=[WritesAtTheEnd()]),
         "batch sizes": said(callbacks=[cb.BatchSizeFinder()], module=Sized()),
         "closure": said(module=Twice()),
         "together": said(module=Together()),

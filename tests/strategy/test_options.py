@@ -150,11 +150,12 @@ def test_refusals(program, what, words, ranks):
 
 
 @EACH
-def test_parameters_in_pieces_changed_in_place(program, ranks):
+@pytest.mark.parametrize("what", ["in place", "in place at the end"])
+def test_parameters_in_pieces_changed_in_place(program, what, ranks):
     """A process that has a parameter whole may change it; pieces would not follow."""
     words = "^nothing$" if program == "PP2" else "parameter 'first.0.weight' was changed in place"
     for found in ranks(program):
-        assert re.search(words, found["refusals"]["in place"])
+        assert re.search(words, found["refusals"][what])
 
 
 class Validated(MLP):
