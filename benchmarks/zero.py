@@ -8,7 +8,7 @@ bytes, from before the model is built. On two processes, sequences are so short 
 and the table also has the expected memory (`expected`). On four processes, sequences are the same as for
 time.
 
-    python benchmarks/zero.py [--steps 12] [--group two|found|muon|four] [--only time|memory]
+    python benchmarks/zero.py [--steps 12] [--group two|found|muon|link|four] [--only time|memory]
 
 | ours | peer | what both do |
 |---|---|---|
@@ -22,6 +22,8 @@ layer (group `found`) |
 all other parameters. Ours divides the matrices over the processes (group `muon`) |
 | Muon, overlapped | DDP with torch's Muon in every process | as "Muon, by owners". Ours orthogonalizes during the
 backward pass |
+| the same over a link of 1 Gbit/s (group `link`) | DDP over this link | messages arrive late and use no CPU time
+meanwhile (`_link.py`) |
 | 1F1B x ZeRO-3 | Schedule1F1B over such FSDP2 stages | on four processes |
 """
 
@@ -37,6 +39,7 @@ import torch
 import torch.distributed as dist
 from _compared import Step, run
 from _gpt import Config, Module, Plain, batch, loss_of, stages
+from _link import Link, LinkTransport, ddp_hook
 from _memory import MB
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -83,10 +86,14 @@ class MuonAndAdamW:
 
 
 def ours(
-    *levels: Mapping[str, Any], pipeline: bool = False, plain: bool = False, update: Any = torch.optim.AdamW
+    *levels: Mapping[str, Any],
+    pipeline: bool = False,
+    plain: bool = False,
+    update: Any = torch.optim.AdamW,
+    bandwidth: float | None = None,
 ) -> Callable[[Config, int, int], Step]:
     """Return a builder of our system. `levels` are the fields of its `replicate` directives. With `plain`, the model
-    has no annotations. `update` makes the optimizer."""
+    has no annotations. `update` makes the optimizer. `bandwidth` is in bytes a second (default: as the machine)."""
 
     def build(c: Config, rank: int, world: int) -> Step:
         module = Plain(c) if plain else Module(c, layers=True)
@@ -120,7 +127,8 @@ def ours(
         for name, param in params.items():
             if name not in owned:
                 param.data = torch.empty(0)
-        transport = ProcessTransport(compiled.plans, ranks=range(world), device=CPU)
+        connect = ProcessTransport if bandwidth is None else partial(LinkTransport, link=Link(bandwidth))
+        transport = connect(compiled.plans, ranks=range(world), device=CPU)
         trained = {**owned, **{name: nn.Parameter(x) for name, x in pieces.items()}}
         optimizer = update(trained.values(), lr=1e-3)
         early = optimizer.early if any(level.get("overlap_update") for level in levels) else None
@@ -154,12 +162,16 @@ def _layers(model: nn.Module, mesh: Any, keep: bool) -> nn.Module:
     return fully_shard(model, mesh=mesh, reshard_after_forward=not keep)
 
 
-def torch_dp(kind: str, update: Any = torch.optim.AdamW) -> Callable[[Config, int, int], Step]:
+def torch_dp(
+    kind: str, update: Any = torch.optim.AdamW, bandwidth: float | None = None
+) -> Callable[[Config, int, int], Step]:
     def build(c: Config, rank: int, world: int) -> Step:
         model: Any = nn.Sequential(*stages(c))
         last: Callable[[bool], Any] = lambda now: contextlib.nullcontext()  # noqa: E731
         if kind in ("ddp", "zero1"):
             model = DistributedDataParallel(model)
+            if bandwidth is not None:
+                model.register_comm_hook(None, ddp_hook(Link(bandwidth)))
             last = lambda now: contextlib.nullcontext() if now else model.no_sync()  # noqa: E731
         else:
             _layers(model, dist.init_device_mesh("cpu", (world,)), kind == "fsdp kept")
@@ -247,6 +259,13 @@ MUON = {
     "Muon in every process": (ours(ZERO[0], plain=True, update=MuonAndAdamW), "torch DDP, Muon"),
     "torch DDP, Muon": (torch_dp("ddp", MuonAndAdamW), ""),
 }
+LINK = 125e6  # bytes a second: Ethernet of 1 Gbit/s
+over_link = partial(ours, plain=True, update=MuonAndAdamW, bandwidth=LINK)
+MUON_OVER_LINK = {
+    "Muon, overlapped": (over_link(*OVERLAPPED), "torch DDP, Muon"),
+    "Muon, by owners": (over_link(*OWNERS), "torch DDP, Muon"),
+    "torch DDP, Muon": (torch_dp("ddp", MuonAndAdamW, LINK), ""),
+}
 FOUR = {
     "1F1B x DP": (ours(ZERO[0], pipeline=True), ""), "1F1B x ZeRO-3": (ours(ZERO[3], pipeline=True), "torch 1F1B, FSDP2 freed"),
     "torch 1F1B, FSDP2 freed": (torch_pp(False), ""), "torch 1F1B, FSDP2 kept": (torch_pp(True), ""),
@@ -255,6 +274,7 @@ GROUPS: dict[str, tuple[int, dict[str, Any]]] = {
     "two": (2, TWO),
     "found": (2, FOUND),
     "muon": (2, MUON),
+    "link": (2, MUON_OVER_LINK),
     "four": (4, FOUR),
 }
 SHARDED = ("DP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "DP, blocks found", "ZeRO-3, blocks found")

@@ -78,6 +78,7 @@ def trained(
     steps: int = 3,
     widths: tuple[int, ...] = (16, 24, 16),
     accumulate: str = "batches",
+    verify: str = "static",
     callbacks: list[Any] | None = None,
     **options: Any,
 ) -> dict[str, Tensor]:
@@ -87,7 +88,7 @@ def trained(
     change(module)
     strategy: Any = "auto"
     if program is not None:
-        strategy = piper.PiperStrategy(program, transport=transport, accumulate=accumulate)  # type: ignore[arg-type]
+        strategy = piper.PiperStrategy(program, transport=transport, accumulate=accumulate, verify=verify)  # type: ignore[arg-type]
     run, _ = trainer(strategy, callbacks or [], max_steps=steps, **{**EXACT, **options})
     run.fit(module, Batches(batches(steps * options.get("accumulate_grad_batches", 1))))
     return values(module)
@@ -133,6 +134,35 @@ def test_learning_rates_of_a_schedule_are_those_of_the_step() -> None:
     found, applied = both(change=with_schedule)
     assert applied == Applied(ALL, 0)
     assert distance(constant, found) > 1e-4
+
+
+@pytest.mark.parametrize("verify", ["determinism", "first_batch"])
+def test_steps_that_run_several_times_update_once(verify: str) -> None:
+    one = trained(None)
+    with counting() as applied:
+        assert distance(one, trained(overlapped(), verify=verify)) < ROUNDING
+    assert applied == Applied(ALL, 0)
+
+
+def test_a_step_that_is_not_finished_changes_nothing() -> None:
+    """A gradient of the second batch is NaN: parameters and states keep the values of the first update."""
+    modules: list[Any] = []
+
+    def poisoned(module: Any) -> None:
+        modules.append(module)
+        module.on_before_zero_grad = lambda optimizer: poison(module) if module.global_step == 1 else None
+
+    def poison(module: Any) -> None:
+        def hook(grad: Tensor) -> None:
+            grad.fill_(float("nan"))
+
+        module.poison = module.head.weight.register_hook(hook)
+
+    one = trained(None, steps=1)
+    with pytest.raises(piper.PiperError, match="NaN"):
+        trained(overlapped(), poisoned)
+    (module,) = modules
+    assert distance(one, values(module)) < ROUNDING
 
 
 def with_hook_between(work: Callable[[Any], None]) -> Callable[[Any], None]:
