@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from lightning_piper.common.limits import kind_of
@@ -43,6 +44,8 @@ def mean(values: torch.Tensor, count: torch.Tensor | float) -> torch.Tensor:
     Raises:
         CaptureError: The count is neither a number nor a tensor with one element.
     """
+    if isinstance(count, np.generic):
+        count = count.item()
     if not isinstance(count, torch.Tensor):
         if not isinstance(count, int | float):
             raise CaptureError(

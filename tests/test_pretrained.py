@@ -246,6 +246,16 @@ def test_damaged_files_and_folders_are_refused(tmp_path):
         read("llama", tmp_path)
     with pytest.raises(PiperError, match="LlamaConfig does not have nonsense"):
         read("llama", tmp_path, nonsense=1)
+    transformers = pytest.importorskip("transformers")
+    config = json.loads((tmp_path / "config.json").read_text())
+    code = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **code}))
+    with pytest.raises(
+        PiperError, match=r"needs Python code from its folder.* instead of AutoModelForCausalLM"
+    ):
+        piper.from_pretrained(transformers.AutoModelForCausalLM, tmp_path)
+    with pytest.raises(PiperError, match=r"has neither model\.safetensors nor"):
+        piper.from_pretrained(transformers.LlamaForCausalLM, tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(PiperError, match=r"transformers cannot read .*config\.json.*\[PIPER-K008\]"):
         read("llama", tmp_path)

@@ -55,7 +55,7 @@ def read_distributed(path: Path, weights_only: bool = True) -> dict[str, Any]:
     name = next((name for name in _MODULE if name in saved), None)
     if name is None:
         raise PiperError(
-            f"{path} has {', '.join(map(repr, sorted(saved)))}, but not the module ('model' or 'state_dict'). "
+            f"{path} has {', '.join(map(repr, sorted(saved))) or 'no tensors'}, but not the module ('model' or 'state_dict'). "
             "Give a folder that FSDPStrategy or ModelParallelStrategy has saved [PIPER-K002]"
         )
     optimizers = [f"optimizer_{i}" for i in range(sum(key.startswith("optimizer_") for key in saved))]
@@ -86,6 +86,11 @@ def _unreadable(path: Path, error: BaseException, weights_only: bool) -> PiperEr
         return PiperError(
             f"{path} has an object that cannot be read: {error}. Convert it in a script whose classes are the classes "
             "of the training [PIPER-K007]"
+        )
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        return PiperError(
+            f"{path} cannot be read, because this process has too little memory for its tensors. Read it on a machine with "
+            "more memory [PIPER-K002]"
         )
     # Around this line, torch recommends weights_only=False, which does not help.
     cause = str(error).split("WeightsUnpickler error:")[-1].strip().partition("\n")[0].rstrip(".")

@@ -132,11 +132,12 @@ class TensorBinding:
             if found is None or isinstance(tensor, nn.Parameter):
                 kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
                 what, values = "removed" if found is None else "replaced", ""
-                if found is not None:
-                    values = ". To change only its values, " + (
-                        "change the shards of this process: the parameters in trainer.optimizers[0].param_groups"
-                        if self._is_sharded(name)
-                        else "change it in place under torch.no_grad()"
+                if found is not None and not self._is_sharded(name):
+                    values = ". To change only its values, change it in place under torch.no_grad()"
+                elif found is not None and tensor.requires_grad:
+                    values = (
+                        ". To change only its values, change the shards of this process: the parameters in "
+                        "trainer.optimizers[0].param_groups"
                     )
                 raise CaptureError(
                     f"PiperStrategy: {kind} {name!r} was {what} after the first batch, such as by pruning, a "

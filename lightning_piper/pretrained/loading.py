@@ -191,9 +191,15 @@ def _configuration(model_class: Any, folder: Path, options: dict[str, Any]) -> A
     try:
         config, unused = config_class.from_pretrained(folder, return_unused_kwargs=True, **options)
     except (OSError, ValueError) as error:  # the file is damaged, or names an unknown kind of model
+        if "trust_remote_code" in str(error):
+            raise PiperError(
+                f"piper.from_pretrained: the model in {folder} needs Python code from its folder, which Piper does not run. "
+                f"Import the class of the model, and give it instead of {model_class.__name__} [PIPER-K008]"
+            ) from error
+        cause = " ".join(str(error).split()).rstrip(".")
         raise PiperError(
-            f"piper.from_pretrained: transformers cannot read {folder / 'config.json'}: {str(error).rstrip('.')}. Give a "
-            "folder that transformers.AutoConfig.from_pretrained can read [PIPER-K008]"
+            f"piper.from_pretrained: transformers cannot read {folder / 'config.json'}: {cause}. Give a folder that "
+            "transformers.AutoConfig.from_pretrained can read [PIPER-K008]"
         ) from error
     if unused:
         raise PiperError(

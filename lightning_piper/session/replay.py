@@ -64,14 +64,13 @@ class Given:
                 f"self.{self._calls[i].metric} returned {_shown(self.values[i])}" for i in sorted(what.calls)
             )
             wanted = (
-                "".join(f"[{key!r}]" for key in what.keys)
+                f"uses {''.join(f'[{key!r}]' for key in what.keys)} of it"
                 if isinstance(what, MetricResult)
-                else f"a number ({what})"
+                else "calculates with an entry of it"
             )
-            several = any(isinstance(self.values[i], dict) for i in what.calls)
-            fix = "Log all of its entries at once (self.log_dict)" if several else "Use the whole result"
             raise PiperError(
-                f"{found}, but the step uses {wanted} of it ({type(error).__name__}: {error}). {fix} [PIPER-C008]"
+                f"{found}, but the step {wanted} ({type(error).__name__}: {error}). Use an entry that the result has"
+                " [PIPER-C008]"
             ) from error
 
     def keep(self, call: MetricCall, value: Any) -> None:

@@ -352,7 +352,13 @@ def warn_of_checkpointing(compiled: Compiled, module: nn.Module, world: World) -
     step. Do not warn if the program has a `Recompute`."""
     parts = module.named_modules()
     found = next(
-        (name for name, part in parts if getattr(part, "gradient_checkpointing", False) is True), None
+        (
+            name
+            for name, part in parts
+            if getattr(part, "gradient_checkpointing", False) is True
+            and hasattr(part, "gradient_checkpointing_disable")
+        ),
+        None,
     )
     if found is None or compiled.step.executed:
         return

@@ -216,7 +216,7 @@ class Averages:
                     f"PiperStrategy: {type(callback).__name__} does not average each element of the "
                     "parameters independently, but each process holds only a part of the parameters (stages "
                     "or shards). Give it an avg_fn that works element by element, such as "
-                    "torch.optim.swa_utils.get_ema_avg_fn() [PIPER-S002]"
+                    "torch.optim.swa_utils.get_ema_avg_fn(), and no multi_avg_fn [PIPER-S002]"
                 )
             prefix = f"averages.{number}"
             self._copies[prefix] = found = Copy(module, own, functools.partial(self._refer, prefix))

@@ -129,8 +129,8 @@ class SpikeRecorder(pl.Callback):
             torch.save(move_data_to_device(spike, torch.device("cpu")), content := io.BytesIO())
         except (RuntimeError, TypeError, AttributeError, pickle.PicklingError) as error:
             warnings.warn(
-                f"SpikeRecorder could not save the batch: {error}. Return only data that torch.save can write "
-                "from the collate function [PIPER-W030]",
+                f"SpikeRecorder could not save the batch: {error}. In the collate function, return only data that "
+                "torch.save can write [PIPER-W030]",
                 stacklevel=2,
             )
             return

@@ -337,9 +337,17 @@ def log_a_median(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) 
     self.log("key", loss, reduce_fx=torch.median)  # here
 
 
+def log_an_array_mean(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    self.log("key", loss, reduce_fx=np.mean)  # here
+
+
 @pytest.mark.parametrize(
     ("end", "says"),
     [
+        (
+            log_an_array_mean,
+            "reduced by reduce_fx=numpy.mean cannot be merged over microbatches. Give one of 'mean'",
+        ),
         (
             log_a_metric,
             "a MeanMetric cannot be logged inside a captured step. Log a tensor, a number, or a metric "

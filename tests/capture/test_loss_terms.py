@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -677,6 +678,7 @@ def test_a_count_is_one_number() -> None:
         CaptureError, match=r"piper.mean: count has shape \(3,\). Give a single number, such as mask.sum\(\)"
     ):
         piper.mean(torch.ones(3), torch.ones(3))
+    assert piper.mean(torch.ones(4), np.ones((2, 4), dtype=bool).sum()) == 0.5
     with pytest.raises(CaptureError, match=r"piper\.mean: count is a str"):
         piper.mean(torch.ones(3), "3")  # type: ignore[arg-type]
     assert float(piper.mean(torch.ones(3), torch.tensor(2))) == 1.5 == float(piper.mean(torch.ones(3), 2))

@@ -173,6 +173,11 @@ def test_own_classes_and_damage_have_their_own_messages(tmp_path):
         with pytest.raises(piper.PiperError, match=r"missing or damaged: .*another checkpoint \[PIPER-K002"):
             consolidate(source, tmp_path / "plain.ckpt")
     torch.save({}, source / "meta.pt")
+    with (
+        mock.patch.object(dcp, "load", side_effect=RuntimeError("can't allocate memory: 8 bytes")),
+        pytest.raises(piper.PiperError, match=r"too little memory for its tensors"),
+    ):
+        consolidate(source, tmp_path / "plain.ckpt", weights_only=False)
     file = source / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     with pytest.raises(piper.PiperError, match=r"missing or damaged: \w+Error.*PIPER-K002") as caught:

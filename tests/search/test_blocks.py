@@ -19,7 +19,7 @@ from lightning_piper.ir.values import Kind
 from lightning_piper.search import proposal
 from lightning_piper.search.costs.analytic_costs import analytic
 from lightning_piper.search.costs.blocks import BlockCut, blocks_of
-from lightning_piper.search.costs.chain import shortened
+from lightning_piper.search.costs.chain import copy_of, shortened
 from lightning_piper.search.costs.microbatch_check import meets
 from lightning_piper.search.program_writer import Written
 from lightning_piper.search.space import Space
@@ -245,6 +245,14 @@ def test_a_module_that_cannot_be_copied() -> None:
         CaptureError, match=r"Module cannot be copied .TypeError: cannot pickle 'generator' object"
     ):
         blocks_of(module, batch)
+    module, batch = gpt(2)
+    module.head = torch.nn.utils.weight_norm(nn.Linear(4, 4))  # type: ignore[assignment]
+    with pytest.raises(
+        CaptureError, match=r"because head.weight is a tensor that an operation has made.*parametrizations"
+    ):
+        copy_of(module)
+    module.head = torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))  # type: ignore[assignment]
+    copy_of(module)
 
 
 class Apart(L.LightningModule):

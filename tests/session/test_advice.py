@@ -86,6 +86,9 @@ def test_checkpointing_of_the_model_itself_is_warned_of() -> None:
     assert not texts
     module.norm.gradient_checkpointing = True  # type: ignore[assignment]
     warn_of_checkpointing(compiled(nn.Identity()), module, world)
+    assert not texts, "a module without the method that the warning names"
+    module.norm.gradient_checkpointing_disable = print  # type: ignore[assignment]
+    warn_of_checkpointing(compiled(nn.Identity()), module, world)
     assert len(texts) == 1 and texts[0].startswith(
         "norm has gradient checkpointing on, which saves no memory"
     )

@@ -198,6 +198,7 @@ def test_what_a_call_does_not_give_is_named():
         given(MetricResult(0, ("b",)))
     with pytest.raises(
         PiperError,
-        match=r"self.some returned a dict of 'a', 'b_0', but the step uses a number .* of it \(TypeError",
+        match=r"self.some returned a dict of 'a', 'b_0', but the step calculates with an entry of it \(TypeError",
     ):
         given(Derived("add", operator.add, (MetricResult(0), 1)))
+    assert given(Derived("add", operator.add, (MetricResult(0, ("a",)), 1))) == 2

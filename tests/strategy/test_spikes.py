@@ -150,7 +150,7 @@ def test_a_full_disk_warns(tmp_path):
 def test_a_batch_that_torch_cannot_save_warns(tmp_path, extra):
     data = [{**batch, "extra": extra} for batch in batches()]
     with pytest.warns(
-        UserWarning, match=r"could not save the batch: .*from the collate function \[PIPER-W030"
+        UserWarning, match=r"could not save the batch: .*In the collate function, .*\[PIPER-W030"
     ):
         record, _ = run(tmp_path, data, strategies()["uncaptured"])
     assert found(tmp_path) == {} and len(record.losses) == len(data)

@@ -184,6 +184,10 @@ def test_without_the_replacement_of_type_the_class_of_a_proxy_differs(name: str)
 
 REFUSED: dict[str, tuple[Callable[[Any], float], str]] = {
     "call": (lambda t: t.own(), r"calls self.trainer.own\(\)"),
+    "exchange": (
+        lambda t: t.strategy.reduce(0.5),
+        r"calls self.trainer.strategy.reduce\(\).*joins the samples of all processes, remove it",
+    ),
     "operator": (lambda t: t.own @ 0.5, "uses __matmul__ of self.trainer.own"),
     "copy": (lambda t: copy.copy(t.own)._step, "uses a copy of self.trainer.own"),
     "a tensor's method": (

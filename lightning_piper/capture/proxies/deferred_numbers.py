@@ -213,8 +213,8 @@ def text_of_value() -> str:
         return LATER
     raise CaptureError(
         f"{user_line()}: this line makes a text of the value of a tensor (str(), an f-string), but tensors have no "
-        "values while the step is captured. Print or log the text in the same function (print, self.print, logging)"
-        " and use it for nothing else. Make any other text in a hook, such as on_train_batch_end [PIPER-C001]"
+        "values while the step is captured. To see the value, log it with self.log. To do something else with the "
+        "text, make it in a hook, such as on_train_batch_end [PIPER-C001]"
     )
 
 

@@ -23,6 +23,7 @@ from lightning_piper.errors import CaptureError
 
 # Names of methods that only read.
 READING = frozenset({"get", "keys", "values", "items", "copy", "get_last_lr", "state_dict", "index", "count"})
+_JOINING = frozenset({"all_gather", "broadcast", "reduce"})  # methods of a strategy whose results steps use
 _VIEWS: Any = (type({}.values()), type({}.items()))
 _PLAIN = (type(None), bool, str, bytes, torch.dtype, torch.device, enum.Enum, PurePath, type, slice, range)
 
@@ -124,7 +125,14 @@ class ObjectReads:
         function raises a `CaptureError` unless the method's name is in `READING`."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if where.rpartition(".")[2] not in READING:
+            name = where.rpartition(".")[2]
+            if name in _JOINING:
+                advice = "If the call joins the samples of all processes, remove it: the step computes from the whole batch"
+                self.refuse(
+                    f"calls {where}()",
+                    f"{advice}. Otherwise, make it in a hook, such as on_train_batch_start",
+                )
+            if name not in READING:
                 self.refuse(f"calls {where}()")
             given = ", ".join([*map(repr, args), *(f"{k}={v!r}" for k, v in kwargs.items())])
             return self.take(lambda: get()(*args, **kwargs), f"{where}({given})")
@@ -164,11 +172,11 @@ class ObjectReads:
         self._check(f"{self.where}[{key!r}]")
         return bool(self.ask(f"{key!r} in", lambda value: key in value))
 
-    def refuse(self, action: str) -> NoReturn:
+    def refuse(self, action: str, advice: str = "Do it in a hook, such as on_train_batch_end") -> NoReturn:
         """Raise the error for an action that a captured step cannot repeat, such as "sets self.trainer.x"."""
         raise CaptureError(
             f"{user_line()}: {self._step} {action}. A captured step would do this only once, while Piper "
-            "captures it. Do it in a hook, such as on_train_batch_end [PIPER-C003]"
+            f"captures it. {advice} [PIPER-C003]"
         )
 
     def refuse_operation(self, name: str) -> NoReturn:

@@ -407,10 +407,9 @@ class TracedStep(nn.Module):
         function = kwargs.pop("reduce_fx", "mean")
         reduce = REDUCTIONS.get(getattr(function, "__wrapped__", function))
         if reduce is None:
-            function = getattr(call["reduce_fx"], "__name__", repr(call["reduce_fx"]))
             raise CaptureError(
-                f"{user_line()}: self.log({name!r}): values reduced by reduce_fx={function} cannot be merged "
-                "over microbatches. Give one of 'mean', 'sum', 'max' and 'min' [PIPER-C007]"
+                f"{user_line()}: self.log({name!r}): values reduced by reduce_fx={shown_function(call['reduce_fx'])} "
+                "cannot be merged over microbatches. Give one of 'mean', 'sum', 'max' and 'min' [PIPER-C007]"
             )
         self._check_name(name)
         if type(value) is DataDependentTensor:
@@ -451,6 +450,12 @@ class TracedStep(nn.Module):
                 f"{user_line()}: self.log({name!r}) is called twice in one step. Give each call its own name"
                 " [PIPER-C007]"
             )
+
+
+def shown_function(function: Any) -> str:
+    """Return a function for a message: its name, with its module if the function has one."""
+    module, name = getattr(function, "__module__", None), getattr(function, "__name__", repr(function))
+    return f"{module}.{name}" if module and name != "<lambda>" else name
 
 
 def _visible(log: Logged, kind: str, step: str) -> set[str]:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_piper.annotate import repeated_blocks
@@ -128,10 +129,28 @@ def copy_of(module: nn.Module) -> nn.Module:
         ) from error
     except Exception as error:
         found = f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error})"
+        if (computed := _computed_tensor(module)) is not None:
+            raise CaptureError(
+                f"{found}, because {computed} is a tensor that an operation has made, as torch.nn.utils.weight_norm does. "
+                "Make it in the step, or use torch.nn.utils.parametrizations.weight_norm [PIPER-C024]"
+            ) from error
         raise CaptureError(
             f"{found}, and Piper cuts a copy into stages. Hold the attribute that cannot be copied in an object whose "
             "class defines __deepcopy__ [PIPER-C024]"
         ) from error
+
+
+def _computed_tensor(module: nn.Module) -> str | None:
+    """Return the name of an attribute that is a tensor with a history of gradients, which Python cannot copy."""
+    return next(
+        (
+            f"{name}.{attribute}".removeprefix(".")
+            for name, part in module.named_modules()
+            for attribute, value in vars(part).items()
+            if isinstance(value, torch.Tensor) and not value.is_leaf
+        ),
+        None,
+    )
 
 
 def shortened(module: nn.Module) -> Shortened:

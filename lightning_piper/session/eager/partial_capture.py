@@ -16,7 +16,7 @@ from torch import nn
 from lightning_piper.capture import BatchSpec, History, PartlyCaptured
 from lightning_piper.capture.eager.eager_reference import merged
 from lightning_piper.capture.eager.eager_remainder import RemainderLog
-from lightning_piper.capture.tracing.step_trace import REDUCTIONS
+from lightning_piper.capture.tracing.step_trace import REDUCTIONS, shown_function
 from lightning_piper.common.containers import container_like
 from lightning_piper.compiler import Compiled, compile_step
 from lightning_piper.directives.replicate import shards_of
@@ -185,7 +185,7 @@ def _logged(logs: Sequence[RemainderLog]) -> Iterator[tuple[str, Any, Mapping[st
         how = REDUCTIONS.get(getattr(function, "__wrapped__", function))
         if how is None:
             raise PiperError(
-                f"self.log({name!r}): values reduced by reduce_fx={getattr(function, '__name__', function)} "
+                f"self.log({name!r}): values reduced by reduce_fx={shown_function(function)} "
                 "cannot be merged over microbatches. Give one of 'mean', 'sum', 'max' and 'min' [PIPER-C007]"
             )
         samples = torch.tensor([float(log.samples) for log in found], dtype=torch.float64)
