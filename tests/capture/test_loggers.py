@@ -1,9 +1,11 @@
-"""A step that calls a logger is not captured, because a captured step would call it only during the capture."""
+"""A step that calls a logger or a tracker is not captured, because it would call it only during the capture."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -14,6 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_piper as piper
+from lightning_piper.capture import capture
+from lightning_piper.errors import CaptureError
 
 
 class Calls(L.LightningModule):
@@ -87,3 +91,52 @@ def test_a_step_that_reads_from_a_logger_is_captured(tmp_path: Path) -> None:
     """The negative control: the name and the folder of a logger are values like others of the Trainer."""
     plain = lines(reads, tmp_path / "run", "auto")
     assert lines(reads, tmp_path / "run", piper.PiperStrategy(transport="local", capture="always")) == plain
+
+
+class Run:
+    """Like a run of wandb."""
+
+    def __init__(self) -> None:
+        self.records: list[Any] = []
+
+    def log(self, record: dict[str, float]) -> None:
+        self.records.append(record)
+
+
+def step_that(call: Callable[[], object]) -> Any:
+    module = Calls(lambda module, index, loss: None)
+    module.call = lambda module, index, loss: call()
+    return capture(module, [torch.ones(4, 3)]).at(4)
+
+
+def test_a_step_that_writes_a_summary_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(tmp_path)
+    with pytest.raises(CaptureError, match=r"calls torch.utils.tensorboard.SummaryWriter.add_scalar\(\)"):
+        step_that(lambda: writer.add_scalar("loss", 1.0))
+    assert step_that(writer.get_logdir).regions
+    writer.add_scalar("loss", 1.0)  # outside of a capture
+    writer.close()
+
+
+def test_a_step_that_sends_records_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, wandb, mlflow = Run(), ModuleType("wandb"), ModuleType("mlflow")
+    vars(wandb).update(Run=Run, log=run.log, config=SimpleNamespace(rate=1.0))
+    vars(mlflow).update(log_metric=lambda name, value: run.records.append(name))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    calls: dict[str, Callable[[], object]] = {
+        "wandb.log": lambda: wandb.log({"loss": 1.0}),
+        "wandb.Run.log": lambda: run.log({"loss": 1.0}),
+        "mlflow.log_metric": lambda: mlflow.log_metric("loss", 1.0),
+    }
+    for name, call in calls.items():
+        with pytest.raises(CaptureError, match=rf"calls {name}\(\).*PIPER-C003"):
+            step_that(call)
+    assert not run.records
+    assert step_that(lambda: wandb.config.rate).regions
+    for call in calls.values():  # outside of a capture
+        call()
+    assert len(run.records) == 3

@@ -39,6 +39,7 @@ from lightning_piper.capture.python_state.state_protection import RefusalMode, c
 from lightning_piper.capture.python_state.state_recorder import StateRecorder
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.capture.user_code.opened_files import refusing_opened_files
+from lightning_piper.capture.user_code.trackers import refusing_trackers
 from lightning_piper.common.user_lines import shown_line
 from lightning_piper.errors import CaptureError
 
@@ -270,6 +271,7 @@ class StateReads:
         with (
             RefusalMode(module, step),
             refusing_opened_files(step),
+            refusing_trackers(step),
             self.inputs.tracing(numbers),
             deferred,
             self._recorder.watching(),
