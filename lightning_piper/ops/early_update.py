@@ -67,6 +67,13 @@ class EarlyUpdateInstruction(Instruction):
     bucket: Bucket
     shard: int
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the new values and of the copied gradients, which stay until the optimizer's step. New states of
+        the optimizer do not count."""
+        specs = dict(zip(self.bucket.names, self.bucket.tensors, strict=True))
+        return 2 * sum(specs[name].nbytes for name, *_ in self.bucket.local_shards(self.shard))
+
     def details(self) -> list[str]:
         own = (name for name, *_ in self.bucket.local_shards(self.shard))
         return [*super().details(), "of", ",".join(own) or "nothing"]

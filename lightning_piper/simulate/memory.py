@@ -13,8 +13,8 @@ the pass frees before the peak, and outputs that it makes later. Memory that onl
 addition.
 
 The kinds of values are `activations` (values that passes exchange or save for backward), `gradients`,
-`gathered` (parameters gathered from shards), `workspace`, `other` (metrics, new values of buffers) and
-`host`. Values of kind `host` lie in host memory and are counted separately.
+`gathered` (parameters gathered from shards), `workspace`, `other` (metrics, new values of buffers and of
+parameters) and `host`. Values of kind `host` lie in host memory and are counted separately.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from lightning_piper.plan.instructions import (
     AllGatherInstruction,
     AllReduceInstruction,
     Deliver,
+    EarlyUpdateInstruction,
     HostCopy,
     Instruction,
     ReduceScatterInstruction,
@@ -154,6 +155,8 @@ class _Account:
                 self._come(storages, start)
                 if (part := self._held[slot].part) is not None:
                     self.kept.append((start, 1, part))
+        if isinstance(instruction, EarlyUpdateInstruction):
+            self.changes.append((start, instruction.nbytes, "other"))
         # The bucket stays until the reduce-scatter is complete, also if its slot is freed before.
         if isinstance(instruction, ReduceScatterInstruction):
             bucket = self._summed[instruction.into] = self._held[instruction.reads[0].slot].storages

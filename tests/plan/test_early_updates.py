@@ -229,3 +229,18 @@ def test_an_update_takes_time_only_with_an_entry() -> None:
     assert len({simulate(each.dag, each.plans).step_time for each in (plain, overlapped)}) == 1
     with pytest.raises(SimulationError, match="operation 'early_updates' is unknown"):
         simulate(overlapped.dag, overlapped.plans, {"F": 1, "B": 2, "early_updates": 1})
+
+
+def test_the_copies_of_early_updates_count_as_memory() -> None:
+    """Until the end of the step, an owner has the new values and the gradients of its parameters twice."""
+    found, plain = (compiled(2, 1, overlap) for overlap in (True, False))
+    copies = {
+        device: sum(x.nbytes for x in plan.instructions if isinstance(x, EarlyUpdateInstruction))
+        for device, plan in found.plans.items()
+    }
+    assert sum(copies.values()) == 2 * 4 * LAYERS * (8 * 16 + 16 + 16 * 8 + 8 + 8 + 8)
+    for device, nbytes in copies.items():
+        with_copies, without = (
+            simulate(each.dag, each.plans).devices[device].memory[-1][1] for each in (found, plain)
+        )
+        assert with_copies == without + nbytes
