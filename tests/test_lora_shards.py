@@ -16,6 +16,7 @@ import lightning_piper as piper
 from lightning_piper.ir.values import Kind, Partial, Sharded
 from lightning_piper.ops.communication.redistribute import Redistribute
 from tests.peft_models import fitted
+from tests.strategy.fitting import QUIET, Counted
 
 pytest.importorskip("peft")
 
@@ -24,9 +25,9 @@ TARGETS = ("c_attn", "c_proj", "c_fc")
 
 
 class Decoder(L.LightningModule):
-    """A GPT-2 in float64 with LoRA layers of this rank. Rank 0: without adapters."""
+    """A GPT-2 in float64 with LoRA layers of this rank, or with DoRA layers. Rank 0: without adapters."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, dora: bool = False) -> None:
         super().__init__()
         from peft import LoraConfig, get_peft_model
         from transformers import GPT2Config, GPT2LMHeadModel
@@ -43,7 +44,11 @@ class Decoder(L.LightningModule):
         base: Any = GPT2LMHeadModel(GPT2Config(**sizes, **none, attn_pdrop=0.0)).double()
         if rank:
             adapters = LoraConfig(
-                task_type="CAUSAL_LM", r=rank, target_modules=list(TARGETS), fan_in_fan_out=True
+                task_type="CAUSAL_LM",
+                r=rank,
+                target_modules=list(TARGETS),
+                fan_in_fan_out=True,
+                use_dora=dora,
             )
             base = get_peft_model(base, adapters).double()
             for name, x in base.named_parameters():  # so that gradients reach both matrices
@@ -59,9 +64,9 @@ class Decoder(L.LightningModule):
         return torch.optim.SGD([x for x in self.parameters() if x.requires_grad], lr=0.1)
 
 
-def shards(rank: int, **options: Any) -> dict[str, Any]:
+def shards(rank: int, dora: bool = False) -> dict[str, Any]:
     """Return the shards that the search finds, by the last parts of the names."""
-    *_, found = piper.tensor_parallel(Decoder(rank), torch.randint(32, (4, 8)), 2, **options)
+    *_, found = piper.tensor_parallel(Decoder(rank, dora), torch.randint(32, (4, 8)), 2)
     assert isinstance(found, piper.ShardWeights) and found.params is not None
     return {name.partition("transformer.")[2].replace("default.", ""): x for name, x in found.params.items()}
 
@@ -91,6 +96,12 @@ def test_a_wide_adapter_is_sharded_along_its_rank():
     assert found["h.*.attn.c_attn.base_layer.weight"] == (1, 3)
 
 
+def test_magnitudes_follow_their_base_weight():
+    """The norms of DoRA are computed from shards. And the control: an adapter along its rank needs whole base weights."""
+    assert shards(NARROW, dora=True) == shards(NARROW)
+    assert not any("base_layer" in name for name in shards(WIDE, dora=True))
+
+
 def scattered(rank: int) -> int:
     """Return the number of partial sums that the forward pass scatters under tensor parallelism."""
     module, batch = Decoder(rank), torch.randint(32, (4, 8))
@@ -104,8 +115,8 @@ def test_narrow_adapters_scatter_no_sums():
 
 
 @functools.cache
-def by_plain_lightning(rank: int) -> dict[str, Tensor]:
-    module = Decoder(rank)
+def by_plain_lightning(rank: int, dora: bool = False) -> dict[str, Tensor]:
+    module = Decoder(rank, dora)
     fitted(module, "auto")
     return {name: x.detach() for name, x in module.named_parameters()}
 
@@ -133,6 +144,58 @@ def test_training_is_that_of_one_device(rank: int, name: str) -> None:
     assert distance(wanted, found) < 1e-12
     moved = {name for name, x in found.items() if not torch.equal(x, start[name])}
     assert moved == {name for name in found if "lora" in name}
+
+
+@pytest.mark.filterwarnings("error:.*PIPER")
+@pytest.mark.parametrize(
+    "rank, name",
+    [
+        (NARROW, "tensor parallel"),
+        *(pytest.param(NARROW, name, marks=pytest.mark.long) for name in ("pipeline", "zero3")),
+        pytest.param(WIDE, "tensor parallel", marks=pytest.mark.long),
+    ],
+)
+def test_training_with_magnitudes_is_that_of_one_device(rank: int, name: str) -> None:
+    module, start = Decoder(rank, dora=True), dict(Decoder(rank, dora=True).named_parameters())
+    fitted(module, piper.PiperStrategy(**PROGRAMS[name], transport="local"))
+    found = {name: x.detach() for name, x in module.named_parameters()}
+    assert distance(by_plain_lightning(rank, dora=True), found) < 1e-12
+    without = {n: x for n, x in by_plain_lightning(rank).items() if "lora_B" in n}
+    assert distance(without, {n: found[n] for n in without}) > 1e-6  # the magnitudes count
+    moved = {name for name, x in found.items() if not torch.equal(x, start[name])}
+    assert moved == {name for name in found if "lora" in name} and any("magnitude" in name for name in moved)
+
+
+class Unit(L.LightningModule):
+    """A layer whose weight has rows of length 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(6, 8))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        length = torch.linalg.vector_norm(self.weight, dim=1, keepdim=True)
+        return (F.linear(batch, self.weight / length).sin() * length.mean()).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+@pytest.mark.parametrize("dtype, rounding", [(torch.float64, 1e-15), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_norms_of_shards(dtype: torch.dtype, rounding: float, dim: int) -> None:
+    """Along the elements of a row, the shards add up. Each shard alone has another norm."""
+    program = [piper.Place([0, 1]), piper.ShardWeights(params={"weight": dim})]
+    weights = []
+    for strategy in ("auto", piper.PiperStrategy(program, transport="local")):
+        module = Unit().to(dtype)
+        trainer = L.Trainer(**QUIET, accelerator="cpu", devices=1, strategy=strategy, max_epochs=1)
+        draw = torch.Generator().manual_seed(1)
+        trainer.fit(module, Counted([torch.randn(4, 8, generator=draw).to(dtype) for _ in range(3)]))
+        weights.append(module.weight.detach().double())
+    start = Unit().weight.detach()
+    assert float((weights[0] - weights[1]).abs().max()) <= rounding < float((weights[0] - start).abs().max())
 
 
 def test_other_adapters_show() -> None:

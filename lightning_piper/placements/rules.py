@@ -326,6 +326,14 @@ def _sum(node: Node) -> Iterator[Rule]:
         yield Rule((P,), (P,))
 
 
+def _vector_norm(node: Node) -> Iterator[Rule]:
+    """Yield the rules of a norm of vectors. A shard along a dimension that is not reduced remains a shard."""
+    rank = len(shape_of(node.args[0]))  # type: ignore[arg-type]
+    gone = {int(d) % rank for d in argument(node, 2) or range(rank)}
+    for d in set(range(rank)) - gone:
+        yield Rule((Sharded(d),), (Sharded(d if argument(node, 3, False) else d - sum(g < d for g in gone)),))
+
+
 def _layer_norm(node: Node) -> Iterator[Rule]:
     """Yield the rules of layer norm. Dimensions that are not normalized can be divided."""
     x, *weights = tensors_of(node)
@@ -469,6 +477,7 @@ _FAMILIES: dict[Any, Callable[[Node], Iterator[Rule]]] = {
 } | dict.fromkeys(RESHAPES, _view)
 _FAMILIES |= dict.fromkeys(ATTENTION, attention_rules)
 _FAMILIES |= dict.fromkeys((*SUMS, aten.mean.dim, aten.amax.default), _sum)
+_FAMILIES[aten.linalg_vector_norm.default] = _vector_norm
 _FAMILIES |= LOOKUPS | RING | CHUNKED
 _FAMILIES |= dict.fromkeys(NLL, _nll)
 _FAMILIES |= dict.fromkeys((aten.nll_loss_backward.default, aten.nll_loss2d_backward.default), _nll_backward)

@@ -76,6 +76,9 @@ CASES: dict[str, list[Any]] = {
     "shapes": [backward(lambda x: x.unsqueeze(1).expand(4, 4, 8).clone() + x.sum(0, keepdim=True)), (4, 8)],
     "in order": [backward(lambda x: x.flip(1).cumsum(1).unsqueeze(1).sin().squeeze(1)), (4, 8, 16)],
     "squeezed": [lambda x: x.squeeze(0).unsqueeze(0).squeeze(0), (4, 8, 16)],
+    "norms": [
+        lambda x: torch.linalg.vector_norm(x, 2, 1, True) * torch.linalg.vector_norm(x, 1, (0, -1)).unsqueeze(-1),
+        (4, 8, 16)],
     "largest": [lambda x: x.amax(1) + x.argmax(1, keepdim=True), (4, 8, 16)],
     "words": [lambda t, i: torch.ops.lightning_piper.rows(t, i, torch.arange(8), 8), (8, 16), WORDS],
     "words back": [lambda g, i: torch.ops.lightning_piper.rows_backward(g, i, torch.arange(8), 2),

@@ -2,6 +2,7 @@
 
     log_softmax(x)  ->  low = x - max(x);  low - log(sum(exp(low)))         over all shards
     nll_loss(x, target)  ->  nll_loss of the one target column             x is sharded along the classes
+    norm(x)  ->  sqrt(sum(x * x))                                           the elements of x are sharded
     embedding(x, index)  ->  rows(x, index, ids)                            x is sharded along rows
     chunked_scores(h, x, target)  ->  chunked_scores_part(h, x, target, ids)   x is sharded along rows
 
@@ -216,6 +217,25 @@ def _softmax_backward(writer: Decomposer, node: Node) -> Node | None:
     return writer(aten.sub.Tensor, grad, writer(aten.mul.Tensor, writer(aten.exp.default, x), total))
 
 
+def _vector_norm(writer: Decomposer, node: Node) -> Node | None:
+    """Write the Euclidean norm of vectors whose elements are sharded: the root of a sum of squares, in at least
+    float32. Return None for other norms, and if the elements are not sharded."""
+    given: list[Any] = [*node.args, *(2, None, False, None)[len(node.args) - 1 :]]
+    x, order, dims, kept, dtype = given
+    size = len(shape_of(x))
+    along = [int(d) % size for d in dims] if dims else list(range(size))
+    held, own = writer.held[x], x.meta["val"].dtype
+    if order != 2 or dtype or "dtype" in node.kwargs or not own.is_floating_point:
+        return None
+    if not isinstance(held, Sharded) or held.dim not in along:
+        return None
+    wide = torch.promote_types(own, torch.float32)
+    raised = x if own == wide else writer(aten._to_copy.default, x, dtype=wide)
+    squares = writer(aten.sum.dim_IntList, writer(aten.mul.Tensor, raised, raised), along, kept)
+    root = writer(aten.sqrt.default, writer.whole(squares))
+    return root if own == wide else writer(aten._to_copy.default, root, dtype=own)
+
+
 def _argmax(writer: Decomposer, node: Node) -> Node | None:
     """Write the index of the first maximum along a sharded dimension. Return None if `_along` returns None,
     or if the operation works along all dimensions.
@@ -383,6 +403,7 @@ _WRITTEN: dict[Any, Callable[[Decomposer, Node], Written]] = {
     aten._log_softmax.default: _softmax,
     aten._softmax_backward_data.default: _softmax_backward,
     aten._log_softmax_backward_data.default: _softmax_backward,
+    aten.linalg_vector_norm.default: _vector_norm,
     aten.argmax.default: _argmax,
     aten.nll_loss_forward.default: _nll,
     aten.nll_loss2d_forward.default: _nll,

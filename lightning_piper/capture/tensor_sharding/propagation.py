@@ -22,6 +22,7 @@ from lightning_piper.capture.joint.region_assignment import VIEWS, own_line, set
 from lightning_piper.capture.joint.region_passes import PlaceholderNames
 from lightning_piper.capture.tensor_sharding.constraints import constraint_lookup, label_of
 from lightning_piper.capture.tensor_sharding.decompositions import Decomposer
+from lightning_piper.capture.tensor_sharding.parameter_norms import postpone_norms
 from lightning_piper.capture.tensor_sharding.placement_changes import PlacementWriter, make_like
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.common.operation_families import PERMUTATIONS, RESHAPES
@@ -78,6 +79,7 @@ def propagate(graph: Graph, propagations: Sequence[Propagation]) -> None:
         CaptureError: an operation cannot work on a shard of a parameter.
     """
     settle_glue(graph)
+    postpone_norms(graph, propagations[0].names)
     for node in list(graph.nodes):
         propagations[0].place(node)
     for node in graph.nodes:

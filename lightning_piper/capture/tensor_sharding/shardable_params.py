@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch.fx import Graph, Node
 
 from lightning_piper.capture.joint.region_passes import PlaceholderNames
@@ -19,6 +20,8 @@ from lightning_piper.placements.local_graph import SPLIT
 from lightning_piper.placements.placement_changes import CHANGE
 from lightning_piper.placements.rule import made_by, shape_of
 from lightning_piper.placements.views import regrouped
+
+aten = torch.ops.aten
 
 
 def find_params(
@@ -50,7 +53,7 @@ def find_params(
     search = _Search(make, axis, degree, values)
     runs: dict[str, int] = {}
     found = search.settled(runs)
-    while narrow := _narrow_products(found):
+    while narrow := _narrow_products(found, found.scattered):
         other = search.settled(tried := runs | narrow)
         if _elements(other, narrow) < _elements(found, narrow):
             break
@@ -99,7 +102,11 @@ class _Search:
                 return propagation
             beside = {name: count for name, count in needed.items() if count > 1 and runs.get(name, 1) == 1}
             # If some weights can have several blocks, try only these first: the other gathers may then disappear.
-            runs |= beside or dict.fromkeys(_certain([names_of_one for names_of_one, _ in causes]), 0)
+            # The magnitudes of DoRA multiply the result of the base weight and of the adapter.
+            narrow = {} if beside else _narrow_products(propagation, _factors(propagation))
+            runs |= (
+                beside or narrow or dict.fromkeys(_certain([names_of_one for names_of_one, _ in causes]), 0)
+            )
 
 
 def _matrices(propagation: Propagation) -> dict[str, Node]:
@@ -117,17 +124,32 @@ def _elements(propagation: Propagation, without: Collection[str]) -> int:
     )
 
 
-def _narrow_products(propagation: Propagation) -> dict[str, int]:
-    """Return the runs with which an addition reads the result of two products without communication.
+def _factors(propagation: Propagation) -> list[tuple[Node, Sharded]]:
+    """Return the partial sums whose other factor is gathered for their product, each with the shard of the factor."""
+    return [
+        (other, held)
+        for x, reader in propagation.gathered
+        for other in reader.all_input_nodes
+        if reader.target is aten.mul.Tensor and other is not x and propagation.held[other] == Partial()
+        if isinstance(held := propagation.held[x], Sharded)
+    ]
 
-    The first product is narrow, and both are sharded, so the result is a partial sum. The addition reads it as a
+
+def _narrow_products(propagation: Propagation, partial: Sequence[tuple[Node, Sharded]]) -> dict[str, int]:
+    """Return the runs with which an operation reads the result of two products without communication.
+
+    The first product is narrow, and both are sharded, so the result is a partial sum. The operation reads it as a
     shard, because its other input is a shard. If the first weight is whole (0 runs) and the second weight has the
     runs of the other input, the result is such a shard at once. Narrow means that the first result has at most as
     many columns as a shard of the second result. The dict is empty if there are no such products.
+
+    Args:
+        propagation: The placements.
+        partial: Partial sums, each with the shard of the operation's other input.
     """
     runs: dict[str, int] = {}
     matrices = _matrices(propagation)
-    for x, wanted in propagation.scattered:
+    for x, wanted in partial:
         product = _product_of(propagation, x)
         if product is None:
             continue
