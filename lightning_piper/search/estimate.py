@@ -64,12 +64,12 @@ class Estimate:
     @property
     def bubble(self) -> float:
         """The share of the ranks' time in which they would be idle if communication took no time."""
-        return float(1 - sum(self.busy) / (len(self.busy) * self.ideal)) if self.ideal else 0.0
+        return max(0.0, float(1 - sum(self.busy) / (len(self.busy) * self.ideal))) if self.ideal else 0.0
 
     @property
     def exposed_share(self) -> float:
         """The share of the step's time that communication adds."""
-        return float(1 - self.ideal / self.time) if self.time else 0.0
+        return max(0.0, float(1 - self.ideal / self.time)) if self.time else 0.0
 
 
 def rows_for(candidate: Candidate) -> Rows:
