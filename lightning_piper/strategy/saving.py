@@ -129,10 +129,9 @@ class SavingStrategy(EvaluatingStrategy):
         restored = self._restored
         if restored.sharded is not None:
             assert isinstance(checkpoint, dict) and self.lightning_module is not None
-            current = "current_model_state" in checkpoint and averaging(self.lightning_module.trainer)
-            restored.sharded.read(
-                checkpoint, ["callbacks", *(["state_dict", "current_model_state"] if current else [])]
-            )
+            # A callback that averages weights reads the states of the module, too.
+            states = ["state_dict", "current_model_state"] if averaging(self.lightning_module.trainer) else []
+            restored.sharded.read(checkpoint, ["callbacks", *states])
         if restored.sharded is not None and referenced(checkpoint["state_dict"]):
             assert self.lightning_module is not None
             restored.values = restored.sharded.module(

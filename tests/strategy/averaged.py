@@ -153,6 +153,16 @@ def whole_run(run: Run, make: Callable[[], L.Callback], kind: str = "consolidate
     return seen
 
 
+def begun_later(run: Run) -> Seen:
+    """Fit without averages, then resume with averages."""
+    folder = run.folder / "begun later"
+    keep = cb.ModelCheckpoint(folder, every_n_train_steps=5, save_top_k=-1, filename="{step}")
+    run.fit([keep], checkpoint="sharded", enable_checkpointing=True)
+    at = Validations()
+    resumed = run.fit([at, ema()], resume=folder / "step=5.ckpt", checkpoint="sharded")
+    return {"resumed": values(resumed.lightning_module), "validations": at.found}
+
+
 def ema() -> L.Callback:
     return cb.EMAWeightAveraging(decay=0.7, update_starting_at_step=2)
 
@@ -174,6 +184,7 @@ TRIALS: dict[str, Callable[[Run], Seen]] = {
     "equal weights": lambda run: whole_run(run, equal_weights),
     "by lists": lambda run: whole_run(run, by_lists, double=True),
     "ema, sharded checkpoint": lambda run: whole_run(run, ema, "sharded", double=True),
+    "ema, begun later": begun_later,
     "swa": lambda run: whole_run(run, swa, max_epochs=4),
     "swa, sharded checkpoint": lambda run: whole_run(run, swa, "sharded", double=True, max_epochs=4),
 }
