@@ -18,6 +18,7 @@ from typing import Any
 
 from lightning_piper_cli.certificate.memory import COLLECTIVES, DeviceMemory, Fault, Json, need
 from lightning_piper_cli.certificate.operations import Operations
+from lightning_piper_cli.certificate.rules import changed, shape_of, with_shape
 
 FORMAT = "lightning-piper certificate 1"
 FIX = "Give a file that `lightning-piper check --certificate` of this version has written"
@@ -57,24 +58,6 @@ def line(mesh: Json, axes: Sequence[str], rank: int) -> list[int]:
         r for r in mesh["ranks"] if all(coordinate(mesh, a, r) == coordinate(mesh, a, rank) for a in others)
     ]
     return sorted(same, key=lambda r: [coordinate(mesh, axis, r) for axis in axes])
-
-
-def shape_of(tensor: str) -> list[int]:
-    return [int(n) for n in tensor.partition("[")[2][:-1].split(",") if n]
-
-
-def with_shape(tensor: str, shape: Iterable[int]) -> str:
-    return f"{tensor.partition('[')[0]}[{','.join(map(str, shape))}]"
-
-
-def changed(tensor: str, before: str, after: str, degree: int) -> str:
-    """Return what a member has of a tensor after a change of its placement over `degree` members."""
-    shape = shape_of(tensor)
-    if before[0] == "S":
-        shape[int(before[2:-1].split(",")[0].split(")")[0])] *= degree
-    if after[0] == "S":
-        shape[int(after[2:-1].split(",")[0].split(")")[0])] //= degree
-    return with_shape(tensor, shape)
 
 
 def flat(bucket: Json, shards: int) -> str:
@@ -538,22 +521,30 @@ class Checker:
         for name in x["names"]:
             need((x["device"], name) not in self.updated, f"{name} is updated twice")
             self.updated[x["device"], name] = value
-            found = [share for share in value["shares"] if name in self.values[share[0]]["names"]]
-            if x["kind"] != "grad":
+            if x["kind"] == "grad":
+                self.complete(name, value)
+            else:
+                found = [share for share in value["shares"] if name in self.values[share[0]]["names"]]
                 last = self.own(x["rank"], 0, self.local)[1]
                 need(found and found[-1][3] == last, f"it outputs {name} of samples {found}")
-                continue
-            makers = [
-                (of, out) for of, out in self.values.items() if out["kind"] == "grad" and name in out["names"]
-            ]
-            wanted = []
-            for of, out in makers:
-                axes = [[f"{a}={i}" for i in range(size_of(m, a))] for a, m in self.terms(out).items()]
-                wanted += [[of, ",".join(at), 0, self.samples] for at in product(*axes)]
-            need(
-                joined(found) == sorted(wanted), f"the gradient of {name} sums {found}, not {sorted(wanted)}"
-            )
         return []
+
+    def _early_update(self, x: Json, given: list[Json]) -> list[Json]:
+        (value,) = given
+        need(value["bucket"] == x["bucket"] and value["shard"] is not None, f"it updates {value['names']}")
+        for name in value["names"]:
+            self.complete(name, value)
+        return []
+
+    def complete(self, name: str, value: Json) -> None:
+        """A gradient must have the terms of all passes that make it, for all samples."""
+        wanted = []
+        for of in [of for of, out in self.values.items() if out["kind"] == "grad" and name in out["names"]]:
+            terms = self.terms(self.values[of]).items()
+            parts = product(*([f"{a}={i}" for i in range(size_of(m, a))] for a, m in terms))
+            wanted += [[of, ",".join(at), 0, self.samples] for at in parts]
+        found = joined(share for share in value["shares"] if name in self.values[share[0]]["names"])
+        need(found == sorted(wanted), f"the gradient of {name} sums {found}, not {sorted(wanted)}")
 
     def ends(self, device: str) -> None:
         """Each device must update each parameter and buffer that it uses, in the shards from which it reads it."""

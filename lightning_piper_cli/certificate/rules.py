@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,24 @@ class Placement:
         inner, _, turn = text[2:].partition(")")
         dim, _, runs = inner.partition(",")
         return Placement("S", int(dim), int(runs or 1), int(turn.removeprefix("+") or 0))
+
+
+def shape_of(tensor: str) -> list[int]:
+    return [int(n) for n in tensor.partition("[")[2][:-1].split(",") if n]
+
+
+def with_shape(tensor: str, shape: Iterable[int]) -> str:
+    return f"{tensor.partition('[')[0]}[{','.join(map(str, shape))}]"
+
+
+def changed(tensor: str, before: str, after: str, degree: int) -> str:
+    """Return what a member has of a tensor after a change of its placement over `degree` members."""
+    shape = shape_of(tensor)
+    if before[0] == "S":
+        shape[int(before[2:-1].split(",")[0].split(")")[0])] *= degree
+    if after[0] == "S":
+        shape[int(after[2:-1].split(",")[0].split(")")[0])] //= degree
+    return with_shape(tensor, shape)
 
 
 R, P = Placement(), Placement("P")

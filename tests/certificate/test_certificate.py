@@ -19,7 +19,7 @@ from tests.certificate.families import FAMILIES, certificate, text
 CHECKER = Path(checker_package.__file__).parent
 
 
-FAST = ("one device", "ZeRO-1", "ZeRO-3", "1F1B", "zero bubble", "weights of the batch")
+FAST = ("one device", "ZeRO-1", "ZeRO-3", "owners", "1F1B", "zero bubble", "weights of the batch")
 
 
 @pytest.mark.parametrize(
@@ -74,3 +74,26 @@ def test_the_page_counts_the_lines_that_are_trusted() -> None:
     counted = dict(re.findall(r"\| `(\w+\.py)`: [^|]+ \| (\d+) \|", page))
     found = {file.name: str(len(file.read_text().splitlines())) for file in CHECKER.glob("*.py")}
     assert counted == {name: count for name, count in found.items() if name != "__init__.py"}
+
+
+def test_an_update_from_a_part_of_its_gradient_is_a_fault() -> None:
+    """The update reads the sum over replicas of the first microbatch's gradient."""
+    wrong = certificate("owners")
+    Checker(certificate("owners")).check()
+    plan = wrong["devices"]["0"]["instructions"]
+    early = next(x for x in plan if x["op"] == "early_update")
+    slot = early["reads"][0][0]
+    add = next(x for x in plan if x["op"] == "add" and slot in x["writes"])
+    first = add["reads"][0][0]
+    awaited = plan[plan.index(early) - 1]
+    assert awaited["op"] == "await" and slot in awaited["shared"]
+    plan.remove(awaited)
+    plan.remove(early)
+    awaited["shared"], early["reads"] = [first], [[first, False]]
+    early["stream"] = "compute"
+    plan.insert(plan.index(add), early)
+    times = sorted(x["time"] for x in plan)
+    for x, time in zip(plan, times, strict=True):
+        x["time"] = time
+    with pytest.raises(Fault, match=r"\(early_update %\d+\): the gradient of .* sums"):
+        Checker(wrong).check()
