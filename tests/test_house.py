@@ -127,6 +127,7 @@ PACKAGES = {
         "inplace_grads",
         "messages",
         "step_outputs",
+        "connections",
         "groups",
         "wire",
         "same_machine",

@@ -6,7 +6,8 @@ script caught the error) or hang, and gloo cannot abort an operation in which ot
 process keeps a connection to rank 0, where one thread decides which process failed first:
 
 - A process that reports an error of its own failed first.
-- Otherwise, a process whose connection breaks failed first: it was killed.
+- Otherwise, a process whose connection breaks failed first: it was killed. A process whose machine does not answer
+  for some seconds (`reachability`) failed first, too.
 - If processes report only that a communication failed, rank 0 asks all processes where they are. A process
   that does not answer failed first (it is stopped). If all answer, a process that has left the training loop
   failed first. Otherwise, after a timeout, a process that is not waiting for any process failed first. If
@@ -48,7 +49,9 @@ from lightning_piper.errors import PiperError
 from lightning_piper.processes import agreement
 from lightning_piper.processes.background import AWAITED, MEETING
 from lightning_piper.processes.progress import Progress, parted
+from lightning_piper.processes.reachability import LOST, OFTEN, is_lost, keep_asking
 from lightning_piper.processes.world import RANK_ZERO, World
+from lightning_piper.runtime.connections import break_connections
 from lightning_piper.runtime.same_machine.forks import in_forks
 
 GRACE = 5.0  # seconds after the verdict in which a process may end by itself, before the watch ends it
@@ -61,6 +64,7 @@ LENGTH = 4  # bytes of the length prefix that `Connection.send_bytes` puts befor
 LONGEST = 2000  # characters of an error that are sent; a message is then one write, whichever thread sends it
 
 GONE = "it ended without an error message (killed, or out of memory), or lost its connection"
+UNREACHABLE = f"its machine has not answered for {LOST:g} seconds: the machine or the network has failed"
 SILENT = "it does not answer: the process is stopped, or its machine or network is gone"
 # Paths of the code in which a thread is only while it communicates.
 WAITING_IN = tuple(str(Path(str(module.__file__)).parent) for module in (dist, runtime)) + (
@@ -164,7 +168,7 @@ class FailureWatch:
         """
         lead_left, lead = False, None  # whether rank 0's fit is over, and its progress
         while True:
-            message = _receive(self._line)
+            message = self._next()
             if message is None or "first" in message:
                 break
             if "where" in message:
@@ -183,6 +187,8 @@ class FailureWatch:
             return
         self._first = (RANK_ZERO, GONE) if message is None else (message["first"], message["why"])
         self._judged.set()
+        if self._first[1] == UNREACHABLE:  # nothing else ends the waits for messages of the lost machine
+            break_connections()
         for rank in () if message is None else message["silent"]:
             if rank in self._children:
                 self._children[rank].kill()
@@ -196,6 +202,14 @@ class FailureWatch:
                 f"was rank {first}: {why}"
             )
             end(f"lightning_piper: {said}")
+
+    def _next(self) -> Message | None:
+        """Return rank 0's next message, or the verdict that its machine is lost; None if the connection has
+        ended."""
+        while not self._line.poll(OFTEN):
+            if is_lost(self._line.fileno()):
+                return {"first": RANK_ZERO, "why": UNREACHABLE, "silent": [], "parted": False}
+        return _receive(self._line)
 
 
 class _Judge:
@@ -241,7 +255,7 @@ class _Judge:
         while self.awaited or self.lines:
             asking = self._until is None and self.verdict is None and not self.awaited
             due = self._asks if asking else self._until
-            patience = None if due is None else max(0.0, due - time.monotonic())
+            patience = OFTEN if due is None else min(OFTEN, max(0.0, due - time.monotonic()))
             for ready in wait(
                 [*self.lines, *self.strangers, *([self._server] if self.awaited else [])], patience
             ):
@@ -252,6 +266,10 @@ class _Judge:
                         self.strangers[in_forks(self._server.accept()[0], socket.socket.close)] = b""
                 elif isinstance(ready, socket.socket):
                     self._greeting(ready)
+            for line, rank in [*self.lines.items()]:
+                if is_lost(line.fileno()):
+                    self._drop(line)
+                    self._judge(rank, UNREACHABLE)
             if self._until is not None and time.monotonic() >= self._until:
                 if self.verdict is None:
                     self._judge(*self._of_waiting())
@@ -523,6 +541,7 @@ def _connect(host: str, port: int) -> Connection:
 
 def _line(connected: socket.socket) -> Connection:
     connected.settimeout(None)
+    keep_asking(connected)
     return in_forks(Connection(connected.detach()), Connection.close)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_piper.accelerators._torch_groups import new_group_of_members
+from lightning_piper.runtime.connections import noted_connections
 
 # The default group, and name of a group -> how often the group was made under this default group.
 _made: tuple[dist.ProcessGroup, Counter[str]] | None = None
@@ -46,4 +47,5 @@ def local_group(
     members = sorted(ranks)
     name = hashlib.sha1(f"{purpose} {members}".encode(), usedforsecurity=False).hexdigest()
     _made[1][name] += 1
-    return new_group_of_members(members, f"{name}-{_made[1][name]}", backend, timeout, options)
+    with noted_connections():
+        return new_group_of_members(members, f"{name}-{_made[1][name]}", backend, timeout, options)

@@ -30,6 +30,7 @@ from lightning_piper.processes.launcher_checks import check_address, check_one_p
 from lightning_piper.processes.termination import Termination
 from lightning_piper.processes.tracebacks import print_short_tracebacks
 from lightning_piper.processes.world import World, end_groups_at_exit, leave_groups_at_exit, store_of_attempt
+from lightning_piper.runtime.connections import noted_connections
 from lightning_piper.session.local_sgd import LocalSGD
 from lightning_piper.strategy import _lightning
 from lightning_piper.strategy.checks import checked_backend
@@ -223,7 +224,8 @@ class OverProcesses(_lightning.Strategy):
             check_address(environment.main_address)
         end_groups_at_exit(default=not dist.is_initialized())
         store = store_of_attempt(environment.main_address, environment.main_port, self._timeout)
-        _lightning.connect(environment, backend, timeout=self._timeout, store=store)
+        with noted_connections():
+            _lightning.connect(environment, backend, timeout=self._timeout, store=store)
         if self.world_size > 1:
             assert self.lightning_module is not None
             progress = partial(_lightning.progress_of, self.lightning_module.trainer)

@@ -88,6 +88,12 @@ class Network:
             for local in range(on_each)
         ]
 
+    def sent(self, host: int) -> int:
+        """The number of bytes that a host has sent."""
+        command = [*self.enter[host], "cat", "/proc/net/dev"]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return int(text.partition(f"{wire.INTERFACE}:")[2].split()[8])
+
     def sent_again(self, host: int) -> int:
         """The number of packets that a host has sent again, because they were lost."""
         command = [*self.enter[host], "cat", "/proc/net/snmp"]

@@ -4,6 +4,11 @@ memory do not say which processes are on one machine.
 
 from __future__ import annotations
 
+import os
+import re
+import select
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed.processes import LIMIT
-from tests.machines import hosts, training
+from tests.machines import cut, hosts, training
 from tests.machines.hosts import Host, Network, joined
 
 ROUNDING = 1e-13
@@ -95,3 +100,39 @@ def test_odd_hosts(pair: str, one_device: dict[str, Tensor], tmp_path: Path) -> 
         assert {on_one_host(ranks) for ranks in shared} == {False, True}
         assert shared == {ranks: reachable or on_one_host(ranks) for ranks in shared}
         assert neighbors == count
+
+
+def wait_for(file: int, ranks: list[subprocess.Popen[str]]) -> None:
+    """Wait until something is written to a named pipe, or a rank has ended."""
+    ended = [os.pidfd_open(rank.pid) for rank in ranks]
+    ready, _, _ = select.select([file, *ended], [], [], LIMIT.total_seconds())
+    for each in ended:
+        os.close(each)
+    assert file in ready, [rank.returncode for rank in ranks]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name, host", [("pp2 dp2", 0), ("zero3", 1)])
+def test_a_cut_link_is_an_error_that_names_a_rank(name: str, host: int, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "begun")
+    begun = os.open(tmp_path / "begun", os.O_RDWR)
+    with joined((Host("first"), Host("second")), tmp_path, latency=0.002) as network:
+        ranks = network.start_ranks([cut.__file__, name, "cut", str(tmp_path / "begun")])
+        wait_for(begun, ranks)
+        began = time.time()
+        network.cut(host)
+        said = [rank.communicate(timeout=LIMIT.total_seconds())[0] for rank in ranks]
+    os.close(begun)
+    for rank, text in enumerate(said):
+        found = re.search(rf"^at (\S+) rank {rank} says: (.*)", text, re.MULTILINE)
+        assert found, text
+        assert float(found[1]) - began < 10.0, text
+        lost = "rank [23]" if rank < 2 else "rank 0"
+        assert re.search(rf"The first process to fail was {lost}: its machine has not answered", text), text
+    assert [rank.returncode for rank in ranks] == [1] * 4
+
+
+@pytest.mark.long
+def test_a_rank_that_is_slow_is_not_taken_for_lost(tmp_path: Path) -> None:
+    with joined((Host("first"), Host("second")), tmp_path, latency=0.01, loss=0.03) as network:
+        finish(network, [cut.__file__, "zero3", "slow", str(tmp_path)])

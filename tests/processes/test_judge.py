@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from lightning_piper.processes.failure import (
     GONE,
     HERE,
     SILENT,
+    UNREACHABLE,
     FailureWatch,
     _connect,
     _Judge,
@@ -112,6 +114,15 @@ def test_the_one_whose_line_breaks_comes_before_those_who_noticed(ranks):
     ranks.hear(0)  # the judge has it
     ranks.lines.pop(2).close()
     assert ranks.verdict(0) == ranks.verdict(1) == (2, GONE)
+
+
+def test_the_one_whose_machine_does_not_answer_comes_before_those_who_noticed(ranks, monkeypatch):
+    ranks.connect(0, 1, 2)
+    ranks.failed(0, CLOSED)
+    ranks.hear(0)  # the judge has it
+    (lost,) = (line.fileno() for line, rank in ranks.judge.lines.items() if rank == 2)
+    monkeypatch.setattr(failure, "is_lost", lambda file: file == lost)
+    assert ranks.verdict(0) == ranks.verdict(1) == (2, UNREACHABLE)
 
 
 def test_the_one_who_waits_for_nobody_hangs(ranks):
@@ -327,6 +338,26 @@ def test_the_lead_stays_until_all_have_heard(monkeypatch):
     other.close()
     leaving.join(PATIENCE)
     assert not leaving.is_alive()
+
+
+def test_a_lead_whose_machine_does_not_answer_has_failed_first(monkeypatch):
+    server = _listen(HERE)
+    broken = threading.Event()
+    monkeypatch.setattr(failure, "break_connections", broken.set)
+    world = SimpleNamespace(
+        rank=1, is_rank_zero=False, broadcast=lambda value: (server.getsockname()[1], TOKEN)
+    )
+    watch = FailureWatch(world, HERE, [], lambda: None)  # type: ignore[arg-type]
+    line, _ = server.accept()
+    assert not watch._judged.is_set()  # the negative control
+    monkeypatch.setattr(failure, "is_lost", lambda file: True)
+    assert broken.wait(PATIENCE)
+    error = RuntimeError("connection closed")
+    assert not watch.report(error)
+    assert f"The first process to fail was rank 0: {UNREACHABLE}" in (*error.args, *error.__notes__)
+    watch.stop()
+    line.close()
+    server.close()
 
 
 def raised(work: Any) -> BaseException:

@@ -1,86 +1,46 @@
 """Two nodes, tried on one machine: as two sets of processes over loopback, started by Lightning's launcher
-and with SLURM's variables, and as two network namespaces with their own addresses, started by torchrun.
+and with SLURM's variables, and as two hosts with their own addresses, on which torchrun starts the processes.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import sys
-import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.distributed.processes import LIMIT, free_port, launch
+from tests.machines import hosts
+from tests.machines.hosts import Host, Network
 from tests.strategy import nodes
 from tests.strategy.scenarios import equal, popen
 
 
-@dataclass(frozen=True)
-class Network:
-    """Attributes:
-    enter: For each node, the command that runs another command on it.
-    address: The address of the first node.
-    interfaces: For each node, the interface over which it reaches the other.
+def on_two_nodes(folder: Path, network: Network | None = None) -> list[list[dict[str, torch.Tensor]]]:
+    """The values with which each of four processes has ended: on two hosts with torchrun, or over loopback with
+    Lightning's launcher.
     """
-
-    enter: list[list[str]]
-    address: str
-    interfaces: list[str]
-
-
-LOOPBACK = Network([[], []], "127.0.0.1", ["lo", "lo"])
-
-
-@pytest.fixture
-def network() -> Iterator[Network]:
-    """Two network namespaces, joined by a pair of virtual interfaces; loopback if they cannot be made."""
-    names = [f"piper-{os.getpid()}-{node}" for node in range(2)]
-    problem = joined(*names)
-    if problem:
-        warnings.warn(f"nodes over loopback, for there are no network namespaces: {problem}", stacklevel=1)
-        yield LOOPBACK
-    else:
-        yield Network([["ip", "netns", "exec", name] for name in names], "10.77.0.1", ["veth0", "veth1"])
-    for name in names if shutil.which("ip") else []:
-        subprocess.run(["ip", "netns", "delete", name], capture_output=True)
-
-
-def joined(first: str, second: str) -> str:
-    """Make two network namespaces with these names. Returns why they cannot be made, if so."""
-    commands = [f"ip netns add {first}", f"ip netns add {second}"]
-    commands.append(f"ip -n {first} link add veth0 type veth peer name veth1 netns {second}")
-    for node, name in enumerate((first, second)):
-        commands.append(f"ip -n {name} address add 10.77.0.{node + 1}/24 dev veth{node}")
-        commands += [f"ip -n {name} link set {interface} up" for interface in ("lo", f"veth{node}")]
-        commands.append(f"ip netns exec {name} true")
-    for command in commands:
-        try:
-            subprocess.run(command.split(), capture_output=True, check=True)
-        except (OSError, subprocess.CalledProcessError) as error:
-            return f"{command}: {error}"
-    return ""
-
-
-def on_two_nodes(
-    folder: Path, torchrun: bool, network: Network = LOOPBACK
-) -> list[list[dict[str, torch.Tensor]]]:
-    """The values with which each of four processes has ended."""
     port = str(free_port())
     running = []
     for node in range(2):
-        if torchrun:
+        if network is not None:
             where = ["--nnodes=2", "--nproc-per-node=2", f"--node-rank={node}", f"--master-port={port}"]
-            command, more = ["-m", "torch.distributed.run", f"--master-addr={network.address}", *where], {}
+            where.append(f"--master-addr={network.addresses[0]}")
+            command = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                *where,
+                nodes.__file__,
+                str(folder),
+                "2",
+            ]
+            running.append(network.start(node, command))
         else:
-            command, more = [], {"NODE_RANK": str(node), "MASTER_ADDR": network.address, "MASTER_PORT": port}
-        command = [*network.enter[node], sys.executable, *command, nodes.__file__, str(folder), "2"]
-        running.append(popen(command, GLOO_SOCKET_IFNAME=network.interfaces[node], **more))
+            about = {"NODE_RANK": str(node), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            command = [sys.executable, nodes.__file__, str(folder), "2"]
+            running.append(popen(command, GLOO_SOCKET_IFNAME="lo", **about))
     try:
         said = [process.communicate(timeout=LIMIT.total_seconds())[0] for process in running]
     finally:
@@ -108,7 +68,7 @@ def test_what_is_trained(one_node: list[list[dict[str, torch.Tensor]]]) -> None:
 
 @pytest.mark.long
 def test_two_nodes_by_lightning(one_node: list[list[dict[str, torch.Tensor]]], tmp_path: Path) -> None:
-    check(one_node, on_two_nodes(tmp_path, torchrun=False))
+    check(one_node, on_two_nodes(tmp_path))
 
 
 def test_two_nodes_of_slurm(one_node: list[list[dict[str, torch.Tensor]]], tmp_path: Path) -> None:
@@ -116,13 +76,9 @@ def test_two_nodes_of_slurm(one_node: list[list[dict[str, torch.Tensor]]], tmp_p
 
 
 @pytest.mark.long
-def test_two_nodes_by_torchrun(
-    one_node: list[list[dict[str, torch.Tensor]]], network: Network, tmp_path: Path
-) -> None:
-    check(one_node, on_two_nodes(tmp_path, torchrun=True, network=network))
-    if network is not LOOPBACK:
-        counter = ["cat", "/sys/class/net/veth0/statistics/tx_bytes"]
-        sent = int(
-            subprocess.run([*network.enter[0], *counter], capture_output=True, text=True, check=True).stdout
-        )
-        assert sent > 100_000  # 426,165 bytes were measured
+def test_two_nodes_by_torchrun(one_node: list[list[dict[str, torch.Tensor]]], tmp_path: Path) -> None:
+    if problem := hosts.missing():
+        pytest.skip(problem)
+    with hosts.joined((Host("first"), Host("second")), tmp_path) as network:
+        check(one_node, on_two_nodes(tmp_path, network))
+        assert network.sent(0) > 100_000  # bytes; 426,165 were measured

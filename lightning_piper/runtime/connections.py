@@ -1,0 +1,51 @@
+"""The connections of process groups. gloo cannot abort an operation, and TCP does not report that the other machine is
+gone: an operation waits until its timeout. Breaking its connection ends the operation with an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+_FILES = Path("/proc/self/fd")
+
+_made: dict[str, int] = {}  # text that identifies a socket -> its file descriptor when the socket was made
+
+
+@contextlib.contextmanager
+def noted_connections() -> Iterator[None]:
+    """Note the sockets that this block makes, such as the sockets of a new group."""
+    before = _sockets()
+    try:
+        yield
+    finally:
+        now = _sockets()
+        for name in [*_made]:
+            if now.get(name) != _made[name]:  # closed
+                del _made[name]
+        _made.update((name, file) for name, file in now.items() if name not in before)
+
+
+def break_connections() -> None:
+    """Break the noted connections that are still open. Operations that wait for a message raise a RuntimeError."""
+    for name, file in _sockets().items():
+        if _made.get(name) == file:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file)) as found:
+                found.getpeername()  # an error for a socket that listens, without which gloo aborts the process
+                found.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets() -> dict[str, int]:
+    """Return the open sockets of this process: a text that identifies the socket -> its file descriptor. Empty on
+    systems that do not list them."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for file in os.listdir(_FILES):
+            with contextlib.suppress(OSError):  # the file is closed now
+                name = os.readlink(_FILES / file)
+                if name.startswith("socket:"):
+                    found[name] = int(file)
+    return found
