@@ -175,6 +175,45 @@ def test_a_step_that_writes_no_file_of_its_own_is_captured(use: Any, tmp_path: P
     assert capture(Writer(use, tmp_path), torch.ones(4, 4)).at(4).regions
 
 
+class Copies(torch.autograd.Function):
+    """Calls a function in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.call()
+        return gradients[0], None
+
+
+class Backwards(Writer):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        def call() -> None:
+            self.write(self.folder)
+
+        loss = self.layer(batch).mean()
+        if self.hooked:
+            loss.register_hook(lambda gradient: call())
+            return loss
+        return Copies.apply(loss, call)
+
+    hooked = False
+
+
+@pytest.mark.parametrize("hooked", [True, False])
+def test_a_backward_pass_that_writes_a_file_is_refused(hooked: bool, tmp_path: Path) -> None:
+    module = Backwards(appends, tmp_path)
+    module.hooked = hooked
+    with pytest.raises(CaptureError, match=r"test_opened_files.py:\d+ .*training_step opens a file"):
+        capture(module, torch.ones(4, 4)).at(4)
+    assert not any(tmp_path.iterdir())
+    module.write = reads
+    assert capture(module, torch.ones(4, 4)).at(4).regions
+
+
 class Reporter(L.LightningModule):
     """Has a file, and a function that a step calls with it."""
 

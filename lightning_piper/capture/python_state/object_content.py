@@ -152,7 +152,7 @@ def files_behind(value: Any) -> list[Any]:
         return []
     found, seen, waiting = list[Any](), {id(value)}, [value]
     while waiting and len(seen) < _MANY_BEHIND:
-        for x in gc.get_referents(waiting.pop()):
+        for x in gc.get_referents(waiting.pop())[:_MANY_BEHIND]:
             if id(x) in seen:
                 continue
             seen.add(id(x))

@@ -169,7 +169,8 @@ class _SavedState:
         if isinstance(value, _PLAIN) or id(value) in self._seen:
             return
         self._seen[id(value)] = value
-        self._wait((f"{path}'s file", x) for x in files_behind(value))
+        if not isinstance(value, dict | list | tuple):  # their items are visited themselves
+            self._wait((f"{path}'s file", x) for x in files_behind(value))
         if isinstance(value, nn.Module):
             self._keep_attributes(path, value, {"_trainer", "_fabric", "_parameters", "_buffers", "_modules"})
         elif isinstance(value, dict | list | deque | set):

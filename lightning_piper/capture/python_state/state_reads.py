@@ -299,12 +299,12 @@ class StateReads:
                     holder = self._results[id(x)] = {name: x}
                     self.guards.note(StateLocation(f"{place.where}{name}", holder, name))
 
-    def goes_back(self, numbers: Sequence[torch.Tensor]) -> None:
+    def goes_back(self, step: str, numbers: Sequence[torch.Tensor]) -> None:
         """From now until the end of `tracing`, also record the reads of the backward pass, whose hooks are the
-        user's code. Call it after the forward pass.
+        user's code. Refuse changes of files there as in the forward pass. Call it after the forward pass.
 
         Args:
-            numbers: the argument of `running`.
+            step, numbers: the arguments of `running`.
         """
         assert self._recorder is not None
         self._backwards = True
@@ -312,6 +312,8 @@ class StateReads:
             self.inputs.tracing(numbers),
             accepting_deferred(self.namespaces),
             self._recorder.watching(),
+            refusing_opened_files(step),
+            refusing_trackers(step),
         ):
             self._behind.enter_context(context)
 

@@ -253,7 +253,7 @@ class TracedStep(nn.Module):
         """Return the loss, the logged tensors and the arguments of metric objects. `plain` describes them."""
         results = (_loss_of(self._call(leaves)), *self._logged, *self.metrics.tensors)
         if self.reads is not None and self.keeps:
-            self.reads.goes_back(leaves[len(self._batch_spec.specs) :])
+            self.reads.goes_back(self.name, leaves[len(self._batch_spec.specs) :])
         for buffer in self.module.buffers():
             # The step has assigned a value without detach() to the buffer. Detach the buffer, because the
             # backward pass begins only at the loss.
