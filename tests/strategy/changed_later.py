@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_piper as piper
@@ -135,6 +136,19 @@ class Pruned(Net):
         return [ModelPruning("l1_unstructured", amount=0.5, use_lottery_ticket_hypothesis=False)]
 
 
+class PrunedAtStart(Net):
+    """Prunes a weight after the validation steps of the sanity check."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", F.mse_loss(self.head(self.backbone(batch)), batch[:, :2]))
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(torch.ones(2, 6, dtype=torch.float64), batch_size=2)  # type: ignore[arg-type]
+
+    def on_train_start(self) -> None:
+        prune.l1_unstructured(self.head, "weight", amount=0.5)
+
+
 class Centers(Net):
     """Gradients, and decays weights by their norms: with what only replicas have."""
 
@@ -154,11 +168,12 @@ class Centers(Net):
 
 IN_BETWEEN = (FreezesInBetween, TakesTurns)  # these accumulate two batches for each update
 DROPPED, LATER, CALLBACKS = (SetsNone, Zeroes, Clears), (Unfreezes, Adds), (Tuned, Pruned, Centers)
-KINDS = {kind.__name__: kind for kind in (*DROPPED, *LATER, *CALLBACKS, *IN_BETWEEN, Replaces)}
+KINDS = {kind.__name__: kind for kind in (*DROPPED, *LATER, *CALLBACKS, *IN_BETWEEN, PrunedAtStart, Replaces)}
 ROWS = [
     *((kind.__name__, level) for kind in DROPPED for level in LEVELS),
     *(("FreezesInBetween", level) for level in ("replicas", "zero1", "zero2")),
     ("TakesTurns", "replicas"),
+    *(("PrunedAtStart", level) for level in ("whole", "zero1", "zero3")),
     *((kind.__name__, level) for kind in LATER for level in ("zero1", "zero3", "auto")),
     *((kind.__name__, "whole") for kind in CALLBACKS),
     *((kind.__name__, "auto") for kind in CALLBACKS[:2]),
