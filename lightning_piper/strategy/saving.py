@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from lightning_piper.strategy.checkpoints import (
 from lightning_piper.strategy.compatibility import averaging
 from lightning_piper.strategy.evaluation import EvaluatingStrategy
 from lightning_piper.strategy.fit import Fit
+from lightning_piper.strategy.other_optimizer import naming_optimizers
 from lightning_piper.strategy.phases import Eager, Ended, Fitting, Idle, Starting
 from lightning_piper.strategy.process_management import Requeue
 
@@ -91,7 +92,10 @@ class SavingStrategy(EvaluatingStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizers' states. Before the first batch, this may wait for it: see `Starting.load`."""
-        states = checkpoint["optimizer_states"]
+        with naming_optimizers(self.optimizers):
+            self._load_optimizers(checkpoint["optimizer_states"])
+
+    def _load_optimizers(self, states: Sequence[State]) -> None:
         if isinstance(self.phase, Eager) or (isinstance(self.phase, Starting) and self.phase.eager):
             if any(referenced(state) for state in states):
                 raise PiperError(

@@ -49,6 +49,7 @@ from lightning_piper.strategy.checks import (
 )
 from lightning_piper.strategy.fit import Fit
 from lightning_piper.strategy.guard import NanGuard
+from lightning_piper.strategy.other_optimizer import naming_optimizers
 from lightning_piper.strategy.phases import Eager, Ended, Fitting, Idle, Left, Starting, over
 from lightning_piper.strategy.process_management import Requeue
 from lightning_piper.strategy.saving import SavingStrategy
@@ -324,7 +325,7 @@ class PiperStrategy(SavingStrategy):
     ) -> Any:
         """Measure a searched program's first optimizer steps, to report a wrong prediction. Under local SGD,
         exchange parameters after the step if they are due."""
-        with self._times or contextlib.nullcontext():
+        with self._times or contextlib.nullcontext(), naming_optimizers([optimizer]):
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if isinstance(self.phase, Fitting) and self.phase.rounds is not None:
             rounds, recording = self.phase.rounds, self.phase.fit.recording
@@ -359,7 +360,8 @@ class PiperStrategy(SavingStrategy):
         rounds = self._rounds(fit)
         self.phase = Fitting(fit, start, rounds=rounds)
         if state is not None and not (start.resumes and fit.optimizer.is_whole):
-            self._load_optimizer(fit, {**state, "param_groups": fit.optimizer.full_groups()})
+            with naming_optimizers(self.optimizers):
+                self._load_optimizer(fit, {**state, "param_groups": fit.optimizer.full_groups()})
         _lightning.move_optimizers(self.optimizers, self.root_device)
         fit.record(self._profile)
         if self._local_replica:
