@@ -35,6 +35,8 @@ behavior it relies on.
   process that has received SIGTERM raises the exception alone.
 - `_can_stop_early` of the loop over epochs: whether the loop may end when `should_stop` is set.
   `_num_ready_batches_reached` of the loop over batches: whether it has drawn all batches of its epoch.
+- `advance` of the loop over batches calls the module's `on_train_batch_start` before the strategy's. It holds the
+  result in its variable `response`. If it is -1, the process skips the rest of its epoch.
 - `Precision._after_closure(model, optimizer)`: called in each optimizer step, between the closure and the
   update. It calls `on_before_optimizer_step` and clips the gradients.
 - `_combined_loader` of the loop over epochs: the loaders of a fit, with its `_mode` and the iterators of the
@@ -54,6 +56,7 @@ from __future__ import annotations
 
 import copy
 import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from subprocess import Popen
@@ -106,6 +109,7 @@ __all__ = [
     "progress_of",
     "set_rng_states",
     "set_sampler_epoch",
+    "skips_epoch",
     "take_sigterm",
     "throughputs_of",
     "update_of",
@@ -432,6 +436,15 @@ def begin_next_epoch(trainer: pl.Trainer) -> None:
     loop.scheduler_progress.reset_on_run()
     loop.automatic_optimization.optim_progress.reset_on_run()
     loop.val_loop.batch_progress.total.reset()
+
+
+def skips_epoch() -> bool:
+    """Return whether the module's `on_train_batch_start` has returned -1 for this batch, so that this process skips
+    the rest of its epoch. Call it in the strategy's `on_train_batch_start`."""
+    frame = sys._getframe()
+    while frame.f_back is not None and "response" not in frame.f_code.co_varnames:
+        frame = frame.f_back
+    return bool(frame.f_locals.get("response") == -1)
 
 
 def before_fetches(trainer: pl.Trainer, call: Callable[[], object]) -> None:

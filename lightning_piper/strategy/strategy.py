@@ -53,6 +53,7 @@ from lightning_piper.strategy.other_optimizer import naming_optimizers
 from lightning_piper.strategy.phases import Eager, Ended, Fitting, Idle, Left, Starting, over
 from lightning_piper.strategy.process_management import Requeue
 from lightning_piper.strategy.saving import SavingStrategy
+from lightning_piper.strategy.skipped_epochs import check_skips
 
 
 class PiperStrategy(SavingStrategy):
@@ -241,7 +242,14 @@ class PiperStrategy(SavingStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Accept the next batch. The first batch of a fit also begins the training, because a capture needs
-        the shapes of a batch. Collective."""
+        the shapes of a batch. Collective.
+
+        Raises:
+            PiperError: The module's hook of the same name has returned -1 on some processes only. Or an error of the
+                capture.
+        """
+        if self.lightning_module is not None and self.world.size > 1:
+            check_skips(self.lightning_module, self.world, batch_idx)
         if isinstance(self.phase, Fitting):
             self._arrive(self.phase, batch)
         elif isinstance(self.phase, Starting):
