@@ -116,7 +116,7 @@ def check_tensors(directive: TensorSharding) -> None:
                 f"{shown(given)} does not map names of {what} to dimensions",
                 f"give names or patterns with dimensions counted from 0, such as {example} [PIPER-D003]",
             )
-    if directive.attention not in (None, "keys", "heads", "ring"):
+    if directive.attention is not None and str(directive.attention) not in ("keys", "heads", "ring"):
         directive.refuse(
             "attention",
             f"{shown(directive.attention)} is unknown",

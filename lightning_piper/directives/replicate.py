@@ -191,7 +191,7 @@ class Replicate(Directive):
                     "the directive shards nothing",
                     "set shard_optimizer, shard_grads or shard_params, or remove shard_size [PIPER-D003]",
                 )
-        if self.shard_by not in SHARDS:
+        if not isinstance(self.shard_by, str) or self.shard_by not in SHARDS:
             self.refuse(
                 "shard_by",
                 f"{shown(self.shard_by)} is unknown",
@@ -209,7 +209,7 @@ class Replicate(Directive):
                 "no replica updates whole parameters on its own",
                 "set shard_by='parameter', or remove overlap_update [PIPER-D003]",
             )
-        if self.average not in AVERAGES:
+        if not isinstance(self.average, str) or self.average not in AVERAGES:
             self.refuse(
                 "average",
                 f"{shown(self.average)} is unknown",

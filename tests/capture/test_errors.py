@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import inspect
+import json
 import logging
 import random
 import re
@@ -141,6 +143,26 @@ def own_generator(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int)
     return loss * torch.rand((), generator=GENERATOR)  # here
 
 
+def json_index(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    json.dumps({"at": batch_idx})  # here
+    return loss
+
+
+def indented(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    json.dumps([batch_idx * 0.5], indent=1)  # here
+    return loss
+
+
+def json_value(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    json.dumps({"loss": loss.item()})  # here
+    return loss
+
+
+def seconds(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    datetime.timedelta(seconds=batch_idx)  # here
+    return loss
+
+
 def stopping(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
     self.trainer.should_stop = True  # here
 
@@ -160,6 +182,10 @@ GENERATOR = torch.Generator()
     (old_gradient, "training_step reads the gradient of first.weight, which belongs to the previous step"),
     (new_values, "training_step replaces the values of first.weight"),
     (own_generator, "training_step draws from its own torch.Generator"),
+    (json_index, "this line gives a number that depends on batch_idx to code that accepts only Python's own numbers"),
+    (indented, "this line gives a number that depends on batch_idx to code that accepts only Python's own numbers"),
+    (seconds, "Move the line to a hook, such as on_train_batch_start"),
+    (json_value, "this line needs the value of a tensor as a Python number"),
     (stopping, "training_step sets self.trainer.should_stop"),
     (saving, "training_step calls self.trainer.save_checkpoint()"),
 ])  # fmt: skip
@@ -175,6 +201,14 @@ def test_what_would_be_done_once(end: Callable[..., Any], words: str) -> None:
     assert before == (random.getstate(), np.random.get_state()[1].tobytes()), (
         "others draw what they would have drawn"
     )  # type: ignore[union-attr, index]
+
+
+def test_a_value_that_json_does_not_know_keeps_its_error() -> None:
+    def dump(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+        json.dumps({"of": object()})
+
+    with pytest.raises(TypeError, match="Object of type object is not JSON serializable"):
+        build_dag(capture(Probe(dump), regression(4)))
 
 
 @pytest.mark.parametrize("draw", [

@@ -7,6 +7,7 @@ import json
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -164,6 +165,20 @@ def test_a_batch_without_tensors(program: list[Any], says: str) -> None:
         piper.compile(Numbered(), 1, program)
     piper.compile(Numbered(), 1, [piper.Split(num_microbatches=1)])
     compiled(*program)  # tensors with samples
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda x: piper.Replicate(shard_by=x, zero=1),
+        lambda x: piper.Replicate(average=x),
+        lambda x: piper.ShardWeights(params={"w": 0}, attention=x),
+        lambda x: piper.ShardSequences(attention=x),
+    ],
+)
+def test_a_value_of_another_kind_is_unknown(made: Any) -> None:
+    with pytest.raises(piper.DirectiveError, match=r"is unknown. Give "):
+        piper.directives.parse([made(np.array([0, 1]))])
 
 
 def test_experts_that_the_annotation_does_not_enclose() -> None:

@@ -218,12 +218,6 @@ def text_of_value() -> str:
     )
 
 
-def is_misplaced(error: BaseException) -> bool:
-    """Return whether the error says that a torch function accepts only Python numbers, not a
-    `DeferredNumber`."""
-    return isinstance(error, TypeError) and DeferredNumber.__name__ in str(error)
-
-
 def holds_deferred(value: Any) -> bool:
     """Return whether the value is a deferred number, or a dict, list or tuple that contains one."""
     if isinstance(value, dict):

@@ -27,10 +27,10 @@ from lightning_piper.capture.proxies.data_dependent_shapes import DataDependentT
 from lightning_piper.capture.proxies.deferred_numbers import (
     holds_deferred,
     is_deferred,
-    is_misplaced,
     refusal,
 )
 from lightning_piper.capture.proxies.metric_values import MetricValueProxy
+from lightning_piper.capture.proxies.misplaced_numbers import misplaced
 from lightning_piper.capture.proxies.numbers import NumberProxy
 from lightning_piper.capture.proxies.opaque_content import carrying
 from lightning_piper.capture.python_state.prompt_tokens import making_prompt_tokens
@@ -177,8 +177,8 @@ def _refuse(step: TracedStep, specs: tuple[TensorSpec, ...], error: Exception) -
             "parameter or buffer of the module. Make it a buffer (self.register_buffer), or create "
             "it in the step. Keep a list of modules or parameters in an nn.ModuleList or nn.ParameterList [PIPER-C004]"
         ) from error
-    if is_misplaced(error):
-        raise refusal(error) from error
+    if (found := misplaced(error)) is not None:
+        raise found from error
     if kept := where_kept(step.module, error):
         raise CaptureError(
             f"{step.name} reads a tensor that an earlier run kept in {kept}. A captured step cannot "
