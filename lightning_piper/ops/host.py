@@ -90,7 +90,8 @@ def _same(facts: Facts, node: Store | Fetch) -> Iterable[str]:
         yield (
             f"{facts.at(node)} describes its output differently from its input {facts.named(node.inputs[0])}"
         )
-    if node.devices != source.devices:
+    # A later directive may place the one that has no devices. At the end, all nodes need devices.
+    if node.devices and source.devices and node.devices != source.devices:
         yield f"{facts.at(node)} reads a value that lies on devices {list(source.devices)}"
 
 

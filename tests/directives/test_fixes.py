@@ -140,6 +140,40 @@ def test_an_offload_after_a_recompute_names_the_recompute() -> None:
     compiled(*program, piper.Offload(filter={"PP": 1}))  # reads an activation of the region before it
 
 
+def test_an_offload_of_regions_without_a_device_names_them() -> None:
+    program = [piper.Recompute(filter={"EP": "*"}), piper.Offload(), place({"PP": "*"}, 0)]
+    with pytest.raises(piper.DirectiveError, match="without a device") as caught:
+        compiled(*program)
+    assert named(str(caught.value)) == [{"PP": "-"}]
+    compiled(*program, place({"PP": "-"}, 0))
+
+
+def test_a_pass_without_a_device_is_named() -> None:
+    rest = place({"PP": "-"}, 0)
+    with pytest.raises(
+        piper.DirectiveError,
+        match=r"directive 1 \(place\) places B\[PP=0\], but F\[PP=0\] has no device. Leave PASS out of the filter of this",
+    ):
+        compiled(rest, place({"PP": "*", "PASS": "B"}, 0))
+    compiled(rest, place({"PP": "*"}, 0))
+
+
+def test_microbatches_without_a_device_are_named() -> None:
+    program = [
+        place({"PP": "-"}, 0),
+        place({"PP": 1}, 0),
+        piper.Split(num_microbatches=4),
+        place({"PP": 0, "MB": 0}, 0),
+    ]
+    with pytest.raises(
+        piper.DirectiveError, match=r"some microbatches of PP=0, but F\[PP=0,MB=1\] has no device"
+    ) as caught:
+        compiled(*program)
+    (missing,) = named(str(caught.value))
+    assert missing == {"PP": 0, "MB": [1, 2, 3]}
+    compiled(*program, place(missing, 1))
+
+
 class Numbered(Parts):
     """A step whose batch has no tensor."""
 

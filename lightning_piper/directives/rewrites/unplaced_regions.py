@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
 from lightning_piper.ir.dag import TrainingDAG
@@ -29,6 +30,8 @@ def without_device(dag: TrainingDAG) -> tuple[str, str] | None:
     index, ops = dag.program.index, dag.program.ops
     if not unplaced or not placed or (index is not None and PLACE in ops[index + 1 :]):
         return None
+    if (partly := next((region for region in unplaced if region in placed), None)) is not None:
+        return _partly_placed(dag, partly)
     chunks = list(unplaced.values())[:SHOWN]
     found = f"the program places some regions but leaves {len(unplaced)} without a device: "
     found += "; ".join(f"{dag.regions[chunk.region].label} ({_shown(dag, chunk)})" for chunk in chunks)
@@ -45,6 +48,23 @@ def without_device(dag: TrainingDAG) -> tuple[str, str] | None:
     code = (dag.regions[chunk.region].source for chunk in chunks)
     each = "; ".join(f"{source} as {stage}" for source, stage in zip(code, stages, strict=True))
     return found, f"annotate the code at {each} [PIPER-D009]"
+
+
+def _partly_placed(dag: TrainingDAG, region: int) -> tuple[str, str]:
+    """Return two texts for an error: which passes of a region the program leaves without a device, and what to do."""
+    chunks = [chunk for chunk in dag.of_type(Chunk) if chunk.region == region]
+    left = [chunk for chunk in chunks if not chunk.devices]
+    beside = next((chunk for chunk in chunks if chunk.devices and chunk.slice == left[0].slice), None)
+    if beside is not None:
+        found = (
+            f"directive {beside.placed_by} (place) places {beside.label}, but {left[0].label} has no device"
+        )
+        return found, "leave PASS out of the filter of this place [PIPER-D009]"
+    tags = dag.regions[region].tags
+    parts = sorted({item for chunk in left for item in chunk.tags.items() if item[0] not in {*tags, "PASS"}})
+    condition = json.dumps({**tags, parts[0][0]: [number for tag, number in parts if tag == parts[0][0]]})
+    found = f"the program places some microbatches of {dag.regions[region].label}, but {left[0].label} has no device"
+    return found, f"add a place with the filter {condition} [PIPER-D009]"
 
 
 def _stage_for(dag: TrainingDAG, chunk: Chunk, placed: set[int], readers: Mapping[str, int]) -> str | None:
