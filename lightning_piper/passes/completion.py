@@ -30,7 +30,8 @@ def complete(dag: TrainingDAG) -> None:
         for node in (*unplaced, *dag.of_type(Barrier)):
             dag.change(node, devices=(0,))
         place_around(dag, unplaced)
-        _check_devices(dag)
+        for node in [node for node in dag.nodes.values() if not node.devices]:
+            dag.change(node, devices=(0,))
         weigh(dag)
         return
     if (forgotten := without_device(dag)) is not None:

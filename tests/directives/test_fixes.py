@@ -174,6 +174,19 @@ def test_microbatches_without_a_device_are_named() -> None:
     compiled(*program, place(missing, 1))
 
 
+class Gathered(Parts):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with piper.annotate("PP", 0):
+            h = self.layers[0](batch).tanh()
+        rows = piper.gather_samples(h)
+        return (rows @ rows.T).logsumexp(1).mean()
+
+
+def test_an_offload_before_a_split_needs_no_place() -> None:
+    program = [piper.Offload(), piper.Recompute(), piper.Split(num_microbatches=2, filter={"PP": 0})]
+    assert piper.verify(Gathered(), torch.randn(4, 4), program).verdict == "verified"
+
+
 class Numbered(Parts):
     """A step whose batch has no tensor."""
 

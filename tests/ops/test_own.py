@@ -318,6 +318,11 @@ def test_a_place_moves_a_node_of_an_earlier_directive_with_the_chunk_that_it_rea
     assert run_pipeline(step, [Between()]).of_type(LineSum)
 
 
+def test_without_a_place_every_node_runs_on_device_0() -> None:
+    (node,) = run_pipeline(captured("exact").step, [Between(placed=False)]).of_type(LineSum)
+    assert node.devices == (0,)
+
+
 def test_a_node_without_devices_after_every_place_is_an_error() -> None:
     with pytest.raises(
         DirectiveError, match=r"linesum %.* made by directive 2, has no device. Let the directive give"
