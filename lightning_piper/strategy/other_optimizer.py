@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_piper.common.lightning_packages import is_a
 from lightning_piper.errors import PiperError
 
-# Entries of parameter groups that are no options of an optimizer.
+# Other entries of parameter groups than the options of an optimizer.
 _BESIDE = {"params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
 
 
