@@ -472,6 +472,8 @@ class ProcessRuntime:
         by, step = self._first.step.name, compiled.step.name
         for device, plan in sorted(compiled.plans.representatives.items()):
             needed = compiled.params_on(device) | compiled.buffers_on(device)
+            if before_fit and not needed <= self._tensor_map.specs.keys():
+                return  # the module has lost tensors, for example by pruning, so the step is captured again
             needed -= {name for bucket in plan.shards for name in bucket.names}
             if before_fit:
                 needed -= self._first.params_on(device)

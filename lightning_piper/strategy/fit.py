@@ -200,12 +200,9 @@ class Fit:
         return evaluation
 
     def _check_earlier_programs(self) -> None:
-        """Check that the evaluation programs from before the fit can also run on the distributed module. Programs of
-        tensors that the module does not have any more, for example after a pruning, will be captured again."""
-        names = self.ownership.tensor_map.specs.keys()
+        """Check that the evaluation programs from before the fit can also run on the distributed module."""
         for program in [*self.before.programs, *self.before.evaluation.programs]:
-            if all(names >= program.params_on(d) | program.buffers_on(d) for d in program.plans):
-                self._runtime.check_held(program, before_fit=True)
+            self._runtime.check_held(program, before_fit=True)
 
     def _receive_gradients(self) -> None:
         """Prepare autograd to receive the gradients of a step."""
