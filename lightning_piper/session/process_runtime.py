@@ -475,21 +475,19 @@ class ProcessRuntime:
             if before_fit and not needed <= self._tensor_map.specs.keys():
                 return  # the module has lost tensors, for example by pruning, so the step is captured again
             needed -= {name for bucket in plan.shards for name in bucket.names}
-            if before_fit:
-                needed -= self._first.params_on(device)
+            needed -= self._first.params_on(device) if before_fit else set()
             missing = sorted(name for name in needed if self._tensor_map.held(name, device) is None)
+            names, it = ", ".join(missing[:3]), "it" if len(missing) == 1 else "them"
             if missing and step != by:
                 raise PiperError(
-                    f"{step} uses {', '.join(missing[:3])} on device {device}, but {by} does not use "
-                    f"{'it' if len(missing) == 1 else 'them'} there, so this device does not hold "
-                    f"{'it' if len(missing) == 1 else 'them'}. Use the same parameters and buffers in the same "
-                    f"annotated region in both steps [PIPER-D025]"
+                    f"{step} uses {names} on device {device}, but {by} does not use {it} there, so this device does not hold "
+                    f"{it}. Use the same parameters and buffers in the same annotated region in both steps [PIPER-D025]"
                 )
             if missing:
                 raise PiperError(
-                    f"batch of {compiled.dag.size} samples: device {device} uses {', '.join(missing[:3])}, which it "
-                    f"does not hold, because it did not use {'it' if len(missing) == 1 else 'them'} in the first batch. "
-                    "Use the same parameters and buffers in the same annotated region for all batches [PIPER-D025]"
+                    f"batch of {compiled.dag.size} samples: device {device} uses {names}, which it does not hold, because it "
+                    f"did not use {it} in the first batch. Use the same parameters and buffers in the same annotated "
+                    "region for all batches [PIPER-D025]"
                 )
 
 
