@@ -7,6 +7,8 @@ they are stopped. This package then reads how long ago the last answer came.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 import sys
 
@@ -27,16 +29,19 @@ def keep_asking(connected: socket.socket) -> None:
 
 
 def is_lost(file: int) -> bool:
-    """Return whether no answer has come for `LOST` seconds. Always False on other systems than Linux.
+    """Return whether the other machine has not answered for `LOST` seconds.
+
+    Always False for a connection within this machine, whose last answer is also old after the whole machine has
+    paused, and on other systems than Linux.
 
     Args:
-        file: The file descriptor of a connected socket for which `keep_asking` was called.
+        file: The file descriptor of a socket for which `keep_asking` was called.
     """
     if not _READS:
         return False
-    with socket.socket(fileno=file) as connected:
-        try:
-            found = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BEFORE + 4)
-        finally:
-            connected.detach()
-    return int.from_bytes(found[_BEFORE:], sys.byteorder) >= 1000 * LOST
+    with socket.socket(fileno=os.dup(file)) as connected, contextlib.suppress(OSError):  # it has ended
+        if connected.getpeername()[0] == connected.getsockname()[0]:
+            return False
+        found = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BEFORE + 4)
+        return int.from_bytes(found[_BEFORE:], sys.byteorder) >= 1000 * LOST
+    return False

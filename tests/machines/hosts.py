@@ -111,7 +111,8 @@ def missing() -> str:
     if sys.platform != "linux":
         return "only Linux has namespaces"
     try:
-        with joined((Host("a"), Host("b")), Path(os.devnull)):
+        with joined((Host("a"), Host("b")), Path(os.devnull)) as network:
+            network.sent(0)
             return ""
     except (OSError, subprocess.SubprocessError, ConnectionError) as error:
         return f"network namespaces cannot be made here: {error}"
@@ -136,23 +137,19 @@ def joined(
         held = [_hold(host, boots, ended) for host in hosts]
         link = [sys.executable, wire.__file__, *map(str, held), str(latency), str(loss)]
         _first_line(["unshare", "--net", *link], ended)
-        kinds = ("net", "uts", "mount", "ipc")
-        network = Network(
-            [
-                [
-                    "nsenter",
-                    f"--target={process}",
-                    *(f"--{kind}" for kind in (*kinds, *["pid"] * host.processes)),
-                ]
-                for process, host in zip(held, hosts, strict=True)
-            ]
-        )
+        network = Network([_entering(*each) for each in zip(held, hosts, strict=True)])
         try:
             yield network
         finally:
             for process in network.started:  # those in process namespaces of their own end with these
                 with process:
                     process.kill()
+
+
+def _entering(process: int, host: Host) -> list[str]:
+    """The command that runs another command in the namespaces of a process, until this process ends."""
+    kinds = ["net", "uts", "mount", "ipc", *["pid"] * host.processes]
+    return ["setpriv", "--pdeathsig=KILL", "nsenter", f"--target={process}", *(f"--{kind}" for kind in kinds)]
 
 
 def _hold(host: Host, boots: Path, ended: contextlib.ExitStack) -> int:
