@@ -8,20 +8,23 @@ the module's tensors under `model` (FSDP) or `state_dict`, and each optimizer's 
 
 from __future__ import annotations
 
+import io
 import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from lightning_piper.checkpoint.records import check_archive, check_records
 from lightning_piper.errors import PiperError
+from lightning_piper.processes.world import World
 
 _MODULE = ("model", "state_dict")
 
@@ -42,9 +45,11 @@ def read_distributed(path: Path, weights_only: bool = True) -> dict[str, Any]:
     Raises:
         PiperError: A file is damaged, has content that `weights_only` forbids, or does not have the module.
     """
+    check_records(path / "meta.pt", World(0, 1, torch.device("cpu")))
+    metadata, items = _metadata(path)
+    _check_items(path, items)
     try:
         content: dict[str, Any] = torch.load(path / "meta.pt", "cpu", weights_only=weights_only)
-        metadata = dcp.FileSystemReader(path).read_metadata()
         flat = {key: _room(of) for key, of in metadata.state_dict_metadata.items()}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # this process reads alone
@@ -61,6 +66,103 @@ def read_distributed(path: Path, weights_only: bool = True) -> dict[str, Any]:
     optimizers = [f"optimizer_{i}" for i in range(sum(key.startswith("optimizer_") for key in saved))]
     states = [_numbered(saved.get(key, {}), f"{path}: the state of {key!r}") for key in optimizers]
     return {**content, "state_dict": saved[name], "optimizer_states": states}
+
+
+class _SavedItem(NamedTuple):
+    """The place of a saved tensor or object.
+
+    Attributes:
+        file: The name of its file in the folder.
+        start, length: Its bytes in the file.
+        name: Its key.
+    """
+
+    file: str
+    start: int
+    length: int
+    name: str
+
+
+def _metadata(path: Path) -> tuple[Metadata, list[_SavedItem]]:
+    """Return the content of `.metadata`, which has no checksum, and the places of all saved items.
+
+    Raises:
+        PiperError: It cannot be read, or does not have the entries of such a file.
+    """
+    try:
+        found = dcp.FileSystemReader(path).read_metadata()
+        known = found.state_dict_metadata.keys()
+        items = sorted(
+            _SavedItem(str(info.relative_path), int(info.offset), int(info.length), str(index.fqn))
+            for index, info in found.storage_data.items()
+        )
+        whole = known == {item.name for item in items}
+        whole = whole and (not found.planner_data or found.planner_data.keys() == known)
+        absent = sorted({item.file for item in items if not (path / item.file).is_file()})
+    except Exception as error:  # a damaged pickle may raise anything
+        cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}"
+    else:
+        if absent:
+            raise PiperError(
+                f"{path} does not have the file {absent[0]!r}, which its file .metadata names. Copy the whole folder, or use "
+                "another checkpoint [PIPER-K002]"
+            )
+        if whole:
+            return found, items
+        cause = "its entries contradict each other"
+    raise PiperError(
+        f"{path / '.metadata'} cannot be read ({cause}). The file is damaged, or another version of torch saved it. Use "
+        "another checkpoint [PIPER-K002]"
+    )
+
+
+class _FileRange(io.RawIOBase):
+    """A file that is a range of another file."""
+
+    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        if self._at < 0:
+            raise OSError("the position is before the start of the file")
+        return self._at
+
+    def readinto(self, room: Any) -> int:
+        self._file.seek(self._start + self._at)
+        found = self._file.read(max(0, min(len(room), self._length - self._at)))
+        room[: len(found)] = found
+        self._at += len(found)
+        return len(found)
+
+
+def _check_items(path: Path, items: Sequence[_SavedItem]) -> None:
+    """Check each item of a folder against its CRC-32. `torch.distributed.checkpoint` saves each item as a zip archive
+    of `torch.save`. Folders without checksums pass.
+
+    Raises:
+        PiperError: An item is damaged. The message names it and its file.
+    """
+    without = []
+    for item in items:
+        name = f"{path / item.file} ({item.name})"
+        with (path / item.file).open("rb") as file:
+            if not check_archive(io.BufferedReader(_FileRange(file, item.start, item.length)), name):
+                without.append(name)
+    if 0 < len(without) < len(items):
+        raise PiperError(
+            f"{without[0]} does not have the content that was saved: it is not an archive of torch.save. The file is "
+            "damaged, or was changed after it was saved. Use another checkpoint [PIPER-K002]"
+        )
 
 
 def _unreadable(path: Path, error: BaseException, weights_only: bool) -> PiperError:
@@ -143,6 +245,10 @@ def _numbered(state: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise PiperError(
             f"{where} does not have 'param_groups', so the parameter groups are not known. Give a folder that "
             "FSDPStrategy or ModelParallelStrategy has saved [PIPER-K002]"
+        )
+    if not all(isinstance(group, Mapping) and "params" in group for group in groups):
+        raise PiperError(
+            f"{where} has a parameter group without 'params'. Use another checkpoint [PIPER-K002]"
         )
     names = [name for group in groups for name in group["params"]]
     number = {name: i for i, name in enumerate(names)}

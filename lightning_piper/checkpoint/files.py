@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from lightning_piper.checkpoint.folders import Fingerprint, Folder, LocalFolder, fingerprint, read, sync
+from lightning_piper.checkpoint.foreign_folders import conversion_of
 from lightning_piper.errors import CheckpointNotFoundError, PiperError
 
 MANIFEST = "manifest.json"
@@ -193,6 +194,9 @@ def read_manifest(folder: Folder) -> dict[str, Any]:
         body: dict[str, Any] = found["manifest"]
         intact = found["crc32"] == _crc(body) and body["kind"] == KIND
     except FileNotFoundError:
+        conversion = conversion_of(folder)
+        if conversion is not None:
+            raise PiperError(f"{conversion} [PIPER-K002]") from None
         raise PiperError(
             f"{folder} has no {MANIFEST}: it is an incomplete save, or not a sharded checkpoint of "
             "lightning_piper. Use another checkpoint [PIPER-K002]"

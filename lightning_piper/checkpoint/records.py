@@ -11,6 +11,7 @@ import struct
 import zipfile
 import zlib
 from pathlib import Path
+from typing import IO
 
 from lightning_piper.checkpoint.folders import BLOCK
 from lightning_piper.checkpoint.locations import Location, location_of
@@ -55,23 +56,38 @@ def _check(location: Location, first: int, step: int) -> None:
         PiperError: A record, or the archive's table of records, is damaged.
     """
     with location.open_file() as file:
-        if file.read(len(START)) != START and not zipfile.is_zipfile(file):
-            return
-        what = "its table of records"
-        try:
-            with zipfile.ZipFile(file) as archive:
-                records = archive.infolist()
-                if not any(record.CRC for record in records):
-                    return
-                for record in records[first::step]:
-                    what = f"its record {record.filename!r}"
-                    _read(archive, record)
-        except DAMAGES as error:
-            raise PiperError(
-                f"{location} does not have the content that was saved, in {what} "
-                f"({error or type(error).__name__}). The file is damaged, or was changed after it was saved. "
-                "Use another checkpoint. If you changed the file on purpose, write it with torch.save [PIPER-K002]"
-            ) from error
+        check_archive(file, str(location), first, step)
+
+
+def check_archive(file: IO[bytes], name: str, first: int = 0, step: int = 1) -> bool:
+    """Check the records number `first`, `first + step`, ... of a file. Return whether the file is a zip archive
+    with checksums.
+
+    Args:
+        file: The file, at its start.
+        name: The name of the file for errors.
+
+    Raises:
+        PiperError: A record, or the archive's table of records, is damaged.
+    """
+    if file.read(len(START)) != START and not zipfile.is_zipfile(file):
+        return False
+    what = "its table of records"
+    try:
+        with zipfile.ZipFile(file) as archive:
+            records = archive.infolist()
+            if not any(record.CRC for record in records):
+                return False
+            for record in records[first::step]:
+                what = f"its record {record.filename!r}"
+                _read(archive, record)
+    except DAMAGES as error:
+        raise PiperError(
+            f"{name} does not have the content that was saved, in {what} "
+            f"({error or type(error).__name__}). The file is damaged, or was changed after it was saved. "
+            "Use another checkpoint. If you changed the file on purpose, write it with torch.save [PIPER-K002]"
+        ) from error
+    return True
 
 
 def _read(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:

@@ -9,14 +9,17 @@ import subprocess
 import sys
 from unittest import mock
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 import lightning_piper as piper
+from lightning_piper.checkpoint import distributed_folder
 from lightning_piper.strategy import consolidate
 from tests.distributed.processes import launch
 from tests.strategy import from_fsdp
+from tests.strategy.fitting import QUIET
 
 ROUNDING = 1e-12  # seen: 2e-16
 
@@ -86,7 +89,8 @@ def test_damage_is_named(saved, tmp_path):
     broken = shutil.copytree(saved[0], tmp_path / "broken.ckpt")
     (broken / "__1_0.distcp").unlink()
     with pytest.raises(
-        piper.PiperError, match=rf"{re.escape(str(broken))} cannot be read, because .*PIPER-K002"
+        piper.PiperError,
+        match=rf"{re.escape(str(broken))} does not have the file '__1_0.distcp'.*Copy the whole folder.*PIPER-K002",
     ):
         consolidate(broken, tmp_path / "plain.ckpt", weights_only=False)
     assert not (tmp_path / "plain.ckpt").exists()
@@ -136,6 +140,94 @@ def test_a_state_needs_its_groups(state, message, tmp_path):
         consolidate(source, tmp_path / "plain.ckpt")
 
 
+def flipped(file, at):
+    """Write a file with one other bit in the byte `at`, and return its earlier content."""
+    before = file.read_bytes()
+    file.write_bytes(before[:at] + bytes([before[at] ^ 4]) + before[at + 1 :])
+    return before
+
+
+def test_one_bit_of_a_tensor_is_found(tmp_path):
+    """Wherever its numbers are. And the control: without checksums, the folder is read with the other number."""
+    weight = torch.arange(1.0, 1001.0)
+    state = {"state": {"a": {"exp_avg": -weight}}, "param_groups": [{"lr": 0.1, "params": ["a"]}]}
+    source = folder_of(tmp_path / "fsdp", model={"a": weight, "b": torch.ones(3)}, optimizer_0=state)
+    file, out = source / "__0_0.distcp", tmp_path / "plain.ckpt"
+    for name, values in (("model.a", weight), ("optimizer_0.state.a.exp_avg", -weight)):
+        start = file.read_bytes().index(values.numpy().tobytes())
+        for at in (start, start + 2001, start + 3999):
+            before = flipped(file, at)
+            with pytest.raises(
+                piper.PiperError, match=rf"__0_0\.distcp \({name}\) does not have .*another checkpoint"
+            ):
+                consolidate(source, out)
+            with mock.patch.object(distributed_folder, "_check_items"):
+                consolidate(source, out)
+            found = torch.load(out)
+            assert torch.equal(found["state_dict"]["a"], weight) == (name != "model.a")
+            file.write_bytes(before)
+    consolidate(source, out)
+    assert torch.equal(torch.load(out)["state_dict"]["a"], weight)
+
+
+def test_one_bit_of_other_content_is_found(tmp_path):
+    """In `meta.pt`, which has checksums, and in the start of a tensor's archive."""
+    source = folder_of(tmp_path / "fsdp", model={"a": torch.ones(2), "b": torch.ones(3)})
+    torch.save({"epoch": 2, "note": "abcdefgh"}, source / "meta.pt")
+    before = flipped(source / "meta.pt", (source / "meta.pt").read_bytes().index(b"abcdefgh"))
+    with pytest.raises(piper.PiperError, match=r"meta\.pt does not have the content that was saved"):
+        consolidate(source, tmp_path / "plain.ckpt")
+    (source / "meta.pt").write_bytes(before)
+    flipped(source / "__0_0.distcp", 0)
+    with pytest.raises(piper.PiperError, match=r"__0_0\.distcp \(model\.\w\) does not have the content"):
+        consolidate(source, tmp_path / "plain.ckpt")
+
+
+def test_a_damaged_table_is_named(tmp_path):
+    """torch saves `.metadata` without a checksum. What shows is an error that names the file."""
+    source = folder_of(tmp_path / "fsdp", model={"a": torch.ones(2), "b": torch.ones(3)})
+    table = source / ".metadata"
+    whole, named = table.read_bytes(), 0
+    for at in range(0, len(whole), 7):
+        flipped(table, at)
+        try:
+            consolidate(source, tmp_path / "plain.ckpt")
+        except piper.PiperError as error:
+            named += ".metadata" in str(error)
+        table.write_bytes(whole)
+    assert named > len(whole) / 7 / 2
+
+
+def test_a_folder_of_another_strategy_says_how_to_convert_it(tmp_path):
+    fsdp = folder_of(tmp_path / "fsdp", model={"a": torch.ones(2)})
+    deepspeed = tmp_path / "deepspeed"
+    (deepspeed / "checkpoint").mkdir(parents=True)
+    (deepspeed / "latest").write_text("checkpoint")
+    (deepspeed / "zero_to_fp32.py").touch()
+    (deepspeed / "checkpoint" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
+    (tmp_path / "other").mkdir()
+    convert = "convert_zero_checkpoint_to_fp32_state_dict"
+    for path, match in (
+        (
+            fsdp,
+            rf"is a folder that FSDPStrategy or ModelParallelStrategy has saved.*convert {re.escape(str(fsdp))} plain\.ckpt",
+        ),
+        (
+            deepspeed,
+            rf"is a folder that DeepSpeed has saved.*convert {re.escape(str(deepspeed))} with \S*{convert}.*load_from_checkpoint",
+        ),
+        (deepspeed / "checkpoint", rf"convert the folder around it with \S*{convert}"),
+        (tmp_path / "other", r"has no manifest\.json: it is an incomplete save"),
+    ):
+        strategy = piper.PiperStrategy(transport="local")
+        trainer = L.Trainer(**QUIET, accelerator="cpu", devices=1, strategy=strategy, max_epochs=1)
+        with pytest.raises(piper.PiperError, match=rf"{match}.*PIPER-K002"):
+            trainer.fit(from_fsdp.Net(False, True), from_fsdp.batches(0), ckpt_path=path)
+        if path != fsdp:
+            with pytest.raises(piper.PiperError, match=rf"{match}.*PIPER-K002"):
+                consolidate(path, tmp_path / "plain.ckpt")
+
+
 class Own:
     """A hyperparameter of the user's own class."""
 
@@ -168,7 +260,7 @@ def test_own_classes_and_damage_have_their_own_messages(tmp_path):
     torch.save({"hyper_parameters": {"own": Changed()}}, source / "meta.pt")
     with pytest.raises(piper.PiperError, match=r"cannot be read: .*has no attribute 'width'.*PIPER-K007"):
         consolidate(source, tmp_path / "plain.ckpt", weights_only=False)
-    for content in (b"", bytes(64), b"not found\n", b"content\nof a page\n"):
+    for content in (b"", bytes(64), b"not found\n", b"content\nof a page\n"):  # not an archive
         (source / "meta.pt").write_bytes(content)
         with pytest.raises(piper.PiperError, match=r"missing or damaged: .*another checkpoint \[PIPER-K002"):
             consolidate(source, tmp_path / "plain.ckpt")
@@ -180,6 +272,6 @@ def test_own_classes_and_damage_have_their_own_messages(tmp_path):
         consolidate(source, tmp_path / "plain.ckpt", weights_only=False)
     file = source / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    with pytest.raises(piper.PiperError, match=r"missing or damaged: \w+Error.*PIPER-K002") as caught:
+    with pytest.raises(piper.PiperError, match=r"__0_0\.distcp \(model\.a\) does not have.*K002") as caught:
         consolidate(source, tmp_path / "plain.ckpt", weights_only=False)
     assert "--unsafe" not in str(caught.value)

@@ -129,6 +129,9 @@ def over_a_folder() -> None:
     made.save_checkpoint("runs")
 
 
+CONVERTED = (
+    "tests/checkpoint/test_distributed_folder.py::test_a_folder_of_another_strategy_says_how_to_convert_it"
+)
 ON_META = "tests/strategy/test_on_meta.py::test_refusals_over_processes"
 MOMENTUM = ("lr=0.1)", "lr=0.1, momentum=0.9)")
 GROUPS = (
@@ -145,6 +148,9 @@ CASES: Cases = [
     Case("the checkpoint does not exist", lambda: fit(ckpt_path="a.ckpt")),
     damaged("a directory that is not a checkpoint, or whose save was interrupted",
             lambda folder: (folder / "manifest.json").unlink()),
+    Elsewhere("a folder of `FSDPStrategy` or `ModelParallelStrategy`",
+              "is a folder that FSDPStrategy or ModelParallelStrategy has saved", "PiperError", CONVERTED),
+    Elsewhere("a folder of DeepSpeed", "is a folder that DeepSpeed has saved", "PiperError", CONVERTED),
     damaged("a damaged manifest", lambda folder: flip(folder / "manifest.json")),
     damaged("a file with the wrong size", lambda folder: cut(folder / "meta.pt")),
     damaged("a file with changed content", lambda folder: flip(folder / "meta.pt")),
