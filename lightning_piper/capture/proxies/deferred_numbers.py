@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import copy
 import functools
+import logging
 import math
 import operator
+import re
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -31,6 +34,8 @@ from lightning_piper.common.user_lines import user_line
 from lightning_piper.errors import CaptureError
 
 LATER = "<value known after the step>"  # the phrase that printed and logged texts show instead of the value
+# A conversion of a number in a text for `logging`: `%.3f`, `%(count)d`
+_CONVERSION = re.compile(r"%%|%(\(\w+\))?[-+ #0]*\d*(?:\.\d*)?[hlL]?[diouxXeEfFgGc]")
 MANY = 1024  # the most elements that `tolist` may return
 # These functions take sizes one by one, and check them before any torch function mode sees the call.
 _SIZED = (
@@ -512,7 +517,8 @@ def accepting_deferred(namespaces: Iterable[Namespace]) -> Iterator[None]:
     """Within this context, `float`, `int`, `max`, `min`, `torch.full` and common functions of `math` accept
     deferred numbers, and `type` returns the class of a proxy's object.
 
-    Functions that take sizes, such as `torch.zeros`, raise a `CaptureError` for a deferred size.
+    Functions that take sizes, such as `torch.zeros`, raise a `CaptureError` for a deferred size. Records of
+    `logging` show deferred numbers and tensors as `LATER`.
 
     Args:
         namespaces: pairs of a globals dict of the step's code and the global names that this code calls. The
@@ -525,6 +531,8 @@ def accepting_deferred(namespaces: Iterable[Namespace]) -> Iterator[None]:
         for name, function in _MATH.items():
             computed = functools.partial(_apply, function, exact=False)
             stack.enter_context(replaced_attribute(math, name, _or_deferred(getattr(math, name), computed)))
+        message = _with_phrase(logging.LogRecord.getMessage)
+        stack.enter_context(replaced_attribute(logging.LogRecord, "getMessage", message))
         stack.enter_context(replaced_attribute(torch, "full", _or_deferred(torch.full, _filled)))
         # The classes of traced tensors have their own `tolist`, which calls `item` for each element.
         for kind in _torch.TRACED:
@@ -538,6 +546,23 @@ def accepting_deferred(namespaces: Iterable[Namespace]) -> Iterator[None]:
         finally:
             for names, name in put:
                 names.pop(name, None)
+
+
+def _with_phrase(own: Callable[[logging.LogRecord], str]) -> Callable[[logging.LogRecord], str]:
+    """Return `LogRecord.getMessage` for records with values that are not known. Texts such as `%.3f` need numbers,
+    so they become `%s`, which shows `LATER`."""
+
+    @functools.wraps(own)
+    def message(record: logging.LogRecord) -> str:
+        values = record.args.values() if isinstance(record.args, Mapping) else record.args or ()
+        if any(is_deferred(x) or (isinstance(x, torch.Tensor) and _torch.is_traced(x)) for x in values):
+            record = copy.copy(record)
+            record.msg = _CONVERSION.sub(
+                lambda found: "%%" if found[0] == "%%" else f"%{found[1] or ''}s", str(record.msg)
+            )
+        return own(record)
+
+    return message
 
 
 def _or_deferred(own: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
