@@ -1,0 +1,123 @@
+"""Messages of directives and schedules, each with a program that triggers it and the fix that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import lightning_piper as piper
+from lightning_piper.directives import parse
+from lightning_piper.schedules import Action, dualpipev, from_csv
+from lightning_piper.schedules.timing import StageCosts, timed
+from tests.directives.test_fixes import BOTH, Parts, compiled, place
+from tests.errors import dividing
+
+ONE, TWO = [place({}, 0)], [place({}, *BOTH)]
+PARTS = [{"PP": 0}, {"PP": "-"}, {"PP": 1}]
+
+
+def averaged(*averages: str) -> list[Any]:
+    parts = zip(PARTS, averages, strict=True)
+    return [*TWO, *(piper.Replicate(filter=part, average=average) for part, average in parts)]
+
+
+def ordered(*passes: str) -> list[Any]:
+    split = piper.Order(filters=[{"PP": 0, "PASS": "BI"}, {"PP": 0, "PASS": "BW"}])
+    return [*ONE, split, piper.Order(filters=[{"PP": 0, "PASS": each} for each in passes])]
+
+
+def experts(module: Any, batch: Any) -> object:
+    program = [*TWO, piper.Replicate(), piper.ShardExperts(filter={}, devices=[0, 1])]
+    if module is not None:
+        program[-1] = piper.ShardExperts(filter={"EP": "*"}, devices=[0, 1])
+    return piper.compile(module or Parts(), batch, program)
+
+
+def row(*cells: tuple[int, str]) -> list[tuple[Action, ...]]:
+    return [(Action(stage, kind, 0),) for stage, kind in cells]
+
+
+COSTS = [StageCosts(1, 1, 1)] * 2
+WEIGHTS: dict[str, Any] = {"params": {"layers.0.weight": 0}, "attention": "heads"}
+CASES: dict[str, tuple[Callable[[], object], str, Callable[[], object]]] = {
+    "zero": (
+        lambda: piper.Replicate(zero=4),
+        r"4 is not a level of ZeRO\. Give a level of ZeRO from 0 to 3",
+        lambda: piper.Replicate(zero=3),
+    ),
+    "average": (
+        lambda: compiled(*averaged("batch", "replicas", "batch")),
+        r"'replicas' here, but 'batch' in an earlier replicate\. Give all replicate directives the same average",
+        lambda: compiled(*averaged("replicas", "replicas", "replicas")),
+    ),
+    "split backward pass": (
+        lambda: compiled(*ordered("F", "B")),
+        r"directive 1 has split B into BI and BW, such as B[IW]\[PP=0\]\. Name BI and BW instead",
+        lambda: compiled(*ordered("F", "BI", "BW")),
+    ),
+    "tag of microbatches": (
+        lambda: compiled(*ONE, piper.Split(2), piper.Split(2)),
+        r"already has MB=0\. Give a new tag",
+        lambda: compiled(*ONE, piper.Split(2), piper.Split(2, dim_name="UB")),
+    ),
+    "recompute a part": (
+        lambda: compiled(*ONE, piper.Split(2), piper.Recompute(filter={"PP": 0, "MB": 0}, keep=0.5)),
+        r"With keep, select whole regions: leave PASS and MB out of the filter",
+        lambda: compiled(*ONE, piper.Split(2), piper.Recompute(filter={"PP": 0}, keep=0.5)),
+    ),
+    "no experts": (
+        lambda: experts(None, torch.randn(4, 4)),
+        r"no region of the step dispatches tokens to experts\. Mark where tokens enter and leave the experts",
+        lambda: experts(dividing.experts(), dividing.batch()),
+    ),
+    "attention without values": (
+        lambda: parse([piper.ShardWeights(**WEIGHTS)]),
+        r"'heads' needs sharded values\. Shard sequences: values=\{'\*': 1\}",
+        lambda: parse([piper.ShardWeights(**WEIGHTS, values={"*": 1})]),
+    ),
+    "few microbatches": (
+        lambda: dualpipev(4, 2),
+        r"dualpipev: 2 microbatches for 4 stages\. Give at least 4 microbatches",
+        lambda: dualpipev(4, 4),
+    ),
+    "bytes": (
+        lambda: StageCosts(1, 1, 1, saved=-1),
+        r"StageCosts\(saved=-1\)\. Give bytes, an integer >= 0",
+        lambda: StageCosts(1, 1, 1, saved=0),
+    ),
+    "a stage on two ranks": (
+        lambda: timed([row((0, "F"), (1, "F"), (1, "B")), row((0, "B"))], COSTS),
+        r"timed: stage 0 is on rank 0 and on rank 1\. Put each stage on one rank",
+        lambda: timed([row((0, "F"), (0, "B")), row((1, "F"), (1, "B"))], COSTS),
+    ),
+    "directives and degrees": (
+        lambda: piper.PiperStrategy(ONE, pp=2),
+        r"PiperStrategy: directives and pp are given\. Remove the directives, or remove pp",
+        lambda: (piper.PiperStrategy(ONE), piper.PiperStrategy(pp=2)),
+    ),
+    "a module without a batch": (
+        lambda: piper.parallel(pp=2, module=Parts()),
+        r"parallel: module is given without batch\. Give both, or neither",
+        lambda: (piper.parallel(pp=2), piper.parallel(pp=2, module=Parts(), batch=torch.randn(4, 4))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_fix_of_a_message_works(name: str) -> None:
+    wrong, says, fixed = CASES[name]
+    with pytest.raises(piper.PiperError, match=says):
+        wrong()
+    fixed()
+
+
+def test_a_long_schedule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_piper.schedules.csv_files.FILE", 10)
+    with pytest.raises(
+        piper.PiperError, match=r"the text has 15 characters, but at most 10 are read\. Give a shorter"
+    ):
+        from_csv("0F0,0F1,0B0,0B1")
+    from_csv("0F0,0B0")
