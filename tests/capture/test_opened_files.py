@@ -321,3 +321,19 @@ def test_a_hook_may_write_through_another_object_between_steps(tmp_path: Path) -
 
 def test_a_step_that_prints_is_captured() -> None:
     assert capture(Reporter(sys.stdout, lambda module: print("text")), torch.ones(4, 4)).at(4).regions
+
+
+@pytest.mark.parametrize(
+    "print_by", [lambda file: file.write, lambda file: functools.partial(print, file=file)]
+)
+def test_a_step_that_prints_through_another_object_is_captured(
+    print_by: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The standard output may be a file on a disk (`python train.py > train.log`)."""
+    with open(tmp_path / "train.log", "w") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        module = Reporter(io.StringIO(), lambda module: (module.table("text"), file.flush()))
+        module.table = print_by(file)
+        assert capture(module, torch.ones(4, 4)).at(4).regions
+        monkeypatch.undo()
+    assert "text" in (tmp_path / "train.log").read_text()

@@ -133,9 +133,13 @@ def content_of(value: Any) -> Any:
 def is_written_file(value: Any) -> bool:
     """Return whether the value is an open file whose end tells what was written into it. The standard streams are
     not: a step may print."""
-    if not isinstance(value, _FILES) or value in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+    if not isinstance(value, _FILES) or value in _streams():
         return False
     return not value.closed and value.writable() and value.seekable()
+
+
+def _streams() -> tuple[Any, ...]:
+    return sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__
 
 
 def files_behind(value: Any) -> list[Any]:
@@ -143,14 +147,14 @@ def files_behind(value: Any) -> list[Any]:
     a `codecs.StreamWriter`, of a temporary file, or of the method `write` of a file. The objects may be in a
     list, tuple or dict.
 
-    The list is empty for the files themselves and for objects of other classes. It is empty for loggers, because
-    a step may log.
+    The list is empty for the files themselves and for objects of other classes. It is empty for loggers and
+    standard streams, because a step may log and print.
     """
     if isinstance(value, (*_FILES, *_TEXT_OR_BYTES)):
         return []
     if type(value) not in _ENTERED and not _may_hold_file(value):
         return []
-    found, seen, waiting = list[Any](), {id(value)}, [value]
+    found, seen, waiting = list[Any](), {id(value), *map(id, _streams())}, [value]
     while waiting and len(seen) < _MANY_BEHIND:
         for x in gc.get_referents(waiting.pop())[:_MANY_BEHIND]:
             if id(x) in seen:
