@@ -1,10 +1,12 @@
-"""Attributes of a module that describe its distribution over processes."""
+"""Marks of modules and optimizers that are distributed over processes."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.materialization import Known, places_of, tensor_at
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 PARTS = "_piper_parts"  # attribute of a distributed module: its `Ownership`
 # Attribute of a module on the meta device that did not receive a checkpoint's values.
 UNREAD = "_piper_unread"
+# Optimizers that have only this process's part of the parameters, from the beginning of a fit on.
+restricted: WeakSet[Optimizer] = WeakSet()
 
 
 def parts_of(module: nn.Module) -> Ownership | None:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import CaptureError, PiperError
-from lightning_piper.holdings.distributed_marks import parts_of
+from lightning_piper.holdings.distributed_marks import parts_of, restricted
 from lightning_piper.holdings.elementwise import (
     NotElementwise,
     StateKeys,
@@ -173,6 +173,7 @@ class ShardedOptimizer:
                 ]
         if lacking:
             self._make_state(lacking)
+        restricted.update([] if self.is_whole else [optimizer])
 
     @property
     def is_whole(self) -> bool:
@@ -197,8 +198,7 @@ class ShardedOptimizer:
         self._sizes = [sum(kept) for kept in self._kept]
 
     def _check_whole(self) -> None:
-        """Check that the optimizer is over the same whole parameters on all processes. An optimizer from an
-        earlier fit may be restricted already. Collective.
+        """Check that the optimizer is over the same whole parameters on all processes. Collective.
 
         Raises:
             PiperError: The parameters differ between processes, or are not in the module.
@@ -559,6 +559,7 @@ class ShardedOptimizer:
                 group["param_names"][:] = labels
         self.optimizer.state.clear()
         self.optimizer.load_state_dict(full)
+        restricted.discard(self.optimizer)
 
     def cut(self, name: str | None, full: State) -> State:
         """Return the part of a parameter's state that belongs to this process's local shard: copies of the

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +29,7 @@ from lightning_piper.capture import has_gradient_hooks
 from lightning_piper.common.lightning_packages import is_a
 from lightning_piper.common.limits import is_number, shown
 from lightning_piper.errors import PiperError
+from lightning_piper.holdings.distributed_marks import restricted
 from lightning_piper.holdings.elementwise import goes_in_parts
 from lightning_piper.holdings.materialization import Known, is_on_meta, without_initial_values
 from lightning_piper.holdings.optimizer import ShardedOptimizer
@@ -196,6 +197,21 @@ def checked_timeout(timeout: object) -> timedelta:
             "number of seconds [PIPER-S001]"
         )
     return timeout
+
+
+def check_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Check that the optimizers of a fit have not been distributed by an earlier fit.
+
+    Raises:
+        PiperError: An optimizer still has only a part of the parameters.
+    """
+    for optimizer in optimizers:
+        if optimizer in restricted:
+            raise PiperError(
+                f"PiperStrategy: this {type(optimizer).__name__} was used in an earlier fit, and has only the part of the "
+                "parameters that this process had. In configure_optimizers, create a new optimizer for each fit"
+                " [PIPER-S004]"
+            )
 
 
 def uncapturable(

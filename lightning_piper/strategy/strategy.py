@@ -41,6 +41,7 @@ from lightning_piper.strategy.checks import (
     check_fit,
     check_local_fit,
     check_local_sgd,
+    check_optimizers,
     check_start_method,
     checked_capture,
     checked_timeout,
@@ -216,6 +217,7 @@ class PiperStrategy(SavingStrategy):
         if self._local:
             self.model_to_device()
         self.setup_optimizers(trainer)
+        check_optimizers(self.optimizers)
         self.setup_precision_plugin()
         self._guard = NanGuard(module, self.precision_plugin, lambda: self.phase, self._stops_on_nan)
         self._at_end.callback(self._guard.remove)

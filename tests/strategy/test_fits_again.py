@@ -28,6 +28,9 @@ WAYS = {
 }
 
 
+PROGRAMS = ("ddp", "zero1", "zero3")
+
+
 class Net(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -42,9 +45,20 @@ class Net(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fits(strategy: Any, captures: Sequence[str]) -> dict[str, Any]:
+class Keeping(Net):
+    """Its fits use one optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def configure_optimizers(self) -> Any:
+        return self.kept
+
+
+def fits(strategy: Any, captures: Sequence[str], cls: type[Net] = Net) -> dict[str, Any]:
     torch.manual_seed(0)
-    module = Net()
+    module = cls()
     trainer = L.Trainer(
         accelerator="cpu", devices=2, strategy=strategy, max_epochs=0, precision="64-true", **QUIET
     )
@@ -66,6 +80,12 @@ def train(rank: int) -> dict[str, Any]:
                     found[way, forgets] = fits(piper.PiperStrategy(), captures)
             except Exception as error:
                 found[way, forgets] = f"{type(error).__name__}: {error}"
+    for program in PROGRAMS:
+        for cls in (Net, Keeping):
+            try:
+                found[program, cls] = fits(piper.PiperStrategy(program), ("auto", "auto"), cls)
+            except piper.PiperError as error:
+                found[program, cls] = str(error)
     return found
 
 
@@ -80,3 +100,17 @@ def test_the_numbers_are_those_of_ddp(way: str, ranks: list[dict[Any, Any]]) -> 
     for rank in ranks:
         assert distance(rank[way, True], rank["ddp"]) < 1e-12
         assert "with different arguments" in rank[way, False]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_an_optimizer_that_has_been_distributed_is_not_used_again(
+    program: str, ranks: list[dict[Any, Any]]
+) -> None:
+    """It would train nothing, because its parameters are the shards of the earlier fit."""
+    for rank in ranks:
+        assert distance(rank[program, Net], rank["ddp"]) < 1e-12
+        if program == "ddp":
+            assert distance(rank[program, Keeping], rank["ddp"]) < 1e-12
+        else:
+            assert "this SGD was used in an earlier fit" in rank[program, Keeping]
+            assert "create a new optimizer for each fit [PIPER-S004]" in rank[program, Keeping]
