@@ -16,7 +16,7 @@ import itertools
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -278,7 +278,10 @@ class Rounds:
         self._buffers = {name: x.detach().clone() for name, x in self._float_buffers().items()}
         # The empty tensor is for a process without parameters, because torch rejects an empty list.
         self._outer = settings.optimizer([*self._anchors.values(), torch.zeros(0)])
-        self.ended_within = False
+        self.ended_within, self._position = (
+            False,
+            (0, 0),
+        )  # indices of the epoch and of the batch of the last update
         self._own: dict[str, torch.Tensor] = {}  # this process's values before a fit ended within a round
         self._bits: dict[str, int] = {}  # sums of the bits of whole tensors at the end of the fit
         self.steps = 0
@@ -296,10 +299,17 @@ class Rounds:
         return any(self._settings.is_due(part, self.steps + 1) for part in range(self._settings.parts))
 
     @torch.no_grad()
-    def after_update(self) -> int:
+    def after_update(self, epoch: int, batch: int) -> int:
         """Count an update of the inner optimizer, and exchange the parts that are due. Return the bytes of the values
-        that this process exchanges, as they travel."""
-        self.steps += 1
+        that this process exchanges, as they travel.
+
+        Args:
+            epoch, batch: Indices of the epoch, and of the last batch of the update in the epoch.
+
+        Raises:
+            PiperError: The local replicas are at different batches, or exchange different tensors.
+        """
+        self.steps, self._position = self.steps + 1, (epoch, batch)
         due = {part for part in range(self._settings.parts) if self._settings.is_due(part, self.steps)}
         if not due:
             return 0
@@ -317,12 +327,18 @@ class Rounds:
     @torch.no_grad()
     def end(self) -> None:
         """If the fit ends within a round, give all replicas the mean of their parameters, without an outer step,
-        so that they end with one model. Each replica's own values stay for a checkpoint."""
+        so that they end with one model. Each replica's own values stay for a checkpoint.
+
+        Raises:
+            PiperError: The local replicas have not ended at the same batch, or exchange different tensors.
+        """
         left = {part for part in range(self._settings.parts) if not self._settings.is_due(part, self.steps)}
         self.ended_within = bool(self.steps and left)
-        if self.ended_within:
+        if not self.ended_within:
+            self._check_alike([], {}, ends=True)
+        else:
             self._own = {name: x.detach().clone() for name, x in self._current().items()}
-            params, buffers = self._exchanged(left)
+            params, buffers = self._exchanged(left, ends=True)
             for anchor, value, change in self._changes(params + buffers, constants=True):
                 value.copy_(anchor - change)
         self._bits = self._sums()
@@ -345,15 +361,13 @@ class Rounds:
             found.update(sums)
         return {name: total % 2**64 for name, total in found.items()}
 
-    def _exchanged(self, parts: Collection[int]) -> tuple[Pairs, Pairs]:
+    def _exchanged(self, parts: Collection[int], ends: bool = False) -> tuple[Pairs, Pairs]:
         """Return the parameters and the buffers of some parts of the model, after a check that the local replicas
-        exchange the same tensors."""
-        if not parts:
-            return [], []
+        exchange the same tensors. `ends` says whether the fit ends."""
         params = self._ownership.owned_params
         names = [name for name in self._anchors if name in params and self._part[name] in parts]
         buffers = self._float_buffers() if 0 in parts else {}
-        self._check_alike(names, buffers)
+        self._check_alike(names, buffers, ends)
         return (
             [(self._anchors[name], params[name]) for name in names],
             [(self._buffers[name], buffer) for name, buffer in buffers.items()],
@@ -382,8 +396,11 @@ class Rounds:
             for (anchor, value), change in zip(bucket, mean.split(sizes), strict=True):
                 yield anchor, value, change.view_as(anchor).to(anchor.dtype)
 
-    def _check_alike(self, names: Sequence[str], buffers: Mapping[str, torch.Tensor]) -> None:
-        """Check that the local replicas exchange the same tensors after the same number of updates.
+    def _check_alike(
+        self, names: Sequence[str], buffers: Mapping[str, torch.Tensor], ends: bool = False
+    ) -> None:
+        """Check that the local replicas exchange the same tensors, after the same batches and updates. `ends` says
+        whether the fit of this replica ends.
 
         Raises:
             PiperError: They do not.
@@ -394,12 +411,20 @@ class Rounds:
             for name in names
         }
         exchanged |= {name: f"a buffer {tuple(buffer.shape)}" for name, buffer in buffers.items()}
-        found = self._across.gather((self.steps, zlib.crc32(repr(exchanged).encode())))
-        steps = [count for count, _ in found]
-        if len(set(steps)) > 1:
+        place = _Place(self.steps, *self._position, ends)
+        found = self._across.gather((place, zlib.crc32(repr(exchanged).encode())))
+        places = [each for each, _ in found]
+        if len({(each.epoch, each.batch) for each in places}) > 1:
             raise PiperError(
-                f"PiperStrategy(local_sgd=...): the local replicas have made different numbers of updates: {steps}, by "
-                "replica. Let every optimizer_step of each replica make an update [PIPER-L004]"
+                f"PiperStrategy(local_sgd=...): the local replicas are at different batches: {_differing(places)}. Give all "
+                "replicas the same number of batches (Trainer(limit_train_batches=...) sets a limit), and stop all of "
+                "them together [PIPER-L004]"
+            )
+        if len({each.updates for each in places}) > 1:
+            raise PiperError(
+                "PiperStrategy(local_sgd=...): the local replicas have made different numbers of updates: "
+                f"{[each.updates for each in places]}, by replica. Let every optimizer_step of each replica make an update "
+                "[PIPER-L004]"
             )
         if len(set(found)) > 1:
             raise PiperError(
@@ -484,6 +509,26 @@ def end_without_updates(module: nn.Module, state: State, first: Mapping[str, tor
             continue  # the module does not save this buffer
         changes = [(anchor - each[name]).masked_fill_(anchor == each[name], 0) for each in of_replicas]
         tensors[name].copy_(anchor - sum(changes) / len(changes))
+
+
+class _Place(NamedTuple):
+    """How far a local replica has come: its updates, the indices of its epoch and of its batch in the epoch, and
+    whether its fit has ended."""
+
+    updates: int
+    epoch: int
+    batch: int
+    ended: bool
+
+
+def _differing(places: Sequence[_Place]) -> str:
+    """Return the places of replica 0 and of the first replica at another batch, as text."""
+    other = next(i for i, each in enumerate(places) if each[1:3] != places[0][1:3])
+    return ", ".join(
+        f"replica {i} {'has ended its fit after' if places[i].ended else 'is at'} batch {places[i].batch} of epoch "
+        f"{places[i].epoch} ({counted(places[i].updates, 'update')})"
+        for i in (0, other)
+    )
 
 
 def _difference(found: Sequence[Mapping[str, str]]) -> str:

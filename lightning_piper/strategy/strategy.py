@@ -338,11 +338,14 @@ class PiperStrategy(SavingStrategy):
         with self._times or contextlib.nullcontext(), naming_optimizers([optimizer]):
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if isinstance(self.phase, Fitting) and self.phase.rounds is not None:
-            rounds, recording = self.phase.rounds, self.phase.fit.recording
-            if recording is not None and rounds.is_due:
-                recording.exchange(rounds.after_update)
+            assert self.lightning_module is not None
+            recording, trainer = self.phase.fit.recording, self.lightning_module.trainer
+            loop = trainer.fit_loop.epoch_loop
+            count = partial(self.phase.rounds.after_update, trainer.current_epoch, loop.batch_idx)
+            if recording is not None and self.phase.rounds.is_due:
+                recording.exchange(count)
             else:
-                rounds.after_update()
+                count()
         return result
 
     def _begin_eager(self, before: Standalone, captures: Sequence[Compiled], why: str) -> None:

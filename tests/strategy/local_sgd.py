@@ -25,7 +25,7 @@ import lightning_piper as piper
 from lightning_piper.session.local_sgd import LocalSGD, Rounds
 from lightning_piper.strategy.saving import SavingStrategy
 from tests.distributed.processes import PATIENCE
-from tests.strategy.fitting import QUIET, Counted, sharing_captures, traced_once
+from tests.strategy.fitting import QUIET, Batches, Counted, sharing_captures, traced_once
 
 APART = ("mask",)  # infinite values have no distance
 CALLS = ("all_reduce", "broadcast", "all_gather_object", "broadcast_object_list", "barrier")
@@ -101,6 +101,7 @@ class Job:
         strategy: Other arguments of the strategy.
         save: The step after which a checkpoint is written.
         resume: Name of the job whose checkpoint the training resumes from.
+        fewer: How many batches fewer the last process has. None: the number of batches is known in advance.
         change: Whether the module changes between the fit and the save after it.
         bug: Name of a fault of `BUGS` that the training has.
         loader: Whether the batches come from a loader, which a training can resume in the middle of an epoch.
@@ -118,6 +119,7 @@ class Job:
     strategy: dict[str, Any] = field(default_factory=dict)
     save: int = 0
     resume: str = ""
+    fewer: int | None = None
     change: bool = False
     bug: str = ""
     loader: bool = False
@@ -164,7 +166,7 @@ def changed(module: Net) -> None:
 MEAN = "a save after the end has only the mean"
 
 
-def _without_exchange(rounds: Rounds) -> None:
+def _without_exchange(rounds: Rounds, epoch: int, batch: int) -> None:
     rounds.steps += 1
 
 
@@ -180,9 +182,9 @@ def _scaled(factor: float) -> Callable[..., Iterator[Any]]:
     return changes
 
 
-def _keeping_anchor(rounds: Rounds) -> None:
+def _keeping_anchor(rounds: Rounds, epoch: int, batch: int) -> None:
     before = {name: x.clone() for name, x in rounds._anchors.items()}
-    _after(rounds)
+    _after(rounds, epoch, batch)
     for name, x in before.items():
         rounds._anchors[name].copy_(x)
 
@@ -267,7 +269,9 @@ def fit(job: Job, rank: int, size: int, folder: Path) -> dict[str, Any]:
         sampler = DistributedSampler(data, parts, rank // shared, shuffle=False)
         train: Any = DataLoader(data, BATCH // parts, sampler=sampler)
     else:
-        train = Counted(batches_of(job, rank // shared, size // shared))
+        own = batches_of(job, rank // shared, size // shared)
+        last = job.fewer if job.fewer is not None and rank == size - 1 else 0
+        train = (Counted if job.fewer is None else Batches)(own[: len(own) - last])
     seen, callbacks = Seen(), []
     if job.frozen and rank == size - 1:  # the optimizer has the parameter already
         callbacks.append(

@@ -67,6 +67,12 @@ MANUAL = Job("manual", local(), model={"manual": True})
 TOO_MANY = Job("too many", local(), degrees={"dp": 1, "microbatches": 99})
 AS_NAMED = Job("as named", local(), degrees={"dp": 1, "microbatches": local_sgd.BATCH // 2})
 SILENT = Job("silent", local(), net=local_sgd.Silent)
+ALONE: dict[str, Any] = {"limit_val_batches": 0}  # replicas do not communicate, except in exchanges
+UNEVEN = [
+    Job("ends early", local(), net=local_sgd.Silent, options=ALONE, fewer=2),
+    Job("later epochs", local(), net=local_sgd.Silent, options={**ALONE, **EPOCHS}, fewer=1),
+    Job("even", local(), net=local_sgd.Silent, options={**ALONE, **EPOCHS}, fewer=0),
+]
 FROZEN = Job("frozen", local(), frozen="second.3.weight")
 FROZEN_IN_ALL = Job("frozen in all", local(), frozen="second.1.bias")  # as the model itself does
 DDP = Job("ddp", None, model={"optimizer": "sgd"}, degrees={"dp": 2})
@@ -131,7 +137,7 @@ def four(logs: Path) -> list[dict[Any, Any]]:
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     """What two processes have seen, by the name of the job."""
     folder = tmp_path_factory.mktemp("two")
-    refused = [MANUAL, TOO_MANY, AS_NAMED, SILENT, FROZEN, FROZEN_IN_ALL]
+    refused = [MANUAL, TOO_MANY, AS_NAMED, SILENT, FROZEN, FROZEN_IN_ALL, *UNEVEN]
     resumed = [RESUMED, AGAIN, TWICE, *STOPPED, *CONTINUED, *DONE]
     jobs = [*TWO, *resumed, DDP, *DROPPED, *FAULTY, *refused]
     return launch_trainings(2, local_sgd.train, folder / "ranks", 2, jobs, folder)
@@ -274,6 +280,18 @@ def test_a_parameter_that_one_replica_freezes_is_an_error(two):
     )
     assert all(said in rank["frozen"]["error"] for rank in two)
     assert all("error" not in rank["frozen in all"] for rank in two)
+
+
+def test_replicas_with_other_numbers_of_batches_are_an_error(two):
+    """On both processes, at the first exchange at which the batches differ. Then neither waits for the other."""
+    said = {
+        "ends early": "replica 0 is at batch 5 of epoch 0 (6 updates), replica 1 has ended its fit after batch 4 of epoch 0 "
+        "(5 updates). Give all replicas the same number of batches",
+        "later epochs": "replica 0 is at batch 1 of epoch 1 (9 updates), replica 1 is at batch 2 of epoch 1 (9 updates)",
+    }
+    for rank in two:
+        assert all(text in rank[name]["error"] for name, text in said.items())
+        assert "error" not in rank["even"]
 
 
 @pytest.mark.long
