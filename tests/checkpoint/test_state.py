@@ -81,7 +81,7 @@ def test_another_module_is_refused(tmp_path):
     loading = Loading(str(tmp_path / "a.ckpt"), ALONE, weights_only=True)
     with pytest.raises(
         PiperError,
-        match=r"another module than this Linear: the checkpoint does not have \['weight', 'bias'\]\. Resume",
+        match=r"another module than this Linear: the checkpoint does not have \['weight', 'bias'\], and the module does not have ",
     ):
         loading.module(nn.Linear(2, 2), loading.content["state_dict"], True, None)
 

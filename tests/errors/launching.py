@@ -235,7 +235,7 @@ CASES: Cases = [
     Elsewhere("a gradient hook on a parameter that is "
               "sharded", "'inner.weight' has a gradient hook", "PiperError", SHARDS),
     Elsewhere("an optimizer that has been in a fit before, over processes",
-              "does not have the same parameters", "PiperError", OPTIONS),
+              "this SGD was used in an earlier fit, and has only the part of the parameters", "PiperError", OPTIONS),
     Elsewhere("a hook changes a parameter on the meta device before the first step",
               "'second.2.bias' was changed in place on the meta device", "PiperError", OPTIONS),
     Elsewhere("local SGD of a step that cannot be captured", "trains only captured steps", "PiperError",

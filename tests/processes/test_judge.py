@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -60,6 +61,12 @@ class Ranks:
         for rank in ranks:
             self.lines[rank] = _connect(HERE, self.port)
             _send(self.lines[rank], {"token": TOKEN, "rank": rank})
+
+    def wait_for(self, *ranks: int) -> None:
+        """Return as soon as the judge has the connections of these ranks."""
+        end = time.monotonic() + PATIENCE
+        while not {*ranks} <= {*tuple(self.judge.lines.values())}:
+            assert time.monotonic() < end
 
     def failed(self, rank: int, why: str, waited: bool = True, progress: Progress | None = None) -> None:
         _send(self.lines[rank], {"failed": why, "rank": rank, "waited": waited, "progress": progress})
@@ -120,6 +127,7 @@ def test_the_one_whose_machine_does_not_answer_comes_before_those_who_noticed(ra
     ranks.connect(0, 1, 2)
     ranks.failed(0, CLOSED)
     ranks.hear(0)  # the judge has it
+    ranks.wait_for(2)
     (lost,) = (line.fileno() for line, rank in ranks.judge.lines.items() if rank == 2)
     monkeypatch.setattr(failure, "is_lost", lambda file: file == lost)
     assert ranks.verdict(0) == ranks.verdict(1) == (2, UNREACHABLE)
