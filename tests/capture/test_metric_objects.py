@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+from torchmetrics.wrappers import MultitaskWrapper
 
 from lightning_piper.capture import capture, flatten
 from lightning_piper.capture.metrics.metric_objects import metric_objects
@@ -289,6 +290,26 @@ class Running(nn.Module):
         """Update as a metric does."""
 
     compute = reset = update
+
+
+class Tasks(Net):
+    """A dict of metric objects with keys of its own, but no collection."""
+
+    def __init__(self):
+        super().__init__()
+        self.tasks = MultitaskWrapper({"acc": MulticlassAccuracy(2), "f1": MulticlassF1Score(2)})
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        out = self(x)
+        found = self.tasks({"acc": out, "f1": out}, {"acc": y, "f1": y})
+        self.log("f1", found["f1"])
+        return F.cross_entropy(out, y)
+
+
+def test_a_wrapper_with_keys_is_captured():
+    code = capture(Tasks(), batch()).at(8)
+    assert [call.metric for call in code.metrics.calls] == ["tasks"]
 
 
 def test_what_is_a_metric_object():

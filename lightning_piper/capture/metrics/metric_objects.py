@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.fx import Node
+from torchmetrics import MetricCollection
 
 from lightning_piper.capture.metrics.sample_dicts import stack_dicts
 from lightning_piper.capture.proxies.batch import flatten
@@ -124,10 +125,9 @@ class MetricRecorder:
         if method not in ("forward", "compute"):
             return None
         value = MetricValueProxy(computed, self._refuse)
-        keys = getattr(metric, "keys", None)
-        if keys is None:
+        if not isinstance(metric, MetricCollection):
             return value
-        return MetricResults(value, keys(keep_base=False), partial(self._refuse_key, name))
+        return MetricResults(value, map(str, metric.keys(keep_base=False)), partial(self._refuse_key, name))
 
     def known(self, value: Any) -> str | Later | None:
         """Return the name of a metric object if `value` is that object, or a description of the result if
