@@ -13,8 +13,9 @@ _DEEPSPEED = re.compile(r"zero_to_fp32\.py|(zero_pp_rank_\d+_)?mp_rank_\d+_.*\.p
 def conversion_of(folder: Folder) -> str | None:
     """Return which strategy has saved a folder, and how to convert it; None if no known strategy has."""
     names = folder.names()
+    content = read(folder, "meta.pt") if {"meta.pt", ".metadata"} <= set(names) else b""
     # A checkpoint of this package that has lost its manifest has the same files, and its entry in `meta.pt`.
-    if {"meta.pt", ".metadata"} <= set(names) and b"lightning_piper" not in read(folder, "meta.pt"):
+    if b"pytorch-lightning_version" in content and b"lightning_piper" not in content:
         return (
             f"{folder} is a folder that FSDPStrategy or ModelParallelStrategy has saved. Convert it first: "
             f"lightning-piper convert {folder} plain.ckpt. Then resume from plain.ckpt"

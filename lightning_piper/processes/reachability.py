@@ -22,7 +22,7 @@ _BEFORE = 56
 
 def keep_asking(connected: socket.socket) -> None:
     """Make the system ask every `OFTEN` seconds whether the machine at the other end is there."""
-    if _READS:
+    if _READS and connected.family in (socket.AF_INET, socket.AF_INET6):
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, int(OFTEN))
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, int(OFTEN))

@@ -50,11 +50,11 @@ from lightning_piper.strategy.checks import (
 )
 from lightning_piper.strategy.fit import Fit
 from lightning_piper.strategy.guard import NanGuard
-from lightning_piper.strategy.other_optimizer import naming_optimizers
+from lightning_piper.strategy.loading.other_optimizer import naming_optimizers
+from lightning_piper.strategy.loading.skipped_epochs import check_skips
 from lightning_piper.strategy.phases import Eager, Ended, Fitting, Idle, Left, Starting, over
 from lightning_piper.strategy.process_management import Requeue
 from lightning_piper.strategy.saving import SavingStrategy
-from lightning_piper.strategy.skipped_epochs import check_skips
 
 
 class PiperStrategy(SavingStrategy):

@@ -200,6 +200,7 @@ def test_a_damaged_table_is_named(tmp_path):
 
 def test_a_folder_of_another_strategy_says_how_to_convert_it(tmp_path):
     fsdp = folder_of(tmp_path / "fsdp", model={"a": torch.ones(2)})
+    torch.save({"pytorch-lightning_version": "2.6.0"}, fsdp / "meta.pt")
     deepspeed = tmp_path / "deepspeed"
     (deepspeed / "checkpoint").mkdir(parents=True)
     (deepspeed / "latest").write_text("checkpoint")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from lightning.pytorch import LightningModule
 
-from lightning_piper.strategy.skipped_epochs import returns_only_none
+from lightning_piper.strategy.loading.skipped_epochs import returns_only_none
 from tests.distributed.processes import launch_trainings
 from tests.strategy.skipped import STRATEGIES, WHERE, Net, fit, train
 
