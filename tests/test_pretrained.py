@@ -221,6 +221,9 @@ def test_damaged_files_and_folders_are_refused(tmp_path):
     content = json.loads(index.read_text())
     first = min(content["weight_map"].values())
     whole = (tmp_path / first).read_bytes()
+    (tmp_path / first).write_bytes(b"version https://git-lfs.github.com/spec/v1\nsize 9\n")
+    with pytest.raises(PiperError, match=r"is a pointer of Git LFS.*git lfs pull"):
+        read("llama", tmp_path)
     (tmp_path / first).write_bytes(whole[:-4])
     with pytest.raises(PiperError, match="does not fit into the file"):
         read("llama", tmp_path)

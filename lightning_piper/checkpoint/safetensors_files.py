@@ -198,5 +198,13 @@ def _tensors_of(path: Path) -> dict[str, StoredTensor]:
     return found
 
 
+_POINTER = b"version https://git-lfs"  # the first bytes of a file that Git LFS has not downloaded
+
+
 def _damaged(path: Path, why: str) -> PiperError:
+    with path.open("rb") as file:
+        if file.read(len(_POINTER)) == _POINTER:
+            return PiperError(
+                f"{path} is a pointer of Git LFS, and not the weights. Run `git lfs pull` in its folder [PIPER-K008]"
+            )
     return PiperError(f"{path} is damaged: {why}. Copy or download it again [PIPER-K008]")

@@ -166,8 +166,8 @@ class ShardExperts(Sharding):
             self.refuse(
                 "filter",
                 f"{label} reads no parameter whose first dimension is its number of experts, {experts.count}",
-                "annotate the experts together with dispatch and combine, and stack their weights as "
-                f"[{experts.count}, ...] [PIPER-D016]",
+                "annotate the experts together with dispatch and combine, and keep their weights in "
+                f"parameters of shape [{experts.count}, ...] [PIPER-D016]",
             )
         for (of, kind), interface in dag.code.interfaces.items():
             if of != region:

@@ -142,9 +142,7 @@ def _having(dag: TrainingDAG, chunk: Chunk, groups_of: dict[str, list[Group]]) -
         region = dag.regions[chunk.region]
         advice = "Annotate its parts in the same way as in training_step"
         if dag.program.degrees is not None:
-            advice = (
-                "Call the modules that have these parameters, under the same annotations as in training_step"
-            )
+            advice = "Compute from the parameters of one stage at a time, in the modules that have them, or in a hook"
         raise DirectiveError(
             f"the code at {region.source} reads {first}, which is on device {_shown(there)}, and {name}, which is on "
             f"device {_shown(elsewhere)}. {advice} [PIPER-D025]"

@@ -59,7 +59,8 @@ def _times(compiled: Compiled, node: int, path: Path, step: Mapping[str, Any]) -
         found = "no such node" if recorded is None else f"the node {recorded['text']!r}"
         raise PiperError(
             f"{str(path)!r} was recorded with another module, program or batch size: it has {found}. Give the "
-            "module, the directives and the batch of that run [PIPER-R002]"
+            "module, the directives and the batch of that run. If its batches had several sizes, record again with "
+            "drop_last=True [PIPER-R002]"
         )
     for what, source in (("planned", plan), ("ran", step)):
         for row, start, end, number, kind in source["step"]["boxes"]:

@@ -174,8 +174,8 @@ def _cut(module: nn.Module, batch: Any, world: World) -> BlockCut:
             raise PiperError(problem if rank == 0 else f"rank {rank}: {problem}") from failure
         if text != found[0][1]:
             raise PiperError(
-                f"rank {rank} traced a different training_step than rank 0. Make the step independent of "
-                "the rank, the time and unseeded random numbers [PIPER-L006]"
+                f"rank {rank} traced a different training_step than rank 0. Build the module in the same way "
+                "in every process, and make the step independent of the rank, the time and unseeded random numbers [PIPER-L006]"
             )
     return cut
 

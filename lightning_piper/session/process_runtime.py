@@ -212,8 +212,8 @@ class ProcessRuntime:
             where = next((f": {found}" for found in compared if found is not None), "")
             if len({sums[3] for _, sums in found}) > 1:
                 raise PiperError(
-                    "the modules of the processes have parameters or buffers of different names or shapes. Build the "
-                    "module in the same way in every process [PIPER-L006]"
+                    "the modules of the processes have parameters or buffers of different names, shapes, dtypes, strides "
+                    "or requires_grad. Build the module in the same way in every process [PIPER-L006]"
                 )
             kind = CaptureError if self._world.count == self._world.size else PiperError
             raise kind(

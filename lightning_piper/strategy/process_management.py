@@ -206,8 +206,9 @@ class OverProcesses(_lightning.Strategy):
         assert self.cluster_environment is not None
         if self._local and (started := self.cluster_environment.world_size()) != 1:
             raise PiperError(
-                f"PiperStrategy: transport='local' and 'simulated' run in one process, but {started} processes "
-                "were started. Start one process (python train.py) [PIPER-S003]"
+                f"PiperStrategy: transport='local' and 'simulated' run in one process, but "
+                f"{type(self.cluster_environment).__name__} has {started}. Start one process: python train.py, in a job of SLURM "
+                "with --ntasks=1 [PIPER-S003]"
             )
         super().setup_environment()
         check_kind(self.root_device)

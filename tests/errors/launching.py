@@ -211,7 +211,7 @@ CASES: Cases = [
                                                                 "replicas", "PiperError",
               PROCESSES),
     Elsewhere("training data of different lengths", "have [5, 4] batches", "PiperError", PROCESSES),
-    Elsewhere("one process has a different module", "parameters or buffers of different names or shapes", "PiperError",
+    Elsewhere("one process has a different module", "parameters or buffers of different names, shapes, dtypes", "PiperError",
         PROCESSES),
     Elsewhere("a weight-averaging function reads all parameters, which are on several processes",
               "WeightAveraging does not average each element of the parameters "

@@ -92,7 +92,7 @@ def test_refusals(tmp_path: Path) -> None:
         from_recording(tmp_path, workload, [list(range(7))])
     with pytest.raises(
         PiperError,
-        match=r"no times of passes with the tag 'STAGE'\. Its passes have the tags MB, PP\. Give the tag of the stages",
+        match=r"no times of passes with the tag 'STAGE'\. Its passes have the tags MB, PP\. If one of them numbers the",
     ):
         from_recording(tmp_path, workload, STAGES, tag="STAGE")
     from_recording(tmp_path, workload, STAGES, tag="PP")

@@ -175,7 +175,7 @@ def test_checkpoint_files_are_those_of_one_process(file, ranks, local, folders):
     ("sampler", "DistributedSampler splits the data over 2 replicas"),
     ("length", "have [5, 4] batches"),
     ("values", "drew different batches (different values) in training batch 0"),
-    ("other shapes", "parameters or buffers of different names or shapes"),
+    ("other shapes", "parameters or buffers of different names, shapes, dtypes"),
     ("other module", "'initial_lr' of the optimizer's parameter group 0 is 0.01 on rank 0, and absent on "
                      "rank 1"),
     ("repeated", "no error"),

@@ -499,8 +499,8 @@ def _changes(name: str, is_parameter: bool) -> PiperError:
     """Return the error for a change of a parameter or buffer in uncaptured code."""
     what, fix = ("parameter", "Change it") if is_parameter else ("buffer", f"{_ANNOTATE} Otherwise change it")
     return PiperError(
-        f"training_step changes the {what} {name} in code that runs uncaptured, so the change would be repeated for "
-        f"each microbatch. {fix} in a hook, such as on_train_batch_end [PIPER-C003]"
+        f"training_step changes the {what} {name} in code that runs uncaptured. Piper would run this code for each "
+        f"microbatch, on one process only. {fix} in a hook, such as on_train_batch_end [PIPER-C003]"
     )
 
 

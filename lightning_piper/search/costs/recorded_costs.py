@@ -135,11 +135,12 @@ def _read(
             key = stage, node["kind"], (start, stop)
             seconds[key] = seconds.get(key, 0.0) + float(duration)
     if not sizes:
-        fix = (
-            f"Its passes have the tags {', '.join(sorted(tags))}. Give the tag of the stages: from_recording(..., tag=...)"
-            if tags
-            else "Record a program with stages"
-        )
+        fix = "Record a program with stages"
+        if tags:
+            fix = (
+                f"Its passes have the tags {', '.join(sorted(tags))}. If one of them numbers the stages, give it: "
+                "from_recording(..., tag=...). Otherwise, record a program with stages"
+            )
         raise PiperError(f"{str(path)!r} has no times of passes with the tag {tag!r}. {fix} [PIPER-R002]")
     if len(sizes) > 1:
         raise PiperError(

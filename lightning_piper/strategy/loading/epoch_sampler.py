@@ -96,7 +96,7 @@ class EpochSampler(Sampler[int]):
         if length != position.order.length:
             raise PiperError(
                 f"the checkpoint is in the middle of an epoch of {position.order.length} samples, but the "
-                f"loader's sampler has {length} samples here. Resume with the same data set, or from a "
+                f"loader's sampler has {length} samples here. Resume with the same data set and sampler, or from a "
                 "checkpoint at the end of an epoch [PIPER-K012]"
             )
         self._resumed = position
