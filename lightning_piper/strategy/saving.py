@@ -134,7 +134,9 @@ class SavingStrategy(EvaluatingStrategy):
         if restored.sharded is not None:
             assert isinstance(checkpoint, dict) and self.lightning_module is not None
             # A callback that averages weights reads the states of the module, too.
-            states = ["state_dict", "current_model_state"] if averaging(self.lightning_module.trainer) else []
+            trainer = _lightning.trainer_of(self.lightning_module)
+            averages = trainer is not None and averaging(trainer)
+            states = ["state_dict", "current_model_state"] if averages else []
             restored.sharded.read(checkpoint, ["callbacks", *states])
         if restored.sharded is not None and referenced(checkpoint["state_dict"]):
             assert self.lightning_module is not None
