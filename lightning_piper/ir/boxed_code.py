@@ -6,11 +6,13 @@ The generated code drops every intermediate after its last use, so no tensor out
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx.graph import CodeGen
+
+from lightning_piper.ir._torch_functions import FUNCTIONS, without_torch_function
 
 RUNS_KEY = "piper_runs"  # key in an operation's metadata: the function that runs instead of the operation
 _making = threading.Lock()  # held while code is generated, because devices of one process are threads
@@ -29,6 +31,7 @@ class _Module(torch.fx.GraphModule):
     """A graph that generates its code on its first run: a process runs only few passes at few sizes."""
 
     _is_made = False
+    _calls_others = False  # whether the code calls functions of users or of other packages
 
     def recompile(self) -> torch.fx.graph.PythonCode:  # type: ignore[empty-body]
         """Do nothing: torch calls this when the module gets its graph."""
@@ -37,21 +40,46 @@ class _Module(torch.fx.GraphModule):
         if not self._is_made:
             with _making:
                 self._make()
-        made: tuple[torch.Tensor, ...] = self.forward(args, sizes)
+        made: tuple[torch.Tensor, ...]
+        if self._calls_others:
+            made = self.forward(args, sizes)
+        else:
+            with without_torch_function():
+                made = self.forward(args, sizes)
         return made
 
     def _make(self) -> None:
         """Generate the code, if no other thread has generated it."""
         if self._is_made:  # another thread has generated the code meanwhile
             return
-        # The generated code calls the functions of `RUNS_KEY`. The graph gets its own targets back.
-        stood = {node: node.target for node in self.graph.nodes if RUNS_KEY in node.meta}
-        for node in stood:
-            node.target = node.meta[RUNS_KEY]
+        self._calls_others = any(map(_calls_others, self.graph.nodes))
+        # Code is generated from a copy, because other threads may read the graph.
+        graph = self.graph
+        self._graph = _calling(graph, {} if self._calls_others else FUNCTIONS)
         super().recompile()
-        for node, target in stood.items():
-            node.target = target
+        self._graph = graph
         self._is_made = True
+
+
+def _calling(graph: torch.fx.Graph, functions: Mapping[Any, Callable[..., Any]]) -> torch.fx.Graph:
+    """Return a copy of a graph that calls a function of `RUNS_KEY`, or of `functions`, instead of an operation."""
+    made, copies = torch.fx.Graph(graph.owning_module), dict[torch.fx.Node, torch.fx.Node]()
+    for node in graph.nodes:
+        target = node.meta.get(RUNS_KEY) or functions.get(node.target, node.target)
+        args, kwargs = (torch.fx.node.map_arg(x, copies.__getitem__) for x in (node.args, node.kwargs))
+        copies[node] = made.create_node(node.op, target, args, kwargs, node.name, node.type)
+    made.set_codegen(_Boxed())
+    return made
+
+
+def _calls_others(node: torch.fx.Node) -> bool:
+    """Return whether a node calls a function of a user, or an operation of another package than torch and Piper.
+    Its code may need `__torch_function__`."""
+    return RUNS_KEY in node.meta or getattr(node.target, "namespace", "aten") not in (
+        "aten",
+        "prims",
+        "lightning_piper",
+    )
 
 
 def compile_boxed(
@@ -63,5 +91,4 @@ def compile_boxed(
     `constants` holds the tensors that the step makes from Python numbers (`torch.tensor(...)`), by the
     graph's names.
     """
-    graph.set_codegen(_Boxed())
     return _Module(constants or torch.nn.Module(), graph).run
