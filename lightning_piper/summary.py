@@ -4,16 +4,18 @@ does not prove, and how long a capture took.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterator
 
 from lightning_piper.capture.losses.cross_sample import takes_statistics
-from lightning_piper.common.units import compact, duration
+from lightning_piper.common.units import compact, counted, duration
 from lightning_piper.directives import Place, Replicate
 from lightning_piper.directives.program import Program
 from lightning_piper.directives.replicate import LEVELS, shards_of
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import DATA
 from lightning_piper.ir.nodes import Chunk
+from lightning_piper.ops.communication.gather import rounded_params
 
 LONG = 3  # seconds: a shorter capture is not worth a line
 _STAGES = 8  # the summary lists the parameters of up to this many stages
@@ -26,7 +28,8 @@ def degrees_of(dag: TrainingDAG, program: Program, devices: int) -> str:
     degrees += [f"{dag.replicas} replicas"] if dag.replicas > 1 else []
     axes = zip(dag.mesh.axes, dag.mesh.shape, strict=True)
     degrees += [f"{axis}={size}" for axis, size in axes if axis != DATA and size > 1]
-    text = ", ".join(filter(None, [" x ".join(degrees), _zero(dag, program), *_trades(dag, program)]))
+    kinds = [" x ".join(degrees), _zero(dag, program), *_roundings(dag), *_trades(dag, program)]
+    text = ", ".join(filter(None, kinds))
     return f"{devices} device{'s' * (devices > 1)}" + f": {text}" * bool(text)
 
 
@@ -35,6 +38,12 @@ def _zero(dag: TrainingDAG, program: Program) -> str:
     fields = [shards_of(each) for each in program if isinstance(each, Replicate)]
     found = sorted({max((LEVELS.index(field) + 1 for field in own), default=0) for own in fields})
     return " and ".join(f"ZeRO-{stage}" for stage in found) if dag.replicas > 1 and any(found) else ""
+
+
+def _roundings(dag: TrainingDAG) -> Iterator[str]:
+    """Yield a phrase for each dtype to which the program rounds sharded parameters (`gather_dtype`)."""
+    for dtype, count in Counter(rounded_params(dag).values()).items():
+        yield f"{counted(count, 'parameter')} rounded to {str(dtype).removeprefix('torch.')} before use"
 
 
 def _trades(dag: TrainingDAG, program: Program) -> Iterator[str]:
@@ -109,6 +118,8 @@ def unproved(dag: TrainingDAG, executed: str, draws: bool) -> Iterator[str]:
         yield f"uncaptured code ({executed})"
     if draws:
         yield "random numbers (one device draws others)"
+    if found := list(_roundings(dag)):
+        yield f"the result with unrounded parameters ({', '.join(found)})"
     if all(len(parts) == 1 for parts in dag.slices().values()):
         return
     if code.meet is not None:
@@ -117,8 +128,8 @@ def unproved(dag: TrainingDAG, executed: str, draws: bool) -> Iterator[str]:
         yield "the loss of the whole batch (the loss is not a sum of means)"
     if code.nonlinear is not None:
         yield f"a backward pass that is not linear in the gradient of the loss ({code.nonlinear})"
-    if found := list(batch_statistics(dag)):
-        yield f"batch norms over a microbatch ({found[0]})"
+    if norms := list(batch_statistics(dag)):
+        yield f"batch norms over a microbatch ({norms[0]})"
 
 
 def told_of_capture(step: str, seconds: float) -> str | None:

@@ -236,6 +236,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
         lambda: {
             "filter": {}, "devices": [0, 1], "reduce_stream": "r", "gather_stream": "g", "bucket_size": 25.0,
             "shard_optimizer": False, "shard_grads": False, "shard_params": False, "reduce_dtype": None,
+            "gather_dtype": None,
             "shard_by": "elements", "overlap_update": False,
         },
     ),

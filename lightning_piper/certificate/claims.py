@@ -47,7 +47,8 @@ class Claims:
             shard = [bucket.member(rank), bucket.members]
         shares = self._shares(ref, rank)
         each = isinstance(self._dag.nodes[ref[0]], Counts) and ref[1] == 0
-        return {
+        rounded = {} if value.rounded is None else {"rounded": str(value.rounded)}
+        return rounded | {
             "kind": "counts" if each else str(value.kind),
             "names": list(value.names),
             "shares": shares if each else merged(shares),

@@ -20,7 +20,7 @@ from lightning_piper.ir.filters import Filter, Index, describe, matches, names_s
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.regions import SPLIT_BACKWARD, Step
 
-Contract = Literal["bitwise", "reassociated", "bounded"]
+Contract = Literal["bitwise", "reassociated", "bounded", "rounded"]
 ENTRY_POINTS = "lightning_piper.directives"
 # The attributes that hold `built_at` and `written_for`. They are not fields, so equality and JSON ignore
 # them.
@@ -41,7 +41,8 @@ class Directive:
         contract: The promise of the rewrite. `bitwise`: the rewritten DAG computes the same bits.
             `reassociated`: sums may be taken in another order, or the batch may be cut differently.
             `bounded`: gradients may differ by at most the bound that the reference semantics of its
-            operations state (`ops.Reference.loosen`).
+            operations state (`ops.Reference.loosen`). `rounded`: as `reassociated`, but compared with one
+            device whose parameters are rounded in the same way.
     """
 
     op: ClassVar[str]
@@ -381,7 +382,7 @@ def check_class(cls: type[Directive]) -> None:
     if contract not in get_args(Contract):
         found = f"has the contract {shown(contract)}" if contract else "has no contract"
         raise DirectiveError(
-            f"{cls.__name__} {found}. Give it contract = 'bitwise', 'reassociated' or 'bounded' [PIPER-D019]"
+            f"{cls.__name__} {found}. Give it contract = 'bitwise', 'reassociated', 'bounded' or 'rounded' [PIPER-D019]"
         )
 
 

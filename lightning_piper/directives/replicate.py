@@ -29,12 +29,14 @@ from lightning_piper.ir.filters import Filter
 from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.policies import ShardingPolicy
+from lightning_piper.ops.communication.gather import rounded_params
 
 MEBI = 2**20
 SHARDS = ("elements", "parameter")
 LEVELS = ("shard_optimizer", "shard_grads", "shard_params")  # the fields of ZeRO stages 1, 2 and 3
 AVERAGES = ("batch", "replicas")
 REDUCE_DTYPES = ("float16", "bfloat16", "float32", "float64")
+GATHER_DTYPES = ("float16", "bfloat16", "float32")
 
 
 @register
@@ -75,6 +77,10 @@ class Replicate(Directive):
             the same value.
         reduce_dtype: The dtype in which gradients are summed over microbatches and replicas, such as
             "float32" for bfloat16 gradients (default: the gradients' dtype).
+        gather_dtype: The dtype in which sharded parameters are gathered, such as "bfloat16" for float32
+            parameters (default: the parameters' dtype). Passes then compute with rounded parameters, in the
+            parameters' dtype. The optimizer and checkpoints have the full numbers. Parameters that do
+            not have more bytes are not rounded.
         zero: Only in the constructor: the ZeRO stage from 0 to 3, which sets one of the three fields.
             `Replicate(zero=3)` is `Replicate(shard_params=True)`.
 
@@ -84,7 +90,8 @@ class Replicate(Directive):
     replicate them. The ZeRO stages of regions may differ.
 
     Gradients become sums over the replicas, weighted as the loss requires. They are equal up to reassociation
-    if no sample's loss depends on other samples.
+    if no sample's loss depends on other samples. With `gather_dtype`, this holds for one device whose gathered
+    parameters are rounded to this dtype in each step.
     """
 
     op: ClassVar[str] = "replicate"
@@ -104,6 +111,7 @@ class Replicate(Directive):
     overlap_update: bool = False
     average: str = "batch"
     reduce_dtype: str | None = None
+    gather_dtype: str | None = None
     zero: dataclasses.InitVar[int | None] = None
 
     def __post_init__(self, zero: int | None) -> None:
@@ -215,13 +223,19 @@ class Replicate(Directive):
                 f"{shown(self.average)} is unknown",
                 f"give one of {', '.join(map(repr, AVERAGES))} [PIPER-D003]",
             )
-        if self.reduce_dtype is not None and not (
-            isinstance(self.reduce_dtype, str) and self.reduce_dtype in REDUCE_DTYPES
-        ):
+        for field, known in (("reduce_dtype", REDUCE_DTYPES), ("gather_dtype", GATHER_DTYPES)):
+            dtype = getattr(self, field)
+            if dtype is not None and not (isinstance(dtype, str) and dtype in known):
+                self.refuse(
+                    field,
+                    f"{shown(dtype)} is unknown",
+                    f"give one of {', '.join(map(repr, known))} [PIPER-D003]",
+                )
+        if self.gather_dtype is not None and not sharded:
             self.refuse(
-                "reduce_dtype",
-                f"{shown(self.reduce_dtype)} is unknown",
-                f"give one of {', '.join(map(repr, REDUCE_DTYPES))} [PIPER-D003]",
+                "gather_dtype",
+                "the directive shards nothing",
+                "set shard_optimizer, shard_grads or shard_params, or remove gather_dtype [PIPER-D003]",
             )
 
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
@@ -241,9 +255,11 @@ class Replicate(Directive):
         another directive treats the same parameters differently.
 
         Returns:
-            `bounded` if gradients are summed in a dtype with larger rounding errors than their own dtype.
+            `rounded` if gathers round parameters, otherwise `bounded` if gradients are summed in a dtype with
+            larger rounding errors than their own dtype.
         """
         regions, policy = self._shard_batch(dag), self._policy()
+        rounded_before = rounded_params(dag).keys()
         try:
             again = [region for region in sorted(regions & dag.meshes.keys()) if region in dag.policies]
             if again:
@@ -261,6 +277,8 @@ class Replicate(Directive):
             advice = conflict.advice or "give regions that share parameters the same options"
             self.refuse("filter", str(conflict), f"{advice} [PIPER-D003]")
         connect(dag, touched)
+        if rounded_params(dag).keys() - rounded_before:
+            return "rounded"
         return "bounded" if _rounds_more(dag, regions, policy.dtype) else None
 
     def _agree_on_average(self, dag: TrainingDAG) -> None:
@@ -364,6 +382,7 @@ class Replicate(Directive):
             by_parameter=self.shard_by == "parameter",
             overlap_update=self.overlap_update,
             dtype=None if self.reduce_dtype is None else getattr(torch, self.reduce_dtype),
+            gather_dtype=None if self.gather_dtype is None else getattr(torch, self.gather_dtype),
         )
 
 
@@ -390,10 +409,17 @@ def shards_of(directive: Directive) -> list[str]:
     return [field for field in _WHOLE if isinstance(directive, Replicate) and getattr(directive, field)]
 
 
+def rounds_params(program: Sequence[Directive]) -> bool:
+    """Return whether a directive has a `gather_dtype`."""
+    return any(isinstance(each, Replicate) and each.gather_dtype is not None for each in program)
+
+
 def without_sharding(program: Sequence[Directive]) -> tuple[Directive, ...]:
     """Return the program at ZeRO stage 0: replicas shard nothing."""
     return tuple(
-        dataclasses.replace(each, **_WHOLE, shard_size=None, shard_by="elements", overlap_update=False)
+        dataclasses.replace(
+            each, **_WHOLE, shard_size=None, shard_by="elements", overlap_update=False, gather_dtype=None
+        )
         if isinstance(each, Replicate)
         else each
         for each in program

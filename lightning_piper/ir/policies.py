@@ -21,6 +21,8 @@ class ShardingPolicy:
         by_parameter: Whether each replica has some whole parameters instead of a shard of every parameter.
         overlap_update: Whether owners of whole parameters compute updates beside the backward pass.
         dtype: Dtype in which gradients are summed; None for their own dtype.
+        gather_dtype: Dtype to which parameters are rounded before a gather, if it has fewer bytes than their own
+            dtype; None for their own dtype.
     """
 
     optimizer: bool = False
@@ -33,3 +35,14 @@ class ShardingPolicy:
     by_parameter: bool = False
     overlap_update: bool = False
     dtype: torch.dtype | None = None
+    gather_dtype: torch.dtype | None = None
+
+    def rounds(self, dtype: torch.dtype) -> torch.dtype | None:
+        """Return the dtype to which gathers round parameters of `dtype`; None if they are not rounded."""
+        to = self.gather_dtype
+        return to if to is not None and is_narrower(to, dtype) else None
+
+
+def is_narrower(dtype: torch.dtype, than: torch.dtype) -> bool:
+    """Return whether both are floating-point dtypes, and numbers of `dtype` have fewer bytes."""
+    return dtype.is_floating_point and than.is_floating_point and dtype.itemsize < than.itemsize

@@ -223,6 +223,8 @@ class Value:
         others: Axis -> placement along the other axes of the mesh. Axes along which the value is replicated
             are absent. A parameter that is divided along "ep" is `Sharded(0)` along it. So are the rows that
             are dispatched to experts, although members may have different numbers of rows.
+        rounded: Dtype to which a gather has rounded the parameters; None if they are not rounded. The tensors
+            have the parameters' own dtype.
     """
 
     kind: Kind
@@ -231,6 +233,7 @@ class Value:
     placement: Placement = field(default_factory=Replicated)
     bucket: Bucket | None = None
     others: tuple[tuple[str, Placement], ...] = ()
+    rounded: torch.dtype | None = None
 
     @property
     def nbytes(self) -> int:

@@ -145,6 +145,8 @@ def _judge(judged: Report, report: Report, world: World) -> None:
             if within
             else "with the result of one device that accumulates over the same microbatches"
         )
+        if any(row.contract == "rounded" for row in report.rows):
+            how_on += ", for parameters that are rounded in the same way"
         world.warn(f"the program is {judged.conclusion}. Training continues {how_on} [PIPER-W012]")
 
 

@@ -133,8 +133,11 @@ class _Account:
         self._dag = dag
         self._held: dict[int, _LiveValue] = {}  # slot -> its value
         self._sent: dict[int, _LiveValue] = {}  # node of a send -> the value that it holds
-        # Slot of a shard that a running reduce-scatter makes -> the storages of the bucket that it reads.
-        self._summed: dict[int, _Storages] = {}
+        # Slot of a running collective -> the storages that are freed when it is complete: the bucket that a
+        # reduce-scatter reads, the rounded shard and bucket of a gather.
+        self._passing: dict[int, _Storages] = {}
+        # Slot of a running gather of rounded parameters -> the storages that are made when it is complete.
+        self._later: dict[int, _Storages] = {}
         self.changes: list[tuple[_Moment, int, str]] = []
         self.kept: list[tuple[_Moment, int, Slice]] = []
 
@@ -144,7 +147,8 @@ class _Account:
         work = _PassMemory(self._dag, instruction, self._held) if isinstance(instruction, Run) else None
         for k, slot in enumerate(instruction.writes):
             if slot in self._held:  # a sum in place, or the end of an exchange: the slot has its storages
-                self._let_go(self._summed.pop(slot, ()), end)
+                self._come(self._later.pop(slot, ()), (end[0], end[1], 0))
+                self._let_go(self._passing.pop(slot, ()), end)
             elif slot is not None:
                 storages = (
                     self._made(instruction, k)
@@ -152,6 +156,10 @@ class _Account:
                     else work.made(k, _kind(self._dag, instruction, k))
                 )
                 self._held[slot] = _LiveValue(storages, _kept(self._dag, instruction, k))
+                if isinstance(instruction, AllGatherInstruction) and instruction.passing:
+                    self._later[slot] = storages
+                    storages = tuple(_Storage(spec.nbytes, "gathered") for spec in instruction.passing)
+                    self._passing[slot] = storages
                 self._come(storages, start)
                 if (part := self._held[slot].part) is not None:
                     self.kept.append((start, 1, part))
@@ -159,7 +167,7 @@ class _Account:
             self.changes.append((start, instruction.nbytes, "other"))
         # The bucket stays until the reduce-scatter is complete, also if its slot is freed before.
         if isinstance(instruction, ReduceScatterInstruction):
-            bucket = self._summed[instruction.into] = self._held[instruction.reads[0].slot].storages
+            bucket = self._passing[instruction.into] = self._held[instruction.reads[0].slot].storages
             self._come(bucket, start)
         gone: list[_Storage] = []
         for read in instruction.reads:

@@ -56,6 +56,7 @@ def incomplete(facts: Facts, final: bool) -> Iterable[str]:
     if final:
         yield from sharding.unsummed(facts)
         yield from sharding.shards(facts, updated)
+        yield from sharding.roundings(facts)
         yield from sharding.group_ranks(facts)
         yield from weights.unweighed(facts)
     yield from metrics.reported(facts)

@@ -4,7 +4,8 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -14,12 +15,14 @@ from torch import nn
 
 from lightning_piper.capture import CapturedStep, flatten
 from lightning_piper.capture.eager.eager_reference import Outcome, is_lost, mixed, run_eagerly
+from lightning_piper.common.units import counted
 from lightning_piper.directives import Directive, Split, accumulating
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.regions import LOSS, StepCode
 from lightning_piper.ir.values import Slice
 from lightning_piper.ops.build import build_dag
+from lightning_piper.ops.communication.gather import rounded_params
 from lightning_piper.passes import Done, apply_program, prepared, run_pipeline
 from lightning_piper.verify.cross_sample import CrossSampleDependence, find_dependences
 from lightning_piper.verify.hook import StaticCheck
@@ -70,6 +73,8 @@ class _Runner:
         random: Whether the step draws random numbers.
         mixed: Whether the loss or a logged value has terms with different weights.
         computed: Names of logged values that are computed from other outputs.
+        rounded: Parameter -> the dtype to which the last DAG rounds it. One device computes with parameters that are
+            rounded in the same way.
     """
 
     def __init__(
@@ -84,8 +89,9 @@ class _Runner:
         self.mixed = mixed(step)
         self.computed = [log.name for log in step.at(step.size).logs if log.computed is not None]
         self.splits: list[Split] = []
-        # (slices, number of splits if one device splits its regions as the program does, otherwise 0) -> the
-        # outcome of one device, and the effect of rounding on it
+        self.rounded: dict[str, torch.dtype] = {}
+        # (slices, number of splits if one device splits its regions as the program does, otherwise 0, rounded
+        # parameters) -> the outcome of one device, and the effect of rounding on it
         self._single: dict[Any, Outcome] = {}
         self._rounding: dict[Any, dict[str, float]] = {}
         self._whole = (Slice(0, step.size),)
@@ -98,6 +104,7 @@ class _Runner:
         NaN."""
         if self._last is None:
             check_comparable(self.single(self._whole))
+        self.rounded = rounded_params(dag)
         now, moved = interpret(dag, self.tensors, self.leaves, self.seed), self.rounding(*self._work(dag))
         last, before = self._last or (now, moved)
         self._last = now, moved
@@ -134,10 +141,21 @@ class _Runner:
             pass of a split step, operations that mix samples, and regions that draw random numbers. If there
             are no mixing operations or random numbers, regions that change buffers are causes. Without any of
             these causes, `StepCode.meet` is the cause. Without a cause, the comparison also allows the
-            rounding of the step's least precise dtype.
+            rounding of the step's least precise dtype. If the DAG rounds parameters, this is a further cause, and
+            the comparison is with one device that does not round them.
         """
         assert self._last is not None
-        outcome, moved = self._last
+        if self.rounded:
+            texts = _roundings(self.rounded)
+            _, causes, couplings = self._against_whole(dag, *self._last)
+            self.rounded = {}
+            return self._against_whole(dag, *self._last)[0], (*texts, *causes), couplings
+        return self._against_whole(dag, *self._last)
+
+    def _against_whole(
+        self, dag: TrainingDAG, outcome: Outcome, moved: Mapping[str, float]
+    ) -> tuple[Comparison, tuple[str, ...], tuple[CrossSampleDependence, ...]]:
+        """Do the work of `against_whole` for one device that rounds the parameters `rounded`."""
         single, moved = self.single(self._whole), _maxima(self.rounding(self._whole), moved)
         found, code = compare(single, outcome, moved), self.step.at(self.step.size)
         cut = any(len(parts) > 1 for parts in dag.slices().values())
@@ -188,10 +206,19 @@ class _Runner:
         """Return the outcome of one device that accumulates over `slices`. With `parted`, the device splits
         its regions as the program does.
         """
-        key = (slices, len(self.splits) if parted else 0)
+        key = self._key(slices, parted)
         if key not in self._single:
-            self._single[key] = self._run_single(self.tensors, slices, parted)
+            self._single[key] = self._run_single(self._read(), slices, parted)
         return self._single[key]
+
+    def _key(self, slices: tuple[Slice, ...], parted: bool) -> Any:
+        return slices, len(self.splits) if parted else 0, tuple(self.rounded.items())
+
+    def _read(self) -> dict[str, torch.Tensor]:
+        """Return the parameters and buffers with which one device computes."""
+        return {
+            n: x.to(self.rounded[n]).to(x.dtype) if n in self.rounded else x for n, x in self.tensors.items()
+        }
 
     def _work(self, dag: TrainingDAG) -> tuple[tuple[Slice, ...], bool]:
         """Return the arguments of `single` for a comparison with `dag`: the slices over which one device
@@ -235,14 +262,14 @@ class _Runner:
         The effect is the larger of two distances: the movement of the result when every parameter moves by
         one ulp, and the distance from the same step in float64, if Piper can run it.
         """
-        key = (slices, len(self.splits) if parted else 0)
+        key = self._key(slices, parted)
         if key not in self._rounding:
             generator = torch.Generator().manual_seed(0)
             still = self.single(slices, parted)
             others = []
             for _ in range(PERTURBATIONS):
                 moved = {
-                    n: one_ulp(x, generator) if n in self.step.params else x for n, x in self.tensors.items()
+                    n: one_ulp(x, generator) if n in self.step.params else x for n, x in self._read().items()
                 }
                 others.append(self._run_single(moved, slices, parted))
             if not parted and (precise := self._run_in_float64(slices)) is not None:
@@ -258,12 +285,18 @@ class _Runner:
         """
         if self.random or self._needs_captured(slices):
             return None
-        tensors = {n: x.double() if x.is_floating_point() else x for n, x in self.tensors.items()}
+        tensors = {n: x.double() if x.is_floating_point() else x for n, x in self._read().items()}
         leaves = [x.double() if x.is_floating_point() else x for x in self.leaves]
         try:
             return run_eagerly(self.step, tensors, leaves, slices)
         except RuntimeError:  # a dtype that the model fixes does not fit float64
             return None
+
+
+def _roundings(rounded: Mapping[str, torch.dtype]) -> Iterator[str]:
+    """Yield the number of parameters that are rounded to each dtype, as text."""
+    for dtype, count in Counter(rounded.values()).items():
+        yield f"{counted(count, 'parameter')} rounded to {str(dtype).removeprefix('torch.')} (gather_dtype)"
 
 
 def check_comparable(single: Outcome) -> None:

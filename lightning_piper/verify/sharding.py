@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch
+
 from lightning_piper.common.units import counted
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.dag import TrainingDAG
@@ -157,6 +159,26 @@ def shards(facts: Facts, updated: Updates) -> Iterable[str]:
                     fitting[both] = gradient.bucket.in_dtype(mine.dtype) == mine
                 if not fitting[both]:
                     yield f"{facts.at(chunk)} gathers {name} from other shards than the optimizer updates"
+
+
+def roundings(facts: Facts) -> Iterable[str]:
+    """Yield a problem for each parameter that passes do not all read with the same rounding. One device could not
+    compute with such parameters."""
+    dag, first = facts.dag, dict[str, tuple[Chunk, torch.dtype | None]]()
+    for chunk in dag.of_type(Chunk):
+        names = dag.interface(chunk).params
+        for name, ref in zip(names, chunk.params or (None,) * len(names), strict=True):
+            rounded = None if ref is None else dag.value(ref).rounded
+            other, before = first.setdefault(name, (chunk, rounded))
+            if rounded != before:
+                yield (
+                    f"{facts.at(chunk)} reads {name} {_rounded(rounded)}, but {facts.at(other)} reads it "
+                    f"{_rounded(before)}. Give the replicate directives of both regions the same gather_dtype"
+                )
+
+
+def _rounded(dtype: torch.dtype | None) -> str:
+    return "unrounded" if dtype is None else f"rounded to {str(dtype).removeprefix('torch.')}"
 
 
 def group_ranks(facts: Facts) -> Iterable[str]:

@@ -19,7 +19,7 @@ from lightning_piper.capture.eager.eager_step import EagerStep, is_of_none
 from lightning_piper.capture.user_code.step_arguments import arguments
 from lightning_piper.common.module_copies import copy_module
 from lightning_piper.directives import Directive, replicas_of
-from lightning_piper.directives.replicate import without_sharding
+from lightning_piper.directives.replicate import rounds_params, without_sharding
 from lightning_piper.errors import CaptureError, DirectiveError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.passes import Done, run_pipeline
@@ -48,7 +48,7 @@ def verify_executed(
         VerificationError: A gradient of one device is NaN.
         CaptureError: `why`, if this check cannot run the step. It cannot if it is too late (`why.late`), if the
             module optimizes manually or cannot be copied (`copy_module`), or if the replicas cannot divide the
-            batch equally. Or if the program does more than replicate the step.
+            batch equally. Or if the program does more than replicate the step, or rounds parameters.
     """
     found = replicas_of(program)
     replicas = max(found.values(), default=0) + 1
@@ -57,6 +57,7 @@ def verify_executed(
         why.late
         or not getattr(module, "automatic_optimization", True)
         or runs.spec.undivided
+        or rounds_params(program)
         or runs.spec.size % replicas
         or any(hasattr(type(part), "__del__") for part in module.modules())
     ):

@@ -94,6 +94,7 @@ class Checker:
         values: Value of the program -> the output that makes it.
         used: (device, parameter or buffer) -> buckets from which passes read it; None: the device's own copy.
         updated: (device, parameter or buffer) -> the type of its update.
+        rounded: Parameter or buffer -> the dtypes to which passes read it rounded; None: unrounded.
         assumptions: Text of each assumption -> the number of operations that need the assumption.
     """
 
@@ -112,6 +113,7 @@ class Checker:
         self.values = {out["is"]: out for each in self.passes.values() for out in each["outputs"]}
         self.used: dict[tuple[str, str], set[int | None]] = defaultdict(set)
         self.updated: dict[tuple[str, str], Json] = {}
+        self.rounded: dict[str, set[str | None]] = defaultdict(set)
         self.assumptions: Counter[str] = Counter()
 
     def check(self) -> None:
@@ -132,6 +134,10 @@ class Checker:
         operations = Operations(self.all)
         operations.check()
         self.assumptions = operations.assumptions
+        for name, (dtype, *others) in self.rounded.items():
+            need(not others, f"passes read {name} rounded in several ways")
+            text = f"one device rounds this parameter to {dtype} before it reads it"
+            self.assumptions.update([text] * (dtype is not None))
 
     def each(self, device: str, step: Callable[[Json], None], end: Callable[[], None]) -> None:
         """Call a function for each instruction of a device. Name the instruction in its fault."""
@@ -176,7 +182,8 @@ class Checker:
             names = list(map(str, members))
             need(set(found) <= set(names), f"group {members}, {stream}: {sorted(found)} use it")
             for k, here in enumerate(zip_longest(*(found[name] for name in names))):
-                good = None not in here and len({(x["node"], x["op"], x["number"]) for x in here}) == 1
+                keys = {tuple(map(x.get, ("node", "op", "number", "rounded"))) for x in here if x is not None}
+                good = None not in here and len(keys) == 1
                 need(good and here[0]["number"] == k, f"group {members}, {stream}: not all run the same, {k}")
                 for x in here:
                     x["met"], started[x["device"], x["node"]] = here, max(y["time"] for y in here)
@@ -277,6 +284,7 @@ class Checker:
                 good = value["kind"] == "param" and value["names"][source[1] : source[1] + 1] == [name]
                 need(good, f"it reads {name} from {value['names']}")
             self.used[x["device"], name].add(None if source is None else given[source[0]]["bucket"])
+            self.rounded[name].add(None if source is None else given[source[0]].get("rounded"))
         for name in each["state"]:
             self.used[x["device"], name].add(None)
         return [self.parts.get(name, self.program["parameters"][name])["tensor"] for name in names]
@@ -401,7 +409,11 @@ class Checker:
         bucket = self.buckets[x["bucket"]]
         whole = [flat(bucket, len(self.parties(x, bucket["mesh"], ["data"])))]
         held = dict.fromkeys(bucket["along"], "S(0)")
-        return [value_of("param", bucket["names"], [], whole, held=held, bucket=x["bucket"])]
+        rounded = {} if x["rounded"] is None else {"rounded": x["rounded"]}
+        need(
+            not rounded or not x["kept"], f"it rounds {bucket['names']} in memory that is kept between steps"
+        )
+        return [value_of("param", bucket["names"], [], whole, held=held, bucket=x["bucket"], **rounded)]
 
     def _total(self, x: Json, given: list[Json]) -> list[Json]:
         made = sum_of([value for there in self.parties(x, self.mesh, ["data"]) for value in there])

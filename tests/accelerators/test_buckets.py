@@ -61,12 +61,12 @@ class Chain(L.LightningModule):
 
 @functools.cache
 def program(
-    level: str,
+    level: str, dtype: str | None = None
 ) -> tuple[TrainingDAG, Mapping[int, Plan], dict[str, torch.Tensor], list[torch.Tensor]]:
     """Return a program of two replicas, in two microbatches."""
     module, batch = Chain(), torch.linspace(-1, 1, SIZE * WIDTH).view(SIZE, WIDTH)
     step = capture(module, batch)
-    replicate = {"op": "replicate", "filter": {}, "devices": [0, 1], level: True}
+    replicate = {"op": "replicate", "filter": {}, "devices": [0, 1], level: True, "gather_dtype": dtype}
     dag = dag_of(step, [{"op": "place", "filter": {}, "devices": [0, 1]}, *split(2), replicate])
     eliminate(dag)
     return (
@@ -115,12 +115,13 @@ def most(level: str, plans: Mapping[int, Plan], order: int) -> int:
     return found[0]
 
 
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_host_that_is_far_ahead_takes_no_more_memory(level: str) -> None:
+def test_a_host_that_is_far_ahead_takes_no_more_memory(level: str, dtype: str | None) -> None:
     """As much as the values of the plan need, in its order; beside what the sum of what is reported lies
     on.
     """
-    dag, plans, held, leaves = program(level)
+    dag, plans, held, leaves = program(level, dtype)
     check_plans(plans)
     needed = simulate(dag, plans).devices[0].peak_bytes
     assert all(needed - BUCKET < most(level, plans, order) < needed + REPORTED for order in ORDERS)

@@ -65,6 +65,9 @@ FAMILIES: dict[str, Callable[[], tuple[Step, Any]]] = {
     "ZeRO-1": _of(POOL[4], 8, [*_groups(*PAIRS), _split(2), _replicate(*PAIRS, shard_optimizer=True)]),
     "ZeRO-2": _of(POOL[4], 8, [*_groups(*PAIRS), _replicate(*PAIRS, shard_grads=True), _split(4)]),
     "ZeRO-3": _of(LONG, 8, [*_groups([0, 1]), _split(2), _replicate([0, 1], shard_params=True)]),
+    "gathers in float32": _of(
+        LONG, 8, [*_groups([0, 1]), _split(2), _replicate([0, 1], shard_params=True, gather_dtype="float32")]
+    ),
     "owners": _of(
         LONG,
         8,

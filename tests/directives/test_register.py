@@ -103,7 +103,7 @@ def test_a_directive_needs_an_op_and_a_contract() -> None:
         register(Nameless)
     with pytest.raises(
         DirectiveError,
-        match=r"Careless has the contract 'whatever'. Give it contract = 'bitwise', 'reassociated' or 'bounded'",
+        match=r"Careless has the contract 'whatever'. Give it contract = 'bitwise', 'reassociated', 'bounded' or 'rounded'",
     ):
         register(Careless)
 

@@ -350,6 +350,10 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     *(({"reduce_dtype": value}, f"{HERE}'reduce_dtype': {value!r} is unknown. Give one of 'float16', 'bfloat16', 'float32', "
                                 "'float64'")
       for value in ("int64", "torch.float32", 32, "", ["float32"], True)),
+    *(({"gather_dtype": value, "shard_params": True}, f"{HERE}'gather_dtype': {value!r} is unknown. Give one of 'float16', "
+                                                      "'bfloat16', 'float32'")
+      for value in ("float64", "int8", torch.bfloat16, True)),
+    ({"gather_dtype": "bfloat16"}, f"{HERE}'gather_dtype': the directive shards nothing. Set shard_optimizer"),
     *(({"shard_by": value}, f"{HERE}'shard_by': {value!r} is unknown. Give one of 'elements', 'parameter'")
       for value in ("tensor", 1, None, ["x"])),
     ({"shard_by": "parameter"}, f"{HERE}'shard_by': the directive shards nothing. Set shard_optimizer, shard_grads or "

@@ -75,6 +75,8 @@ CASES: Cases = [
     replicate("a device with two replica indices", devices=[[0, 1], [1, 2]]),
     replicate("an invalid bucket size", bucket_size=0),
     replicate("an integer dtype for sums of gradients", reduce_dtype="int8"),
+    replicate("an unknown dtype for gathers", gather_dtype="int8", zero=3),
+    replicate("`gather_dtype` without a sharding switch", gather_dtype="bfloat16"),
     replicate("a shard switch that is neither true nor false", shard_params="yes"),
     replicate("`shard_by` without a sharding switch", shard_by="parameter"),
     replicate("`overlap_update` without whole parameters", overlap_update=True, zero=1),

@@ -256,7 +256,7 @@ def test_a_directive_says_what_it_kept_on_this_graph() -> None:
 def test_a_contract_that_is_none_is_refused() -> None:
     with pytest.raises(
         DirectiveError,
-        match=r"^directive 0 \(turned\): apply returned 3. Return 'bitwise' or 'reassociated' or 'bounded'",
+        match=r"^directive 0 \(turned\): apply returned 3. Return 'bitwise' or 'reassociated' or 'bounded' or 'rounded'",
     ):
         apply_program(build_dag(captured("mlp").step), [Turned(returns=3)])
 

@@ -86,6 +86,10 @@ PROGRAMS: dict[str, Callable[[], list[Directive]]] = {
     "dp2x2 zero1 overlapped": lambda: dp4(1, shard_size=2, shard_by="parameter", overlap_update=True),
     "dp2 zero0 in float32": lambda: dp2(0, reduce_dtype="float32"),
     "dp2 zero2 in float32": lambda: dp2(2, reduce_dtype="float32"),
+    **{
+        f"dp2 zero{level}, gathers in bfloat16": lambda level=level: dp2(level, gather_dtype="bfloat16")
+        for level in (1, 3)
+    },
 }
 PROCESSES = {name: 2 if name.startswith("dp2 ") else 4 for name in PROGRAMS}
 
@@ -169,6 +173,24 @@ def with_lbfgs(module: Any) -> None:
     module.configure_optimizers = lambda: torch.optim.LBFGS(
         [p for p in module.parameters() if p.requires_grad], lr=0.1
     )
+
+
+def with_rounded_parameters(module: Any, frozen: bool) -> None:
+    """On one device: the step computes with parameters rounded to bfloat16, and the optimizer updates unrounded ones.
+    With `frozen`, also parameters that are not trained are rounded, which only ZeRO-3 shards."""
+    whole: dict[str, Tensor] = {}
+
+    def begin(*args: Any) -> None:
+        for name, p in module.named_parameters():
+            whole[name] = p.detach().clone()
+            if frozen or p.requires_grad:
+                p.data.copy_(p.bfloat16())
+
+    def end(*args: Any) -> None:
+        for name, p in module.named_parameters():
+            p.data.copy_(whole[name])
+
+    module.on_train_batch_start, module.on_before_optimizer_step = begin, end
 
 
 def with_hook(module: Any) -> None:

@@ -26,7 +26,10 @@ ROUNDING = 1e-5
 PLAIN = [
     Job(program, program)
     for program in PROGRAMS
-    if "float32" not in program and "by parameter" not in program and not program.startswith(("dp2x2", "dp4"))
+    if "float32" not in program
+    and "bfloat16" not in program
+    and "by parameter" not in program
+    and not program.startswith(("dp2x2", "dp4"))
 ]
 NORMS = [Job(f"{program}, clipped", program, options=CLIPPED, change=sharded.with_sgd)
          for program in ("dp2 zero3", "pp2 dp2 zero3, zero1")]  # fmt: skip
@@ -61,6 +64,9 @@ ALONE = Job("alone", "dp2 zero2", scaled=True, alone=True)
 BRAINS = [Job(f"{program}, bf16", program, options={"precision": "bf16-true"})
           for program in ("dp2 zero2", "dp2 zero0 in float32", "dp2 zero2 in float32")]  # fmt: skip
 ON_ONE = Job("one", "dp2 zero0", options=TEN, save=True)
+ROUNDED = [
+    Job(program, program, options=TEN, save=True) for program in PROGRAMS if "gathers in bfloat16" in program
+]
 BY_PARAMETER = [
     Job("by elements", "dp2 zero3", change=sharded.with_sgd),
     Job("by parameter", "dp2 zero3 by parameter", change=sharded.with_sgd),
@@ -108,13 +114,13 @@ REFUSED = {
     ),
     "lamb whole": (Job("lamb whole", "dp2 zero0", change=sharded.with_lamb), ""),
 }
-JOBS = [*PLAIN, *NORMS, *OTHERS, *SUMS, *SCALED, ALONE, *BRAINS, *BY_PARAMETER, *FACTORED.values(), *SAVED,
+JOBS = [*PLAIN, *NORMS, *OTHERS, *SUMS, *SCALED, ALONE, *BRAINS, *ROUNDED, *BY_PARAMETER, *FACTORED.values(), *SAVED,
     *RESUMED,
         *(job for job, _ in REFUSED.values())]  # fmt: skip
 # In `make test`: what tests of their own read, and of each list some.
 QUICK = [*PLAIN, NORMS[1],
     *(job for job in OTHERS if job.name in ("by value", "fused", "muon, by parameter", "other sizes")),
-         *SUMS[2:], SCALED[0], ALONE, BRAINS[2], SAVED[0], *RESUMED[1:3],
+         *SUMS[2:], SCALED[0], ALONE, BRAINS[2], ROUNDED[1], SAVED[0], *RESUMED[1:3],
          *(REFUSED[what][0] for what in ("adafactor", "hook"))]  # fmt: skip
 
 

@@ -4,6 +4,8 @@ processes and in one process.
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -21,6 +23,7 @@ from tests.strategy.sharded_jobs import (
     QUICK,
     REFUSED,
     RESUMED,
+    ROUNDED,
     ROUNDING,
     TEN,
 )
@@ -159,6 +162,21 @@ def test_checkpoints_of_shards_are_those_of_one_device(name, sharded_ranks, fold
     torch.save(broken, folder / "broken.ckpt")
     wrong = fit(Job("", "", options=TEN, resume="broken.ckpt"), folder, None)
     assert distance(whole["values"], wrong["values"]) > 1e-4
+
+
+@pytest.mark.parametrize("job", marked(ROUNDED, QUICK), ids=lambda job: job.name)
+def test_gathers_in_another_dtype_round_what_the_step_reads(job, sharded_ranks, folder):
+    """The result is that of one device that rounds its parameters for each step. Checkpoints are not rounded."""
+    local, plain = fit(job, folder, "local"), fit(Job("", "", options=TEN), folder, None)
+    rounded = functools.partial(sharded.with_rounded_parameters, frozen="zero3" in job.name)
+    one = fit(Job("", "", options=TEN, change=rounded), folder, None)
+    for rank in sharded_ranks(job.name):
+        assert same(local["values"], rank["values"]) and equal(local["losses"], rank["losses"])
+        assert distance(one["values"], rank["values"]) < ROUNDING
+        assert distance(plain["values"], rank["values"]) > 10 * ROUNDING
+    saved = torch.load(folder / f"{job.name}, process, step=10.ckpt", weights_only=True)["state_dict"]
+    assert same(saved, sharded_ranks(job.name)[0]["values"])
+    assert all(not torch.equal(x, x.bfloat16().float()) for x in saved.values() if x.numel() > 1)
 
 
 @pytest.mark.parametrize("what", marked(REFUSED, ["adafactor", "hook"]))

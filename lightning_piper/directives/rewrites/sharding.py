@@ -160,8 +160,13 @@ def gather_as_in_training(dag: TrainingDAG, training: TrainingDAG) -> None:
         if not bucket.is_summed_along(dag.mesh_of(bucket.names[0])):
             continue  # A `shard_experts` that is applied later divides these parameters and gathers them.
         stream = next((gather.stream for gather in training.users(shards)), shards.stream)
+        rounded = next((gather.outputs[0].rounded for gather in training.users(shards)), None)
         policy = ShardingPolicy(
-            optimizer=True, gradients=not shards.kept, parameters=not shards.kept, gather_stream=stream
+            optimizer=True,
+            gradients=shards.per_use,
+            parameters=shards.per_use,
+            gather_stream=stream,
+            gather_dtype=rounded,
         )
         if any(
             c.devices == shards.devices and set(dag.interface(c).params) & set(bucket.names)
@@ -177,8 +182,9 @@ def gather_at(dag: TrainingDAG, devices: Group, buckets: Iterable[Bucket], polic
     Raises:
         Conflict: Another directive already shards some parameters of a bucket on these devices, but not all
             of them in one bucket, or keeps them whole between their uses while `policy` does not (or the
-            reverse).
+            reverse). Or another directive gathers them in another dtype, on any devices.
     """
+    dtypes = {g.outputs[0].names[0]: g.outputs[0].rounded for g in dag.of_type(AllGather)}
     placed = {
         n: node for node in dag.of_type(Parameters) if node.devices == devices for n in node.outputs[0].names
     }
@@ -186,17 +192,28 @@ def gather_at(dag: TrainingDAG, devices: Group, buckets: Iterable[Bucket], polic
     for bucket in buckets:
         found = placed.get(bucket.names[0])
         same = all(placed.get(name) is found for name in bucket.names)
-        if not same or (found is not None and found.kept is policy.parameters):
+        if not same or (found is not None and found.per_use is not policy.parameters):
             other = "whole" if policy.parameters else "only as shards"
             raise Conflict(
                 f"another directive keeps the parameters {', '.join(bucket.names[:3])} {other} between "
                 "their uses"
             )
+        rounded = policy.rounds(bucket.dtype)
+        if dtypes.get(bucket.names[0], rounded) != rounded:
+            raise Conflict(
+                f"another directive gathers the parameters {', '.join(bucket.names[:3])} in "
+                f"{dtypes[bucket.names[0]] or bucket.dtype}, but this one would gather them in {rounded or bucket.dtype}"
+            )
         if found is None:
             value = Value(Kind.PARAM, bucket.names, (bucket.part,), Sharded(0), bucket, others=bucket.others)
             found = dag.add(
                 Parameters(
-                    outputs=(value,), devices=devices, placed_by=dag.origin, kept=not policy.parameters
+                    outputs=(value,),
+                    devices=devices,
+                    placed_by=dag.origin,
+                    # The memory of a kept bucket has the optimizer's own shard, which must not be rounded.
+                    kept=not policy.parameters and rounded is None,
+                    gathered_per_use=policy.parameters,
                 )
             )
         sources |= dict.fromkeys(bucket.names, found)
@@ -537,7 +554,9 @@ def _all_gather(dag: TrainingDAG, source: Parameters, chunk: Chunk, policy: Shar
     """Add the gather of a bucket's parameters for a chunk."""
     value, bucket = source.outputs[0], source.outputs[0].bucket
     assert bucket is not None
-    whole = dataclasses.replace(value, tensors=(bucket.whole,), placement=Replicated())
+    whole = dataclasses.replace(
+        value, tensors=(bucket.whole,), placement=Replicated(), rounded=policy.rounds(bucket.dtype)
+    )
     # Only a gather that belongs to one chunk has the chunk's tags. Other gathers are shared by several chunks.
     tags = {tag: index for tag, index in chunk.tags.items() if tag != "PASS"} if policy.parameters else {}
     return dag.add(

@@ -9,7 +9,9 @@ from typing import Any, ClassVar
 import torch
 
 from lightning_piper.ir.buckets import packed_params
+from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import IssuePriority, Node
+from lightning_piper.ir.policies import is_narrower
 from lightning_piper.ir.values import Kind, Replicated, Sharded, TensorSpec
 from lightning_piper.ops.base import (
     Binding,
@@ -36,23 +38,34 @@ class Parameters(Node):
     Attributes:
         kept: Whether every member keeps the memory of the whole bucket between steps. At the start of a step,
             only its own shard is up to date.
+        gathered_per_use: Whether each chunk that reads the parameters has a gather of its own.
     """
 
     turn = IssuePriority.FIRST
 
     kept: bool
+    gathered_per_use: bool
 
     @property
     def per_use(self) -> bool:
-        return not self.kept
+        return self.gathered_per_use
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllGather(Node):
-    """A node that gathers a bucket's shards on every member, from a `Sharded` to a `Replicated` value."""
+    """A node that gathers a bucket's shards on every member, from a `Sharded` to a `Replicated` value.
+
+    If the output is `rounded`, each member rounds its shard, the shards travel in this dtype, and the output has
+    the rounded numbers in the parameters' dtype.
+    """
 
     turn = IssuePriority.PREFETCH
     communicates = True
+
+    @property
+    def details(self) -> str:
+        rounded = self.outputs[0].rounded
+        return "" if rounded is None else f"in {str(rounded).removeprefix('torch.')}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +75,13 @@ class AllGatherInstruction(Collective):
     Attributes:
         kept: Whether to gather into the flat tensor that this device keeps between steps, which already has
             this device's shard.
+        rounded: Dtype to which the members round their shards, and in which the shards travel; None for the
+            parameters' dtype.
     """
 
     op: ClassVar[str] = "all_gather"
     kept: bool
+    rounded: torch.dtype | None = None
 
     @property
     def gathers(self) -> bool:
@@ -73,10 +89,29 @@ class AllGatherInstruction(Collective):
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """Specs of the memory that the gather allocates; empty if the device keeps this memory between
-        steps."""
+        """Specs of the memory that the gather allocates and that stays until the last read; empty if the device
+        keeps this memory between steps."""
         assert self.bucket is not None
         return () if self.kept else (self.bucket.whole,)
+
+    @property
+    def passing(self) -> tuple[TensorSpec, ...]:
+        """Specs of the memory that the gather also allocates, and frees when the wait for it ends: the rounded
+        shard and the rounded bucket."""
+        if self.rounded is None:
+            return ()
+        assert self.bucket is not None
+        bucket = self.bucket.in_dtype(self.rounded)
+        return (bucket.part, bucket.whole)
+
+    @property
+    def nbytes(self) -> int:
+        assert self.bucket is not None
+        return self.bucket.in_dtype(self.rounded or self.bucket.dtype).whole.nbytes
+
+    def details(self) -> list[str]:
+        rounded = [] if self.rounded is None else [f"in={str(self.rounded).removeprefix('torch.')}"]
+        return [*super().details(), *rounded]
 
 
 def check_parameters(facts: Facts, node: Parameters) -> Iterable[str]:
@@ -88,10 +123,13 @@ def check_parameters(facts: Facts, node: Parameters) -> Iterable[str]:
         yield (
             f"{facts.at(node)} keeps parameters in {value.bucket.dtype}, but some of them have another dtype"
         )
+    elif node.kept and node.per_use:
+        yield f"{facts.at(node)} keeps the whole bucket between steps, but every use gathers it anew"
 
 
 def check_all_gather(facts: Facts, node: AllGather) -> Iterable[str]:
-    """The node must gather a bucket's shards that lie on its own devices."""
+    """The node must gather a bucket's shards that lie on its own devices. It must not round them if it gathers into
+    memory that has the optimizer's own shard."""
     value, made = facts.dag.value(node.inputs[0]), node.outputs[0]
     source = facts.dag.nodes[node.inputs[0][0]]
     if value.placement != Sharded(0) or made.placement != Replicated():
@@ -103,6 +141,17 @@ def check_all_gather(facts: Facts, node: AllGather) -> Iterable[str]:
         yield f"{facts.at(node)} describes its output differently from its input {value.label}"
     if node.devices != source.devices:
         yield f"{facts.at(node)} gathers shards that lie on devices {list(source.devices)}"
+    if made.rounded is not None and (not isinstance(source, Parameters) or source.kept):
+        yield (
+            f"{facts.at(node)} rounds {value.label} to {made.rounded} in memory that is kept between steps, so the "
+            "optimizer would update rounded parameters"
+        )
+    if (
+        made.rounded is not None
+        and value.bucket is not None
+        and not is_narrower(made.rounded, value.bucket.dtype)
+    ):
+        yield f"{facts.at(node)} rounds {value.label} of {value.bucket.dtype} to {made.rounded}, which does not round"
 
 
 def interpret_parameters(run: Reference, node: Parameters) -> Made:
@@ -116,25 +165,38 @@ def interpret_parameters(run: Reference, node: Parameters) -> Made:
 
 
 def interpret_all_gather(run: Reference, node: AllGather) -> Made:
-    bucket = bucket_of(node)
-    return [
-        [[torch.cat([run.values[node.inputs[0], s][0] for s in bucket.shard_group(r)])]]
-        for r in run.group_ranks
+    bucket, rounded = bucket_of(node), node.outputs[0].rounded
+    wholes = [
+        torch.cat([run.values[node.inputs[0], s][0] for s in bucket.shard_group(r)]) for r in run.group_ranks
     ]
+    return [[[whole if rounded is None else whole.to(rounded).to(whole.dtype)]] for whole in wholes]
+
+
+def rounded_params(dag: TrainingDAG) -> dict[str, torch.dtype]:
+    """Return the parameters that gathers round before chunks read them: name -> dtype."""
+    return {
+        name: value.rounded
+        for gather in dag.of_type(AllGather)
+        if (value := gather.outputs[0]).rounded is not None
+        for name in value.names
+    }
 
 
 def lower_all_gather(plan: Planning, node: AllGather) -> None:
     # The gather does not read a slot, because the shard is not a value of the step. If the device does not
     # keep the bucket's memory, the gather is issued on the stream of its reader and uses memory of this
     # stream. So a bucket arrives only after the stream has read the earlier bucket whose memory it gets.
-    kept = plan.shards[bucket_of(node)]
+    kept, rounded = plan.shards[bucket_of(node)], node.outputs[0].rounded
     stream = node.stream if kept else plan.dag.users(node)[0].stream
-    plan.start(node, AllGatherInstruction, (), stream=stream, bucket=bucket_of(node), kept=kept)
+    plan.start(
+        node, AllGatherInstruction, (), stream=stream, bucket=bucket_of(node), kept=kept, rounded=rounded
+    )
 
 
 class _AllGather(Exchange):
     """A gather. Its state is [the device's shard, the new flat tensor for all shards]. The second item is
-    None before `room` allocates it, and if the device keeps the flat tensor.
+    None before `room` allocates it, and if the device keeps the flat tensor. Both are in the dtype of the
+    messages.
 
     Args:
         kept: The flat tensor of the bucket if the device keeps it between steps, otherwise only the device's
@@ -152,20 +214,22 @@ class _AllGather(Exchange):
             own,
             kept,
         )
+        self._dtype = instruction.rounded or instruction.bucket.dtype
         self._shards = kept.chunk(self._count) if instruction.kept else None
-        self._views = instruction.bucket.views(kept) if instruction.kept or self._count == 1 else None
+        alone = self._count == 1 and instruction.rounded is None
+        self._views = instruction.bucket.views(kept) if instruction.kept or alone else None
         self._shard = kept if self._shards is None else self._shards[own]
 
     def bring(self) -> list[Any]:
-        return [self._shard, None]
+        return [self._shard.to(self._dtype), None]  # the shard itself, or a rounded copy
 
     def parts(self, state: list[Any]) -> Sequence[torch.Tensor]:
-        return [self._shard] * self._count
+        return [state[0]] * self._count
 
     def room(self, state: list[Any], parts: Sequence[Any]) -> list[torch.Tensor]:
         if self._shards is not None:
             return list(self._shards)
-        state[1] = torch.empty(self._bucket.numel, dtype=self._bucket.dtype, device=self._kept.device)
+        state[1] = torch.empty(self._bucket.numel, dtype=self._dtype, device=self._kept.device)
         return list(state[1].chunk(self._count))
 
     def join(self, state: list[Any], received: Sequence[torch.Tensor]) -> Bundle:
@@ -174,7 +238,8 @@ class _AllGather(Exchange):
                 if shard.data_ptr() != part.data_ptr():  # a part that is already in place needs no copy
                     shard.copy_(part)
             return self._views
-        return self._bucket.views(torch.cat(list(received)) if state[1] is None else state[1])
+        whole = torch.cat(list(received)) if state[1] is None else state[1]
+        return self._bucket.views(whole.to(self._bucket.dtype))
 
 
 def bind_all_gather(instruction: AllGatherInstruction, on: Binding) -> Bound | None:

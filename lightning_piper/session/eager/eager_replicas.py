@@ -22,7 +22,12 @@ from lightning_piper.batch_norms import whole_batch_norms
 from lightning_piper.capture.eager.eager_step import EagerStep, is_of_none
 from lightning_piper.compiler import Compiled
 from lightning_piper.directives import replicas_of
-from lightning_piper.directives.replicate import shards_of, with_divided_optimizer, without_sharding
+from lightning_piper.directives.replicate import (
+    rounds_params,
+    shards_of,
+    with_divided_optimizer,
+    without_sharding,
+)
 from lightning_piper.errors import CaptureError, DirectiveError, ExecutionError
 from lightning_piper.processes.world import RANK_ZERO, fill
 from lightning_piper.profile import Recording
@@ -43,6 +48,11 @@ def why_not(module: nn.Module, settings: Settings, device: torch.device) -> str 
         device: The device of the tensors.
     """
     devices, program = len(replicas_of(settings.program)) or 1, settings.program
+    if rounds_params(program):
+        return (
+            "an uncaptured step reads unrounded parameters, but the program has a gather_dtype. Follow the message "
+            "above, or remove gather_dtype"
+        )
     step = EagerStep(module, devices, _trained(module), device)
     try:
         plans = compiled_eager(settings, without_sharding(program), step).plans
