@@ -279,6 +279,8 @@ def goes_in_parts(
             )
             if any(not torch.equal(x, parts.params[i]) for i, x in whole.params.items()):
                 return False
+            if not whole.keeps_same(parts):  # such as a number of steps, which may change later steps
+                return False
     except Exception:
         return False
     return True

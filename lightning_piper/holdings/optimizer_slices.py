@@ -277,11 +277,17 @@ def _copied(value: Any) -> Any:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Return whether two values, or all values of two containers, are equal."""
+    """Return whether two values, or all values of two containers, are equal. NaN equals NaN."""
     if isinstance(one, Tensor):
-        return isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+        return isinstance(other, Tensor) and one.dtype == other.dtype and _equal(one, other)
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(_alike, one, other))
     return type(one) is type(other) and bool(one == other)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    if torch.equal(one, other):
+        return True
+    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())

@@ -3,6 +3,7 @@ small parameters, whole and in parts, with gradients that reveal a difference.""
 
 from __future__ import annotations
 
+import collections
 import copy
 import inspect
 import math
@@ -91,6 +92,7 @@ class TrialResult:
         params: Number of the kind -> final parameter.
         states: Number of the kind -> final state.
         grads: For each step, number of the kind -> gradient.
+        optimizer: The copy that ran.
     """
 
     scenario: GradientScenario
@@ -98,6 +100,13 @@ class TrialResult:
     params: Mapping[int, Tensor]
     states: Mapping[int, dict[str, Any]]
     grads: Sequence[Mapping[int, Tensor]]
+    optimizer: Optimizer
+
+    def keeps_same(self, other: TrialResult) -> bool:
+        """Return whether the copies of two trials have the same state outside of the states of parameters: options of
+        groups, and attributes such as a number of steps."""
+        own, others = (_beside_parameters(x.optimizer) for x in (self, other))
+        return _have_same_content(own, others, set())
 
 
 def kinds_of(chosen: Sequence[Sequence[Tensor]]) -> list[ParameterKind]:
@@ -199,6 +208,7 @@ def run(
         {i: p.detach() for i, p in params.items()},
         {i: made.state[p] for i, p in params.items()},
         seen,
+        made,
     )
 
 
@@ -213,6 +223,42 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     if "lr" in found:
         found["lr"] = torch.full_like(found["lr"], 0.01) if isinstance(found["lr"], Tensor) else 0.01
     return found
+
+
+def _beside_parameters(optimizer: Optimizer) -> list[Any]:
+    """Return the options of an optimizer's groups, and its attributes. The states of parameters are left out."""
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    return [groups, {k: v for k, v in vars(optimizer).items() if k not in ("param_groups", "step")}]
+
+
+def _have_same_content(one: Any, other: Any, compared: set[int]) -> bool:
+    """Return whether two values are equal. Containers and objects are compared by their contents, and functions not at
+    all. Entries of dicts whose keys are tensors, such as the states of parameters, are not compared either.
+
+    Args:
+        compared: Ids of objects that are compared already. The function adds to it.
+    """
+    if type(one) is not type(other):
+        return False
+    if id(one) in compared or isinstance(one, type) or inspect.isroutine(one):
+        return True
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        own, others = ({k: v for k, v in x.items() if not isinstance(k, Tensor)} for x in (one, other))
+        if own.keys() != others.keys():
+            return False
+        pairs = [(own[key], others[key]) for key in own]
+    elif isinstance(one, list | tuple | collections.deque):
+        if len(one) != len(other):
+            return False
+        pairs = list(zip(one, other, strict=True))
+    elif hasattr(one, "__dict__"):
+        pairs = [(vars(one), vars(other))]
+    else:
+        return bool(one == other) or one != one
+    compared.add(id(one))
+    return all(_have_same_content(*pair, compared) for pair in pairs)
 
 
 def _start(kind: ParameterKind, scenario: GradientScenario, draw: torch.Generator) -> Tensor:

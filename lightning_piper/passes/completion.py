@@ -10,7 +10,7 @@ from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import selecting
 from lightning_piper.ir.nodes import Chunk
-from lightning_piper.ir.values import Partial
+from lightning_piper.ir.values import Partial, Sharded
 from lightning_piper.ops.early_update import STREAM, EarlyUpdate
 from lightning_piper.ops.order import Barrier
 from lightning_piper.ops.update import Update
@@ -58,11 +58,13 @@ def _update_early(dag: TrainingDAG) -> None:
     their gradients asks for it.
 
     A parameter that several regions use has no early update, because its gradient is a sum that only the
-    update makes.
+    update makes. A parameter that only later batches use has none either, because it has no owner: no program
+    shards it.
     """
     for update in list(dag.of_type(Update)):
         value = dag.value(update.inputs[0])
-        if len(update.inputs) > 1 or value.bucket is None or value.bucket.owners is None:
+        owned = value.bucket is not None and value.bucket.owners is not None
+        if len(update.inputs) > 1 or not owned or not isinstance(value.placement, Sharded):
             continue
         policy = dag.policies.get(dag.producer(update.inputs[0]).region)
         if policy is None or not policy.overlap_update:

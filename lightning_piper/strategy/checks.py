@@ -337,8 +337,11 @@ def check_runs_once(fresh: bool) -> None:
         )
 
 
-# Hooks that may change gradients, or the settings of the optimizer, between the backward pass and the update.
-_AFTER_BACKWARD = (
+# Hooks that may change gradients, parameters, or the optimizer's settings and states, between the plan, which
+# `training_step` runs, and the update.
+_AFTER_PLAN = (
+    "on_before_zero_grad",
+    "on_before_backward",
     "backward",
     "on_after_backward",
     "on_before_optimizer_step",
@@ -373,8 +376,8 @@ def check_overlap(
     problem = next(_problems_of_overlap(module, plugin, accumulate, hosted), None)
     if problem is None and not goes_in_parts(optimizer.optimizer, optimizer.of_groups(), device, early=True):
         problem = (
-            f"{type(optimizer.optimizer).__name__} computes different numbers if it updates one parameter after another, "
-            "or copies of it cannot run"
+            f"{type(optimizer.optimizer).__name__} computes different numbers or counts its steps differently if it "
+            "updates one parameter after another, or copies of it cannot run"
         )
     if problem is not None:
         raise PiperError(
@@ -400,10 +403,10 @@ def _problems_of_overlap(
     if hosted:
         yield "the program keeps states of the optimizer in host memory between the steps"
     for owner in (module, *trainer.callbacks):
-        for name in _AFTER_BACKWARD:
+        for name in _AFTER_PLAN:
             hook = getattr(owner, name, None)
             if hook is not None and not is_default(hook):
-                yield f"{type(owner).__name__}.{name} may change gradients or settings after the backward pass"
+                yield f"{type(owner).__name__}.{name} may change gradients, parameters or settings before the update"
     for name, p in module.named_parameters():
         if has_gradient_hooks(p):
             yield f"a hook on the gradient of {name!r} may change it"

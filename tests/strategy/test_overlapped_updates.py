@@ -14,6 +14,7 @@ from unittest import mock
 import lightning as L
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, optim
 
 import lightning_piper as piper
@@ -150,7 +151,7 @@ def test_a_step_that_is_not_finished_changes_nothing() -> None:
 
     def poisoned(module: Any) -> None:
         modules.append(module)
-        module.on_before_zero_grad = lambda optimizer: poison(module) if module.global_step == 1 else None
+        change_between(lambda module: poison(module) if module.global_step == 1 else None)(module)
 
     def poison(module: Any) -> None:
         def hook(grad: Tensor) -> None:
@@ -165,11 +166,24 @@ def test_a_step_that_is_not_finished_changes_nothing() -> None:
     assert distance(one, values(module)) < ROUNDING
 
 
-def with_hook_between(work: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Run code between the plan and the backward pass."""
+def change_between(work: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Run code between the plan and the backward pass: where the optimizer drops gradients."""
 
     def change(module: Any) -> None:
-        module.on_before_backward = lambda loss: work(module)
+        make = module.configure_optimizers
+
+        def configure() -> Any:
+            own = make()
+            drop = own.zero_grad
+
+            def zero_grad(*arguments: Any, **options: Any) -> None:
+                work(module)
+                drop(*arguments, **options)
+
+            own.zero_grad = zero_grad
+            return own
+
+        module.configure_optimizers = configure
 
     return change
 
@@ -179,28 +193,23 @@ def halve_rates(module: Any) -> None:
         group["lr"] /= 2
 
 
-def shrink_weight(module: Any) -> None:
-    with torch.no_grad():
-        module.blocks[0][0].weight.mul_(0.9)
-
-
 @pytest.mark.filterwarnings("ignore:.*PIPER-W031")
 @pytest.mark.parametrize("work, late", [(halve_rates, ALL), (lambda module: None, 0)])
 def test_an_update_from_other_settings_is_not_used(work: Callable[[Any], None], late: int) -> None:
-    _, applied = both(change=with_hook_between(work))
+    _, applied = both(change=change_between(work))
     assert applied == Applied(ALL - late, late)
 
 
 def test_an_update_that_is_not_used_is_a_warning() -> None:
     with pytest.warns(UserWarning, match="changed after the backward pass.*PIPER-W031"):
-        trained(overlapped(), with_hook_between(halve_rates))
+        trained(overlapped(), change_between(halve_rates))
 
 
 def test_an_update_that_ignores_a_change_is_noticed() -> None:
     """Without the comparison of settings, the result is that of other learning rates."""
-    one = trained(None, with_hook_between(halve_rates))
+    one = trained(None, change_between(halve_rates))
     with mock.patch("lightning_piper.holdings.optimizer_slices._alike", lambda one, other: True):
-        found = trained(overlapped(), with_hook_between(halve_rates))
+        found = trained(overlapped(), change_between(halve_rates))
     assert distance(one, found) > 1e-4
 
 
@@ -227,6 +236,37 @@ def test_any_shapes_on_a_simulated_accelerator(seed: int) -> None:
         found = trained(overlapped(zero, bucket_size=size), widths=widths, transport="simulated")
     assert distance(one, found) < ROUNDING
     assert applied == Applied(18 * len(widths), 0)
+
+
+class Branches(Words):
+    """The second batch uses a block that the first one does not use."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        x = self.embedding(batch["tokens"])
+        for block in self.blocks[: 1 + batch_idx % 2]:
+            x = x + block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), batch["targets"].flatten())
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_parameters_that_later_batches_add_are_updated_after_the_backward_pass(zero: int) -> None:
+    """No program shards them, so they have no owner."""
+
+    def change(module: Any) -> None:
+        module.__class__ = Branches
+
+    _, applied = both(zero=zero, change=change)
+    assert applied == Applied(18, 0)  # of the first block
+
+
+def test_gradients_that_are_nan_do_not_count_as_changed() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = optim.SGD([parameter], lr=0.1)
+    parameter.grad = torch.tensor([1.0, float("nan"), 2.0])
+    (update,) = compute_updates(optimizer, {parameter: parameter.grad})
+    assert update.is_current(optimizer)
+    parameter.grad[0] = float("nan")
+    assert not update.is_current(optimizer)
 
 
 TWO = [
@@ -329,6 +369,28 @@ def with_calls(module: Any) -> None:
     )
 
 
+class Slow(MuonAndAdamW):
+    """Updates change after many steps, which the optimizer counts itself."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.counted: Any = {"steps": [0]}
+
+    def step(self, closure: Any = None) -> Any:
+        self.counted["steps"].append(0)
+        self.slow = len(self.counted["steps"]) > 10_000
+        return super().step(closure)
+
+    def _adam(self, state: dict[str, Any], grad: Tensor) -> Tensor:
+        return super()._adam(state, grad) * (0.1 if self.slow else 1)
+
+
+def with_own_count(module: Any) -> None:
+    module.configure_optimizers = lambda: Slow(
+        [{"params": module.matrices, "matrices": True}, {"params": [module.head.bias]}], lr=0.02
+    )
+
+
 def with_two_optimizers(module: Any) -> None:
     module.automatic_optimization = False
     make = module.configure_optimizers
@@ -341,10 +403,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "callback": ({"callbacks": [Reads()]}, r"Reads\.on_after_backward may change .*S014"),
     **{
         name: ({"change": with_method(name)}, rf"Overrides\.{name} may change .*S014")
-        for name in ("optimizer_step", "on_before_optimizer_step", "configure_gradient_clipping", "backward")
+        for name in (
+            "optimizer_step",
+            "on_before_optimizer_step",
+            "on_before_zero_grad",
+            "on_before_backward",
+            "configure_gradient_clipping",
+            "backward",
+        )
     },
     "gradient hook": ({"change": with_tensor_hook}, r"hook.*'?head\.weight"),
     "calls": ({"change": with_calls}, "Together computes different numbers .*S014|Together must update"),
+    "own count": ({"change": with_own_count}, "Slow .* counts its steps differently .*S014"),
     "manual": ({"change": with_two_optimizers}, "manual optimization"),
 }
 
