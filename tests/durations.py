@@ -24,7 +24,7 @@ import pytest
 from tests.seconds import seconds
 
 FILE = Path(__file__).with_name("durations.json")
-LIMIT = 0.5  # a test is long if it takes longer than this, or if its shared fixture does
+LIMIT = 0.4  # a test is long if it takes longer than this, or if its shared fixture does
 LIMIT_OF_ONE = 6.0  # with PIPER_ONE_OF_EACH, a case that takes longer than this does not run
 KEPT = 0.3  # seconds below which a test is not recorded
 RECORD = "PIPER_RECORD_DURATIONS"
