@@ -36,6 +36,14 @@ class TensorSpec:
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
         return cls(tuple(tensor.shape), tensor.dtype, tuple(tensor.stride()))
 
+    @classmethod
+    def contiguous(cls, shape: Sequence[int], dtype: torch.dtype) -> TensorSpec:
+        """Return the spec of a contiguous tensor, with the strides that torch gives a new tensor."""
+        stride = [1]
+        for size in reversed(shape[1:]):
+            stride.append(stride[-1] * max(size, 1))
+        return cls(tuple(shape), dtype, tuple(reversed(stride)) if shape else ())
+
     @property
     def numel(self) -> int:
         return math.prod(self.shape)

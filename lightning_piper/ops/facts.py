@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from functools import cached_property
 
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Node, Ref
-from lightning_piper.ir.values import Slice, TensorSpec, Value
+from lightning_piper.ir.values import Kind, Slice, TensorSpec, Value
 
 # An `Origin` says which output of which pass a value is: (region, pass, output index). `Contributions` are
 # the samples that went into the value, with their weights. A forward value has weight 1 for each slice. A
@@ -31,6 +32,16 @@ class Facts:
         self.origins: dict[Ref, Origin] = {}
         self.parts: dict[Ref, Contributions] = {}
         self.buckets: dict[Bucket, str | None] = {}
+
+    @cached_property
+    def gradients(self) -> Mapping[str, Sequence[Origin]]:
+        """Parameter -> the outputs of passes that have a gradient of it."""
+        found: dict[str, list[Origin]] = {}
+        for key, interface in self.dag.code.interfaces.items():
+            for i, out in enumerate(interface.outputs):
+                for name in out.names if out.kind == Kind.GRAD else ():
+                    found.setdefault(name, []).append((*key, i))
+        return found
 
     def forward(self, node: Node) -> None:
         """Note that a node's output has the origin and the samples of its first input."""

@@ -160,12 +160,7 @@ def check_update(facts: Facts, node: Update) -> Iterable[str]:
                 f"gradient of {names_of(value.names)} ({facts.at(node)}): of {facts.pass_of(origin)}, "
                 f"{problem}"
             )
-    wanted = sorted(
-        (*key, i)
-        for key, interface in facts.dag.code.interfaces.items()
-        for i, out in enumerate(interface.outputs)
-        if out.kind == Kind.GRAD and set(value.names) & set(out.names)
-    )
+    wanted = sorted({origin for name in value.names for origin in facts.gradients.get(name, ())})
     found = sorted(together)
     if found != wanted:
         takes, should = (", ".join(map(facts.pass_of, origins)) for origins in (found, wanted))

@@ -91,3 +91,10 @@ def test_seeds_of_all_regions_steps_and_samples_are_distinct() -> None:
 def test_values_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         TensorSpec.of(X).shape = (1,)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (0,), (2, 3), (2, 1, 3), (2, 0, 3), (0, 4, 5)], ids=str)
+def test_a_contiguous_spec_has_the_strides_of_a_new_tensor(shape):
+    new = torch.empty(shape, dtype=torch.bfloat16)
+    assert TensorSpec.contiguous(shape, torch.bfloat16) == TensorSpec.of(new)
+    assert TensorSpec.contiguous((2, 3), torch.float32) != TensorSpec.of(torch.empty(3, 2).t())

@@ -117,10 +117,7 @@ class BatchSpec:
         if self.undivided is not None:
             return dataclasses.replace(self, batches=replicas)
         shapes = [(x.shape[0] * replicas, *x.shape[1:]) if x.shape else () for x in self.specs]
-        specs = [
-            TensorSpec.of(torch.empty(shape, dtype=x.dtype, device="meta"))
-            for shape, x in zip(shapes, self.specs, strict=True)
-        ]
+        specs = [TensorSpec.contiguous(shape, x.dtype) for shape, x in zip(shapes, self.specs, strict=True)]
         return dataclasses.replace(self, specs=tuple(specs), batches=replicas)
 
     def rebuild(

@@ -108,4 +108,4 @@ def resized(spec: TensorSpec, size: int) -> TensorSpec:
     """Return the spec of a contiguous batch tensor with `size` instead of its first dimension. A tensor
     without dimensions keeps its spec."""
     shape = (size, *spec.shape[1:]) if spec.shape else ()
-    return TensorSpec.of(torch.empty(shape, dtype=spec.dtype, device="meta"))
+    return TensorSpec.contiguous(shape, spec.dtype)

@@ -18,7 +18,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from lightning_piper.directives.rewrites.sharding import (
     Conflict,
     Group,
+    Placed,
     gather_at,
+    parameters_in,
     readers_of,
     scatter,
     sharding_mesh,
@@ -53,9 +55,15 @@ def hold_parts(dag: TrainingDAG, regions: Iterable[int]) -> list[Node]:
             if name not in names:
                 names.append(name)
     _undo(dag, {name for names in families.values() for name in names})
-    return [
-        update for (family, *_), names in families.items() for update in _hold(dag, sorted(family), names)
-    ]
+    chunks: dict[int, list[Chunk]] = {}
+    for chunk in dag.of_type(Chunk):
+        chunks.setdefault(chunk.region, []).append(chunk)
+    placed = parameters_in(dag)
+    updates: list[Node] = []
+    for (family, *_), names in families.items():
+        own = sorted((chunk for region in family for chunk in chunks.get(region, ())), key=lambda c: c.id)
+        updates += _hold(dag, sorted(family), names, own, placed)
+    return updates
 
 
 def _users_of(dag: TrainingDAG) -> Mapping[str, frozenset[int]]:
@@ -69,14 +77,16 @@ def _users_of(dag: TrainingDAG) -> Mapping[str, frozenset[int]]:
     return {name: frozenset(regions) for name, regions in found.items()}
 
 
-def _hold(dag: TrainingDAG, family: Sequence[int], names: Sequence[str]) -> list[Node]:
+def _hold(
+    dag: TrainingDAG, family: Sequence[int], names: Sequence[str], chunks: Sequence[Chunk], placed: Placed
+) -> list[Node]:
     """Let devices hold, sum and update their parts of the parameters `names`, which the regions of `family`
-    share. Return the updates."""
+    share. Return the updates. `chunks` are the chunks of these regions, in order of creation; see `gather_at`
+    for `placed`."""
     policy = _policy(dag, family, names)
     mesh = sharding_mesh(dag, names[0], policy)
     if mesh.size(DATA) == 1:
         policy = dataclasses.replace(policy, gradients=False, parameters=False)
-    chunks = [chunk for chunk in dag.of_type(Chunk) if chunk.region in family]
     # parameter -> the bundles of gradients that have its gradient
     bundles: dict[str, set[tuple[str, ...]]] = {}
     for bundle in {value.names for c in chunks for value in c.outputs if value.kind == Kind.GRAD}:
@@ -96,8 +106,11 @@ def _hold(dag: TrainingDAG, family: Sequence[int], names: Sequence[str]) -> list
             updates += _sum(
                 dag, family, chunks, bucket if policy.dtype is None else bucket.in_dtype(policy.dtype), policy
             )
-    for devices in dict.fromkeys(chunk.devices for chunk in chunks):
-        gather_at(dag, devices, buckets, policy)
+    groups: dict[Group, list[Chunk]] = {}
+    for chunk in chunks:
+        groups.setdefault(chunk.devices, []).append(chunk)
+    for devices, readers in groups.items():
+        gather_at(dag, devices, buckets, policy, readers, placed)
     return updates
 
 

@@ -135,11 +135,13 @@ def gather_parameters(dag: TrainingDAG, regions: set[int], policy: ShardingPolic
         for name in bucket.names
         for region in readers.get(name, frozenset()) - trained.get(name, set())
     }
-    device_groups: dict[Group, set[int]] = {}
+    device_groups: dict[Group, list[Chunk]] = {}
     for chunk in dag.of_type(Chunk):
-        if chunk.region in reading:
-            device_groups.setdefault(chunk.devices, set()).add(chunk.region)
-    for devices, here in device_groups.items():
+        device_groups.setdefault(chunk.devices, []).append(chunk)
+    placed = parameters_in(dag)
+    for devices in dict.fromkeys(chunk.devices for chunk in dag.of_type(Chunk) if chunk.region in reading):
+        chunks = device_groups[devices]
+        here = {chunk.region for chunk in chunks} & reading
         buckets = [
             bucket
             for bucket in sharded
@@ -149,7 +151,7 @@ def gather_parameters(dag: TrainingDAG, regions: set[int], policy: ShardingPolic
             # In a bucket of an earlier program, this step may train some parameters and only read others.
             untrained = _untrained_buckets(dag, devices, here & regions, policy)
             buckets += [bucket for bucket in untrained if bucket not in buckets]
-        gather_at(dag, devices, buckets, policy)
+        gather_at(dag, devices, buckets, policy, chunks, placed)
 
 
 def gather_as_in_training(dag: TrainingDAG, training: TrainingDAG) -> None:
@@ -168,30 +170,54 @@ def gather_as_in_training(dag: TrainingDAG, training: TrainingDAG) -> None:
             gather_stream=stream,
             gather_dtype=rounded,
         )
-        if any(
-            c.devices == shards.devices and set(dag.interface(c).params) & set(bucket.names)
-            for c in dag.of_type(Chunk)
-        ):
-            gather_at(dag, shards.devices, [bucket], policy)
+        chunks = [chunk for chunk in dag.of_type(Chunk) if chunk.devices == shards.devices]
+        if any(set(dag.interface(chunk).params) & set(bucket.names) for chunk in chunks):
+            gather_at(dag, shards.devices, [bucket], policy, chunks, parameters_in(dag))
 
 
-def gather_at(dag: TrainingDAG, devices: Group, buckets: Iterable[Bucket], policy: ShardingPolicy) -> None:
-    """Make chunks on these devices read the parameters in `buckets` from a gather: one gather for each chunk
-    if `policy.parameters`, otherwise one gather for all chunks.
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """The sharded parameters of a DAG.
+
+    Attributes:
+        nodes: Devices -> parameter -> the node that holds its shards there.
+        dtypes: The first parameter of a gathered bucket -> `Value.rounded` of its gathers.
+    """
+
+    nodes: dict[Group, dict[str, Parameters]]
+    dtypes: dict[str, torch.dtype | None]
+
+
+def parameters_in(dag: TrainingDAG) -> Placed:
+    """Return the sharded parameters of a DAG."""
+    nodes: dict[Group, dict[str, Parameters]] = {}
+    for node in dag.of_type(Parameters):
+        nodes.setdefault(node.devices, {}).update(dict.fromkeys(node.outputs[0].names, node))
+    return Placed(nodes, {g.outputs[0].names[0]: g.outputs[0].rounded for g in dag.of_type(AllGather)})
+
+
+def gather_at(
+    dag: TrainingDAG,
+    devices: Group,
+    buckets: Iterable[Bucket],
+    policy: ShardingPolicy,
+    chunks: Iterable[Chunk],
+    placed: Placed,
+) -> None:
+    """Make `chunks`, which are on these devices, read the parameters in `buckets` from a gather: one gather for
+    each chunk if `policy.parameters`, otherwise one gather for all chunks. `placed` is `parameters_in(dag)`. The
+    function adds to it what it makes.
 
     Raises:
         Conflict: Another directive already shards some parameters of a bucket on these devices, but not all
             of them in one bucket, or keeps them whole between their uses while `policy` does not (or the
             reverse). Or another directive gathers them in another dtype, on any devices.
     """
-    dtypes = {g.outputs[0].names[0]: g.outputs[0].rounded for g in dag.of_type(AllGather)}
-    placed = {
-        n: node for node in dag.of_type(Parameters) if node.devices == devices for n in node.outputs[0].names
-    }
+    here = placed.nodes.setdefault(devices, {})
     sources: dict[str, Parameters] = {}  # parameter -> the node with the shard of its bucket
     for bucket in buckets:
-        found = placed.get(bucket.names[0])
-        same = all(placed.get(name) is found for name in bucket.names)
+        found = here.get(bucket.names[0])
+        same = all(here.get(name) is found for name in bucket.names)
         if not same or (found is not None and found.per_use is not policy.parameters):
             other = "whole" if policy.parameters else "only as shards"
             raise Conflict(
@@ -199,10 +225,10 @@ def gather_at(dag: TrainingDAG, devices: Group, buckets: Iterable[Bucket], polic
                 "their uses"
             )
         rounded = policy.rounds(bucket.dtype)
-        if dtypes.get(bucket.names[0], rounded) != rounded:
+        if placed.dtypes.get(bucket.names[0], rounded) != rounded:
             raise Conflict(
                 f"another directive gathers the parameters {', '.join(bucket.names[:3])} in "
-                f"{dtypes[bucket.names[0]] or bucket.dtype}, but this one would gather them in {rounded or bucket.dtype}"
+                f"{placed.dtypes[bucket.names[0]] or bucket.dtype}, but this one would gather them in {rounded or bucket.dtype}"
             )
         if found is None:
             value = Value(Kind.PARAM, bucket.names, (bucket.part,), Sharded(0), bucket, others=bucket.others)
@@ -217,8 +243,9 @@ def gather_at(dag: TrainingDAG, devices: Group, buckets: Iterable[Bucket], polic
                 )
             )
         sources |= dict.fromkeys(bucket.names, found)
+        here |= sources
     shared: dict[int, AllGather] = {}  # id of a node with shards -> the gather that all chunks share
-    for chunk in [c for c in dag.of_type(Chunk) if c.devices == devices]:
+    for chunk in chunks:
         names = dag.interface(chunk).params
         own: dict[int, AllGather] = {} if policy.parameters else shared
         refs = list(chunk.params or (None,) * len(names))
@@ -226,7 +253,8 @@ def gather_at(dag: TrainingDAG, devices: Group, buckets: Iterable[Bucket], polic
             if name in sources and refs[i] is None:
                 source = sources[name]
                 if source.id not in own:
-                    own[source.id] = _all_gather(dag, source, chunk, policy)
+                    own[source.id] = gather = _all_gather(dag, source, chunk, policy)
+                    placed.dtypes[gather.outputs[0].names[0]] = gather.outputs[0].rounded
                 refs[i] = (own[source.id].id, 0)
         if any(ref is not None for ref in refs):
             dag.rewire(chunk, params=tuple(refs))

@@ -224,7 +224,7 @@ def changed_specs(
             shape[before.dim] *= degree
         if isinstance(after, Sharded):
             shape[after.dim] //= degree
-        made.append(TensorSpec.of(torch.empty(shape, dtype=spec.dtype, device="meta")))
+        made.append(TensorSpec.contiguous(shape, spec.dtype))
     return tuple(made)
 
 

@@ -177,7 +177,7 @@ def costs_of(step: CapturedStep, samples: int, degree: int = 1) -> dict[PassKey,
 def _part(spec: TensorSpec, dim: int, degree: int) -> TensorSpec:
     """Return the spec of one of `degree` shards of a tensor along the dimension `dim`."""
     shape = tuple(n // degree if d == dim else n for d, n in enumerate(spec.shape))
-    return TensorSpec.of(torch.empty(shape, dtype=spec.dtype, device="meta"))
+    return TensorSpec.contiguous(shape, spec.dtype)
 
 
 def _changed(shape: tuple[int, ...], changes: Sequence[Change], degree: int) -> tuple[int, ...]:
