@@ -30,6 +30,9 @@ from lightning_piper.errors import PiperError, SimulationError
 from lightning_piper.passes import run_pipeline
 from lightning_piper.plan import check_plans, compile_plans
 from lightning_piper.profile.node_times import when_it_ran
+from lightning_piper.search.accounting import bytes_needed
+from lightning_piper.search.costs.optimizers import optimizer_of, states_of
+from lightning_piper.search.report import size
 from lightning_piper.session.local_sgd import LocalSGD, RoundCost
 from lightning_piper.simulate import (
     DEFAULT,
@@ -109,10 +112,20 @@ def _check(args: argparse.Namespace) -> str:
         _write(args.certificate, json.dumps(certificate_of(dag, plans, program)), "--certificate")
     lines = [f"{i} {json.dumps(directive.to_json())}" for i, directive in enumerate(program)]
     if report is None:
-        lines.append(Compiled(step, program, dag, plans, checked=hook.watch.seconds).summary())
+        compiled = Compiled(step, program, dag, plans, checked=hook.watch.seconds)
+        lines += [compiled.summary(), f"  {_memory(compiled, module)}"]
     if passes is not None and args.passes:
         return "\n".join([*lines, *passes.table(report), *(report.ending if report is not None else ["ok"])])
     return "\n".join([*lines, str(report or "ok")])
+
+
+def _memory(compiled: Compiled, module: nn.Module) -> str:
+    """Return the bytes of the fullest device in a step, and what they contain, as text."""
+    optimizer = optimizer_of(module)
+    needed = bytes_needed(compiled, states_of(optimizer, module))
+    fullest = max(needed, key=lambda device: needed[device])
+    states = "states of Adam" if optimizer is None else f"states of {type(optimizer).__name__}"
+    return f"memory: {size(needed[fullest])} on device {fullest}, the fullest, with gradients, saved values and {states}"
 
 
 def _passes(args: argparse.Namespace) -> Passes | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,8 +13,6 @@ from lightning_piper.directives.program import annotations_of
 from lightning_piper.search.comparison import compare
 from lightning_piper.search.proposal import search
 from lightning_piper_cli.targets import UsageError, made, module_of, program_of
-
-OFTEN = 0.1  # seconds between two updates of the progress line
 
 
 def run_search(args: argparse.Namespace) -> str:
@@ -90,17 +87,16 @@ def run_compare(args: argparse.Namespace) -> str:
 
 
 def progress() -> Callable[[str], None]:
-    """Return a function that shows a line of text on stderr, if stderr is a terminal.
-
-    A new text replaces the line, unless it follows sooner than `OFTEN`. An empty text clears the line.
-    """
-    last = 0.0
+    """Return a function that shows a line of text on stderr, if stderr is a terminal. A new text replaces the line,
+    and an empty text clears it. On other streams, the first text prints one line for the whole search."""
+    on_terminal, told = sys.stderr.isatty(), False
 
     def tell(text: str) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if sys.stderr.isatty() and (not text or now - last > OFTEN):
-            last = now
+        nonlocal told
+        if on_terminal:
             print(f"\r\x1b[K{text[:120]}", end="", file=sys.stderr, flush=True)
+        elif text and not told:
+            told = True
+            print("searching for a program, which can take minutes", file=sys.stderr, flush=True)
 
     return tell

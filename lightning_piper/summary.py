@@ -18,6 +18,7 @@ from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ops.communication.gather import rounded_params
 
 LONG = 3  # seconds: a shorter capture is not worth a line
+STAGE = "PP"  # the tag of pipeline stages
 _STAGES = 8  # the summary lists the parameters of up to this many stages
 
 
@@ -58,7 +59,8 @@ def _trades(dag: TrainingDAG, program: Program) -> Iterator[str]:
 def _stages(dag: TrainingDAG, program: Program) -> list[set[int]]:
     """Return the regions of each stage, in the order in which the step runs the stages.
 
-    The regions that the same `place` selects are a stage, also if several directives place its microbatches. The
+    The regions that the same `place` selects are a stage, also if several directives place its microbatches. If they
+    have several indices of the tag `PP`, each index is a stage. The
     regions that a place selects only by the absence of tags (`{"PP": "-"}`) belong to the first other stage on the
     same devices.
     """
@@ -74,9 +76,10 @@ def _stages(dag: TrainingDAG, program: Program) -> list[set[int]]:
     on: dict[tuple[int, ...], set[int]] = {}  # devices -> their first stage
     for region, own in sorted(chunks.items()):
         if by := frozenset(chunk.placed_by for chunk in own) & named:
-            stages.setdefault(by, set()).add(region)
+            stage = stages.setdefault((by, dag.code.regions[region].tags.get(STAGE)), set())
+            stage.add(region)
             for chunk in own:
-                on.setdefault(chunk.devices, stages[by])
+                on.setdefault(chunk.devices, stage)
     for region in chunks.keys() - set[int]().union(*stages.values()):
         devices = chunks[region][0].devices
         if devices not in on:
@@ -87,7 +90,7 @@ def _stages(dag: TrainingDAG, program: Program) -> list[set[int]]:
 
 def parameters_of(dag: TrainingDAG, program: Program) -> str:
     """Return the number of parameters of the whole step, and the number that each stage uses if there are several
-    stages, such as "parameters: 1.24B (by stage: 620M / 620M)".
+    stages, such as "parameters: 1.24B (by stage: 640M / 640M, 40M of them in several stages)".
 
     Args:
         dag: The finished DAG.
@@ -99,10 +102,15 @@ def parameters_of(dag: TrainingDAG, program: Program) -> str:
         used.setdefault(chunk.region, set()).update(dag.interface(chunk).params)
     names = [set[str]().union(*(used[region] for region in regions)) for regions in _stages(dag, program)]
     stages = [sum(sizes[name] for name in own) for own in names]
-    text = f"parameters: {compact(sum(sizes.values()))}"
+    total = f"parameters: {compact(sum(sizes.values()))}"
+    if len(stages) == 1:
+        return total
+    uses = Counter(name for own in names for name in own)
+    shared = sum(sizes[name] for name, n in uses.items() if n > 1)
+    tied = f", {compact(shared)} of them in several stages" * bool(shared)
     if len(stages) > _STAGES:
-        return f"{text} ({compact(min(stages))} to {compact(max(stages))} in a stage)"
-    return f"{text} (by stage: {' / '.join(map(compact, stages))})" if len(stages) > 1 else text
+        return f"{total} ({compact(min(stages))} to {compact(max(stages))} in a stage{tied})"
+    return f"{total} (by stage: {' / '.join(map(compact, stages))}{tied})"
 
 
 def unproved(dag: TrainingDAG, executed: str, draws: bool) -> Iterator[str]:
@@ -117,7 +125,7 @@ def unproved(dag: TrainingDAG, executed: str, draws: bool) -> Iterator[str]:
     if executed:
         yield f"uncaptured code ({executed})"
     if draws:
-        yield "random numbers (one device draws others)"
+        yield "random numbers (one device draws other numbers)"
     if found := list(_roundings(dag)):
         yield f"the result with unrounded parameters ({', '.join(found)})"
     if all(len(parts) == 1 for parts in dag.slices().values()):

@@ -22,6 +22,8 @@ import lightning_piper as piper
 from lightning_piper import cli
 from lightning_piper.cli import main
 from lightning_piper.directives.program import to_json
+from lightning_piper.search.accounting import bytes_needed
+from lightning_piper.search.report import size
 from lightning_piper.session.local_sgd import LocalSGD
 from lightning_piper.simulate import Link, Network, read_durations, simulate, write_chakra
 from lightning_piper.verify.report import Comparison, Report, ReportRow
@@ -107,19 +109,21 @@ def test_check_prints_the_directives(project: Path, capsys: pytest.CaptureFixtur
     lines = output(capsys, "check").splitlines()
     assert lines[0] == '0 {"op": "place", "filter": {"PP": 0}, "devices": [0]}'
     assert lines[2] == '2 {"op": "split", "filter": {}, "dim_name": "MB", "num_microbatches": 4}'
-    assert len(lines) == 9 and lines[-1] == "ok"
+    assert len(lines) == 10 and lines[-1] == "ok"
 
 
 def test_check_says_what_it_checked(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dumped = output(capsys, "check", "--dump", "graphs").splitlines()
     for lines in (output(capsys, "check").splitlines(), dumped):
-        head, params, checked = lines[5:8]
+        head, params, checked, memory = lines[5:9]
         assert head == "training_step on 2 devices: 2 stages, 4 microbatches"
         assert params.startswith("  parameters: ") and " (by stage: " in params
         assert re.fullmatch(
             r"  checked in [\d.]+ (ms|s|min): the graph after each directive, and all plans, without running them",
             checked,
         )
+        needed = max(bytes_needed(compiled(), 2).values())  # without an optimizer, as with Adam
+        assert memory.startswith(f"  memory: {size(needed)} on device ") and memory.endswith("states of Adam")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

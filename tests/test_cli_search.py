@@ -109,6 +109,23 @@ def test_a_search_prints_and_writes_what_it_proposes(
     assert ran(capsys, "check", *BATCH, "--directives", "found.json", "--run").rstrip().endswith("verified")
 
 
+@pytest.mark.parametrize(("check", "by"), [("static", "its plan"), ("off", "the estimate")])
+def test_a_proposal_names_its_batch_and_its_memory_with_the_margin(check: Any, by: str) -> None:
+    options: dict[str, Any] = {"ranks": 1, "levels": (0,), "check": check, "hardware": "cpu"}
+    module, batch = Module(GPT(1)), tokens(4)
+    two, bare = (search(module, batch, 2, all_devices=True, margin=m, **options) for m in (0.5, 0))
+    one = search(module, batch, 1, **options)
+    assert f"{two.memory} bytes" in str(
+        two
+    ) and f"on the fullest device by {by}, with a margin of 50.0%" in str(two)
+    assert abs(two.memory - 1.5 * bare.memory) < 2
+    assert (
+        two.batch_size == 2
+        and "2 samples for each of 2 replicas, such as from DataLoader(batch_size=2)" in str(two)
+    )
+    assert one.batch_size == 4 and "batch: 4 samples, such as from DataLoader(batch_size=4)" in str(one)
+
+
 @pytest.mark.long
 def test_the_objective_may_be_memory(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     least = ran(
@@ -134,7 +151,10 @@ def test_progress_is_for_terminals(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert main(argv) == 0
     lines = capsys.readouterr().err.split("\r\x1b[K")
-    assert "tracing the step" in lines and lines[-1] == "" and "\n" not in "".join(lines)
+    assert {"tracing the step", "searching"} <= {*lines} and lines[-1] == "" and "\n" not in "".join(lines)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
+    assert main(argv) == 0
+    assert capsys.readouterr().err == "searching for a program, which can take minutes\n"
 
 
 USAGE = {

@@ -109,31 +109,39 @@ LAST = Place([0], filter={"PP": "-"})
         (interleaved_one_f_one_b(4, 2, stages_per_device=2), "2 devices: 4 stages", "25 / 20 / 0 / 20"),
         (zbv(4, 2), "2 devices: 4 stages", "25 / 20 / 0 / 20"),
         (dualpipe(4, 8), "4 devices: 4 stages", "25 / 20 / 0 / 20"),
-        ([Place([i // 2], filter={"PP": [i, i + 1]}) for i in (0, 2)], "2 devices: 2 stages", "45 / 20"),
-        ([Place([1 - i // 2], filter={"PP": [i, i + 1]}) for i in (0, 2)], "2 devices: 2 stages", "40 / 25"),
-        ([Place([1], filter={"PP": "*"})], "2 devices: 2 stages", "60 / 5"),
-        ([Place([0], filter={"PP": "*"})], "1 device", None),
+        (
+            [Place([i // 2], filter={"PP": [i, i + 1]}) for i in (0, 2)],
+            "2 devices: 4 stages",
+            "25 / 20 / 0 / 20",
+        ),
+        (
+            [Place([1 - i // 2], filter={"PP": [i, i + 1]}) for i in (0, 2)],
+            "2 devices: 4 stages",
+            "20 / 20 / 5 / 20",
+        ),
+        ([Place([1], filter={"PP": "*"})], "2 devices: 5 stages", "20 / 20 / 0 / 20 / 5"),
+        ([Place([0], filter={"PP": "*"})], "1 device: 4 stages", "25 / 20 / 0 / 20"),
     ],
 )
-def test_the_summary_counts_stages_and_not_devices(program: Any, head: str, sizes: str | None) -> None:
+def test_the_summary_counts_stages_and_not_devices(program: Any, head: str, sizes: str) -> None:
     places = max(i for i, each in enumerate(program) if isinstance(each, Place)) + 1
     program = [*program[:places], LAST, *program[places:]]
     said = piper.compile(Layers(True, True, False, True), torch.randn(8, 4), program).summary().split("\n  ")
     assert said[0].partition(", ")[0] == f"training_step on {head}"
-    assert said[1] == "parameters: 65" + (f" (by stage: {sizes})" if sizes else "")
+    assert said[1] == f"parameters: 65 (by stage: {sizes})"
 
 
 def test_stages_that_share_a_layer_both_count_it() -> None:
     module = Layers(True, True)
     module.layers[1] = module.layers[0]
     said = piper.compile(module, torch.randn(8, 4), [*one_f_one_b(2, 2)[:2], LAST]).summary()
-    assert "parameters: 25 (by stage: 25 / 20)" in said
+    assert "parameters: 25 (by stage: 25 / 20, 20 of them in several stages)" in said
 
 
 @pytest.mark.parametrize(
     "name, program, left",
     [
-        ("dropout", [], "random numbers (one device draws others)"),
+        ("dropout", [], "random numbers (one device draws other numbers)"),
         ("conv", [Split(2)], "batch norms over a microbatch (PP=0 ("),
         ("conv", [], None),
     ],

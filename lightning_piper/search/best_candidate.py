@@ -79,8 +79,8 @@ def best_of(
             takes at most the same amount of work again, and at most 1000. If the budget ends before a
             candidate that fits is known, the search spends it again to find the candidate with the least
             memory. If this candidate fits, the search begins again with it.
-        progress: Called with the number of candidates estimated, the lowest bound of the open branches, and
-            the best value so far, in seconds or bytes (infinite: none fits so far).
+        progress: Called with the number of candidates estimated, a lower bound of all better candidates, and the
+            best value so far, in seconds or bytes (infinite: none fits so far).
 
     Raises:
         SearchError: An argument is not valid, no program fits, or the budget ends before the search finds a
@@ -137,7 +137,8 @@ def _smallest_first(
             one. The error names the memory of the program.
         NoProgram: No program exists, however much memory a device has.
     """
-    smallest = Search(replace(space, memory=INFINITE), True, 0, budget, None)
+    known = progress and (lambda evaluated, _bound, _best: progress(evaluated, 0, math.inf))
+    smallest = Search(replace(space, memory=INFINITE), True, 0, budget, known)
     least = smallest.run(table=False)
     if least is None and smallest.complete:
         raise _none_exists(space)

@@ -137,6 +137,8 @@ def compare(
             "comparison with a recording: the program shards weights, sequences or experts, but costs are measured for "
             "blocks with whole tensors. Record a program without these directives [PIPER-R002]"
         )
+    if progress:
+        progress("calculating the costs of the blocks" if hardware else "measuring the costs of the blocks")
     annotated = copy_of(module)
     annotate_as(annotated, annotations)
     compiled = compile(annotated, batch, program)

@@ -7,9 +7,10 @@ writes their programs, and returns the first program that passes the check and w
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
@@ -38,7 +39,7 @@ from lightning_piper.search.costs.optimizers import optimizer_of, states_of
 from lightning_piper.search.costs.parameters import like
 from lightning_piper.search.costs.workload import Workload
 from lightning_piper.search.program_writer import TENSOR, Params, Written, write
-from lightning_piper.search.report import CandidateRow, Found, described, exact_size, size
+from lightning_piper.search.report import CandidateRow, Found, described, exact_size, search_progress, size
 from lightning_piper.search.space import Candidate, bytes_of
 from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.hardware import Hardware
@@ -66,8 +67,8 @@ class Proposal:
         chosen: The proposed candidate: the best one whose program passes the check and fits.
         written: The program of the candidate.
         workload: The costs of the step.
-        needed: Bytes of the fullest device according to the program's plan, including the margin; 0 if the
-            program was not checked.
+        needed: Bytes of the fullest device according to the program's plan, including the margin
+            (`found.space.margin`); 0 if the program was not checked.
         refused: (candidate, reason) of better candidates that were rejected.
         checked: How the program was checked: "static", "run", or "off" (not).
         verdict: The verdict of `check="run"`, unless it is `verified`: `verified except`, and why.
@@ -111,9 +112,14 @@ class Proposal:
 
     @property
     def memory(self) -> int:
-        """Predicted bytes of the fullest device: according to the plan, or if the program was not checked,
-        according to the estimate."""
+        """Predicted bytes of the fullest device, including the margin: according to the plan, or if the program
+        was not checked, according to the estimate."""
         return self.needed or int(max(self._row.estimate.memory))
+
+    @property
+    def batch_size(self) -> int:
+        """The samples that each replica reads of the batch for which the search found the program."""
+        return self.workload.samples // self.written.replicas
 
     @property
     def _row(self) -> CandidateRow | Found:
@@ -142,7 +148,17 @@ class Proposal:
                 "off": "not checked",
             }[self.checked]
         )
-        return "\n".join([*lines, f"the program of {self.described}, {how}:", "", str(self.written)])
+        lines.append(f"the program of {self.described}, {how}:")
+        return "\n".join([*lines, *self._conditions(), "", str(self.written)])
+
+    def _conditions(self) -> Iterator[str]:
+        """Yield the memory of the fullest device, and the batch that needs this memory, as lines."""
+        by, margin = "its plan" if self.needed else "the estimate", float(self.found.space.margin)
+        yield f"  memory: {exact_size(self.memory)} on the fullest device by {by}, with a margin of {margin:.1%}"
+        replicas = self.written.replicas
+        each = f" for each of {replicas} replicas" if replicas > 1 else ""
+        n = self.batch_size
+        yield f"  batch: {counted(n, 'sample')}{each}, such as from DataLoader(batch_size={n})"
 
 
 def search(
@@ -199,6 +215,8 @@ def search(
     """
     _check_arguments(devices, objective, check, memory, hardware, options)
     say = progress or (lambda text: None)
+    if hardware is None:
+        say("measuring this machine")
     on = _hardware(hardware)
     if cut is None:
         say("tracing the step")
@@ -208,12 +226,13 @@ def search(
         say(f"{len(cut.names)} blocks; {'measuring' if hardware is None else 'calculating'} what they cost")
         workload = work_of(module, batch, None if hardware is None else on, sizes_of(batch), cut)
 
-    def told(evaluated: int, bound: float, best: float) -> None:
-        say(
-            f"{evaluated} candidates estimated: the best takes {best:.4g}, and none takes less than {bound:.4g}"
-        )
-
-    options = {"margin": FRAGMENTATION, "all_devices": all_devices, "progress": told, **options}
+    say("searching")
+    options = {
+        "margin": FRAGMENTATION,
+        "all_devices": all_devices,
+        "progress": search_progress(say, objective),
+        **options,
+    }
     limit = bytes_of(on.memory if memory is None else memory)
 
     def proposal(cut: BlockCut, workload: Workload) -> Proposal:
@@ -380,7 +399,7 @@ class _Trials:
         except NothingFits as error:
             smallest = error.smallest
             if within == self._limit:
-                raise NothingFits(error.problem, smallest, self._planned(smallest)) from None
+                raise NothingFits(error.problem, smallest, self._enough(smallest)) from None
             if any(smallest.best == candidate for candidate, _ in self._refused):
                 raise self._too_large() from error
             return replace(smallest, gap=math.inf, space=replace(smallest.space, memory=self._limit))
@@ -389,14 +408,17 @@ class _Trials:
                 raise
             raise self._too_large() from error
 
-    def _planned(self, found: Found) -> float:
-        """Return the bytes that the plan of the best candidate needs on the fullest device, including the margin; 0 if
-        programs are not checked, or if this program fails the check."""
-        check: Check = "off" if self._check == "off" else "static"
-        try:
-            return self._tried(found.best, found, check)[1]
-        except PiperError:
-            return 0
+    def _enough(self, found: Found) -> float:
+        """Return the least memory with which a candidate of the table fits by its estimate and by its plan, including
+        the margin; 0 if programs are not checked, or if no tried program passes the check."""
+        least = math.inf
+        smallest = sorted(_estimated(found).items(), key=lambda item: item[1])
+        for candidate, estimated in smallest[:LARGER] if self._check != "off" else ():
+            if estimated >= least:
+                break
+            with contextlib.suppress(PiperError):
+                least = min(least, max(float(estimated), self._tried(candidate, found, "static")[1]))
+        return 0 if math.isinf(least) else least
 
     def _tried(self, candidate: Candidate, found: Found, check: Check) -> tuple[Written, float, str]:
         """Check a candidate of a search. Return its program, the bytes that it needs on its fullest device,
@@ -419,9 +441,7 @@ class _Trials:
         the check and whose plan fits. Return None if there is no such candidate, or after `LARGER` plans that
         do not fit. Add each rejected candidate to `_refused`, and to `_large` if its plan does not fit."""
         larger = 0
-        estimated = {row.candidate: max(row.estimate.memory) for row in found.table} | {
-            found.best: max(found.estimate.memory)
-        }
+        estimated = _estimated(found)
         for candidate in _in_turn(found, self._refused):
             self._say(f"checking {described(candidate)}")
             try:
@@ -448,6 +468,12 @@ class _Trials:
             if larger == LARGER:
                 break
         return None
+
+
+def _estimated(found: Found) -> dict[Candidate, Number]:
+    """Return candidate -> estimated bytes of the fullest device, for the best candidate and those of the table."""
+    rows = {row.candidate: max(row.estimate.memory) for row in found.table}
+    return rows | {found.best: max(found.estimate.memory)}
 
 
 def work_of(

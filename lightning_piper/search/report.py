@@ -4,7 +4,8 @@ best."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -13,6 +14,7 @@ from lightning_piper.search.estimate import Estimate
 from lightning_piper.search.space import Candidate, Space
 from lightning_piper.simulate.durations import Number
 
+OFTEN = 0.1  # seconds between two lines about the progress of a search
 _WHY = {  # reason in `Found.cut` -> its text
     "bound": "excluded, because a bound shows that they are not better",
     "memory": "excluded, because they do not fit",
@@ -182,6 +184,27 @@ def exact_size(nbytes: Number) -> str:
     unit = 1024 ** (min(exact.bit_length() - 1, 40) // 10)
     digits = 10 ** max(0, 4 - len(str(exact // unit)))
     return f"{exact} bytes ({size(-(-exact * digits // unit) * unit / digits)})"
+
+
+def search_progress(say: Callable[[str], None], objective: str) -> Callable[[int, float, float], None]:
+    """Return a function for `best_of(progress=...)` that calls `say` with a line of text, at most every `OFTEN`
+    seconds."""
+    last = time.monotonic()
+
+    def told(_evaluated: int, bound: float, best: float) -> None:
+        nonlocal last
+        if time.monotonic() - last < OFTEN:
+            return
+        last = time.monotonic()
+        if math.isinf(best):
+            say("searching: no program fits so far")
+        else:
+            unit = size if objective == "memory" else duration
+            say(
+                f"searching: the best program so far needs {unit(best)}, and none needs less than {unit(bound)}"
+            )
+
+    return told
 
 
 def reason(space: Space, estimate: Estimate, best: Estimate, by_memory: bool) -> str:

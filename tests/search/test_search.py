@@ -9,13 +9,14 @@ import re
 from dataclasses import replace
 from fractions import Fraction
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
+from torch import nn
 
 from lightning_piper.directives import Place
-from lightning_piper.errors import SearchError
+from lightning_piper.errors import PiperError, SearchError
 from lightning_piper.schedules.searched_schedules import SEARCHED
 from lightning_piper.search import (
     Block,
@@ -27,6 +28,7 @@ from lightning_piper.search import (
     best_of,
     branch_and_bound,
     bytes_of,
+    proposal,
 )
 from lightning_piper.search.bounds import INFINITE, Cutting, bound_of
 from lightning_piper.search.branch_and_bound import Search
@@ -344,6 +346,26 @@ def test_the_space_counts_its_candidates() -> None:
     # One rank: 3 choices of the stage, for 2 microbatches or 1. Two replicas: 2 levels, 3 choices. Two ranks:
     # 6 choices, 2 cuts.
     assert space.size == 2 * 3 + 2 * 3 + 2 * 6 * 2
+
+
+@pytest.mark.parametrize("check, fails", [("static", False), ("static", True), ("off", False)])
+def test_the_least_memory_is_of_the_candidate_whose_plan_needs_least(
+    check: Any, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first candidate by its estimate has a larger plan than the second. Plans of later candidates do not count,
+    because their estimates are larger. And the control: the second fails its check."""
+    found = best_of(chain(), problem(0).hardware, 4, 10**6, "memory", schedules=CHAINS, levels=(0,))
+    (first, low), (second, more), *_ = sorted(proposal._estimated(found).items(), key=lambda item: item[1])
+    plans = {first: 3 * more, second: 2 * more}
+
+    def tried(trials: Any, candidate: Any, found: Any, check: str) -> tuple[None, float, str]:
+        if fails and candidate == second:
+            raise PiperError("not equivalent")
+        return None, float(plans.get(candidate, 4 * more)), ""
+
+    monkeypatch.setattr(proposal._Trials, "_tried", tried)
+    trials = proposal._Trials(nn.Module(), None, cast("Any", None), check, low / 2, print)
+    assert trials._enough(found) == (0 if check == "off" else 3 * more if fails else 2 * more)
 
 
 def test_more_memory_is_asked_for() -> None:
