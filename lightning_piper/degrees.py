@@ -194,11 +194,28 @@ class Degrees:
         found = {region.tags[TAG] for region in _regions(step, batch) if TAG in region.tags}
         if found and found != set(range(stages)):
             raise DirectiveError(
-                f"degrees {self}: {stages} stages, but {type(step.module).__name__} annotates "
-                f"{', '.join(f'{TAG}={i}' for i in sorted(found))}. Annotate {TAG}=0 to {TAG}={stages - 1}, or "
-                "choose other degrees [PIPER-D023]"
+                f"degrees {self}: {self._stages_of}, but {type(step.module).__name__} annotates "
+                f"{', '.join(f'{TAG}={i}' for i in sorted(found))}. Annotate {TAG}=0 to {TAG}={stages - 1}"
+                f"{self._other_degrees(found)} [PIPER-D023]"
             )
         return bool(found)
+
+    @property
+    def _stages_of(self) -> str:
+        """The number of stages as text, with the schedule if it puts several stages on each device."""
+        per_rank = SEARCHED[self.builder].per_rank[0]
+        why = f" (schedule={self.schedule!r} has {per_rank} on each device)"
+        return f"{counted(self.pp * per_rank, 'stage')}{why if per_rank > 1 else ''}"
+
+    def _other_degrees(self, found: set[int]) -> str:
+        """Return the degrees that have the stages of a module, as the end of a message; empty if no degrees have
+        them."""
+        if found != set(range(n := len(found))):
+            return ""
+        per_rank = SEARCHED[self.builder].per_rank[0]
+        each = "" if per_rank == 1 else "schedule='1f1b'" if n == self.pp else f"pp={n} with schedule='1f1b'"
+        ranks = n // per_rank if n % per_rank == 0 and n > per_rank else 0
+        return f", or choose {' or '.join(filter(None, [f'pp={ranks}' * bool(ranks), each])) or 'pp=1'}"
 
     def _candidate(self, cuts: tuple[int, ...]) -> Candidate:
         per_rank = SEARCHED[self.builder].per_rank[0]
@@ -245,7 +262,7 @@ class Degrees:
         stages = self._candidate(()).layout.stages
         if len(cut.names) < stages:
             raise PiperError(
-                f"degrees: {stages} stages, but {_too_few(cut, stages, type(module).__name__)} [PIPER-D023]"
+                f"degrees: {self._stages_of}, but {_too_few(cut, stages, type(module).__name__)} [PIPER-D023]"
             )
         hardware = Hardware.read(CPU if _device_of(module) == "cpu" else ACCELERATOR)
         work = analytic(module, batch, hardware, sizes_of(batch)[-1:], (), cut=cut)

@@ -89,8 +89,8 @@ def _stages(dag: TrainingDAG, program: Program) -> list[set[int]]:
 
 
 def parameters_of(dag: TrainingDAG, program: Program) -> str:
-    """Return the number of parameters of the whole step, and the number that each stage uses if there are several
-    stages, such as "parameters: 1.24B (by stage: 640M / 640M, 40M of them in several stages)".
+    """Return the number of parameters of the whole step, such as "parameters: 1.24B". If there are several stages, add
+    the numbers that they use: "(by stage: 640M / 640M, 40M of them in several stages)".
 
     Args:
         dag: The finished DAG.

@@ -322,11 +322,15 @@ class Apart(Net):
         ((0, None, 1), {"dp": 2}, r"no stage runs the code at .*, between PP=0 and PP=1. Annotate this code"),
         ((0, 1), {"dp": 2, "microbatches": 16}, "16 samples cannot be split into 16 microbatches for each of 2 "
                                                 "replicas. Give at most 8 microbatches, or a batch of 32 samples"),
-        ((0, 1, 2), {}, "2 stages, but Apart annotates PP=0, PP=1, PP=2. Annotate PP=0 to PP=1"),
+        ((0, 1, 2), {}, "2 stages, but Apart annotates PP=0, PP=1, PP=2. Annotate PP=0 to PP=1, or choose pp=3 .PIPER"),
+        ((0, 2), {}, "2 stages, but Apart annotates PP=0, PP=2. Annotate PP=0 to PP=1 .PIPER"),
+        ((0, 1), {"schedule": "zbv"}, r"4 stages \(schedule='zbv' has 2 on each device\), but Apart annotates PP=0, PP=1. "
+                                      r"Annotate PP=0 to PP=3, or choose schedule='1f1b' \[PIPER"),
+        ((0, 1, 2), {"schedule": "zbv"}, "Annotate PP=0 to PP=3, or choose pp=3 with schedule='1f1b' .PIPER"),
     ],
 )  # fmt: skip
 def test_errors_of_degrees_name_the_cause_in_the_module(
-    stages: tuple[int | None, ...], degrees: dict[str, int], message: str
+    stages: tuple[int | None, ...], degrees: dict[str, Any], message: str
 ) -> None:
     module, whole = Apart(*stages), batch()
     found = requested_degrees(None, pp=2, **degrees)

@@ -174,9 +174,9 @@ class Recording:
         first = self._schedule.wait + self._schedule.warmup
         if self._world.rank == 0 and 0 < self._count <= first:
             warnings.warn(
-                f"PiperStrategy recorded no step: it records after {counted(first, 'batch')}, but the fit ended after "
-                f"{counted(self._count, 'batch')}. Record earlier: give piper.Schedule or piper.PiperProfiler wait=0 and "
-                "warmup=0 [PIPER-W027]",
+                f"PiperStrategy recorded no step: the schedule leaves out the first {counted(first, 'step')}, and the fit "
+                f"had {counted(self._count, 'step')}. Fit more steps, or use piper.Schedule(wait=0, warmup=0) or "
+                "piper.PiperProfiler(wait=0, warmup=0) [PIPER-W027]",
                 stacklevel=2,
             )
         self._forget()

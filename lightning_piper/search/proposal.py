@@ -409,8 +409,8 @@ class _Trials:
             raise self._too_large() from error
 
     def _enough(self, found: Found) -> float:
-        """Return the least memory with which a candidate of the table fits by its estimate and by its plan, including
-        the margin; 0 if programs are not checked, or if no tried program passes the check."""
+        """Return the least memory, including the margin, with which a candidate of the table fits by its estimate and
+        by its plan. The result is 0 if programs are not checked, or if no tried program passes the check."""
         least = math.inf
         smallest = sorted(_estimated(found).items(), key=lambda item: item[1])
         for candidate, estimated in smallest[:LARGER] if self._check != "off" else ():
@@ -471,7 +471,7 @@ class _Trials:
 
 
 def _estimated(found: Found) -> dict[Candidate, Number]:
-    """Return candidate -> estimated bytes of the fullest device, for the best candidate and those of the table."""
+    """Return the estimated bytes of the fullest device by candidate: the best candidate and the table's candidates."""
     rows = {row.candidate: max(row.estimate.memory) for row in found.table}
     return rows | {found.best: max(found.estimate.memory)}
 

@@ -251,7 +251,10 @@ def test_another_number_of_replicas_with_a_method(before, after, tmp_path):
 
 def test_another_number_of_replicas_needs_a_method(tmp_path):
     first = together(Of(2, kind=Stream), LENGTH, tmp_path / "first", 4)
-    with pytest.raises(piper.PiperError, match=r"has the loader states of 2 replicas .* load_replica_states"):
+    with pytest.raises(
+        piper.PiperError,
+        match=r"has the loader states of 2 replicas\. The training loader .* of 1 replica cannot .* load_replica_states",
+    ):
         together(Of(1, kind=Stream), LENGTH, tmp_path / "second", path=first[0].path)
     # At the end of an epoch, there is nothing to continue.
     whole = together(Of(2, kind=Stream), LENGTH, tmp_path / "whole", 24)

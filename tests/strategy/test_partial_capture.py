@@ -355,7 +355,7 @@ REFUSED = {
         "reads 'body.first.weight', which belongs to a module whose call is captured",
     ),
     Noisy: (piper.CaptureError, "draws random numbers before it calls a captured module"),
-    Skipped: (piper.PiperError, "training_step returned None to skip the batch"),
+    Skipped: (piper.PiperError, "training_step returned None"),
     WithoutLoss: (piper.PiperError, "training_step returns a dict as its loss"),
     Written: (piper.PiperError, "changes the result of a captured call in place"),
     Normed: (piper.PiperError, "changes the buffer norm.num_batches_tracked in code that runs uncaptured"),

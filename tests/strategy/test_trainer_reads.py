@@ -190,6 +190,10 @@ REFUSED: dict[str, tuple[Callable[[Any], float], str]] = {
     ),
     "operator": (lambda t: t.own @ 0.5, "uses __matmul__ of self.trainer.own"),
     "copy": (lambda t: copy.copy(t.own)._step, "uses a copy of self.trainer.own"),
+    "a parameter": (
+        lambda t: float(t.optimizers[0].param_groups[0]["params"][0].sum()),
+        "reads a parameter from the param_groups of an optimizer. Read it from the module",
+    ),
     "a tensor's method": (
         lambda t: float(t.found["a"].sqrt()) if t.found else 0.0,
         r"reads the tensor self.trainer.found\['a'\]",

@@ -115,6 +115,11 @@ class ObjectReads:
             if type(number) is NumberProxy:
                 number.of_tensor = True
                 return number
+        if "['params'][" in where:
+            raise CaptureError(
+                f"{user_line()}: {self._step} reads a parameter from the param_groups of an optimizer. Read it from the "
+                "module, such as in self.parameters() [PIPER-C004]"
+            )
         raise CaptureError(
             f"{user_line()}: {self._step} reads the tensor {where}, which is not part of the module. "
             "Keep a copy of it in a buffer (register_buffer), and write the buffer in a hook [PIPER-C004]"

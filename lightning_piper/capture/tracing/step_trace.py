@@ -505,8 +505,8 @@ def _loss_of(result: Any) -> torch.Tensor:
         )
     if torch.is_grad_enabled() and not result.requires_grad:
         raise CaptureError(
-            "training_step returns a loss that depends on no parameter with requires_grad=True. Compute it "
-            "without detach() and no_grad(), and leave some parameters unfrozen [PIPER-C006]"
+            "training_step returns a loss with requires_grad=False. Compute it from a parameter with "
+            "requires_grad=True, without detach() and no_grad() [PIPER-C006]"
         )
     return result.reshape(())
 

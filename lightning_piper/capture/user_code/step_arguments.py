@@ -8,9 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 SKIPPED = (
-    "training_step returned None to skip the batch. A captured step needs a loss for every batch, and "
-    "Lightning does not support skipped batches in several processes, as under DDP. Remove such batches from "
-    "the data, or multiply their loss by 0 [PIPER-C006]"
+    "training_step returned None. A captured step needs a loss for every batch. Return the loss, and leave batches "
+    "without a loss out of the data [PIPER-C006]"
 )
 
 

@@ -148,11 +148,11 @@ class Loaders:
                     "the checkpoint is in the middle of an epoch and has the loader's state, but the training loader "
                     f"{kind} has no load_state_dict. Resume with a loader that has one, or {end} [PIPER-K012]"
                 )
+            here = _of(world.count, getattr(loader, "num_workers", None), " with ")
             raise PiperError(
                 "the checkpoint is in the middle of an epoch and has the loader states of "
-                f"{counted(len(states), 'replica')} with num_workers={workers}. The training loader {kind} of "
-                f"{counted(world.count, 'replica')} with num_workers={getattr(loader, 'num_workers', None)} cannot "
-                f"load them. Resume with {counted(len(states), 'replica')} and num_workers={workers}, or {end}. Or "
+                f"{_of(len(states), workers, ' with ')}. The training loader {kind} of {here} cannot load them. "
+                f"Resume with {_of(len(states), workers, ' and ')}, or {end}. Or "
                 "give the loader a method load_replica_states(states, replica, replicas) [PIPER-K012]"
             )
 
@@ -304,6 +304,11 @@ class Loaders:
                 "[PIPER-W029]"
             )
         self._warned = True
+
+
+def _of(replicas: int, workers: int | None, joint: str) -> str:
+    """Return the number of replicas as text, with the number of a loader's workers if the loader has one."""
+    return counted(replicas, "replica") + (f"{joint}num_workers={workers}" if workers is not None else "")
 
 
 def _stateful_entry(loader: Any, running: bool) -> dict[str, Any]:
