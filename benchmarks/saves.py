@@ -1,11 +1,15 @@
 """Measures how long a training stops to save a checkpoint, synchronously and asynchronously.
 
-    python benchmarks/saves.py [--megabytes 384] [--rounds 5] [--folder DIRECTORY]
+    python benchmarks/saves.py [--megabytes 384] [--width 512] [--rounds 5] [--folder DIRECTORY]
 
-The training is ZeRO-1 on two processes under the Trainer. The model and AdamW's states have `megabytes` MB
-together. Synchronous and asynchronous saves alternate in one fit, with steps in between until each checkpoint
-is written. Rank 0 prints medians in seconds: the duration of `trainer.save_checkpoint` for each kind of
-checkpoint, and of a step with and without a checkpoint being written.
+The training runs on two processes under the Trainer: ZeRO-1 for a sharded checkpoint, and replicas or ZeRO-1 for one
+file. The model and AdamW's states have `megabytes` MB together, in matrices of `width` rows and columns. Synchronous
+and asynchronous saves alternate in one fit, with steps in between until each checkpoint is written. Rank 0 prints
+medians in milliseconds:
+
+- the duration of `trainer.save_checkpoint`, synchronous and asynchronous;
+- the CPU time of the main thread in the asynchronous call, and how long the next updates waited for its copies;
+- the duration of a step with and without a checkpoint being written.
 """
 
 from __future__ import annotations
@@ -17,8 +21,11 @@ import statistics
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as L
 import torch
@@ -29,17 +36,22 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainer import Environment
 
 import lightning_piper as piper
+from lightning_piper.checkpoint.late_copies import LateCopies
 from lightning_piper.processes.background import BackgroundThread
 
-WIDTH = 512
-KINDS = ("sharded", "consolidated")
+# name -> (kind of the checkpoint, stage of ZeRO)
+TRAININGS: dict[str, tuple[Any, int]] = {
+    "sharded, ZeRO-1": ("sharded", 1),
+    "one file, replicas": ("consolidated", 0),
+    "one file, ZeRO-1": ("consolidated", 1),
+}
 
 
 class Wide(L.LightningModule):
-    def __init__(self, megabytes: int) -> None:
+    def __init__(self, megabytes: int, width: int) -> None:
         super().__init__()
-        count = megabytes * 2**20 // (3 * 4 * WIDTH * WIDTH)  # parameters and two moments, in float32
-        self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)))
+        count = megabytes * 2**20 // (3 * 4 * width * width)  # parameters and two moments, in float32
+        self.net = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count)))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.net(batch[0]).square().mean()
@@ -56,6 +68,9 @@ class Saving(L.Callback):
     def __init__(self, folder: Path, rounds: int) -> None:
         self.folder, self.left = folder, 2 * (rounds + 1)
         self.saves: dict[bool, list[float]] = {True: [], False: []}
+        self.cpu: dict[bool, list[float]] = {True: [], False: []}
+        self.waits: list[float] = []  # of the updates, since the last save
+        self.waited: list[float] = []  # for each asynchronous save
         self.steps: dict[bool, list[float]] = {True: [], False: []}
         self.began = 0.0
 
@@ -79,17 +94,35 @@ class Saving(L.Callback):
         trainer.strategy.checkpoint_io = AsyncCheckpointIO() if later else None
         self.left -= 1
         trainer.strategy.barrier()
-        began = time.perf_counter()
+        if not later:  # the save before was asynchronous
+            self.waited.append(sum(self.waits))
+        self.waits.clear()
+        began, cpu = time.perf_counter(), time.thread_time()
         trainer.save_checkpoint(self.folder / f"{later}.ckpt")
         self.saves[later].append(time.perf_counter() - began)
+        self.cpu[later].append(time.thread_time() - cpu)
 
 
-def fit(kind: Any, megabytes: int, rounds: int, folder: Path) -> Saving:
+@contextmanager
+def measuring(waits: list[float]) -> Iterator[None]:
+    """Append the duration of each wait for copies to `waits`."""
+    settle = LateCopies.settle
+
+    def measured(copies: LateCopies) -> None:
+        began = time.perf_counter()
+        settle(copies)
+        waits.append(time.perf_counter() - began)
+
+    with mock.patch.object(LateCopies, "settle", measured):
+        yield
+
+
+def fit(kind: Any, stage: int, megabytes: int, width: int, rounds: int, folder: Path) -> Saving:
     torch.manual_seed(0)
     both: dict[str, Any] = {"filter": {}, "devices": [0, 1]}
-    program = [piper.Place(**both), piper.Replicate(**both, shard_optimizer=True)]
-    saving = Saving(folder / kind, rounds)
-    L.Trainer(
+    program = [piper.Place(**both), piper.Replicate(**both, zero=stage)]
+    saving = Saving(folder / f"{kind} {stage}", rounds)
+    trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
         strategy=piper.PiperStrategy(program, checkpoint=kind),
@@ -100,7 +133,10 @@ def fit(kind: Any, megabytes: int, rounds: int, folder: Path) -> Saving:
         enable_progress_bar=False,
         enable_model_summary=False,
         plugins=[Environment()],
-    ).fit(Wide(megabytes), DataLoader(TensorDataset(torch.randn(100_000, WIDTH)), batch_size=4))
+    )
+    with measuring(saving.waits):
+        data = TensorDataset(torch.randn(100_000, width))
+        trainer.fit(Wide(megabytes, width), DataLoader(data, batch_size=4))
     return saving
 
 
@@ -109,27 +145,31 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--megabytes", type=int, default=384)
+    parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder")
     given = parser.parse_args()
     if not is_rank():
         with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-            launch(2, f"--megabytes={given.megabytes}", f"--rounds={given.rounds}", f"--folder={folder}")
+            options = [f"--{name}={getattr(given, name)}" for name in ("megabytes", "width", "rounds")]
+            launch(2, *options, f"--folder={folder}")
         return
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    for kind in KINDS:
-        found = fit(kind, given.megabytes, given.rounds, Path(given.folder))
+    for name, (kind, stage) in TRAININGS.items():
+        found = fit(kind, stage, given.megabytes, given.width, given.rounds, Path(given.folder))
         if os.environ["RANK"] == "0":
-            first, (later, now) = (
-                found.saves[True][0],
-                (statistics.median(found.saves[how][1:]) for how in (True, False)),
+            # the first asynchronous save allocates memory and makes the plan
+            later, now = (statistics.median(found.saves[how][1:]) * 1e3 for how in (True, False))
+            cpu, waited = (
+                statistics.median(found.cpu[True][1:]) * 1e3,
+                statistics.median(found.waited[1:]) * 1e3,
             )
-            busy, free = (statistics.median(found.steps[how][3:]) for how in (True, False))
+            busy, free = (statistics.median(found.steps[how][3:]) * 1e3 for how in (True, False))
             print(
-                f"{kind:13} at once {now:.3f} s, behind {later:.3f} s (the first time {first:.3f} s): "
-                f"{later / now:.1%}; steps {free:.3f} s, {busy:.3f} s while it is written",
+                f"{name:19} at once {now:.0f} ms, behind {later:.0f} ms with {cpu:.1f} ms of CPU ({cpu / free:.1%} of a "
+                f"step), updates waited {waited:.1f} ms; steps {free:.0f} ms, {busy:.0f} ms while it is written",
                 flush=True,
             )
 

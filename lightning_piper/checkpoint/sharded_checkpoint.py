@@ -17,7 +17,7 @@ import pickle
 import re
 import uuid
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -29,8 +29,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_piper.checkpoint.files import read_manifest, verify, verify_sizes, write_manifest
 from lightning_piper.checkpoint.folders import Fingerprint, Folder, read
+from lightning_piper.checkpoint.late_copies import LateCopies
 from lightning_piper.checkpoint.locations import location_of
-from lightning_piper.checkpoint.snapshot import HostRoom
+from lightning_piper.checkpoint.snapshot import snapshot
 from lightning_piper.checkpoint.tensor_ranges import (
     METADATA,
     LoadRanges,
@@ -77,6 +78,8 @@ class Saving:
         path, tensor_ranges, common, world: The arguments of `save`.
         before: The previous checkpoint of these processes. Its plan is reused if all processes hold the same
             ranges again.
+        copies: Makes copies of the content and of the data that this process is to write. Then `write` writes the
+            copies.
 
     Raises:
         PiperError: On every process, if any process has content that cannot be saved, or if no process holds
@@ -90,12 +93,15 @@ class Saving:
         common: dict[str, Any],
         world: World,
         before: Saving | None = None,
+        copies: LateCopies | None = None,
     ) -> None:
         self._location = location_of(world.broadcast(os.fspath(path)))
         self._doing = f"saving {self._location}"
         self._planner, self._writer = SaveRanges(tensor_ranges), Writer()
-        # On rank 0: the content of `meta.pt`, and the table of all ranges. On each process: its own plan.
-        self._common, self._metadata, self._plan = b"", Metadata({}), SavePlan([])
+        # On rank 0: returns the content of `meta.pt`.
+        self._common: Callable[[], dict[str, Any]] = lambda: common
+        # On rank 0: the table of all ranges. On each process: its own plan.
+        self._metadata, self._plan = Metadata({}), SavePlan([])
         # the ranges of this process, by which the next `Saving` sees whether the plan still fits
         self._held = [(part.key, part.start, part.stop, part.spec) for part in tensor_ranges]
 
@@ -105,9 +111,8 @@ class Saving:
                 _check_range(part)
             if world.is_rank_zero:
                 check_values(common)
-                content = io.BytesIO()
-                torch.save(common, content)
-                self._common = content.getvalue()
+                if copies is not None:
+                    self._common = snapshot(common, copies)
             return before is not None and before._held == self._held
 
         if all(together(world, self._doing, begin)):
@@ -117,8 +122,13 @@ class Saving:
                 before._metadata,
                 before._planner.specs,
             )
-            return
-        # Rank 0 makes the plans of all processes from the ranges that they hold.
+        else:
+            self._make_plan(world)
+        if copies is not None:
+            self._planner.copy(self._plan, copies)
+
+    def _make_plan(self, world: World) -> None:
+        """Let rank 0 make the plans of all processes from the ranges that they hold. Collective."""
         held = world.to_rank_zero(self._planner.create_local_plan())
 
         plans: list[SavePlan] = []
@@ -130,11 +140,6 @@ class Saving:
 
         together(world, self._doing, plan)
         self._plan = world.from_rank_zero(plans or None)
-
-    def copy(self, room: HostRoom) -> None:
-        """Copy the data that this process is to write into memory of `room`, and write these copies later. So
-        changes of the tensors after this call do not reach the checkpoint."""
-        self._planner.copy(self._plan, room)
 
     def write(self, world: World) -> None:
         """Write the checkpoint. Collective over the processes that made it.
@@ -152,7 +157,7 @@ class Saving:
             raise
         finally:  # The next `Saving` may reuse the plan, but not the tensors.
             self._planner.release()
-            self._common = b""
+            self._common = dict
 
     def _write(self, world: World) -> None:
         """Write the parts of all processes and the other files into a new folder, and publish it.
@@ -165,8 +170,10 @@ class Saving:
             if not world.is_rank_zero:
                 return None
             begun.append(self._location.begin())
+            content = io.BytesIO()
+            torch.save(self._common(), content)
             with begun[0].create(META) as file:
-                file.write(self._common)
+                file.write(content.getbuffer())
             return str(begun[0]), file.fingerprint
 
         def write() -> Fingerprint:

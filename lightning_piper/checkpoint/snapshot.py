@@ -1,79 +1,81 @@
-"""Copies of the content of a checkpoint, in reused host memory. Training continues while a thread writes the
-copies."""
+"""Copies of the content of a checkpoint, which later changes do not reach."""
 
 from __future__ import annotations
 
-import copy
-from collections import defaultdict
-from collections.abc import Iterator
+import io
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-
-class HostRoom:
-    """A pool of host memory for the copies of one checkpoint at a time."""
-
-    def __init__(self) -> None:
-        self._free: dict[int, list[torch.UntypedStorage]] = {}
-        self._taken: list[torch.UntypedStorage] = []
-
-    def begin(self) -> None:
-        """Make the memory of the previous copies available again, and free memory that the previous copies
-        did not use."""
-        self._free = defaultdict(list)
-        for storage in self._taken:
-            self._free[storage.nbytes()].append(storage)
-        self._taken = []
-
-    def take(self, size: int, pinned: bool) -> torch.UntypedStorage:
-        """Return memory of `size` bytes, which no other copy uses until the next `begin`. With `pinned`, new
-        memory is pinned, because a device copies faster into it. Reused memory is as it was allocated."""
-        free = self._free.get(size)
-        taken = (
-            free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=pinned).untyped_storage()
-        )
-        self._taken.append(taken)
-        return taken
-
-    def copied(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a contiguous copy of a tensor, in memory of this pool."""
-        storage = self.take(tensor.numel() * tensor.itemsize, tensor.device.type != "cpu")
-        return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape).copy_(tensor.detach())  # type: ignore[call-overload, no-any-return]
+from lightning_piper.checkpoint.late_copies import LateCopies
 
 
-def snapshot(content: Any, room: HostRoom) -> Any:
-    """Return a copy of `content` in host memory that later changes do not reach. Tensors that share memory
-    also share memory in the copy, as with `torch.save`. The memory of the previous copy in the same `room` is
-    used again, so do not use that copy any more."""
-    room.begin()
-    storages: dict[int, torch.UntypedStorage] = {}
-    memo: dict[int, Any] = {}
-    for tensor in _tensors(content):
-        storage = tensor.untyped_storage()
-        if (address := storage.data_ptr()) not in storages:
-            storages[address] = room.take(storage.nbytes(), tensor.device.type != "cpu")
-            storages[address].copy_(storage)
-        like = torch.empty(0, dtype=tensor.dtype)
-        memo[id(tensor)] = like.set_(
-            storages[address], tensor.storage_offset(), tensor.shape, tensor.stride()
-        )
-    return copy.deepcopy(content, memo)
+def snapshot(content: Any, copies: LateCopies) -> Callable[[], Any]:
+    """Return a function that returns a copy of `content` in host memory. Later changes of `content` do not reach the
+    copy. Tensors that share memory also share memory in the copy, as with `torch.save`.
 
+    A pickle in memory holds everything except the tensors, because it takes less time than `copy.deepcopy`.
 
-def _tensors(content: Any) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors in dicts, lists and tuples.
+    Args:
+        copies: Makes the copies of the tensors. Call the function after `copies.make`.
 
-    A plain tensor has elements, and memory, sizes and strides describe it fully. A parameter or a sparse tensor
-    is not plain. `deepcopy` copies all tensors that are not plain.
+    Raises:
+        Exception: The content has an object that cannot be pickled.
     """
-    if type(content) is torch.Tensor:
+    file = io.BytesIO()
+    pickler = _Pickler(file, copies)
+    pickler.dump(content)
+    return _Unpickler(io.BytesIO(file.getbuffer()), pickler.tensors).load
+
+
+class _Pickler(pickle.Pickler):
+    """A pickler that leaves out the plain tensors. `tensors` has their copies.
+
+    A plain tensor has elements, and memory, sizes and strides describe it fully. A parameter or a sparse tensor is
+    not plain.
+    """
+
+    def __init__(self, file: io.BytesIO, copies: LateCopies) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[torch.Tensor] = []
+        self._copies = copies
+        self._storages: dict[int, torch.UntypedStorage] = {}  # address of memory -> its copy
+
+    def reducer_override(self, obj: Any) -> Any:
         if (
-            content.layout == torch.strided
-            and content.numel()
-            and not (content.is_quantized or content.is_conj() or content.is_neg())
+            type(obj) is not torch.Tensor
+            or obj.layout != torch.strided
+            or not obj.numel()
+            or obj.is_meta
+            or obj.is_quantized
+            or obj.is_conj()
+            or obj.is_neg()
+            or vars(obj)
         ):
-            yield content
-    elif isinstance(content, dict | list | tuple):
-        for part in content.values() if isinstance(content, dict) else content:
-            yield from _tensors(part)
+            return NotImplemented
+        storage = obj.untyped_storage()
+        if (address := storage.data_ptr()) not in self._storages:
+            self._storages[address] = self._copies.copied_memory(storage)
+        like = torch.empty(0, dtype=obj.dtype)
+        like.set_(self._storages[address], obj.storage_offset(), obj.shape, obj.stride())
+        self.tensors.append(like.requires_grad_(obj.requires_grad))
+        return _left_out, (len(self.tensors) - 1,)
+
+
+def _left_out(index: int) -> torch.Tensor:
+    raise AssertionError("_Unpickler replaces this function")
+
+
+class _Unpickler(pickle.Unpickler):
+    """An unpickler that puts tensors in the places of the tensors that `_Pickler` has left out."""
+
+    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == (__name__, _left_out.__name__):
+            return self._tensors.__getitem__
+        return super().find_class(module, name)

@@ -44,7 +44,7 @@ from torch.futures import Future
 
 from lightning_piper.checkpoint.files import other_content
 from lightning_piper.checkpoint.folders import Folder, SummedFile
-from lightning_piper.checkpoint.snapshot import HostRoom
+from lightning_piper.checkpoint.late_copies import LateCopies
 from lightning_piper.errors import PiperError
 
 # Largest number of elements of a chunk. A chunk is read whole, so a process reads up to this many unneeded
@@ -100,17 +100,15 @@ class SaveRanges(SavePlanner):
             self._parts.setdefault(part.key, []).append(part)
         self.specs: dict[str, dict[str, Any]] = {}
 
-    def copy(self, plan: SavePlan, room: HostRoom) -> None:
+    def copy(self, plan: SavePlan, copies: LateCopies) -> None:
         """Copy the data that this process is to write. From now on, `resolve_data` returns the copies."""
-        room.begin()
-        copies: dict[str, list[TensorRange]] = {}
+        parts: dict[str, list[TensorRange]] = {}
         for item in plan.items:
             key, (start, stop) = item.index.fqn, _range(item)
-            part = TensorRange(
-                key, self._parts[key][0].shape, start, stop, room.copied(self.resolve_data(item))
-            )
-            copies.setdefault(key, []).append(part)
-        self._parts = copies
+            values = copies.copied(self.resolve_data(item))
+            part = TensorRange(key, self._parts[key][0].shape, start, stop, values)
+            parts.setdefault(key, []).append(part)
+        self._parts = parts
 
     def release(self) -> None:
         """Drop the tensors after they are written."""

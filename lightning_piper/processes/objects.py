@@ -14,7 +14,36 @@ import torch
 
 APART = 2**16  # bytes from which a tensor is sent separately
 
+SMALL = 2**10  # bytes up to which `dumps` puts the bytes of a tensor into the pickle
+
 Place = tuple[int, torch.dtype, torch.Size]  # the tensor's number, dtype and shape
+
+
+def _is_plain(x: Any) -> bool:
+    """Return whether an object is a dense, contiguous CPU tensor without `requires_grad`."""
+    if type(x) is not torch.Tensor or x.device.type != "cpu" or x.layout != torch.strided:
+        return False
+    return x.is_contiguous() and not (x.requires_grad or x.is_quantized or x.is_conj() or x.is_neg())
+
+
+class _Small(pickle.Pickler):
+    """A pickler that writes small tensors as bytes. torch's own pickle of a tensor takes about 0.1 ms."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not _is_plain(obj) or not 0 < obj.nbytes <= SMALL or vars(obj):
+            return NotImplemented
+        return _tensor, (obj.dtype, tuple(obj.shape), obj.reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def _tensor(dtype: torch.dtype, shape: tuple[int, ...], content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=dtype).reshape(shape)
+
+
+def dumps(value: Any) -> bytes:
+    """Return the pickle of an object, which `pickle.loads` reads."""
+    file = io.BytesIO()
+    _Small(file, pickle.HIGHEST_PROTOCOL).dump(value)
+    return file.getvalue()
 
 
 class _Outline(pickle.Pickler):
@@ -31,14 +60,7 @@ class _Outline(pickle.Pickler):
         Such a tensor has at least `APART` bytes. It is a plain, dense, contiguous CPU tensor without
         `requires_grad`.
         """
-        if (
-            type(obj) is not torch.Tensor
-            or obj.device.type != "cpu"
-            or obj.layout != torch.strided
-            or obj.requires_grad
-        ):
-            return None
-        if obj.nbytes < APART or not obj.is_contiguous() or obj.is_quantized or obj.is_conj() or obj.is_neg():
+        if not _is_plain(obj) or obj.nbytes < APART:
             return None
         index, _ = self.tensors.setdefault(id(obj), ((len(self.tensors), obj.dtype, obj.shape), obj))
         return index

@@ -22,7 +22,7 @@ from lightning_piper.accelerators._torch_groups import keep_all_groups
 from lightning_piper.accelerators.kinds import backend_of
 from lightning_piper.common.containers import container_like
 from lightning_piper.errors import PiperError
-from lightning_piper.processes.objects import of_outline, outlined
+from lightning_piper.processes.objects import dumps, of_outline, outlined
 from lightning_piper.runtime.groups import local_group
 from lightning_piper.runtime.same_machine.machine import machine
 
@@ -172,10 +172,11 @@ class World:
         members = sorted(range(self.size) if ranks is None else ranks)
         if len(members) == 1:
             return [value]
-        values: list[Any] = [None] * len(members)
+        found: list[Any] = [None] * len(members)
         dist.all_gather_object(
-            values, value, group=self.host_group if ranks is None else self.group_of(members)
+            found, dumps(value), group=self.host_group if ranks is None else self.group_of(members)
         )
+        values = [pickle.loads(each) for each in found]
         return values if ranks is None else [values[members.index(rank)] for rank in ranks]
 
     def on_this_machine(self, share: object = None) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +20,11 @@ from torch import nn
 
 from lightning_piper.checkpoint.distributed_folder import is_distributed, read_distributed
 from lightning_piper.checkpoint.files import MANIFEST
+from lightning_piper.checkpoint.late_copies import HostRoom, LateCopies
 from lightning_piper.checkpoint.locations import checkpoints_in, is_remote, is_writable, location_of
 from lightning_piper.checkpoint.records import check_records
 from lightning_piper.checkpoint.sharded_checkpoint import Saving, open_checkpoint, read_whole
-from lightning_piper.checkpoint.snapshot import HostRoom, snapshot
+from lightning_piper.checkpoint.snapshot import snapshot
 from lightning_piper.checkpoint.state import Loading, referenced, resolved
 from lightning_piper.checkpoint.tensor_ranges import TensorRange
 from lightning_piper.common.lightning_packages import is_a, is_exactly
@@ -140,10 +141,17 @@ class Saves:
     In the background, the content is copied into host memory that later checkpoints reuse. A thread then
     writes it like a foreground save, so the checkpoint is complete or absent. There is one write at a time.
     If a write fails, the next save or the end of the run raises its error.
+
+    The thread also copies the tensors that only an update or users' code changes. Call `late.settle` before each
+    update.
+
+    Attributes:
+        late: The copies of the last checkpoint.
     """
 
     def __init__(self) -> None:
         self._behind, self._room = BackgroundThread("piper-checkpoints"), HostRoom()
+        self.late = LateCopies(self._room)
         self._planned: Saving | None = None  # the previous sharded save, whose plan the next one may reuse
 
     def __reduce__(self) -> Any:
@@ -155,27 +163,30 @@ class Saves:
         content: dict[str, Any],
         path: str | Path,
         storage_options: Any | None,
-        behind: bool,
+        steady: Collection[int] | None,
     ) -> None:
-        """Save a checkpoint that is one file. With `behind`, a thread writes it in the background, unless a copy of
-        the checkpoint would run `__del__` of the user's objects.
+        """Save a checkpoint that is one file.
 
         Args:
             io: The checkpoint plugin.
             content: The checkpoint.
             path: Path of the file.
             storage_options: Options for the plugin.
+            steady: None to write the file at once. Otherwise a thread writes it in the background, unless a copy of
+                the checkpoint would run `__del__` of the user's objects. These are the addresses of the memory that
+                the thread may also copy, as `LateCopies` takes them.
 
         Raises:
             Exception: This checkpoint, or the previous one, cannot be saved.
         """
         self.wait()
-        if not behind or next(finalized(content), None) is not None:
+        if steady is None or next(finalized(content), None) is not None:
             save_in_one_go(io, content, path, storage_options)
             return
         check_values(content)
-        copy = snapshot(content, self._room)
-        self._behind.start(lambda: save_in_one_go(io, copy, path, storage_options))
+        late = LateCopies(self._room, steady)
+        copy = snapshot(content, late)
+        self._start(late, lambda: save_in_one_go(io, copy(), path, storage_options))
 
     def sharded(
         self,
@@ -183,26 +194,40 @@ class Saves:
         ranges: Sequence[TensorRange],
         content: dict[str, Any],
         world: World,
-        behind: bool,
+        steady: Collection[int] | None,
     ) -> None:
-        """Save a sharded checkpoint. With `behind`, a thread writes it in the background. Collective.
+        """Save a sharded checkpoint. Collective.
 
         Args:
             path: Path of the directory.
             ranges: The parts of tensors that this process writes.
             content: The checkpoint, with references in place of these tensors.
+            steady: As in `plain`.
 
         Raises:
             PiperError: This checkpoint, or the previous one, cannot be saved; raised on every process.
         """
         self.wait()
-        self._planned = saving = Saving(path, ranges, content, world, self._planned)
-        if not behind or next(finalized(content), None) is not None:
+        if next(finalized(content), None) is not None:
+            steady = None
+        late = None if steady is None else LateCopies(self._room, steady)
+        self._planned = saving = Saving(path, ranges, content, world, self._planned, late)
+        if late is None:
             saving.write(world)
             return
-        saving.copy(self._room)
         apart = world.apart("checkpoints behind the training")
-        self._behind.start(lambda: saving.write(apart))
+        self._start(late, lambda: saving.write(apart))
+
+    def _start(self, late: LateCopies, write: Callable[[], None]) -> None:
+        """Let the thread make the copies and then write them. Watch this thread until the copies are made."""
+
+        def work() -> None:
+            late.make()
+            write()
+
+        self._behind.start(work)
+        self.late = late
+        late.watch()
 
     def remove(self, io: CheckpointIO, path: str | Path) -> None:
         """Remove a checkpoint: now, or in the background after the running write. Keep it if this write or an
@@ -215,6 +240,7 @@ class Saves:
         Raises:
             Exception: The error of a write that failed.
         """
+        self.late.settle()
         self._behind.wait()
 
     def end(self, failed: bool) -> None:
@@ -224,6 +250,7 @@ class Saves:
         Raises:
             Exception: The last write failed; after a failed run this is a warning instead.
         """
+        self.late.settle()
         try:
             self._behind.wait(GRACE if failed else None)
         except Exception as error:
@@ -235,6 +262,7 @@ class Saves:
                 stacklevel=2,
             )
         self._room, self._planned = HostRoom(), None
+        self.late = LateCopies(self._room)
 
 
 def found_at(path: str | Path, io: CheckpointIO, world: World) -> tuple[str, bool]:

@@ -81,6 +81,7 @@ class Fit:
         programs: The programs of the training step.
         program: The program of the first batch, which determines how the module is distributed.
         optimizer: The sharded optimizer.
+        in_part: Runs steps that are captured in part.
         evaluation: Runs all steps except the training step; None if Lightning runs them.
         report: The report of the verification by execution; None if no program was run, and on other ranks
             than rank 0.
@@ -146,8 +147,8 @@ class Fit:
         module, settings, world = self._module, self.before.settings, self.world
         self.before.close(failed=False)
         self._runtime = ProcessRuntime(settings, world)
-        self._in_part = InPart(module, settings, world, self._runtime.metric_objects)
-        self.programs = Programs(module, self._runtime, settings, world, instead=self._in_part.compiled)
+        self.in_part = InPart(module, settings, world, self._runtime.metric_objects)
+        self.programs = Programs(module, self._runtime, settings, world, instead=self.in_part.compiled)
         rank_zero_info("PiperStrategy captures training_step with the first batch")
         with Stopwatch() as watch:
             compiled = self.programs.compile(TRAINING, self._batch_spec, None, agreed.apart)
@@ -271,7 +272,7 @@ class Fit:
         """Make `layout` the current program, so that gradients go to the parameters that this program trains.
         All processes switch together."""
         self._last_prepared = layout
-        self._in_parts = self.world.size > 1 and not self.ownership.tensor_map.is_replicated
+        self.in_parts = self.world.size > 1 and not self.ownership.tensor_map.is_replicated
         self._holder_exchange = HolderExchange(layout.compiled.dag, self.ownership, self.world)
         self._injection.hold(self.ownership.owned_params, absent(self.ownership, layout.trained))
         self._norms.of(layout.trained)
@@ -345,7 +346,7 @@ class Fit:
             epoch: The current epoch.
             last: Whether the batch is the last one of a gradient accumulation.
         """
-        if self._in_parts:
+        if self.in_parts:
             check_runs_once(self._fresh)
             check_optimizer_stays(self._optimizer, self._module.trainer.optimizers)
         self._fresh = False
@@ -365,7 +366,7 @@ class Fit:
         pending.prepared.replay(self._module, result, Given(self._batch_spec, self._leaves))
         loss = self._loss(pending, pending.prepared, result)
         self._in_accumulation = not last
-        return {"loss": loss, **self._in_part.extras} if self._in_part.extras else loss
+        return {"loss": loss, **self.in_part.extras} if self.in_part.extras else loss
 
     # The steps of `step`, in their order.
 
@@ -495,7 +496,7 @@ class Fit:
         self, prepared: Prepared, pending: PendingStep, scale: float, sums: bool = True, digest: int = 1
     ) -> StepResult:
         self._runtime.early_updates.begin(pending.last, self._in_accumulation)
-        leaves, running = prepared.compiled.step.inputs(self._leaves), self._in_part.running
+        leaves, running = prepared.compiled.step.inputs(self._leaves), self.in_part.running
         self.ran = LastStep(self._runtime, prepared, leaves, self.seed + pending.number, scale, running)
         if not self._runs_thrice:
             return self.ran.run(sums, digest)

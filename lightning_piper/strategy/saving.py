@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
+from lightning_piper.checkpoint.late_copies import memory_of
 from lightning_piper.checkpoint.state import (
     Loading,
     module_state,
@@ -212,7 +213,8 @@ class SavingStrategy(EvaluatingStrategy):
         self.on_train_end()  # reads a flag that may forbid this save, and the positions of loaders
         phase, io = self.phase, self.checkpoint_io
         # Outside of a run, no code would wait for the end of the write.
-        behind = is_behind(io, filepath) and not isinstance(phase, Idle | Ended) and not self._requeue.saves
+        later = is_behind(io, filepath) and not isinstance(phase, Idle | Ended) and not self._requeue.saves
+        steady = self._steady_memory() if later else None
         rounds = self._rounds_entry(checkpoint)
         checkpoint |= own_entry(phase.left.seed, self._loaders.content(self._drawing), rounds)
         if self._sharded and isinstance(phase, Fitting | Ended):
@@ -224,9 +226,37 @@ class SavingStrategy(EvaluatingStrategy):
                 self.lightning_module, fit.ownership, fit.optimizer, keys, running
             )
             tensor_ranges += self._averages.ranges(keys) if self._averages is not None else []
-            self._saves.sharded(filepath, tensor_ranges, checkpoint, self.world, behind)
+            self._saves.sharded(filepath, tensor_ranges, checkpoint, self.world, steady)
         elif self.is_global_zero:
-            self._saves.plain(io, checkpoint, filepath, storage_options, behind)
+            self._saves.plain(io, checkpoint, filepath, storage_options, steady)
+
+    def _steady_memory(self) -> set[int]:
+        """Return the addresses of memory in which only an update, or a hook, changes the parameters and the states of
+        the optimizer."""
+        if not isinstance(self.phase, Fitting):
+            return set()  # an uncaptured step may change everything
+        fit = self.phase.fit
+        states = fit.optimizer.optimizer.state.values()
+        changed = memory_of(
+            [*fit.ownership.owned_params.values(), *(x for own in states for x in own.values())]
+        )
+        return changed - memory_of(fit.ownership.owned_buffers.values())
+
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Run an optimizer's step, whose update waits until the last checkpoint is copied."""
+
+        def computed() -> Any:
+            result = closure()
+            self._saves.late.settle()
+            return result
+
+        return super().optimizer_step(optimizer, computed, model, **kwargs)
+
+    def on_validation_start(self) -> None:
+        self._saves.late.settle()
+        super().on_validation_start()
 
     def _rounds_entry(self, checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the state of local SGD for a checkpoint, complete on rank 0. It has the anchor and the outer

@@ -370,6 +370,7 @@ class PiperStrategy(SavingStrategy):
         plugin, verify, before = self.precision_plugin, self._verify, start.standalone
         with long_steps_refused(partial(is_as_under_ddp, start.unsearched, self._capture, self._accumulate)):
             fit = Fit(module, before, batch, verify, optimizer, names, plugin, self._accumulate, check)
+        fit.in_part.before = lambda: self._saves.late.settle()
         rounds = self._rounds(fit)
         self.phase = Fitting(fit, start, rounds=rounds)
         if state is not None and not (start.resumes and fit.optimizer.is_whole):
@@ -444,12 +445,13 @@ class PiperStrategy(SavingStrategy):
         assert self.lightning_module is not None
         fit, loop = phase.fit, self.lightning_module.trainer.fit_loop.epoch_loop
         try:
-            return fit.step(
-                loop.total_batch_idx,
-                loop.batch_idx,
-                self.lightning_module.current_epoch,
-                last=not self._accumulating,
-            )
+            with self._saves.late.unwatched():
+                return fit.step(
+                    loop.total_batch_idx,
+                    loop.batch_idx,
+                    self.lightning_module.current_epoch,
+                    last=not self._accumulating,
+                )
         except NOT_CAPTURED as error:
             self._give_up(phase, error)
             return self.training_step(batch, *args, **kwargs)
@@ -458,6 +460,7 @@ class PiperStrategy(SavingStrategy):
         """Run the step uncaptured on all processes from now on, because the captured step cannot continue.
         Collective."""
         fit, start = phase.fit, phase.start
+        self._saves.late.settle()
         self._check_captured(error)
         check_may_be(start.unsearched, "training_step", error, self._capture, self._accumulate)
         fit.give_up()

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from lightning_piper.checkpoint.snapshot import HostRoom, snapshot
+from lightning_piper.checkpoint.late_copies import HostRoom, LateCopies
+from lightning_piper.checkpoint.snapshot import snapshot
 
 
 @dataclass
@@ -44,6 +45,10 @@ def saved(content: Any) -> tuple[str, int]:
     return repr(torch.load(file, weights_only=False)), sum("/data/" in name for name in names)
 
 
+def whole(content: Any, room: HostRoom) -> Any:
+    return snapshot(content, LateCopies(room))()
+
+
 def change(content: dict[str, Any]) -> None:
     content["state_dict"]["a"].zero_()
     content["optimizer_states"][0]["state"][0]["exp_avg"].zero_()
@@ -54,7 +59,7 @@ def change(content: dict[str, Any]) -> None:
 
 def test_a_snapshot_is_what_was_there() -> None:
     content, expected = example(), saved(example())
-    copy = snapshot(content, HostRoom())
+    copy = whole(content, HostRoom())
     assert saved(copy) == expected
     change(content)
     assert saved(copy) == expected != saved(content)
@@ -64,9 +69,9 @@ def test_a_snapshot_is_what_was_there() -> None:
 
 def test_memory_is_used_again() -> None:
     room = HostRoom()
-    first = snapshot(example(), room)["state_dict"]["a"]
-    again = snapshot(example(), room)["state_dict"]["a"]
+    first = whole(example(), room)["state_dict"]["a"]
+    again = whole(example(), room)["state_dict"]["a"]
     assert first.data_ptr() == again.data_ptr()
-    other = snapshot({"a": torch.zeros(13)}, room)["a"]
+    other = whole({"a": torch.zeros(13)}, room)["a"]
     assert other.data_ptr() != first.data_ptr()
     assert len(room._taken) == 1  # what the others were is let go with the next snapshot

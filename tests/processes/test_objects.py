@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_piper.processes.objects import APART, of_outline, outlined
+from lightning_piper.processes.objects import APART, SMALL, dumps, of_outline, outlined
 
 LARGE = APART // 4
 
@@ -65,3 +65,25 @@ def test_tensors_of_every_kind_arrive_as_they_are(make: Any, beside: int) -> Non
     )
     dense = [z.dequantize() if z.is_quantized else z.to_dense() for z in (x.detach(), y.detach())]
     assert torch.equal(*dense)
+
+
+DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+          torch.float32, torch.float64, torch.complex64, torch.float8_e4m3fn]  # fmt: skip
+
+
+def test_small_tensors_of_every_dtype_are_the_same_after_a_short_pickle() -> None:
+    numbers = {dtype: torch.arange(6).reshape(2, 3).to(dtype) for dtype in DTYPES}
+    for dtype, found in pickle.loads(dumps(numbers)).items():
+        assert (found.dtype, found.shape) == (dtype, numbers[dtype].shape)
+        assert found.view(torch.uint8).tolist() == numbers[dtype].view(torch.uint8).tolist()
+        found[0] = 0  # the memory can be written
+    assert 4 * len(dumps(numbers)) < len(pickle.dumps(numbers))
+
+
+def test_other_tensors_have_the_pickle_of_torch() -> None:
+    marked = torch.ones(2)
+    marked.mark = "kept"  # type: ignore[attr-defined]
+    others = [torch.ones(SMALL), torch.ones(0, 3), torch.nn.Parameter(torch.ones(2)), marked]
+    found = pickle.loads(dumps(others))
+    assert [(type(x), x.shape) for x in found] == [(type(x), x.shape) for x in others]
+    assert found[3].mark == "kept"

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 import lightning_piper as piper
-from lightning_piper.checkpoint.sharded_checkpoint import Saving
-from lightning_piper.processes.background import BackgroundThread
+from lightning_piper.checkpoint.late_copies import LateCopies
 from lightning_piper.strategy import checkpoints, consolidate
 from tests.strategy.fitting import local, sharing_captures, trainer, values
 from tests.strategy.models import make
@@ -33,19 +31,20 @@ PATIENCE = 300.0  # seconds
 
 
 class Gate(L.Callback):
-    """Lets background writes that start within `holding` wait until the step `opens` is over."""
+    """Lets background writes that start within `holding` wait, after the copies, until the step `opens` is over."""
 
     def __init__(self, opens: int) -> None:
         self.opens, self.gate = opens, threading.Event()
         self.seen: dict[int, set[str]] = {}
 
     def holding(self) -> Any:
-        start = BackgroundThread.start
+        make_copies = LateCopies.make
 
-        def held(behind: BackgroundThread, work: Callable[[], object]) -> None:
-            start(behind, lambda: (self.gate.wait(PATIENCE), work()))
+        def held(copies: LateCopies) -> None:
+            make_copies(copies)
+            self.gate.wait(PATIENCE)
 
-        return mock.patch.object(BackgroundThread, "start", held)
+        return mock.patch.object(LateCopies, "make", held)
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         folder = Path(trainer.default_root_dir)
@@ -96,9 +95,8 @@ def test_what_is_written_later_is_what_was_there(kind: str, tmp_path: Path) -> N
         folder, gate = tmp_path / f"later {copied}", Gate(3)
         without: AbstractContextManager[Any] = nullcontext()
         if not copied:
-            owner: Any = Saving if kind == "sharded" else checkpoints
-            name = "copy" if kind == "sharded" else "snapshot"
-            without = mock.patch.object(owner, name, lambda content, room: content)
+            name = "copied" if kind == "sharded" else "copied_memory"
+            without = mock.patch.object(LateCopies, name, lambda self, tensor: tensor)
         with gate.holding(), without:
             fit(folder, kind, AsyncCheckpointIO(), SaveAt(1), gate)
         assert gate.seen == {1: set(), 2: set(), 3: set(), 4: gate.seen[4]}
@@ -112,12 +110,14 @@ def test_the_only_valid_checkpoint_is_not_removed(kind: str, tmp_path: Path) -> 
     """`save_top_k=1` removes the first one when the second one is whole, which waits until after the third
     step.
     """
-    gate, start, count = Gate(3), BackgroundThread.start, 0
+    gate, make_copies, count = Gate(3), LateCopies.make, 0
 
-    def second_is_held(behind: BackgroundThread, work: Callable[[], object]) -> None:
+    def second_is_held(copies: LateCopies) -> None:
         nonlocal count
         count += 1
-        start(behind, work if count != 2 else lambda: (gate.gate.wait(PATIENCE), work()))
+        make_copies(copies)
+        if count == 2:
+            gate.gate.wait(PATIENCE)
 
     class Fewer(ModelCheckpoint):
         def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
@@ -125,7 +125,7 @@ def test_the_only_valid_checkpoint_is_not_removed(kind: str, tmp_path: Path) -> 
                 super().on_train_batch_end(trainer, *args)
 
     keep = Fewer(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=1, monitor=None)
-    with mock.patch.object(BackgroundThread, "start", second_is_held):
+    with mock.patch.object(LateCopies, "make", second_is_held):
         fit(tmp_path, kind, AsyncCheckpointIO(), keep, gate)
     assert gate.seen[3] == {"step=1.ckpt"}
     assert {path.name for path in tmp_path.glob("*.ckpt")} == {"step=4.ckpt"}

@@ -7,7 +7,7 @@ the previous captured call.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,12 +41,14 @@ class InPart:
     Attributes:
         extras: The entries of the dict that the latest step returned, except the loss, joined over the
             microbatches. Empty if the step returned only the loss, or was captured as a whole.
+        before: Called before each step that is captured in part.
     """
 
     def __init__(self, module: nn.Module, settings: Settings, world: World, objects: MetricObjects) -> None:
         self._module, self._settings, self._world, self._objects = module, settings, world, objects
         self._told = False  # whether the user was warned
         self.extras: dict[str, Any] = {}
+        self.before: Callable[[], None] = lambda: None
 
     def compiled(self, error: CaptureError, batch: BatchSpec, history: History) -> Compiled:
         """Compile a step that cannot be captured as a whole.
@@ -116,6 +118,7 @@ class InPart:
             PiperError: A parameter does not have a gradient.
         """
         remainder, world = step.remainder, self._world
+        self.before()
         remainder.begin()
         try:
             with self._objects.local_values():
