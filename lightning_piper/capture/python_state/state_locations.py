@@ -9,7 +9,6 @@ import random
 import types
 import weakref
 import zlib
-from argparse import Namespace
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -26,6 +25,13 @@ from lightning_piper.capture.python_state.object_content import (
     content_of,
     files_behind,
     is_written_file,
+)
+from lightning_piper.capture.python_state.unchanged_items import (
+    are_same,
+    entries,
+    is_flat,
+    items_of,
+    version_of,
 )
 from lightning_piper.capture.torch_private import _torch
 
@@ -147,7 +153,7 @@ class StateLocation:
         )
         for key in self.path:
             try:
-                found = _entries(found)[key]
+                found = entries(found)[key]
             except (LookupError, TypeError):
                 return MISSING
         return found
@@ -159,7 +165,7 @@ class StateLocation:
             return False
         if not self.path:
             return True
-        within = _entries(StateLocation(self.where, self.owner, self.name, self.item, self.path[:-1]).get())
+        within = entries(StateLocation(self.where, self.owner, self.name, self.item, self.path[:-1]).get())
         # Other containers may convert the value, reject it, or store it elsewhere.
         return getattr(type(within), "__setitem__", None) in _SETTING
 
@@ -167,7 +173,7 @@ class StateLocation:
         """Set the value at this place. If the place is an entry of a dict, `MISSING` removes the entry."""
         if self.path:
             within = StateLocation(self.where, self.owner, self.name, self.item, self.path[:-1]).get()
-            _entries(within)[self.path[-1]] = value
+            entries(within)[self.path[-1]] = value
         elif self.item and value is MISSING:
             self.owner.pop(self.name, None)
         elif self.item:
@@ -176,14 +182,8 @@ class StateLocation:
             setattr(self.owner, self.name, value)
 
 
-NAMESPACES = (types.SimpleNamespace, Namespace)
 _SETTING = (dict.__setitem__, list.__setitem__, OrderedDict.__setitem__, deque.__setitem__)
 Path = tuple[Any, ...]  # keys within a container
-
-
-def _entries(value: Any) -> Any:
-    """Return the dict of a namespace's attributes. Return any other value itself."""
-    return vars(value) if isinstance(value, NAMESPACES) else value
 
 
 def form_of(
@@ -234,7 +234,7 @@ def form_of(
     if isinstance(value, functools.partial):
         parts = (value.func, value.args, value.keywords)
         return (type(value), tuple(form_of(x, without, (*path, i), inside) for i, x in enumerate(parts)))
-    value = _entries(value)
+    value = entries(value)
     if isinstance(value, Mapping):
         return (
             type(value),
@@ -269,7 +269,7 @@ def containers_of(value: Any) -> list[Any]:
     def walk(value: Any) -> None:
         if type(value) in PROXIES:
             return
-        value = _entries(value)
+        value = entries(value)
         inside = value.values() if isinstance(value, Mapping) else value
         if id(value) in found or not (is_sequence(value) or isinstance(value, Mapping | Set)):
             return
@@ -338,6 +338,9 @@ class Guard:
     value: Any
     loose: frozenset[Path] = frozenset()
     containers: Sequence[Any] = ()
+    # `items_of` and `version_of` the value when its form was last compared
+    _items: list[Any] | None = None
+    _version: int | None = None
 
     @classmethod
     def of(cls, place: StateLocation, loose: frozenset[Path] = frozenset()) -> Guard:
@@ -388,7 +391,20 @@ class Guard:
             return False
         if type(self.form) is _ObjectIdentity and value is self.form.value:
             return True
-        return (value is self.value and not self.mutable) or form_of(value, self.loose) == self.form
+        if value is self.value and not self.mutable:
+            return True
+        # These comparisons are much faster than a comparison of forms.
+        within = self.place.owner if self.place.name is ALL else value
+        version = version_of(within)
+        if version is not None and version == self._version:
+            return True
+        items = items_of(within)
+        if items is None or self._items is None or not are_same(items, self._items):
+            if form_of(value, self.loose) != self.form:
+                return False
+            self._items = items
+        self._version = version if version is not None and is_flat(within) else None
+        return True
 
 
 def changed_numbers(guard: Guard) -> Iterator[Path]:
