@@ -55,8 +55,8 @@ def items_of(value: Any) -> list[Any] | None:
 
 
 def version_of(value: Any) -> int | None:
-    """Return Python's version counter of a dict. No two states of dicts have the same version. Return None if the value
-    is no dict, or if the counter does not follow each change."""
+    """Return Python's version counter of a dict. No two states of dicts have the same version. Return None for another
+    value, or if the counter does not follow each change."""
     if type(value) is not dict or not _torch.dict_version_follows_attributes():
         return None
     return _torch.dict_version(value)
