@@ -110,10 +110,7 @@ def _metadata(path: Path) -> tuple[Metadata, list[_SavedItem]]:
         if whole:
             return found, items
         cause = "its entries contradict each other"
-    raise PiperError(
-        f"{path / '.metadata'} cannot be read ({cause}). The file is damaged, or another version of torch saved it. Use "
-        "another checkpoint [PIPER-K002]"
-    )
+    raise PiperError(f"{path / '.metadata'} cannot be read ({cause}). Use another checkpoint [PIPER-K002]")
 
 
 class _FileRange(io.RawIOBase):
@@ -160,8 +157,8 @@ def _check_items(path: Path, items: Sequence[_SavedItem]) -> None:
                 without.append(name)
     if 0 < len(without) < len(items):
         raise PiperError(
-            f"{without[0]} does not have the content that was saved: it is not an archive of torch.save. The file is "
-            "damaged, or was changed after it was saved. Use another checkpoint [PIPER-K002]"
+            f"{without[0]} does not have the content that was saved: it is not an archive of torch.save. Use another "
+            "checkpoint [PIPER-K002]"
         )
 
 
@@ -197,8 +194,7 @@ def _unreadable(path: Path, error: BaseException, weights_only: bool) -> PiperEr
     # Around this line, torch recommends weights_only=False, which does not help.
     cause = str(error).split("WeightsUnpickler error:")[-1].strip().partition("\n")[0].rstrip(".")
     return PiperError(
-        f"{path} cannot be read, because a file is missing or damaged: {type(error).__name__}: {cause}. Use "
-        "another checkpoint [PIPER-K002]"
+        f"{path} cannot be read ({type(error).__name__}: {cause}). Use another checkpoint [PIPER-K002]"
     )
 
 

@@ -198,8 +198,8 @@ def read_manifest(folder: Folder) -> dict[str, Any]:
         if conversion is not None:
             raise PiperError(f"{conversion} [PIPER-K002]") from None
         raise PiperError(
-            f"{folder} has no {MANIFEST}: it is an incomplete save, or not a sharded checkpoint of "
-            "lightning_piper. Use another checkpoint [PIPER-K002]"
+            f"{folder} has no {MANIFEST}, so it is not a complete sharded checkpoint of lightning_piper. Use another "
+            "checkpoint [PIPER-K002]"
         ) from None
     except (ValueError, KeyError, TypeError, RecursionError):
         intact = False
@@ -348,8 +348,8 @@ def _other_size(path: str, found: int, size: int) -> PiperError:
 def other_content(path: str, found: int, crc: int, where: str = "") -> PiperError:
     """Return the error for a file, or the bytes `where` of it, with another CRC-32 than was saved."""
     return PiperError(
-        f"{path} does not have the content that was saved{where} (CRC-32 {found:08x}, not {crc:08x}): "
-        "it is damaged, or belongs to another checkpoint. Use another checkpoint [PIPER-K002]"
+        f"{path} does not have the content that was saved{where} (CRC-32 {found:08x}, not {crc:08x}). Use another "
+        "checkpoint [PIPER-K002]"
     )
 
 

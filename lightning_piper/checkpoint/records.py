@@ -84,8 +84,8 @@ def check_archive(file: IO[bytes], name: str, first: int = 0, step: int = 1) -> 
     except DAMAGES as error:
         raise PiperError(
             f"{name} does not have the content that was saved, in {what} "
-            f"({error or type(error).__name__}). The file is damaged, or was changed after it was saved. "
-            "Use another checkpoint. If you changed the file on purpose, write it with torch.save [PIPER-K002]"
+            f"({error or type(error).__name__}). Use another checkpoint. If you changed the file "
+            "on purpose, write it with torch.save [PIPER-K002]"
         ) from error
     return True
 

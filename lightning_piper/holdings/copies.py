@@ -54,8 +54,8 @@ class Copy(Ownership):
             if name not in own or own[name].shape != spec.shape or own[name].is_meta:
                 raise PiperError(
                     "PiperStrategy: a callback averages weights in a copy of the module, but the copy's "
-                    f"{name!r} is missing or different, because it was copied before the module was "
-                    "complete. Create all layers in __init__ [PIPER-S002]"
+                    f"{name!r} is missing or different. Complete the module before the callback copies it, such as in "
+                    "__init__ [PIPER-S002]"
                 )
         self.tensor_map = copy.copy(of.tensor_map)
         self.tensor_map.specs = {

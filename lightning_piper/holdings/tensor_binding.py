@@ -140,8 +140,8 @@ class TensorBinding:
                         "trainer.optimizers[0].param_groups"
                     )
                 raise CaptureError(
-                    f"PiperStrategy: {kind} {name!r} was {what} after the first batch, such as by pruning, a "
-                    f"parametrization or an assignment in a hook. Do this before fit{values} [PIPER-S006]"
+                    f"PiperStrategy: {kind} {name!r} was {what} after the first batch. Do this before fit{values}"
+                    " [PIPER-S006]"
                 )
             self._give(name, found, tensor.detach())
             store[attribute] = tensor  # type: ignore[assignment]

@@ -126,10 +126,7 @@ def _fix(what: str, found: Difference | None, whole: bool) -> str:
     kinds = [(dtype, shape.count(",")) for dtype, _, shape in (text.partition("[") for text in (one, two))]
     if whole or kinds[0] != kinds[1]:
         return "Give tensors the same dtype and the same number of dimensions in all replicas"
-    return (
-        "Every replica needs the same number of samples, in tensors of the same dtypes. Use a sampler that divides "
-        "the data evenly (Lightning's own does)"
-    )
+    return "Give all replicas the same number of samples, in tensors of the same dtypes"
 
 
 class Agreed(NamedTuple):
@@ -310,8 +307,8 @@ class BatchCheck:
         except RuntimeError as error:  # another process has ended, or does not answer
             raise ExecutionError(
                 f"device {self._world.rank}: the comparison with the other processes in training batch "
-                f"{self._steps - 1} of this fit failed: {error}. Another process has ended or does not answer: "
-                "look at its own error [PIPER-L001]"
+                f"{self._steps - 1} of this fit failed: {error}. Look for the first error in the logs of the other "
+                "processes [PIPER-L001]"
             ) from error
         going_on, lacking, whole, *found = message.tolist()
         plans, alike, form, rest, even, *sums = (
@@ -429,7 +426,7 @@ class BatchCheck:
                 "fit. If the loss is a mean over samples, all replicas have the same weight, as with "
                 "DistributedDataParallel. If the step divides the loss by a count (for example, of tokens), "
                 "all counted items have the same weight, as on one device. If each sample must count the "
-                "same, use a sampler that divides the data evenly (Lightning's own does) [PIPER-W014]"
+                "same, give all replicas the same number of samples [PIPER-W014]"
             )
 
     def _warn_of_same(self, data: Sequence[int]) -> None:

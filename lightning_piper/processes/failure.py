@@ -530,8 +530,7 @@ def _connect(host: str, port: int) -> Connection:
         advice = (
             "Look for the error of rank 0, which runs on this machine"
             if host == HERE
-            else "All processes of a run must reach each other on all ports. Set MASTER_ADDR to the address of rank "
-            "0's machine"
+            else "Look for an error of rank 0. If it has none, let the processes reach each other on all ports"
         )
         raise PiperError(
             f"PiperStrategy: this process cannot reach port {port} of rank 0 at {host} ({error}). {advice} "

@@ -104,8 +104,7 @@ def check_alike(by_rank: list[Settings], apart: bool = False) -> str | None:
             if not apart or what in _SAME:
                 raise PiperError(
                     f"PiperStrategy: {what} is {one} on rank 0, and {other} on rank {rank}, but it must be "
-                    "the same on all processes. Make it independent of the rank and of unseeded random "
-                    "numbers [PIPER-L003]"
+                    "the same on all processes. Give it one value [PIPER-L003]"
                 )
     return text
 

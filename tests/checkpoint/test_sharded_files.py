@@ -241,7 +241,7 @@ def unlink(path):
     ]
     + [(".metadata", flip, "CRC-32"), (".metadata", unlink, "is missing")]
     + [("manifest.json", flip, "is damaged"), ("manifest.json", truncate, "is damaged")]
-    + [("manifest.json", unlink, "it is an incomplete save")],
+    + [("manifest.json", unlink, "it is not a complete sharded")],
 )
 def test_damage_is_named(saved, file, damage, text):
     assert torch.equal(values(saved), expected(0))

@@ -230,7 +230,7 @@ def test_batches_of_other_shapes_in_one_replica(tmp_path):
     assert isinstance(first.result, PiperError) and isinstance(second.result, PiperError)
     assert (
         "rank 1 says: BatchError: the replicas drew batches that do not fit together in training batch 3 of this "
-        "fit (batch[0]: float32[6,8] and float32[8,8]). Every replica needs the same number of samples"
+        "fit (batch[0]: float32[6,8] and float32[8,8]). Give all replicas the same number of samples"
         in second.said
     )
     assert (

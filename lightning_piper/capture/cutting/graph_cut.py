@@ -220,8 +220,8 @@ def _results(
             if node.meta["val"].layout is not torch.strided:
                 raise CaptureError(
                     f"the gradient of {param} is sparse, but Piper sends and sums only dense gradients. "
-                    "Create the embedding with sparse=False (torch.gather: sparse_grad=False). With SGD and Adagrad it then "
-                    "trains the same way. Use Adam instead of SparseAdam [PIPER-C017]"
+                    "Create the embedding with sparse=False (torch.gather: sparse_grad=False). If the optimizer is SparseAdam, use "
+                    "Adam [PIPER-C017]"
                 )
             for term in gradient_terms(node, assignment.of):
                 grads.setdefault(_region_of(term, assignment), {}).setdefault(param, []).append(term)

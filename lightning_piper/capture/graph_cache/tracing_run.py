@@ -261,7 +261,6 @@ def _refuse_long() -> None:
     """Raise a `LongStepError` if `long_steps_refused` is active and its argument returns True."""
     if (may_leave := _may_leave.get()) is not None and may_leave():
         raise LongStepError(
-            f"the step calls more than {OPERATIONS:,} operations before its backward pass, as a loop over the "
-            "positions of a sequence does. Its capture would take minutes. Give PiperStrategy(capture='always') to "
-            "capture it anyway [PIPER-C025]"
+            f"the step calls more than {OPERATIONS:,} operations before its backward pass, so its capture would take "
+            "minutes. Give PiperStrategy(capture='always') to capture it anyway [PIPER-C025]"
         )

@@ -70,10 +70,7 @@ def agree_on_loader(loader: object, world: World, limit: float = 1.0, apart: boo
         why = (
             "all processes of a replica read the same batches. Give them the same dataset and sampler"
             if len(of_replicas) > world.count
-            else (
-                "every replica needs the same number of batches. Use a sampler that divides the data evenly "
-                "(Lightning's own does)"
-            )
+            else "every replica needs the same number of batches. Give all replicas data for that number"
         )
         raise PiperError(
             f"the dataloaders of the processes have {sizes} batches, by rank, but {why} [PIPER-L004]"
