@@ -126,7 +126,12 @@ SYSTEMS: dict[str, Callable[[Config, int, torch.device], Clock]] = {
     f"PiperStrategy, 1F1B of 2 stages, {MICROBATCHES} microbatches": ours(
         piper.schedules.one_f_one_b(2, MICROBATCHES)
     ),
-    "PiperStrategy, compiled": ours(WHOLE, compile=True),  # last, because compiling takes longest
+    "PiperStrategy, compiled": ours(WHOLE, compile=True),  # late, because compiling takes longest
+}
+# These need a CUDA device.
+SYSTEMS_WITH_GRAPHS: dict[str, Callable[[Config, int, torch.device], Clock]] = {
+    "PiperStrategy, CUDA graphs": ours(WHOLE, cuda_graphs=True),
+    "PiperStrategy, compiled, CUDA graphs": ours(WHOLE, compile=True, cuda_graphs=True),
 }
 
 
@@ -136,7 +141,8 @@ def measured(steps: int, device: torch.device, systems: str = "") -> Iterator[di
     A captured step is traced again at batches 1, 2, 4, 8 ..., which the median of twenty steps does not show.
     """
     losses: list[float] = []
-    for name, run in SYSTEMS.items():
+    with_graphs = SYSTEMS_WITH_GRAPHS if device.type == "cuda" else {}
+    for name, run in {**SYSTEMS, **with_graphs}.items():
         if losses and not re.search(systems, name):
             continue
         if device.type != "cpu":

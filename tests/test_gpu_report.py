@@ -198,6 +198,9 @@ def test_each_part_runs_on_a_cpu(name: str, tmp_path: Path) -> None:
     if name == "programs against the CPU":
         assert chosen.command is not None
         chosen = chosen._replace(command=[*chosen.command, "--only", "schedules|1F1B, 2|ZeRO-3$|dropout"])
+    if name == "CUDA graphs":
+        assert chosen.command is not None
+        chosen = chosen._replace(command=[*chosen.command, "--only", "1F1B, 2|ZeRO-3$|dropout"])
     written = Report(tmp_path, {})
     run_parts([chosen], Budget(600), written)
     assert written.rows and not [row for row in written.rows if row.outcome == "failed"], written.rows
@@ -230,6 +233,23 @@ def test_other_bits_of_a_late_run_are_a_failure() -> None:
     row = equality.compared("1F1B, 2 stages", CPU, [*right, wrong])
     assert row["outcome"] == "failed" and str(row["said"]).startswith("late run 1: device 0: ")
     assert row["runs with other bits"] == 1
+
+
+def test_other_bits_with_graphs_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = equality.with_graphs("1F1B, 2 stages", CPU)
+    assert "outcome" not in row and row["graphs, share of passes"] == 1
+    run = equality.outcomes
+
+    def other(
+        batches: Sequence[Batch], tensors: Values, *args: object, cuda_graphs: bool, **more: object
+    ) -> list[Values]:
+        if cuda_graphs:
+            name = next(iter(tensors))
+            tensors = {**tensors, name: tensors[name] + 1e-6}
+        return run(batches, tensors, *args, cuda_graphs=cuda_graphs, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(equality, "outcomes", other)
+    assert equality.with_graphs("1F1B, 2 stages", CPU)["outcome"] == "failed"
 
 
 def test_the_distance_is_relative_and_sees_nan() -> None:

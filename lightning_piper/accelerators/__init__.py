@@ -11,12 +11,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar
 
 import torch
 
+from lightning_piper.accelerators import kinds
 from lightning_piper.errors import ExecutionError
+
+T = TypeVar("T")
+
+
+class Graph(Protocol):
+    """Captured work."""
+
+    def replay(self) -> object:
+        """Issue the work again, to the current stream. It uses the same memory as in the capture."""
+        ...
 
 
 class Accelerator(Protocol):
@@ -41,6 +52,15 @@ class Accelerator(Protocol):
         """Record that `stream` uses the memory of `x`, which another stream made. Ignore host memory."""
         ...
 
+    def new_graph_pool(self) -> object:
+        """Return a new pool of memory for graphs that never run at the same time."""
+        ...
+
+    def capture(self, work: Callable[[], T], device: torch.device, pool: Any) -> tuple[Graph, T]:
+        """Capture the operations that `work` issues, without running them. Return the graph and the result of `work`,
+        whose tensors have values after a replay. `work` must not wait for the device."""
+        ...
+
 
 class _OfTorch:
     """An accelerator of torch: CUDA, ROCm, XPU, or a device that another package has registered."""
@@ -59,6 +79,9 @@ class _OfTorch:
         if x.device.type != "cpu":
             x.record_stream(stream)
 
+    new_graph_pool = staticmethod(kinds.new_graph_pool)
+    capture = staticmethod(kinds.capture)
+
 
 _OF_TORCH = _OfTorch()
 in_use: list[Accelerator] = []  # the simulated accelerators that replace the CPU; the last one is active
@@ -70,6 +93,21 @@ def accelerator_of(device: torch.device) -> Accelerator | None:
     if device.type == "cpu":
         return in_use[-1] if in_use else None
     return _OF_TORCH if device.type != "meta" else None
+
+
+def capturing(device: torch.device) -> Accelerator:
+    """Return the accelerator of a device that can capture graphs.
+
+    Raises:
+        ExecutionError: The device cannot.
+    """
+    found = accelerator_of(device)
+    if found is None or (found is _OF_TORCH and not kinds.captures(device)):
+        raise ExecutionError(
+            f"cuda_graphs=True: torch does not capture graphs on {device.type}. Use a CUDA device, or leave cuda_graphs "
+            "out [PIPER-S012]"
+        )
+    return found
 
 
 def with_index(device: torch.device) -> torch.device:

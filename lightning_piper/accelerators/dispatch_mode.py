@@ -12,6 +12,7 @@ from lightning_piper.accelerators._torch_dispatch import schema_of
 from lightning_piper.accelerators.conflicts import Note, accesses_of
 from lightning_piper.accelerators.memory import StorageBlock, TensorLayout
 from lightning_piper.accelerators.queues import QueuedWork
+from lightning_piper.errors import ExecutionError
 
 if TYPE_CHECKING:
     from lightning_piper.accelerators.simulated_device import Simulated
@@ -87,6 +88,12 @@ class Issuing:
             (args, kwargs),
             lambda x: self._simulated.of_work(x, touched) if isinstance(x, torch.Tensor) else x,
         )
+        graph = self._simulated.host.captured
+        if graph is not None and kind.random:
+            raise ExecutionError(
+                f"{func} draws random numbers during a capture, so each replay would draw the same ones. Leave this "
+                "work out of the capture [PIPER-X001]"
+            )
         state = torch.get_rng_state() if kind.random else None
         if state is not None:
             _tried(func, args, kwargs)  # advances the generator, so that the program's next draw differs
@@ -97,8 +104,16 @@ class Issuing:
         touched += [block for block in into if block is not None]
         queue = self._simulated.host.current.queue
         comes_to = [*kind.tensors(args, kwargs), *((x, True) for x in _tensors(made))]
-        note = self._simulated.note(str(func), queue, accesses_of(comes_to))
-        queue.issue(QueuedWork(str(func), lambda: self._run(note, func, kind, given, into, touched, state)))
+        accesses = accesses_of(comes_to)
+
+        def run(note: Note) -> None:
+            self._run(note, func, kind, given, into, touched, state)
+
+        if graph is not None:
+            graph.add(str(func), accesses, run, list(_tensors(made)))
+        else:
+            note = self._simulated.note(str(func), queue, accesses)
+            queue.issue(QueuedWork(str(func), lambda: run(note)))
         return _returned(func, kind, args, kwargs, made)
 
     def _new(self, spec: TensorLayout, into: list[StorageBlock | None], made: str) -> torch.Tensor:

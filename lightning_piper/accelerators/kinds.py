@@ -5,13 +5,15 @@ Only this file names kinds and their backends.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from lightning_piper.errors import PiperError
 
+T = TypeVar("T")
 HOST = "gloo"  # Backend that exchanges tensors in host memory
 # Backends that cannot send device memory: gloo needs host memory, and torch lists "fake" for device types
 # that have no backend.
@@ -57,6 +59,25 @@ def options_of(backend: str) -> Any:
     hardware queue with a logical stream.
     """
     return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if backend == "nccl" else None
+
+
+def captures(device: torch.device) -> bool:
+    """Return whether torch can capture the work of a device of this kind into a graph."""
+    return device.type == "cuda"
+
+
+def new_graph_pool() -> Any:
+    """See `Accelerator.new_graph_pool`."""
+    return torch.cuda.graph_pool_handle()
+
+
+def capture(work: Callable[[], T], device: torch.device, pool: Any) -> tuple[Any, T]:
+    """See `Accelerator.capture`."""
+    graph = torch.cuda.CUDAGraph()
+    # Threads of communicators ask for events meanwhile. The mode "global" would make this an error.
+    with torch.cuda.device(device), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        made = work()
+    return graph, made
 
 
 def check_kind(device: torch.device) -> None:

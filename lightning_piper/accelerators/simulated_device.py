@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from lightning_piper.accelerators import in_use
 from lightning_piper.accelerators._torch_dispatch import TorchDispatchMode
+from lightning_piper.accelerators.captured_work import CapturedWork
 from lightning_piper.accelerators.conflicts import Access, Conflicts, Note
 from lightning_piper.accelerators.dispatch_mode import Issuing
 from lightning_piper.accelerators.memory import Memory, StorageBlock
@@ -31,6 +32,7 @@ from lightning_piper.accelerators.queues import Moment, Queue, Scheduler
 from lightning_piper.common.units import counted
 from lightning_piper.errors import ExecutionError
 
+T = TypeVar("T")
 QUEUES = 32  # number of hardware queues of a CUDA device; the k-th stream gets queue k modulo this number
 
 
@@ -81,6 +83,7 @@ class Host:
         current: The stream to which the program issues work.
         inside: Whether the simulation's own code is running, whose operations run immediately.
         named: Name -> the stream of this name.
+        captured: The graph that gets the program's operations; None if no capture is running.
     """
 
     def __init__(self, simulated: Simulated, name: str, queues: int) -> None:
@@ -91,6 +94,7 @@ class Host:
         self.caller = Stream(simulated, simulated.scheduler.new(f"{name}caller", queues))
         self.current, self.inside = self.caller, False
         self.named: dict[object, Stream] = {}
+        self.captured: CapturedWork | None = None
 
     def stream(self, name: object) -> Stream:
         """Return the stream of this name. The first call creates it."""
@@ -170,6 +174,25 @@ class Simulated:
         if block is not None and block.owner is not stream.queue:
             block.uses.add(stream.queue)
 
+    def new_graph_pool(self) -> None:
+        """Return None. Memory that a graph allocates stays with the graph."""
+
+    def capture(self, work: Callable[[], T], device: torch.device, pool: object) -> tuple[CapturedWork, T]:
+        """Capture the operations that `work` issues (`Accelerator.capture`).
+
+        Raises:
+            ExecutionError: `work` waits for the device, draws random numbers, or captures.
+        """
+        if self.host.captured is not None:
+            raise ExecutionError(
+                "the simulated accelerator: a capture begins inside of a capture. Report this [PIPER-X001]"
+            )
+        graph = self.host.captured = CapturedWork(self)
+        try:
+            return graph, work()
+        finally:
+            self.host.captured = None
+
     def synchronize(self) -> None:
         """Wait for all issued work.
 
@@ -209,9 +232,14 @@ class Simulated:
         continue.
 
         Raises:
-            ExecutionError: Queues wait for each other.
+            ExecutionError: Queues wait for each other, or a capture is running.
         """
         host, inside = self.host, self.host.inside
+        if host.captured is not None:
+            raise ExecutionError(
+                "the host waits for the device during a capture, which a graph cannot repeat. Move the read out of "
+                "the captured work [PIPER-X001]"
+            )
         host.inside = True
         try:
             while not self.scheduler.run(enough):

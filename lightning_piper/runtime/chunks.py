@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -17,11 +17,11 @@ from lightning_piper.ir.values import Kind, Slice, TensorSpec
 from lightning_piper.ops.arguments import Way, shares
 from lightning_piper.plan.instructions import Run
 from lightning_piper.plan.plan import Plan
+from lightning_piper.runtime.chunk_graphs import ChunkGraphs, Function, Part
 from lightning_piper.runtime.inplace_grads import GradDestination, InplaceCode, destinations_of, inplace_code
+from lightning_piper.runtime.step_outputs import memory_of
 from lightning_piper.runtime.transport import Bound, Slots
 
-Part = tuple[int, int | None]  # (slot, index of one tensor in its bundle, or None for the whole bundle)
-Function = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 Compiler = Callable[[Code], Function]  # Returns the function that runs in place of `Code.run`.
 
 _GRADIENTS = (Kind.GRAD, Kind.COTANGENT)
@@ -54,12 +54,15 @@ class ChunkBinder:
         flat_of: Callable[[Bucket], torch.Tensor],
         compiler: Compiler | None = None,
         watch: Compiler | None = None,
+        graphs: ChunkGraphs | None = None,
     ) -> None:
         self._plan, self._step, self._slots, self._device = plan, step, slots, device
         self._compiler, self._watch, self._flat_of = compiler, watch, flat_of
         self._params, self._buffers = params, buffers
         self._whole = step.at(plan.size)
-        self._destinations = destinations_of(plan, sums=compiler is not None)
+        self._graphs = graphs
+        # A graph writes its outputs into its own memory.
+        self._destinations = {} if graphs else destinations_of(plan, sums=compiler is not None)
         # slot of a destination -> the code that writes there; None if no code can
         self._inplace_codes: dict[int, InplaceCode | None] = {}
         self.inplace: dict[int, frozenset[int]] = {}
@@ -88,8 +91,11 @@ class ChunkBinder:
         if function is None:
             function = self._compiled(code, run)
         dropped = [read.slot for read in run.reads if read.last]
-        call = _bind_code(function, self._slots, parts, dropped, writes)
-        call = self._seeded(call, run) if self._whole.interface_of(run.key).random else call
+        random, call = bool(self._whole.interface_of(run.key).random), None
+        if self._graphs is not None:
+            call = self._graphs.bind(run, code, random, function, self._slots, parts, writes)
+        call = call or _bind_code(function, self._slots, parts, dropped, writes)
+        call = self._seeded(call, run) if random else call
         return self._nan_checked(call, run) if run.key[1].startswith("B") else call
 
     def _code_of(self, run: Run) -> Code:
@@ -277,11 +283,12 @@ class ChunkBinder:
             for share, slot in self._gradients.items():
                 slots[slot] = (torch.full((), share * scale, dtype=self.loss_dtype, device=self._device),)
 
-    def given(self) -> Iterator[torch.Tensor]:
-        """Yield every tensor that chunks read and that neither a chunk nor a message made: parameters,
-        buffers, slices of the batch and loss gradients. Call this only during a step."""
-        for bundle in self._slots[self._plan.slots :]:
-            yield from bundle
+    def given(self) -> set[int]:
+        """Return the addresses of the storages that outlive the step or that the caller has: parameters, buffers,
+        slices of the batch, loss gradients, and the memory of graphs. Call this only during a step."""
+        bundles = self._slots[self._plan.slots :]
+        found = {memory_of(x) for bundle in bundles for x in bundle}
+        return found | self._graphs.memory if self._graphs is not None else found
 
     def end(self) -> None:
         """Drop the references to the batch of the step."""

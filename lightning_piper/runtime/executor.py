@@ -23,6 +23,7 @@ from lightning_piper.plan import instructions as ins
 from lightning_piper.plan.instructions import Instruction
 from lightning_piper.plan.no_sync_plan import keys_of, no_sync_instructions
 from lightning_piper.plan.plan import Plan
+from lightning_piper.runtime.chunk_graphs import ChunkGraphs
 from lightning_piper.runtime.chunks import ChunkBinder, Compiler
 from lightning_piper.runtime.gradient_buffer import GradientBuffer, bind_add_accumulated, bind_keep
 from lightning_piper.runtime.piggyback import DigestMismatch
@@ -79,9 +80,12 @@ class Executor:
             `Watch.function` (default: None).
         early_updates: Receives the gradients of the plan's early updates (default: None, the plan computes no
             update).
+        cuda_graphs: Whether to capture passes into graphs after the first step, and to replay the graphs in later
+            steps (`chunk_graphs`).
 
     Attributes:
         plan: The plan that was passed.
+        graphs: The graphs of passes; None without `cuda_graphs`.
         accumulates: Whether the plan has gradients that are kept until the last batch of an accumulation.
         observer: Called at the beginning of each step; returns the functions to call in place of the
             bound instructions. None: the step calls the bound instructions.
@@ -106,6 +110,7 @@ class Executor:
         compiler: Compiler | None = None,
         watch: Compiler | None = None,
         early_updates: GradientReceiver | None = None,
+        cuda_graphs: bool = False,
     ) -> None:
         device = with_index(device)
         self.plan = plan
@@ -113,8 +118,18 @@ class Executor:
         self._device = device
         self._slots: Slots = [None] * plan.slots
         self._endpoint = transport.endpoint(plan, device)
+        self.graphs = ChunkGraphs(plan, device, self._endpoint.hands_over) if cuda_graphs else None
         self._chunks = ChunkBinder(
-            plan, step, params, buffers, self._slots, device, self._endpoint.flat, compiler, watch
+            plan,
+            step,
+            params,
+            buffers,
+            self._slots,
+            device,
+            self._endpoint.flat,
+            compiler,
+            watch,
+            self.graphs,
         )
         self._step_outputs = StepOutputs(buffers, self._chunks.given)
         self._binding = Binding(
@@ -359,6 +374,9 @@ class Executor:
             lost = reads and self._device.type == "cpu" and not math.isfinite(metrics[0].item())
             self._step_outputs.commit(keep=lost)
         self._chunks.end()
+        if self.graphs is not None:
+            with torch.no_grad():
+                self.graphs.capture()
         self._running = False
         return StepResult(grads, metrics, results)
 

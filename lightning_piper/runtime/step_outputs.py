@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -22,7 +22,8 @@ class StepOutputs:
 
     Args:
         buffers: The module's buffers, by name.
-        given: Returns the parameters, buffers, batch and loss gradients that chunks read.
+        given: Returns the addresses of the storages that no output may share: the storages of parameters, buffers,
+            batch and loss gradients, and of graphs.
 
     Attributes:
         grads: Maps parameter names to gradients.
@@ -30,9 +31,7 @@ class StepOutputs:
         metrics: The vector of the loss and the logged values; None until an instruction has set it.
     """
 
-    def __init__(
-        self, buffers: Mapping[str, torch.Tensor], given: Callable[[], Iterable[torch.Tensor]]
-    ) -> None:
+    def __init__(self, buffers: Mapping[str, torch.Tensor], given: Callable[[], set[int]]) -> None:
         self._module_buffers, self._given = buffers, given
         self.grads: dict[str, torch.Tensor] = {}
         self.results: dict[str, torch.Tensor] = {}
@@ -127,7 +126,7 @@ class StepOutputs:
         """Return `x`, or a copy if `x` is expanded or shares memory with an input or an earlier output. Later
         outputs that share memory with the result are copied."""
         if self._foreign is None:
-            self._foreign = memory_of_all(self._given())
+            self._foreign = self._given()
         if memory_of(x) in self._foreign or 0 in x.stride():
             x = x.clone(memory_format=torch.contiguous_format)
         self._foreign.add(memory_of(x))
@@ -167,7 +166,3 @@ class StepOutputs:
 
 def memory_of(x: torch.Tensor) -> int:
     return x.untyped_storage().data_ptr()
-
-
-def memory_of_all(tensors: Iterable[torch.Tensor]) -> set[int]:
-    return {memory_of(x) for x in tensors}

@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import warnings
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property, partial
@@ -32,9 +31,8 @@ from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import DATA
 from lightning_piper.ir.nodes import Chunk
-from lightning_piper.ir.values import Kind, Slice, Value
+from lightning_piper.ir.values import Kind, Slice
 from lightning_piper.ops.arguments import Arguments, join, shares, ways_of
-from lightning_piper.ops.communication.total import OverBatch
 from lightning_piper.processes.agreement import other_plans
 from lightning_piper.processes.world import World, described, fill, of_rank
 from lightning_piper.runtime import (
@@ -48,6 +46,7 @@ from lightning_piper.runtime import (
 )
 from lightning_piper.runtime.simulated_steps import OnSimulated
 from lightning_piper.runtime.watching import See, Watch
+from lightning_piper.session.checksums import checksum, sum_of_plans
 from lightning_piper.session.metric_objects import MetricObjects
 from lightning_piper.session.replay import Replay
 
@@ -75,6 +74,7 @@ class Settings:
         compile: Options with which Inductor compiles the code of passes; None to run this code uncompiled.
         device: The logical device of this process; None if all devices are in this process.
         simulated: Whether all devices are in this process and on a simulated accelerator.
+        cuda_graphs: Whether passes run as graphs after the first step (`runtime.chunk_graphs`).
         everywhere: Under local SGD, all processes of the run, of which each local replica runs the program; otherwise
             None.
     """
@@ -91,6 +91,7 @@ class Settings:
     compile: Mapping[str, Any] | None = None
     device: int | None = None
     simulated: bool = False
+    cuda_graphs: bool = False
     everywhere: World | None = None
 
     @property
@@ -122,7 +123,7 @@ class Prepared:
     @cached_property
     def plans(self) -> int:
         """A checksum of all plans. It covers their operations, order and devices, but not shapes."""
-        return _sum_of_plans(self.compiled)
+        return sum_of_plans(self.compiled)
 
     @cached_property
     def trained(self) -> frozenset[str]:
@@ -160,7 +161,7 @@ class ProcessRuntime:
         self._last: Prepared | None = None  # the program that ran last
         self._compiler = None if settings.compile is None else ChunkCompiler(settings.compile, world.device)
         self._simulated = OnSimulated() if settings.simulated else None
-        self._told = False  # whether the user was warned about passes that could not be compiled
+        self._told = False  # whether the user was warned about passes without compilation or graphs
 
     def compiled(self, work: Callable[[], Compiled], apart: bool = False) -> Compiled:
         """Compile on all processes, and check that all processes compiled the same program for the same
@@ -184,7 +185,12 @@ class ProcessRuntime:
             compiled = work()
             step = compiled.step
             size = compiled.dag.size if compiled.dag.code.undivided is None else 0
-            own = _sum_of_plans(compiled), size, _sum(step.text), _sum(repr(step.params), repr(step.buffers))
+            own = (
+                sum_of_plans(compiled),
+                size,
+                checksum(step.text),
+                checksum(repr(step.params), repr(step.buffers)),
+            )
         except Exception as error:
             failure = error
         kind = type(failure) if isinstance(failure, CaptureError | DirectiveError) else PiperError
@@ -239,7 +245,7 @@ class ProcessRuntime:
         except CaptureError as error:
             error.late = True
             raise
-        if self._last is None or _sum_of_plans(compiled) != self._last.plans:
+        if self._last is None or sum_of_plans(compiled) != self._last.plans:
             raise other_plans()
         return compiled
 
@@ -271,7 +277,9 @@ class ProcessRuntime:
         """
         self._check_shards(compiled)
         executors = self._executors(compiled)
-        if self._compiler is not None and not self._told and (report := self._compiler.report) is not None:
+        reports = [None if self._compiler is None else self._compiler.report]
+        reports += [executor.graphs.report for executor in executors[:1] if executor.graphs is not None]
+        for report in () if self._told else filter(None, reports):
             self._told = True
             warnings.warn(report, stacklevel=2)
         everywhere = self._settings.everywhere
@@ -427,6 +435,7 @@ class ProcessRuntime:
             self._compiler if watch is None else None,
             None if watch is None else watch.function,
             self.early_updates if trains else None,
+            self._settings.cuda_graphs and watch is None,
         )
         found.observer = None if watch is None else watch.observe(found.plan)
         return found
@@ -513,42 +522,6 @@ def arguments_of(
             held = [results[node.devices[group_rank]].results[name] for group_rank in dag.mesh.lines(DATA)[0]]
             found[name] = join(held, way, partial(shares, dag.step, way, slices, leaves, buffers))
     return found
-
-
-def _sum_of_plans(compiled: Compiled) -> int:
-    """Return a checksum of the plans. It covers the plans' operations, order and devices, and the owners of whole
-    parameters, but not shapes.
-
-    The checksum covers the number of samples only if replicas exchange values for each sample.
-    """
-    dag, texts = compiled.dag, dict[int, str]()
-    inner = (Kind.ACTIVATION, Kind.COTANGENT)  # their names come from the trace and differ between shapes
-
-    def text(part: tuple[Any, ...], parts: Iterable[object]) -> str:
-        """Return `parts` as text. The text is cached by the identity of `part`, because many nodes share
-        `part`, and its text may be long."""
-        if id(part) not in texts:
-            texts[id(part)] = str(list(parts))
-        return texts[id(part)]
-
-    def described(value: Value) -> tuple[object, ...]:
-        owners = None if value.bucket is None else value.bucket.owners
-        return value.kind, len(value.names) if value.kind in inner else value.names, owners
-
-    joined = any(dag.of_type(OverBatch)) and dag.code.undivided is None
-    return _sum(
-        str(dag.size if joined else 0),
-        *(
-            f"{node.id} {type(node).__name__} {node.key if isinstance(node, Chunk) else ''} "
-            f"{text(node.devices, node.devices)} {node.stream} {node.reads} "
-            f"{text(node.outputs, map(described, node.outputs))}"
-            for node in compiled.plans.order
-        ),
-    )
-
-
-def _sum(*texts: str) -> int:
-    return zlib.crc32("\n".join(texts).encode())
 
 
 def check_placed(program: Sequence[Directive], processes: int, local_replicas: int = 1) -> None:

@@ -459,6 +459,19 @@ def checked_capture(transport: str, capture: str, compile: object) -> str:
     return "always"
 
 
+def checked_graphs(cuda_graphs: object) -> bool:
+    """Return the argument `cuda_graphs`.
+
+    Raises:
+        PiperError: It is neither True nor False.
+    """
+    if not isinstance(cuda_graphs, bool):
+        raise PiperError(
+            f"PiperStrategy(cuda_graphs={shown(cuda_graphs)}) is not usable. Give True or False [PIPER-S001]"
+        )
+    return cuda_graphs
+
+
 def check_choices(**arguments: object) -> None:
     """Check that each of these arguments of the strategy has one of the values in `CHOICES`.
 

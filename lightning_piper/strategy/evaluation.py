@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_piper.accelerators import capturing
 from lightning_piper.capture.cutting.chunk_compiler import checked_options
 from lightning_piper.checkpoint.locations import is_remote
 from lightning_piper.common.argument_names import problem_of
@@ -40,7 +41,7 @@ from lightning_piper.session.program import (
 from lightning_piper.session.verification import Verify
 from lightning_piper.strategy import _lightning
 from lightning_piper.strategy.checkpoints import Restored, of_files
-from lightning_piper.strategy.checks import check_averages, check_evaluation
+from lightning_piper.strategy.checks import check_averages, check_evaluation, checked_graphs
 from lightning_piper.strategy.compatibility import Averages, count_once, resume, suspend
 from lightning_piper.strategy.guard import NanGuard
 from lightning_piper.strategy.loading.data import draw_seed
@@ -64,6 +65,7 @@ class EvaluatingStrategy(OverProcesses):
         capture: How to handle a step that cannot be captured: `auto`, `always` or `never`.
         compile: Whether Inductor compiles the code of passes, or its options.
         simulated: Whether all devices are in this process, on a simulated accelerator.
+        cuda_graphs: Whether passes run as graphs after the first step.
         options: Arguments of `OverProcesses`.
     """
 
@@ -80,10 +82,11 @@ class EvaluatingStrategy(OverProcesses):
         capture: str,
         compile: Any,
         simulated: bool,
+        cuda_graphs: bool,
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        self._simulated = simulated
+        self._simulated, self._cuda_graphs = simulated, checked_graphs(cuda_graphs)
         self._directives, self._verify, self._capture, self._compile = (
             directives,
             verify,
@@ -92,6 +95,7 @@ class EvaluatingStrategy(OverProcesses):
         )
         # (name, value) of arguments that must be equal on all processes
         self._told = [("verify", verify), ("capture", capture), ("compile", bool(compile))]
+        self._told += [("cuda_graphs", cuda_graphs)]
         self._degrees = degrees
         self._program: list[Directive] | None = None if degrees else given_or_from_environment(directives)
         self._annotations = {} if degrees else annotations_given(directives)
@@ -118,7 +122,7 @@ class EvaluatingStrategy(OverProcesses):
 
     def setup_environment(self) -> None:
         """Connect the processes. Then check what must be known before callbacks run: whether a callback
-        copies a module without values, and whether the device fits a simulated accelerator."""
+        copies a module without values, and whether the device fits a simulated accelerator or graphs."""
         super().setup_environment()
         module = self.lightning_module
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
@@ -128,6 +132,8 @@ class EvaluatingStrategy(OverProcesses):
                 f"PiperStrategy(transport='simulated') on {self.root_device}: the simulated accelerator "
                 "keeps its tensors on the CPU. Use Trainer(accelerator='cpu') [PIPER-S001]"
             )
+        if self._cuda_graphs and not self._simulated:
+            capturing(self.root_device)
 
     def __getstate__(self) -> dict[str, Any]:
         restored = Restored(seed=self._restored.seed)
@@ -216,6 +222,7 @@ class EvaluatingStrategy(OverProcesses):
             compile=self._compile,
             device=None if self._local else world.rank,
             simulated=self._simulated,
+            cuda_graphs=self._cuda_graphs,
             everywhere=None if self._local_sgd is None else self._all_of(world.replicas),
         )
         if restored.sharded is not None and not is_on_meta(module):

@@ -99,6 +99,8 @@ class PiperStrategy(SavingStrategy):
             modules. If this fails, or with `always`, there is an error. `never` runs all steps uncaptured.
         compile: True, or options of Inductor, which then compiles each pass at the first batch. Results are
             equal within rounding.
+        cuda_graphs: Whether to capture passes into CUDA graphs after the first step, and to replay the graphs in later
+            steps. The results are the same. Needs CUDA devices, or `transport="simulated"`.
         whole: With "auto", each process keeps the whole module as long as replicas fit into memory. Hooks and
             callbacks can read, change and run it as under DDP. False allows the search any program, which may
             be faster.
@@ -140,6 +142,7 @@ class PiperStrategy(SavingStrategy):
         accumulate: Literal["batches", "tokens"] = "batches",
         capture: Literal["auto", "always", "never"] = "auto",
         compile: bool | dict[str, Any] = False,
+        cuda_graphs: bool = False,
         whole: bool = True,
         stop_on_nan: bool = True,
         local_sgd: LocalSGD | None = None,
@@ -176,6 +179,7 @@ class PiperStrategy(SavingStrategy):
             compile,
             sharded=checkpoint == "sharded",
             simulated=transport == "simulated",
+            cuda_graphs=cuda_graphs,
             local=transport != "process",
             local_sgd=local_sgd,
             timeout=checked_timeout(timeout),

@@ -65,16 +65,26 @@ class _Device:
         shards: This device's shards of buckets.
         kept: Gradients that are accumulated over batches.
         found: The result of each step.
+        cuda_graphs: Whether the device's executors capture passes into graphs.
     """
 
     tensors: dict[str, torch.Tensor]
     shards: dict[Bucket, torch.Tensor] = field(default_factory=dict)
     kept: GradientBuffer = field(default_factory=dict)
     found: list[StepResult] = field(default_factory=list)
+    cuda_graphs: bool = False
 
     def executor(self, batch: Batch, plan: Plan, transport: Transport) -> Executor:
         return Executor(
-            plan, batch.dag.step, self.tensors, self.tensors, transport, CPU, self.shards, self.kept
+            plan,
+            batch.dag.step,
+            self.tensors,
+            self.tensors,
+            transport,
+            CPU,
+            self.shards,
+            self.kept,
+            cuda_graphs=self.cuda_graphs,
         )
 
     def after(self, batch: Batch, plan: Plan, result: StepResult) -> None:
@@ -93,7 +103,12 @@ class _Device:
 
 
 def run_steps(
-    batches: Sequence[Batch], tensors: Values, order: int | None, over: Over = "devices", queues: int = QUEUES
+    batches: Sequence[Batch],
+    tensors: Values,
+    order: int | None,
+    over: Over = "devices",
+    queues: int = QUEUES,
+    cuda_graphs: bool = False,
 ) -> list[Values]:
     """Return each device's values after steps with these batches, by ascending device.
 
@@ -108,11 +123,17 @@ def run_steps(
         over: With `devices`, each device has streams and memory of its own and communicates as with NCCL.
             With `one device`, all plans run on one device and pass tensors directly.
         queues: The number of queues of a device.
+        cuda_graphs: Whether executors on the simulated accelerator capture passes into graphs after the first step, and
+            replay them in later steps (default: no).
 
     Raises:
         ExecutionError: Queues wait for each other, or an operation used memory that was already reused.
     """
-    devices = {d: _Device({n: x.clone() for n, x in tensors.items()}) for d in sorted(batches[0].plans)}
+    graphs = cuda_graphs and order is not None
+    devices = {
+        d: _Device({n: x.clone() for n, x in tensors.items()}, cuda_graphs=graphs)
+        for d in sorted(batches[0].plans)
+    }
     if order is None:
         _on_one(batches, devices)
         return [device.values() for device in devices.values()]
@@ -182,12 +203,13 @@ def first_difference(
     over: Over = "devices",
     queues: int = QUEUES,
     expected: Sequence[Values] | None = None,
+    cuda_graphs: bool = False,
 ) -> str | None:
     """Return a text about the first order that raises a PiperError or gives other values than the CPU; None if
     there is no such order.
 
     Args:
-        batches, tensors, over, queues: See `run_steps`.
+        batches, tensors, over, queues, cuda_graphs: See `run_steps`.
         orders: The orders to try.
         expected: The CPU's values (default: computed here).
     """
@@ -195,7 +217,7 @@ def first_difference(
         expected = run_steps(batches, tensors, None)
     for order in orders:
         try:
-            found = differences(expected, run_steps(batches, tensors, order, over, queues))
+            found = differences(expected, run_steps(batches, tensors, order, over, queues, cuda_graphs))
         except PiperError as error:
             return f"order {order}: {error}"
         if found:

@@ -1,17 +1,19 @@
 """Compares all programs of `benchmarks/accelerator.py` on a device with the same programs on the CPU. All
 logical devices are in this process, on streams of their own.
 
-    python -m tests.gpu.equality [--device cuda] [--only "ZeRO"]
+    python -m tests.gpu.equality [--device cuda] [--only "ZeRO"] [--graphs]
 
 On a GPU, each program runs in order first: each instruction is done before the next one is issued. Runs in
 which random instructions are late must give the same bits. The values must equal the CPU's within `BOUND`.
 With `--device cpu`, the late runs are on the simulated accelerator. The gradients of all schedules with the
-same microbatches must have the same bits. Prints a JSON object for each comparison.
+same microbatches must have the same bits. With `--graphs`, steps whose passes are CUDA graphs must have the same
+bits as steps without graphs. Prints a JSON object for each comparison.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -33,6 +35,7 @@ from lightning_piper.runtime import (
     run_local,
     shards_of,
 )
+from lightning_piper.runtime.chunk_graphs import ChunkGraphs
 from lightning_piper.runtime.executor import Observer
 from lightning_piper.schedules import (
     dualpipev,
@@ -66,7 +69,12 @@ Steps = Callable[[Sequence[Batch], Values], list[Values]]
 
 
 def outcomes(
-    batches: Sequence[Batch], tensors: Values, device: torch.device, observer: Observer | None = None
+    batches: Sequence[Batch],
+    tensors: Values,
+    device: torch.device,
+    observer: Observer | None = None,
+    cuda_graphs: bool = False,
+    graphs: list[ChunkGraphs] | None = None,
 ) -> list[Values]:
     """The values of each logical device after the steps of these batches: its tensors, its shards, and the
     gradients and metrics of each step, in host memory.
@@ -76,6 +84,8 @@ def outcomes(
         tensors: Parameters and buffers. Each logical device gets a copy.
         device: The device on which all plans run.
         observer: The observer of all executors.
+        cuda_graphs: Whether passes become graphs after the first step.
+        graphs: Gets the graphs of all executors.
     """
     plans = batches[0].plans
     own = {d: {name: x.to(device, copy=True) for name, x in tensors.items()} for d in sorted(plans)}
@@ -88,12 +98,22 @@ def outcomes(
             transport = LocalTransport(batch.plans)
             executors[id(batch.plans)] = [
                 Executor(
-                    batch.plans[d], batch.dag.step, own[d], own[d], transport, device, shards[d], kept[d]
-                )  # type: ignore[arg-type]
+                    batch.plans[d],
+                    batch.dag.step,
+                    own[d],
+                    own[d],
+                    transport,
+                    device,
+                    shards[d],
+                    kept[d],  # type: ignore[arg-type]
+                    cuda_graphs=cuda_graphs,
+                )
                 for d in own
             ]
             for executor in executors[id(batch.plans)]:
                 executor.observer = observer
+                if graphs is not None and executor.graphs is not None:
+                    graphs.append(executor.graphs)
         results = run_local(executors[id(batch.plans)], batch.leaves, i, last=batch.last)
         for at, (d, result) in enumerate(zip(own, results, strict=True)):
             found[at] |= _named(result, i)
@@ -185,6 +205,22 @@ def compared(name: str, device: torch.device, late: Sequence[Steps]) -> dict[str
     return {**row, **outcome, "seconds": time.perf_counter() - start}
 
 
+def with_graphs(name: str, device: torch.device) -> dict[str, object]:
+    """The row of a program whose passes are graphs: the share of passes that are, and whether four steps have the bits of
+    steps without graphs."""
+    start = time.perf_counter()
+    batches, tensors = PROGRAMS[name](device)
+    batches, graphs, found = [*batches, *batches], list[ChunkGraphs](), list[list[Values]]()
+    for on in (False, True):
+        with Simulated(0) if device.type == "cpu" else contextlib.nullcontext():
+            found.append(outcomes(batches, tensors, device, cuda_graphs=on, graphs=graphs))
+    captured, refused = sum(x.captured for x in graphs), sum(x.refused.total() for x in graphs)
+    said = differences(*found)
+    row = {"name": f"{name}, graphs", "graphs, share of passes": captured / (captured + refused)}
+    outcome = {"outcome": "failed", "said": f"other bits: {', '.join(said[:3])}"} if said else {}
+    return {**row, "values with other bits": len(said), **outcome, "seconds": time.perf_counter() - start}
+
+
 def gradients_of(found: Sequence[Values]) -> Values:
     """The gradients of each step, from the logical device that has them."""
     return {
@@ -215,6 +251,7 @@ def main() -> None:
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--only", default="", help="a pattern of names of programs")
+    parser.add_argument("--graphs", action="store_true", help="compare passes that are CUDA graphs")
     options = parser.parse_args()
     device = torch.device(options.device, None if options.device == "cpu" else 0)
     if device.type == "cuda":
@@ -224,6 +261,8 @@ def main() -> None:
     late = late_runs(device, torch.cuda._sleep if device.type == "cuda" else None)
     rows = {"schedules": lambda: across_schedules(device)}
     rows |= {name: partial(compared, name, device, late) for name in PROGRAMS}
+    if options.graphs:
+        rows = {name: partial(with_graphs, name, device) for name in PROGRAMS}
     for name, compare in rows.items():
         if not re.search(options.only, name):
             continue

@@ -263,6 +263,7 @@ def parts(device: str) -> list[Part]:
     small = ["--steps", "3", "--systems", "PiperStrategy$"] if device == "cpu" else []
     return [
         Part("programs against the CPU", [*python, "tests.gpu.equality", "--device", device], 70),
+        Part("CUDA graphs", [*python, "tests.gpu.equality", "--graphs", "--device", device], 30),
         Part("tests", [*tests, "tests/gpu", *on_cpu], 150),
         Part("memory and stages", measure("memory"), 25),
         Part("qwen3", measure("qwen3"), 110),
