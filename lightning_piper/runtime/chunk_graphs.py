@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
+from torch.fx import Node
 
 from lightning_piper.accelerators import Graph, capturing
 from lightning_piper.common.units import counted
@@ -29,7 +30,15 @@ from lightning_piper.runtime.transport import Bound, Bundle, Slots
 
 Part = tuple[int, int | None]  # (slot, index of one tensor in its bundle, or None for the whole bundle)
 Function = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+aten = torch.ops.aten
 _WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+# Operations for which the host waits only if an index is a mask, because it must know how many elements the mask has.
+_INDEXING = {
+    aten.index.Tensor,
+    aten._unsafe_index.Tensor,
+    aten.index_put.default,
+    aten._unsafe_index_put.default,
+}
 
 
 class ChunkGraphs:
@@ -102,7 +111,7 @@ class ChunkGraphs:
         if not len(code.graph.nodes) or any(RUNS_KEY in node.meta for node in code.graph.nodes):
             return "run uncaptured code of the step"
         for node in code.graph.nodes:
-            if _WAITS & set(getattr(node.target, "tags", ())):
+            if _waits(node):
                 return "read values of the device on the host"
             value = node.meta.get("val")
             if isinstance(value, torch.Tensor) and value.device.type != self.device.type:
@@ -254,6 +263,14 @@ class _ChunkGraph:
                 "tensors were replaced instead of written. Write into the tensors, or use cuda_graphs=False "
                 "[PIPER-X001]"
             )
+
+
+def _waits(node: Node) -> bool:
+    """Return whether the host waits for the device in an operation, or may wait."""
+    if node.target in _INDEXING:
+        indices = [index.meta.get("val") for index in node.args[1] if isinstance(index, Node)]  # type: ignore[union-attr]
+        return any(not isinstance(x, torch.Tensor) or x.dtype in (torch.bool, torch.uint8) for x in indices)
+    return bool(_WAITS & set(getattr(node.target, "tags", ())))
 
 
 def copy_of(x: torch.Tensor) -> torch.Tensor:

@@ -6,12 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 
 import lightning_piper as piper
 from benchmarks.accelerator import PROGRAMS
 from lightning_piper.accelerators.simulated_device import Simulated
+from lightning_piper.capture import capture
 from lightning_piper.compiler import compile_step
 from lightning_piper.errors import ExecutionError, PiperError
 from lightning_piper.ops.communication import gather
@@ -123,6 +125,32 @@ def test_the_plan_says_which_passes_are_no_graphs() -> None:
     assert set(reasons("stored on the host")) == {ON_HOST}
     assert set(reasons("ZeRO-3")) == {PER_USE}
     assert set(reasons("experts")) == {"work on a number of rows that is known only in the step"}
+
+
+class Indexes(L.LightningModule):
+    """Numbers as indices are captured. A mask as an index makes the host wait."""
+
+    def __init__(self, mask: bool) -> None:
+        super().__init__()
+        self.mask, self.weight = mask, torch.nn.Parameter(torch.ones(4))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        with piper.annotate("PP"):
+            some = batch.masked_fill(batch < 0, 1.0) if self.mask else batch[:, torch.tensor([1, 0])]
+        with piper.annotate("PP"):
+            made = torch.zeros_like(batch).index_put((batch > 0,), some.sum()) if self.mask else some
+            return (made.sum(1, keepdim=True) * self.weight).mean()
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_only_masks_among_indices_make_the_host_wait(mask: bool, made: list[ChunkGraphs]) -> None:
+    module, batch = Indexes(mask), torch.arange(-3.0, 5.0).view(4, 2)
+    compiled = compile_step(capture(module, batch), ())
+    held = {name: x.detach() for name, x in module.named_parameters()}
+    batches = [Batch(compiled.dag, compiled.plans, [batch + i]) for i in range(3)]
+    assert first_difference(batches, held, range(1), cuda_graphs=True) is None
+    reasons = {"read values of the device on the host"} if mask else set()
+    assert {reason for graphs in made for reason in graphs.refused} == reasons
 
 
 # The capture itself
