@@ -87,6 +87,8 @@ class FailureWatch:
     Attributes:
         signaled: Called with a rank, in the watch's thread, when this rank reports that it received a
             signal.
+        replaces: Seconds that the watch waits for the end of the fit if a process is lost, because a spare may replace
+            this process; None if no spare can replace a process.
 
     Raises:
         PiperError: A process cannot reach rank 0.
@@ -102,6 +104,8 @@ class FailureWatch:
         self._over, self._judged = threading.Event(), threading.Event()
         self._first: tuple[int, str] | None = None  # the verdict: the first process to fail, and why
         self.signaled: Callable[[int], object] = lambda rank: None
+        self.replaces: float | None = None
+        self._reported: BaseException | None = None
         server = _listen(host) if world.is_rank_zero else None
         port, token = world.broadcast(
             None if server is None else (server.getsockname()[1], secrets.token_hex())
@@ -116,6 +120,11 @@ class FailureWatch:
         _send(self._line, {"token": token, "rank": world.rank})
         self._thread = threading.Thread(target=self._listen, name="piper-failure-watch", daemon=True)
         self._thread.start()
+
+    @property
+    def lost(self) -> int | None:
+        """The first process to fail, if it was killed or its machine failed; None otherwise."""
+        return self._first[0] if self._first is not None and self._first[1] in (GONE, UNREACHABLE) else None
 
     def stop(self) -> None:
         """Report that the fit has ended on this process, with or without an error."""
@@ -142,6 +151,9 @@ class FailureWatch:
         Returns:
             Whether this process failed first.
         """
+        if error is self._reported:
+            return self._first is not None and self._first[0] == self._world.rank
+        self._reported = error
         text = f"{type(error).__name__}: {error}{_line_of(error)}"[:LONGEST]
         rank = getattr(error, "rank", None)
         rank = self._world.rank if rank is None else rank
@@ -187,7 +199,9 @@ class FailureWatch:
             return
         self._first = (RANK_ZERO, GONE) if message is None else (message["first"], message["why"])
         self._judged.set()
-        if self._first[1] == UNREACHABLE:  # nothing else ends the waits for messages of the lost machine
+        replaces = self.lost is not None and self.replaces is not None
+        # Nothing else ends the waits for messages of a lost machine, or of a process that waits for a spare.
+        if self._first[1] == UNREACHABLE or replaces:
             break_connections()
         for rank in () if message is None else message["silent"]:
             if rank in self._children:
@@ -196,7 +210,7 @@ class FailureWatch:
         # The process that left the loop would wait forever for its peers. After it has ended, the waits of
         # its peers break, and the peers fail by themselves.
         leaves = message is not None and message["parted"] and first == self._world.rank
-        if not self._over.wait(0.0 if leaves else GRACE):
+        if not self._over.wait(0.0 if leaves else self.replaces if replaces else GRACE):
             said = (
                 f"rank {self._world.rank} ends, because it would wait forever: the first process to fail "
                 f"was rank {first}: {why}"

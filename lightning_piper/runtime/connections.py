@@ -13,6 +13,7 @@ from pathlib import Path
 _FILES = Path("/proc/self/fd")
 
 _made: dict[str, int] = {}  # text that identifies a socket -> its file descriptor when the socket was made
+_kept: set[int] = set()  # ports whose connections stay
 
 
 @contextlib.contextmanager
@@ -29,13 +30,19 @@ def noted_connections() -> Iterator[None]:
         _made.update((name, file) for name, file in now.items() if name not in before)
 
 
+def keep_connections(port: int) -> None:
+    """Do not break connections from or to this port. A store may accept a connection while a group is made."""
+    _kept.add(port)
+
+
 def break_connections() -> None:
     """Break the noted connections that are still open. Operations that wait for a message raise a RuntimeError."""
     for name, file in _sockets().items():
         if _made.get(name) == file:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file)) as found:
-                found.getpeername()  # an error for a socket that listens, without which gloo aborts the process
-                found.shutdown(socket.SHUT_RDWR)
+                # `getpeername` raises an error for a socket that listens. gloo aborts the process if it is broken.
+                if _kept.isdisjoint((found.getpeername()[1], found.getsockname()[1])):
+                    found.shutdown(socket.SHUT_RDWR)
 
 
 def _sockets() -> dict[str, int]:

@@ -1,5 +1,5 @@
-"""The only module that uses Lightning's private names, tested with Lightning 2.6. Each entry says which
-behavior it relies on.
+"""The only module that uses Lightning's private names, except `spares._lightning`, tested with Lightning 2.6. Each entry
+says which behavior it relies on.
 
 - `Strategy._configure_launcher`: the Trainer calls it once, when it knows the devices. `Strategy._launcher`:
   if it is not None, the Trainer runs its entry points through the launcher. A copy of the strategy gets a
@@ -80,6 +80,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, ThroughputMon
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
@@ -153,9 +154,13 @@ class Strategy(ParallelStrategy):
     def launch_script(self) -> None:
         """Create the launcher that starts the script once more for each further device of this machine."""
         assert self.cluster_environment is not None
-        self._launcher = _SubprocessScriptLauncher(
-            self.cluster_environment, self.num_processes, self.num_nodes
+        self.launch_with(
+            _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
         )
+
+    def launch_with(self, launcher: _Launcher) -> None:
+        """Let the Trainer run its entry points through a launcher."""
+        self._launcher = launcher
 
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
@@ -183,9 +188,9 @@ class Strategy(ParallelStrategy):
         self._checkpoint_io = io
 
     @property
-    def started(self) -> Sequence[Popen[Any]]:
-        """The processes that this process has started."""
-        return getattr(self._launcher, "procs", ())
+    def started(self) -> list[Popen[Any]]:
+        """The processes that this process has started, in the order of their ranks."""
+        return getattr(self._launcher, "procs", [])
 
     @property
     def layer_sync(self) -> LayerSync | None:

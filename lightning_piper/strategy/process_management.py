@@ -4,10 +4,13 @@ collectives."""
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from subprocess import Popen
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -16,20 +19,29 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
-from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_piper.accelerators.kinds import check_kind
+from lightning_piper.checkpoint.memory_copy import MEMORY, MemoryCopy
 from lightning_piper.common.lightning_packages import is_a
+from lightning_piper.common.units import counted
 from lightning_piper.errors import PiperError
 from lightning_piper.processes.batch_join import BatchJoin
-from lightning_piper.processes.failure import HERE, FailureWatch
+from lightning_piper.processes.failure import HERE, FailureWatch, waited
 from lightning_piper.processes.heap import give_freed_memory_back, keep_freed_memory
 from lightning_piper.processes.launcher_checks import check_address, check_one_process, check_script
+from lightning_piper.processes.spares import SPARE, Spares, end_spare
 from lightning_piper.processes.termination import Termination
 from lightning_piper.processes.tracebacks import print_short_tracebacks
-from lightning_piper.processes.world import World, end_groups_at_exit, leave_groups_at_exit, store_of_attempt
+from lightning_piper.processes.world import (
+    RANK_ZERO,
+    World,
+    end_groups_at_exit,
+    leave_groups_at_exit,
+    store_of_attempt,
+)
 from lightning_piper.runtime.connections import noted_connections
 from lightning_piper.session.local_sgd import LocalSGD
 from lightning_piper.strategy import _lightning
@@ -37,6 +49,8 @@ from lightning_piper.strategy.checks import checked_backend
 from lightning_piper.strategy.loading.data import agree_on_loader
 from lightning_piper.strategy.loading.loaders import Loaders
 from lightning_piper.strategy.phases import Fitting, Idle, Phase, copied
+from lightning_piper.strategy.spares._lightning import SpareLauncher, end_fit
+from lightning_piper.strategy.spares.checks import check_spares
 
 T = TypeVar("T")
 
@@ -49,6 +63,7 @@ class OverProcesses(_lightning.Strategy):
         local_sgd: The settings of local SGD; None without it.
         timeout: Timeout of communication.
         backend: Backend of the default process group; None for the device's default backend.
+        spares: Number of spares, which replace processes that are lost.
         options: Arguments of Lightning's own strategies.
 
     Attributes:
@@ -56,7 +71,13 @@ class OverProcesses(_lightning.Strategy):
     """
 
     def __init__(
-        self, local: bool, local_sgd: LocalSGD | None, timeout: timedelta, backend: str | None, **options: Any
+        self,
+        local: bool,
+        local_sgd: LocalSGD | None,
+        timeout: timedelta,
+        backend: str | None,
+        spares: int,
+        **options: Any,
     ) -> None:
         super().__init__(**options)
         self._local, self._timeout, self._backend = local, timeout, backend
@@ -70,6 +91,8 @@ class OverProcesses(_lightning.Strategy):
         self._termination: Termination | None = None
         self._loaders = Loaders()
         self._at_end = contextlib.ExitStack()  # restores what a run has replaced, such as Lightning's handler
+        self._spare_count, self._copy = spares, MemoryCopy()
+        self._spares: Spares | None = None  # None without spares, and before the first run
         self._keeps_memory = False  # whether this run has called `keep_freed_memory`
 
     def __getstate__(self) -> dict[str, Any]:
@@ -79,6 +102,8 @@ class OverProcesses(_lightning.Strategy):
             "phase": phase,
             "_watch": None,
             "_termination": None,
+            "_spares": None,
+            "_copy": MemoryCopy(),
             "_join": None,
             "_at_end": contextlib.ExitStack(),
         }
@@ -187,13 +212,17 @@ class OverProcesses(_lightning.Strategy):
         if self._local_sgd is not None:
             self._local_sgd.processes(self.num_processes * self.num_nodes)
         assert self.cluster_environment is not None
+        if self._spare_count:
+            check_spares(self.cluster_environment, self.num_processes, self.num_nodes, self.root_device)
         # A single process needs no launcher. Lightning's launcher, which starts scripts, fails in a notebook.
-        if (
-            not self.cluster_environment.creates_processes_externally
-            and self.num_processes * self.num_nodes > 1
-        ):
-            if self.num_processes > 1:
-                check_script()
+        environment, spares = self.cluster_environment, self._spare_count
+        starts = not environment.creates_processes_externally
+        if starts and self.num_processes > 1:
+            check_script()
+        if spares:
+            run, watched = self._run_with_spares, lambda: self._watch is not None
+            self.launch_with(SpareLauncher(environment, self.num_processes, spares, run, watched))
+        elif starts and self.num_processes * self.num_nodes > 1:
             self.launch_script()
 
     def setup_environment(self) -> None:
@@ -224,7 +253,11 @@ class OverProcesses(_lightning.Strategy):
         if self.num_nodes > 1:
             check_address(environment.main_address)
         end_groups_at_exit(default=not dist.is_initialized())
-        store = store_of_attempt(environment.main_address, environment.main_port, self._timeout)
+        store = (
+            store_of_attempt(environment.main_address, environment.main_port, self._timeout)
+            if self._spares is None
+            else self._spares.group_store
+        )
         with noted_connections():
             _lightning.connect(environment, backend, timeout=self._timeout, store=store)
         if self.world_size > 1:
@@ -232,7 +265,84 @@ class OverProcesses(_lightning.Strategy):
             progress = partial(_lightning.progress_of, self.lightning_module.trainer)
             host = HERE if self.num_nodes == 1 else environment.main_address
             self._watch = FailureWatch(self.world, host, self.started, progress)
+            if self._spares is not None and self._spares.generation < self._spare_count:
+                self._watch.replaces = self._timeout.total_seconds()
             self._termination = Termination(self.global_rank, self._watch, SIGTERMException)
+
+    def _run_with_spares(
+        self, trainer: pl.Trainer, enter: Callable[[str | None], T], waiting: list[Popen[Any]]
+    ) -> T:
+        """Run an entry point of the Trainer. If a fit loses a process, let a spare replace it, and run the fit again
+        from the copy of its state. In a spare, first wait until it replaces a process.
+
+        Args:
+            trainer: The Trainer.
+            enter: Runs the entry point. It takes the path of a checkpoint; None for the user's path.
+            waiting: The spares, on rank 0.
+
+        Raises:
+            PiperError: The first entry point is not `fit`.
+        """
+        if self._spares is not None or dist.is_initialized():
+            return enter(None)  # the spares have ended with an earlier entry point
+        if (call := trainer.state.fn) not in (None, TrainerFn.FITTING):
+            raise PiperError(
+                f"PiperStrategy(spares={self._spare_count}): spares wait in the Trainer's first call, which must be "
+                f"fit, but it is {call.value}. Call fit first, or remove spares [PIPER-S003]"
+            )
+        assert self.cluster_environment is not None
+        address = self.cluster_environment.main_address, self.cluster_environment.main_port
+        self._spares = spares = Spares(*address, self.is_global_zero, self._timeout)
+        spares.waiting = waiting
+        path = None
+        if SPARE in os.environ:
+            rank, path = spares.wait_for_rank(), MEMORY
+            if rank is None:
+                end_spare()
+            os.environ["LOCAL_RANK"] = str(rank)
+            del os.environ[SPARE]
+        try:
+            while True:
+                try:
+                    return enter(path)
+                except Exception as error:
+                    if not self._replaced(trainer, error):
+                        raise
+                path = MEMORY
+        finally:
+            spares.end()
+
+    def _replaced(self, trainer: pl.Trainer, error: Exception) -> bool:
+        """After an error of a fit, return whether a process was lost and a spare has replaced it. Then the fit can run
+        again. All processes that are left call this method."""
+        assert self._spares is not None
+        if self._watch is None:
+            return False
+        self._watch.report(error)
+        lost, spare = self._watch.lost, None
+        if self.is_global_zero:
+            if lost is not None and waited(error) and self._copy.number >= 0:
+                spare = self._spares.take(lost)
+            if lost is None or spare is None:
+                self._spares.refuse()
+                return False
+            self.started[lost - 1] = spare
+        elif lost in (None, RANK_ZERO) or not waited(error):
+            return False
+        self._failed = True
+        end_fit(trainer)
+        dist.destroy_process_group()
+        if not self.is_global_zero:
+            return self._spares.join(self.global_rank)
+        found = self._spares.gather(self.started)
+        if found:
+            warnings.warn(
+                f"PiperStrategy: rank {lost} was lost. A spare replaces it, and the fit continues from the copies in "
+                f"memory, before batch {self._copy.number}. {counted(len(self._spares.waiting), 'spare')} left "
+                "[PIPER-W033]",
+                stacklevel=2,
+            )
+        return found
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)

@@ -7,11 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from lightning_piper.checkpoint.late_copies import memory_of
+from lightning_piper.checkpoint.memory_copy import MEMORY
 from lightning_piper.checkpoint.state import (
     Loading,
     module_state,
@@ -41,7 +43,10 @@ from lightning_piper.strategy.fit import Fit
 from lightning_piper.strategy.loading.other_optimizer import naming_optimizers
 from lightning_piper.strategy.phases import Eager, Ended, Fitting, Idle, Starting
 from lightning_piper.strategy.process_management import Requeue
+from lightning_piper.strategy.spares import _lightning as spares
 
+# Entries that only a copy in memory has: the latest logged values, and whether each module is in training mode.
+LOGGED, MODES = "logged", "modes"
 OF_REPLICA = ("state_dict", "optimizer_states")  # entries of a checkpoint that differ between local replicas
 
 
@@ -157,6 +162,14 @@ class SavingStrategy(EvaluatingStrategy):
         content has references in place of tensors, and `_restored.sharded` can read them. Collective."""
         self._saves.wait()
         world, restored = self.world, self._restored
+        if checkpoint_path == MEMORY and self._spares is not None:
+            content = self._copy.take(world)
+            restored.logged = content.pop(LOGGED)
+            assert self.lightning_module is not None
+            for each, training in zip(self.lightning_module.modules(), content.pop(MODES), strict=True):
+                each.training = training  # the process may have left a validation
+            self._loaders.load(restored.take_entry(content))
+            return content
         place, sharded = found_at(checkpoint_path, self.checkpoint_io, world)
         restored.sharded = Loading(place, world, weights_only is not False) if sharded else None
         if restored.sharded is None:
@@ -257,6 +270,38 @@ class SavingStrategy(EvaluatingStrategy):
     def on_validation_start(self) -> None:
         self._saves.late.settle()
         super().on_validation_start()
+
+    def _keep_copies(self, trainer: pl.Trainer) -> None:
+        """Keep a copy of the fit's state at the start of each batch until the end of the run. If the fit continues from
+        such a copy, begin with the batch of the copy."""
+        self._at_end.callback(spares.before_batches(trainer, partial(self._keep_copy, trainer)))
+        if trainer.ckpt_path == MEMORY:
+            spares.continue_with_batch(trainer)
+            spares.log_again(trainer, self._restored.logged)
+
+    def _keep_copy(self, trainer: pl.Trainer) -> None:
+        """Keep a copy of the fit's state in memory, at the start of each batch that does not continue an accumulation,
+        from the second batch on. Collective.
+
+        Raises:
+            PiperError: A process does not have the whole state.
+        """
+        batches: Any = trainer.fit_loop.epoch_loop.batch_progress
+        phase = self.phase
+        if isinstance(phase, Starting) or batches.current.ready % trainer.accumulate_grad_batches:
+            return
+        whole = phase.fit.optimizer.is_whole if isinstance(phase, Fitting) else not phase.left.optimizers
+        if not whole or any(hasattr(each, "consolidate_state_dict") for each in self.optimizers):
+            raise PiperError(
+                f"PiperStrategy(spares={self._spare_count}): a spare can replace a process only if every process has "
+                "all weights and the optimizer's whole state. Train replicas (PiperStrategy('ddp')), or remove spares "
+                "[PIPER-S002]"
+            )
+        self.on_train_end()  # reads the positions of loaders
+        modes = [each.training for each in trainer.lightning_module.modules()]
+        content = spares.content_of_checkpoint(trainer) | {LOGGED: spares.logged_by(trainer), MODES: modes}
+        content |= own_entry(phase.left.seed, self._loaders.content(self._drawing))
+        self._copy.keep(content, batches.total.ready)
 
     def _rounds_entry(self, checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the state of local SGD for a checkpoint, complete on rank 0. It has the anchor and the outer

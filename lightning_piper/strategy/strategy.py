@@ -55,6 +55,7 @@ from lightning_piper.strategy.loading.skipped_epochs import check_skips
 from lightning_piper.strategy.phases import Eager, Ended, Fitting, Idle, Left, Starting, over
 from lightning_piper.strategy.process_management import Requeue
 from lightning_piper.strategy.saving import SavingStrategy
+from lightning_piper.strategy.spares.checks import checked_spares
 
 
 class PiperStrategy(SavingStrategy):
@@ -106,6 +107,8 @@ class PiperStrategy(SavingStrategy):
             be faster.
         stop_on_nan: Whether to stop the training if a gradient is NaN or infinite on any process: on a CPU before
             the update, on an accelerator before the next update.
+        spares: Number of spare processes. They start with the other processes, run the script up to `fit` and wait. If
+            a process is lost in `fit`, a spare replaces it, and the last step runs again from copies in memory.
         local_sgd: Settings of local SGD (DiLoCo), under which several replicas of the program train alone and
             exchange their parameters now and then (default: no local SGD). See `LocalSGD`.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As for
@@ -145,6 +148,7 @@ class PiperStrategy(SavingStrategy):
         cuda_graphs: bool = False,
         whole: bool = True,
         stop_on_nan: bool = True,
+        spares: int = 0,
         local_sgd: LocalSGD | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -182,6 +186,7 @@ class PiperStrategy(SavingStrategy):
             cuda_graphs=cuda_graphs,
             local=transport != "process",
             local_sgd=local_sgd,
+            spares=checked_spares(spares, transport, local_sgd),
             timeout=checked_timeout(timeout),
             backend=process_group_backend,
             accelerator=accelerator,
@@ -192,6 +197,7 @@ class PiperStrategy(SavingStrategy):
         )
         self._told += [("profile", recorded), ("checkpoint", checkpoint), ("accumulate", accumulate)]
         self._told += [("whole", whole), ("stop_on_nan", stop_on_nan), ("local_sgd", local_sgd)]
+        self._told += [("spares", spares)]
         self._profile, self._transport = profile, transport
         self._keeps_whole, self._accumulate, self._stops_on_nan = whole, accumulate, stop_on_nan
         self._accumulating = False  # whether the batch is not the last one of a gradient accumulation
@@ -245,6 +251,8 @@ class PiperStrategy(SavingStrategy):
         assert self.lightning_module is not None
         self._requeue = Requeue.of(self.lightning_module.trainer, self.world, self._meets)
         self._loaders.begin(self.lightning_module.trainer)
+        if self._spares is not None:
+            self._keep_copies(self.lightning_module.trainer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Accept the next batch. The first batch of a fit also begins the training, because a capture needs

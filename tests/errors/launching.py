@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BatchSizeFinder,
@@ -24,9 +25,11 @@ from torch.optim import LBFGS
 import lightning_piper as piper
 from lightning_piper.holdings.materialization import Known
 from lightning_piper.processes.launcher_checks import check_address
+from lightning_piper.processes.spares import SPARES
 from lightning_piper.profile import Schedule
 from lightning_piper.session.eager.conditions import check_may_be
 from lightning_piper.strategy.checks import check_fit, check_local_fit, uncapturable
+from lightning_piper.strategy.spares.checks import check_spares
 from tests.errors.case import PLACES, Case, Cases, Elsewhere, fit, net, written
 from tests.strategy.fitting import local, trainer
 
@@ -37,12 +40,18 @@ INTRO = """All processes raise these errors before the first step: when you make
 PROCESSES = "tests/strategy/test_fit_processes.py::test_processes_refuse_together"
 OPTIONS = "tests/strategy/test_options.py::test_refusals"
 AVERAGES = "tests/strategy/test_averages.py::test_averages_by_hand"
+SPARES_OF = "tests/strategy/test_spares.py::test_refusals"
 LOCAL_SGD = "tests/strategy/test_local_sgd.py::"
 SHARDS = "tests/strategy/test_sharded.py::test_refusals"
 
 
 def strategy(what: str, **options: Any) -> Case:
     return Case(what, lambda: piper.PiperStrategy(PLACES, **options))
+
+
+def spares(environment: Any = None, processes: int = 2, nodes: int = 1, device: str = "cpu") -> None:
+    with mock.patch.dict(os.environ, {SPARES: "1"}):
+        check_spares(environment or LightningEnvironment(), processes, nodes, torch.device(device))
 
 
 TWO_REPLICAS = piper.LocalSGD(replicas=2, every=8)
@@ -167,6 +176,14 @@ CASES: Cases = [
     Case("`LocalSGD` with more parts than updates", lambda: piper.LocalSGD(replicas=2, every=2, parts=4)),
     strategy("`local_sgd` is not a `LocalSGD`", local_sgd=2),
     strategy("local SGD in one process", local_sgd=TWO_REPLICAS, transport="local"),
+    strategy("`spares` is not a number", spares="1"),
+    strategy("spares in one process", spares=1, transport="local"),
+    Case("spares of processes that torchrun starts", lambda: spares(environment=TorchElasticEnvironment())),
+    Case("spares of several machines", lambda: spares(nodes=2)),
+    Case("spares of one process", lambda: spares(processes=1)),
+    Case("spares of other devices than a CPU", lambda: spares(device="meta")),
+    Elsewhere("spares of processes with shards", "only if every process has all weights", "PiperError", SPARES_OF),
+    Elsewhere("spares with another first call than `fit`", "which must be fit, but it is validate", "PiperError", SPARES_OF),
     Case("local SGD with a search", lambda: piper.PiperStrategy("auto", local_sgd=TWO_REPLICAS)),
     Case("a search with degrees", lambda: piper.PiperStrategy("auto", dp=(2, 4), zero=3)),
     Case("local SGD with a number of processes that its replicas do not divide", lambda: TWO_REPLICAS.processes(3)),

@@ -1,0 +1,1 @@
+"""Spares replace processes that a fit loses."""

@@ -1,0 +1,140 @@
+"""The private names of Lightning that spares need, tested with Lightning 2.6. Each entry says which behavior it relies
+on.
+
+- `_SubprocessScriptLauncher`: starts the script once more for each further device of this machine
+  (`_call_children_scripts`). `procs` has the processes. The commands are `_basic_subprocess_cmd` or, under hydra,
+  `_hydra_subprocess_cmd`. `launch` gets the Trainer's entry point. The fifth argument of a fit's entry point is the path
+  of a checkpoint, and the sixth is `weights_only`.
+- `_ChildProcessObserver`: a thread that ends all processes if one has failed. It looks from time to time (`_run`).
+- `_broadcast_sigterm_tensor` of the loop over batches: called before each batch is drawn.
+- `Trainer._teardown`: ends a run.
+- `_checkpoint_connector.dump_checkpoint`: the content of a checkpoint.
+- `_should_check_val_fx` of the loop over batches: whether a validation is due. After a resume, `advance` first calls it
+  for the batch before.
+- `_restarting` of the loop over epochs: whether the epoch resumes, so that some schedulers are not updated at its end.
+- `_callback_metrics`, `_logged_metrics` and `_progress_bar_metrics` of `_logger_connector`: the latest logged values.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from subprocess import Popen
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.strategies.launchers.subprocess_script import (
+    _basic_subprocess_cmd,
+    _ChildProcessObserver,
+    _hydra_subprocess_cmd,
+)
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+
+from lightning_piper.processes.spares import SPARE, SPARES
+
+LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+
+
+class SpareLauncher(_SubprocessScriptLauncher):
+    """A launcher that also starts spares, and lets `run` call the Trainer's entry points.
+
+    Args:
+        environment, processes: As for Lightning's launcher.
+        spares: Number of spares.
+        run: Called with the Trainer, a function that runs its entry point, and the spares. The function takes the path
+            of a checkpoint from which a fit continues; None for the user's path.
+        watched: Returns whether another part of this process ends the run if a process fails.
+
+    Attributes:
+        waiting: The spares that this process has started.
+    """
+
+    def __init__(
+        self, environment: ClusterEnvironment, processes: int, spares: int, *calls: Callable[..., Any]
+    ) -> None:
+        super().__init__(environment, processes, 1)
+        self._spares, (self._run, self.watched) = spares, calls
+        self.waiting: list[Popen[Any]] = []
+
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any
+    ) -> Any:
+        if not self.cluster_environment.creates_processes_externally:
+            os.environ[SPARES] = str(self._spares)
+            self._call_children_scripts()
+            self._start_spares()
+            _Observer(self).start()
+
+        def enter(path: str | None) -> Any:
+            return function(*(args if path is None else (*args[:4], path, False)), **kwargs)
+
+        return self._run(trainer, enter, self.waiting)
+
+    def _start_spares(self) -> None:
+        """Start the spares. Until a spare takes a rank, its script runs as the script of rank 1."""
+        hydra = sys.modules.get("hydra.core.hydra_config")
+        if hydra is not None and hydra.HydraConfig.initialized():
+            command, folder = _hydra_subprocess_cmd(1)
+        else:
+            command, folder = _basic_subprocess_cmd(), None
+        for index in range(self._spares):
+            environment = {**os.environ, "LOCAL_RANK": "1", SPARE: str(index)}
+            self.waiting.append(Popen(command, env=environment, cwd=folder))
+
+
+class _Observer(_ChildProcessObserver):
+    """Lightning's observer of the processes, which does nothing while the launcher is `watched`."""
+
+    def __init__(self, launcher: SpareLauncher) -> None:
+        super().__init__(os.getpid(), launcher.procs)
+        self._launcher = launcher
+
+    def _run(self) -> bool:
+        return False if self._launcher.watched() else super()._run()
+
+
+def before_batches(trainer: pl.Trainer, call: Callable[[], object]) -> Callable[[], object]:
+    """Call a function before the fit draws each batch. Return a function after which this ends."""
+    loop = trainer.fit_loop.epoch_loop
+    own = loop._broadcast_sigterm_tensor
+
+    def calling() -> None:
+        call()
+        own()
+
+    vars(loop)["_broadcast_sigterm_tensor"] = calling
+    return lambda: vars(loop).pop("_broadcast_sigterm_tensor", None)
+
+
+def continue_with_batch(trainer: pl.Trainer) -> None:
+    """Let a fit that resumes begin with its next batch. If a validation was due after the batch before, Lightning would
+    end that batch once more. Call this in `on_train_start`."""
+    loop = vars(trainer.fit_loop.epoch_loop)
+    # At the end of an epoch that resumes, Lightning does not update schedulers that need metrics.
+    trainer.fit_loop._restarting = False
+    loop["_should_check_val_fx"] = lambda fetcher: bool(loop.pop("_should_check_val_fx") is None)
+
+
+def content_of_checkpoint(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return the content of a checkpoint of a fit, with everything that a fit needs to resume. Collective."""
+    return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+
+
+def logged_by(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return the latest logged values, which a checkpoint does not have."""
+    return {name: dict(getattr(trainer._logger_connector, name)) for name in LOGGED}
+
+
+def log_again(trainer: pl.Trainer, logged: Mapping[str, Any]) -> None:
+    """Make the result of `logged_by` the latest logged values."""
+    vars(trainer._logger_connector).update(logged)
+
+
+def end_fit(trainer: pl.Trainer) -> None:
+    """End a fit that has failed, so that its entry point can run again."""
+    trainer.state.fn, trainer.state.status, trainer.training = TrainerFn.FITTING, TrainerStatus.RUNNING, True
+    trainer.should_stop = False
+    trainer._teardown()
