@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -79,39 +79,40 @@ class LateCopies:
         self._room = memory
         # Another mode might end before the watch, but only the innermost mode can end.
         self._steady = frozenset[int]() if modes_are_active() else frozenset(steady)
-        self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._works: list[Callable[[], object]] = []  # `make` calls these functions
         self._memory: set[int] = set()  # addresses of the memory that `make` copies
         self._made = threading.Event()
         self._mode: _WriteWatch | None = None
 
     def copied(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a contiguous copy of a tensor."""
+        """Return a contiguous copy of a tensor, made now."""
         storage = self._room.take(tensor.numel() * tensor.itemsize, tensor.device.type != "cpu")
         copy = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape)  # type: ignore[call-overload]
-        self._copy(tensor.detach(), copy)
-        return copy  # type: ignore[no-any-return]
+        return copy.copy_(tensor.detach())  # type: ignore[no-any-return]
 
     def copied_memory(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        """Return a copy of the memory of a tensor."""
+        """Return a copy of the memory of a tensor. `make` fills it, if the memory is steady."""
         copy = self._room.take(storage.nbytes(), storage.device.type != "cpu")
-        self._copy(_bytes(storage), _bytes(copy))
+        source, target = _bytes(storage), _bytes(copy)
+        self.do([source], lambda: target.copy_(source))
         return copy
 
-    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        address = source.untyped_storage().data_ptr()
-        if source.device.type == "cpu" and address in self._steady:
-            self._waiting.append((source, target))
-            self._memory.add(address)
+    def do(self, sources: Sequence[torch.Tensor], work: Callable[[], object]) -> None:
+        """Call a function that copies these tensors: in `make` if all of them are in steady memory, otherwise now."""
+        addresses = {x.untyped_storage().data_ptr() for x in sources if x.device.type == "cpu"}
+        if addresses and addresses <= self._steady:
+            self._works.append(work)
+            self._memory |= addresses
         else:
-            target.copy_(source)
+            work()
 
     def make(self) -> None:
         """Make the copies that are left. A thread calls this method, once."""
         try:
-            for source, target in self._waiting:
-                target.copy_(source)
+            for work in self._works:
+                work()
         finally:
-            self._waiting.clear()
+            self._works.clear()
             self._made.set()
 
     def wait_for(self, values: Iterable[Any]) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass, replace
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,14 +102,20 @@ class SaveRanges(SavePlanner):
         self.specs: dict[str, dict[str, Any]] = {}
 
     def copy(self, plan: SavePlan, copies: LateCopies) -> None:
-        """Copy the data that this process is to write. From now on, `resolve_data` returns the copies."""
-        parts: dict[str, list[TensorRange]] = {}
+        """Let `copies` copy the data that this process is to write. Then `resolve_data` returns the copies."""
+        items: dict[str, list[WriteItem]] = {}
         for item in plan.items:
-            key, (start, stop) = item.index.fqn, _range(item)
-            values = copies.copied(self.resolve_data(item))
-            part = TensorRange(key, self._parts[key][0].shape, start, stop, values)
-            parts.setdefault(key, []).append(part)
-        self._parts = parts
+            items.setdefault(item.index.fqn, []).append(item)
+        self._parts = {key: self._parts[key] for key in items}
+        for key, of_key in items.items():
+            copies.do([part.tensor for part in self._parts[key]], partial(self._copy, key, of_key, copies))
+
+    def _copy(self, key: str, items: Sequence[WriteItem], copies: LateCopies) -> None:
+        """Replace the ranges of one tensor by copies of the data of some items."""
+        shape = self._parts[key][0].shape
+        self._parts[key] = [
+            TensorRange(key, shape, *_range(item), copies.copied(self.resolve_data(item))) for item in items
+        ]
 
     def release(self) -> None:
         """Drop the tensors after they are written."""
