@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import torch
@@ -84,7 +85,12 @@ class SimulationError(PiperError):
 class SearchError(PiperError):
     """An error raised if a search cannot begin or finds nothing. It names the argument, or the memory
     needed.
+
+    Attributes:
+        memory: The named bytes of each device with which a program fits; infinite if the error names none.
     """
+
+    memory: float = math.inf
 
 
 class NoProgram(SearchError):

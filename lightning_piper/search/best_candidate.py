@@ -40,7 +40,7 @@ class NothingFits(SearchError):
         super().__init__(
             f"{problem}. Give {exact_size(max(estimated, planned))} for each device{about} [PIPER-P002]"
         )
-        self.problem, self.smallest = problem, smallest
+        self.problem, self.smallest, self.memory = problem, smallest, float(max(estimated, planned))
 
 
 def best_of(

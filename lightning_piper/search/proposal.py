@@ -23,14 +23,14 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_piper.capture import flatten
 from lightning_piper.capture.tensor_sharding.shardable_params import find_params
-from lightning_piper.common.limits import shown
 from lightning_piper.common.units import counted, duration
 from lightning_piper.compiler import compile, verify
 from lightning_piper.directives import Directive
 from lightning_piper.errors import NoProgram, PiperError, SearchError
 from lightning_piper.ir.values import Sharded
 from lightning_piper.search.accounting import bytes_needed
-from lightning_piper.search.best_candidate import NothingFits, best_of, check_asked, least_time
+from lightning_piper.search.arguments import check_arguments, hardware_of
+from lightning_piper.search.best_candidate import NothingFits, best_of, least_time
 from lightning_piper.search.costs.analytic_costs import analytic
 from lightning_piper.search.costs.blocks import BlockCut, blocks_of
 from lightning_piper.search.costs.chain import copy_of
@@ -54,7 +54,7 @@ TRIED = 20  # largest number of candidates of one search whose programs are writ
 TOO_LARGE = "according to its plan it needs"
 LOOKS = 1000  # budget of the search for the fastest program without a limit of memory
 CALLS = 3  # smallest number of measured steps for each number of samples
-OPTIONS = ("schedules", "levels", "ranks", "margin", "gap", "budget")  # arguments that `best_of` takes
+AGAIN = "searching again with the logits of the loss in chunks (ChunkLoss)"
 Check = Literal["static", "run", "off"]
 
 
@@ -213,53 +213,99 @@ def search(
         CaptureError: The step cannot be captured.
         SimulationError: The file of the hardware is not valid, or has no speed for a data type.
     """
-    _check_arguments(devices, objective, check, memory, hardware, options)
+    check_arguments(devices, objective, check, memory, hardware, options)
     say = progress or (lambda text: None)
     if hardware is None:
         say("measuring this machine")
-    on = _hardware(hardware)
+    on = hardware_of(hardware)
     if cut is None:
         say("tracing the step")
         cut = blocks_of(module, batch)
-    known = workload is not None
-    if workload is None:
-        say(f"{len(cut.names)} blocks; {'measuring' if hardware is None else 'calculating'} what they cost")
-        workload = work_of(module, batch, None if hardware is None else on, sizes_of(batch), cut)
-
-    say("searching")
-    options = {
-        "margin": FRAGMENTATION,
-        "all_devices": all_devices,
-        "progress": search_progress(say, objective),
-        **options,
-    }
     limit = bytes_of(on.memory if memory is None else memory)
-
-    def proposal(cut: BlockCut, workload: Workload) -> Proposal:
-        find = partial(best_of, workload, on, devices, objective=objective, **options)
-        return _Trials(module, batch, cut, check, limit, say).proposal(find)
-
-    plain: Proposal | None = None
+    options = {"margin": FRAGMENTATION, "all_devices": all_devices, "objective": objective, **options}
+    run = _Search(module, batch, devices, on, hardware is not None, check, limit, options, say)
+    if workload is not None:
+        return run.proposal(cut, workload)
+    say(f"{len(cut.names)} blocks; {'measuring' if hardware is None else 'calculating'} what they cost")
     try:
-        plain = proposal(cut, workload)
-        if known or not (plain.is_limited or objective == "memory"):
-            return plain
+        plain = run.proposal(cut)
+    except NoProgram:
+        raise
     except SearchError as error:
-        if known or isinstance(error, NoProgram) or (chunked := cut.chunked()) is None:
-            raise
-    else:
+        return run.instead_of(error, cut)
+    return run.or_with_chunks(plain, cut) if plain.is_limited or objective == "memory" else plain
+
+
+@dataclass(frozen=True)
+class _Search:
+    """A search for one module. The arguments are the arguments of `search`.
+
+    Attributes:
+        on: The hardware.
+        calculates: Whether costs are calculated for the hardware. If not, they are measured on this machine.
+        limit: Bytes of each device.
+        options: Arguments of `best_of`.
+        say: Called with a line of text about the progress.
+    """
+
+    module: nn.Module
+    batch: Any
+    devices: int
+    on: Hardware
+    calculates: bool
+    check: Check
+    limit: Number
+    options: Mapping[str, Any]
+    say: Callable[[str], None]
+
+    def proposal(self, cut: BlockCut, workload: Workload | None = None) -> Proposal:
+        """Return the best program of the blocks that passes the check and fits.
+
+        Args:
+            cut: The blocks of the step.
+            workload: Their costs. None: find the costs.
+
+        Raises:
+            SearchError: No program fits.
+            NoProgram: No program exists, or the best programs fail the check.
+        """
+        if workload is None:
+            on = self.on if self.calculates else None
+            workload = work_of(self.module, self.batch, on, sizes_of(self.batch), cut)
+        self.say("searching")
+        progress = search_progress(self.say, self.options["objective"])
+        find = partial(best_of, workload, self.on, self.devices, progress=progress, **self.options)
+        return _Trials(self.module, self.batch, cut, self.check, self.limit, self.say).proposal(find)
+
+    def or_with_chunks(self, plain: Proposal, cut: BlockCut) -> Proposal:
+        """Return the better one of `plain` and the best program with `ChunkLoss`. Return `plain` if the step has no
+        loss for `ChunkLoss`."""
         if (chunked := cut.chunked()) is None:
             return plain
-    why = "found no program that fits" if plain is None else "found a program; a better one may fit"
-    say(f"{why}; searching again with the logits of the loss in chunks (ChunkLoss)")
-    workload = work_of(module, batch, None if hardware is None else on, sizes_of(batch), chunked)
-    try:
-        found = proposal(chunked, workload)
-    except SearchError:
-        if plain is None:
-            raise
-        return compared(plain, None)
-    return compared(found, None) if plain is None else better(plain, found, objective)
+        self.say(f"found a program; a better one may fit; {AGAIN}")
+        try:
+            return better(plain, self.proposal(chunked), self.options["objective"])
+        except SearchError:
+            return compared(plain, None)
+
+    def instead_of(self, error: SearchError, cut: BlockCut) -> Proposal:
+        """Return the best program with `ChunkLoss`, after `error` has said that no program without it fits.
+
+        Raises:
+            SearchError: No program with `ChunkLoss` fits, or the step has no loss for it.
+        """
+        if (chunked := cut.chunked()) is None:
+            raise error
+        self.say(f"found no program that fits; {AGAIN}")
+        try:
+            return compared(self.proposal(chunked), None)
+        except SearchError as second:
+            raise with_less_memory(error, second) from None
+
+
+def with_less_memory(plain: SearchError, chunked: SearchError) -> SearchError:
+    """Return the error to show if no program fits, without and with `ChunkLoss`: the error that names less memory."""
+    return chunked if chunked.memory < plain.memory else plain
 
 
 def better(plain: Proposal, chunked: Proposal, objective: str = "time") -> Proposal:
@@ -285,39 +331,6 @@ def compared(best: Proposal, other: Proposal | None) -> Proposal:
 
 def _value(proposal: Proposal, objective: str) -> float:
     return proposal.memory if objective == "memory" else proposal.time
-
-
-def _check_arguments(
-    devices: int, objective: str, check: object, memory: Any, hardware: object, options: Mapping[str, Any]
-) -> None:
-    """Check the arguments of `search` before its slow part: tracing and measuring the model.
-
-    Raises:
-        SearchError: An argument is not valid.
-    """
-    if check not in ("static", "run", "off"):
-        raise SearchError(
-            f"search: check={shown(check)} is not usable. Give 'static', 'run' or 'off' [PIPER-P001]"
-        )
-    if unknown := options.keys() - OPTIONS:
-        raise SearchError(
-            f"search: the argument {min(unknown)!r} is unknown. Give one of {', '.join(OPTIONS)} [PIPER-P001]"
-        )
-    check_asked(devices, objective, **options)
-    if memory is not None:
-        bytes_of(memory)
-    if not isinstance(hardware, Hardware | str | PathLike | None):
-        raise SearchError(
-            f"search: hardware={shown(hardware)} is not usable. Give a Hardware, a name, or the path of a JSON file"
-            " [PIPER-P001]"
-        )
-
-
-def _hardware(given: Hardware | str | PathLike[str] | None) -> Hardware:
-    """Return the hardware that the argument of `search` names. If it is None, measure this machine."""
-    if given is None:
-        return Hardware.measure()
-    return given if isinstance(given, Hardware) else Hardware.read(given)
 
 
 class _TooLarge(NamedTuple):
@@ -431,10 +444,13 @@ class _Trials:
 
     def _too_large(self) -> SearchError:
         """Return the error of a search whose programs fit by estimate, but not by their plans."""
-        return SearchError(
+        needed = min(self._large).needed
+        error = SearchError(
             f"search: {counted(len(self._large), 'program')} may fit in {size(self._limit)} by estimate, but none "
-            f"fits according to its plan. Give {exact_size(min(self._large).needed)} for each device [PIPER-P002]"
+            f"fits according to its plan. Give {exact_size(needed)} for each device [PIPER-P002]"
         )
+        error.memory = needed
+        return error
 
     def _first_fitting(self, found: Found) -> Proposal | None:
         """Try the candidates of one search. Return the proposal of the first candidate whose program passes

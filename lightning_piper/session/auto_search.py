@@ -188,12 +188,14 @@ class _Outcome:
         part: Index of the part of the space in which the search ended.
         proposal: The proposed program; None if there is none.
         problem: Why there is none.
+        needed: Bytes of each device with which a program fits, according to `problem`; infinite if it names none.
         is_limited: Whether memory excludes a program that is better, or that leaves the module whole.
     """
 
     part: int
     proposal: Proposal | None = None
     problem: str = ""
+    needed: float = math.inf
     is_limited: bool = False
 
     def told(self) -> tuple[ChosenProgram | None, str]:
@@ -246,10 +248,13 @@ def _with_chunks(
 
 def _better(plain: _Outcome, chunked: _Outcome) -> _Outcome:
     """Return the better outcome of the searches without and with `ChunkLoss`. A program from an earlier part of the
-    space is better."""
+    space is better. Without a program, the problem that names less memory is better."""
+    if plain.proposal is None and chunked.proposal is None:
+        return chunked if chunked.needed < plain.needed else plain
     if plain.proposal is None or chunked.proposal is None:
         best = plain if chunked.proposal is None else chunked
-        return best if best.proposal is None else replace(best, proposal=compared(best.proposal, None))
+        assert best.proposal is not None
+        return replace(best, proposal=compared(best.proposal, None))
     if chunked.part < plain.part:
         return replace(chunked, proposal=compared(chunked.proposal, plain.proposal))
     return replace(plain, proposal=better(plain.proposal, chunked.proposal))
@@ -275,7 +280,7 @@ def _searched(
         devices: Number of devices.
         memory: Bytes that a program may use on each device.
     """
-    problem, is_limited = "", False
+    problem, needed, is_limited = "", math.inf, False
     for index, part in enumerate(parts):
         try:
             found = search(
@@ -291,7 +296,8 @@ def _searched(
                 ranks=part.ranks,
             )
         except SearchError as error:
-            problem, is_limited = str(error), is_limited or not isinstance(error, NoProgram)
+            problem, needed = str(error), error.memory
+            is_limited = is_limited or not isinstance(error, NoProgram)
             continue
         refused = (
             why for candidate, why in found.refused if _is_ddps(candidate) and not why.startswith(TOO_LARGE)
@@ -303,7 +309,7 @@ def _searched(
                 index, problem=f"an uncaptured step, as under DDP, is faster than {found.described}: {why}"
             )
         return _Outcome(index, found, is_limited=is_limited or found.is_limited)
-    return _Outcome(len(parts) - 1, problem=problem, is_limited=is_limited)
+    return _Outcome(len(parts) - 1, problem=problem, needed=needed, is_limited=is_limited)
 
 
 def _without_exchanges(workload: Workload) -> Workload:

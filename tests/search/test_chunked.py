@@ -17,6 +17,7 @@ from lightning_piper.errors import SearchError
 from lightning_piper.placements import chunked_scores
 from lightning_piper.placements.chunked_scores import SCORES_BACKWARD, SCORES_OF, workspace
 from lightning_piper.search.costs.operation_costs import Counting
+from lightning_piper.search.proposal import with_less_memory
 
 WORDS, WIDTH, ROWS = 40_000, 8, 2048
 SCORES = 4 * ROWS * WORDS  # bytes: 313 MiB
@@ -60,6 +61,17 @@ def test_the_loss_in_chunks_if_nothing_else_fits() -> None:
 def test_a_loss_that_has_no_chunks_does_not_fit() -> None:
     with pytest.raises(SearchError, match="no program fits"):
         found("100MiB", weights=True)
+
+
+def test_the_error_names_the_memory_with_which_the_loss_in_chunks_fits() -> None:
+    with pytest.raises(SearchError, match="for each device") as caught:
+        found("20MiB")
+    assert 20 * 2**20 < caught.value.memory < 100 * 2**20 < SCORES
+    assert found(f"{int(caught.value.memory)}B").first
+    less, more, none = SearchError("less"), SearchError("more"), SearchError("none")
+    less.memory, more.memory = 1, 2
+    assert with_less_memory(more, less) is less and with_less_memory(less, more) is less
+    assert with_less_memory(less, none) is less and with_less_memory(none, less) is less
 
 
 def test_the_faster_one_of_chunks_and_microbatches() -> None:

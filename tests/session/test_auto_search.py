@@ -12,7 +12,7 @@ from lightning_piper.search import Found
 from lightning_piper.search.costs.blocks import blocks_of
 from lightning_piper.search.proposal import sizes_of, work_of
 from lightning_piper.session import auto_search
-from lightning_piper.session.auto_search import WHOLE, _proved, _searched
+from lightning_piper.session.auto_search import WHOLE, _better, _Outcome, _proved, _searched
 from lightning_piper.simulate.hardware import Hardware
 from tests.moe import Model, batch
 from tests.search.problems import found, problem
@@ -45,3 +45,10 @@ def test_a_whole_module_has_all_experts(allowed: bool, monkeypatch: pytest.Monke
     outcome = _searched(module, samples, cut, [WHOLE], work, hardware, devices=2, memory=40_000)
     assert outcome.proposal is None and outcome.is_limited
     assert ("may fit in 39.06 KiB by estimate" in outcome.problem) is allowed, outcome.problem
+
+
+def test_without_a_program_the_problem_that_names_less_memory_is_told() -> None:
+    less, more = _Outcome(0, problem="less", needed=1), _Outcome(0, problem="more", needed=2)
+    none = _Outcome(0, problem="none")
+    assert _better(more, less).told() == _better(less, more).told() == (None, "less")
+    assert _better(none, less).told() == _better(less, none).told() == (None, "less")
