@@ -9,7 +9,6 @@ import io
 import logging
 import multiprocessing
 import os
-import queue
 import threading
 import weakref
 from array import array
@@ -187,16 +186,6 @@ CHANGES: dict[str, tuple[Any, dict[str, Any], Any]] = {
         {"numbers": bytearray(b"a")},
         lambda m, p: m.numbers.__setitem__(0, 2),
     ),
-    "a queue": (
-        lambda self, x: x * self.waiting.qsize(),
-        {"waiting": queue.Queue()},
-        lambda m, p: m.waiting.put(1),
-    ),
-    "a queue without attributes": (
-        lambda self, x: x * self.waiting.qsize(),
-        {"waiting": queue.SimpleQueue()},
-        lambda m, p: m.waiting.put(1),
-    ),
     "a text in memory": (
         lambda self, x: x * len(self.text.getvalue()),
         {"text": io.StringIO("a")},
@@ -303,7 +292,6 @@ WRITES: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"numbers": array("d", [1.0])},
         "self.numbers",
     ),
-    "a queue": (lambda self: self.waiting.put(1), {"waiting": queue.Queue()}, "self.waiting"),
     "a context variable": (lambda self: VARIABLE.set(VARIABLE.get() + 1), {}, "VARIABLE"),
     "a value of the thread": (lambda self: setattr(OF_THREAD, "x", OF_THREAD.x + 1), {}, "OF_THREAD"),
     "the environment": (

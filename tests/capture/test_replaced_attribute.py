@@ -5,11 +5,12 @@ error.
 from __future__ import annotations
 
 import math
+import threading
 
 import pytest
 import torch
 
-from lightning_piper.capture.user_code.replaced_attribute import replaced_attribute
+from lightning_piper.capture.user_code.replaced_attribute import checked_calls, replaced_attribute
 
 
 class Base:
@@ -45,3 +46,17 @@ def test_what_is_inherited_is_inherited_again_after_an_error() -> None:
     with replaced_attribute(torch.Tensor, "expand", abs):
         pass
     assert dict(vars(torch.Tensor)) == before
+
+
+def test_calls_are_checked_in_one_thread_only() -> None:
+    def refuse(*args: float) -> None:
+        raise ValueError(args)
+
+    found: list[float] = []
+    other = threading.Thread(target=lambda: found.append(math.sqrt(4)))
+    with checked_calls(math, "sqrt", refuse):
+        with pytest.raises(ValueError, match="9"):
+            math.sqrt(9)
+        other.start()
+        other.join()
+    assert found == [2] and math.sqrt(9) == 3

@@ -8,7 +8,6 @@ import io
 import itertools
 import multiprocessing
 import os
-import queue
 import random
 import threading
 from array import array
@@ -53,13 +52,11 @@ class Holder(nn.Module):
         self.generator = torch.Generator().manual_seed(3)
         self.pair = (Thing(), 1)
         self.array, self.bytes = array("d", [1.0]), bytearray(b"ab")
-        self.waiting: Any = queue.Queue()
         self.variable, self.local = VARIABLE, threading.local()
         self.local.x = 1
-        self.text, self.event, self.simple = io.StringIO("ab"), threading.Event(), queue.SimpleQueue[int]()
+        self.text, self.event = io.StringIO("ab"), threading.Event()
         self.shared, self.flag = multiprocessing.Array("d", [1.0]), multiprocessing.Event()
         self.text.read(1)
-        self.simple.put(1)
         self.cached: Any = functools.cache(lambda: [1])
         self.cached()
 
@@ -79,9 +76,9 @@ def seen(holder: Holder) -> list[Any]:
         holder.table.tolist(),
         things,
         draws,
-        [holder.array.tolist(), bytes(holder.bytes), holder.waiting.qsize(), VARIABLE.get(), holder.local.x],
+        [holder.array.tolist(), bytes(holder.bytes), VARIABLE.get(), holder.local.x],
         [os.environ.get("PIPER_TEST"), list(holder.cached())],
-        [holder.text.getvalue(), holder.text.tell(), holder.event.is_set(), holder.simple.qsize()],
+        [holder.text.getvalue(), holder.text.tell(), holder.event.is_set()],
         [holder.shared[:], holder.flag.is_set()],
         sorted(vars(holder)),
         sorted(vars(holder.inner)),
@@ -103,10 +100,9 @@ def change(holder: Holder) -> None:
     holder.table[0] = 9
     holder.array.append(2.0)
     holder.bytes[0] = 1
-    holder.waiting.put(1)
     VARIABLE.set(2)
     holder.local.x = 2
-    holder.text.write("cd"), holder.event.set(), holder.simple.put(2)
+    holder.text.write("cd"), holder.event.set()
     holder.shared[0] = 2.0
     holder.flag.set()
     os.environ["PIPER_TEST"] = "1"

@@ -6,8 +6,8 @@ import itertools
 import logging
 import mmap
 import os
-import queue
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -39,12 +39,14 @@ class Unwatched(NamedTuple):
     change: Callable[[Any], object]
 
 
-def in_a_thread(read: Callable[[], float]) -> float:
-    found: list[float] = []
-    thread = threading.Thread(target=lambda: found.append(read()))
-    thread.start()
-    thread.join()
-    return found[0]
+def mapped() -> mmap.mmap:
+    """Return a map of a file that may only be read. `os.pwrite` changes the file."""
+    MAPPED.write(b"\2")
+    MAPPED.flush()
+    return mmap.mmap(MAPPED.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+MAPPED = tempfile.TemporaryFile()  # noqa: SIM115
 
 
 def graph() -> nx.Graph[int]:
@@ -93,8 +95,8 @@ CASES = {
     "a mapped file": Unwatched(
         IN_C,
         lambda self: float(self.mapped[0]),
-        {"mapped": mmap.mmap(-1, 8)},
-        lambda module: module.mapped.__setitem__(0, 3),
+        {"mapped": mapped()},
+        lambda module: os.pwrite(MAPPED.fileno(), b"\3", 0),
     ),
     "a generator": Unwatched(
         IN_C,
@@ -147,12 +149,6 @@ CASES = {
         {"table": of_objects()},
         lambda module: module.table[0].append(1.0),
     ),
-    "a thread": Unwatched(
-        "reads in other threads",
-        lambda self: in_a_thread(lambda: self.settings.beta),
-        {"settings": Settings()},
-        lambda module: setattr(module.settings, "beta", 3.0),
-    ),
 }
 WATCHED = {
     "an attribute by a name that is made at run time": Unwatched(
@@ -160,12 +156,6 @@ WATCHED = {
         lambda self: getattr(self, "be" + self.end),
         {"beta": 2.0, "end": "ta"},
         lambda module: setattr(module, "beta", 3.0),
-    ),
-    "the number of entries": Unwatched(
-        IN_C,
-        lambda self: float(1 + self.waiting.qsize()),
-        {"waiting": queue.SimpleQueue()},
-        lambda module: module.waiting.put(1),
     ),
 }
 

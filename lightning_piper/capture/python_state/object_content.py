@@ -14,7 +14,6 @@ import io
 import logging
 import mmap
 import os
-import queue
 import sys
 import threading
 import types
@@ -44,7 +43,7 @@ _LINKS = _types_of_links()
 ENVIRONMENT: Any = type(os.environ)
 # Classes of the standard library whose attributes are their content.
 ATTRIBUTES = (
-    queue.Queue, collections.UserList, collections.UserString, threading.local, threading.Event, threading.Semaphore,
+    collections.UserList, collections.UserString, threading.local, threading.Event, threading.Semaphore,
 )  # fmt: skip
 _VIEW: Any = type({}.values())
 _TEXT_OR_BYTES = (io.StringIO, io.BytesIO)
@@ -55,7 +54,6 @@ CSV_WRITER: Any = type(csv.writer(io.StringIO()))
 _READERS: dict[type | tuple[type, ...], Callable[[Any], Any]] = {
     _TEXT_OR_BYTES: lambda file: None if file.closed else (file.getvalue(), file.tell()),
     type(threading.Lock()): lambda lock: lock.locked(),
-    queue.SimpleQueue: lambda waiting: waiting.qsize(),
     decimal.Context: lambda context: (
         context.prec,
         context.rounding,
@@ -68,6 +66,14 @@ _READERS: dict[type | tuple[type, ...], Callable[[Any], Any]] = {
     SynchronizedBase: lambda shared: zlib.crc32(shared.get_obj()),
     SharedEvent: lambda event: event.is_set(),
 }
+# Classes (module, name) through which a step reaches other threads, other processes or a database. Piper cannot see
+# what a step does with such an object, and cannot undo it.
+_OUTSIDE = frozenset({
+    ("sqlite3", "Connection"), ("sqlite3", "Cursor"), ("sqlite3", "Blob"), ("subprocess", "Popen"),
+    ("socket", "socket"), ("queue", "Queue"), ("_queue", "SimpleQueue"), ("concurrent.futures._base", "Executor"),
+    ("multiprocessing.pool", "Pool"), ("multiprocessing.queues", "Queue"), ("multiprocessing.queues", "SimpleQueue"),
+    ("multiprocessing.connection", "_ConnectionBase"), ("multiprocessing.managers", "BaseProxy"),
+})  # fmt: skip
 _UNSET = object()
 _LARGE = 2**24  # in bytes; larger buffers are not saved
 # `files_behind` visits at most this many objects, and enters objects of these classes of Python.
@@ -133,9 +139,38 @@ def content_of(value: Any) -> Any:
 def is_written_file(value: Any) -> bool:
     """Return whether the value is an open file whose end tells what was written into it. The standard streams are
     not: a step may print."""
-    if not isinstance(value, _FILES) or value in _streams():
+    return isinstance(value, _FILES) and _is_open_to_write(value) and _can_be_shortened(value)
+
+
+def reaches_outside(value: Any) -> bool:
+    """Return whether a step that uses the object may change something that Piper can neither see nor undo: an object
+    of `_OUTSIDE`, a mapped file, or an open file that cannot be shortened, such as a pipe or a compressed file."""
+    if isinstance(value, mmap.mmap):
+        try:
+            return not memoryview(value).readonly
+        except ValueError:  # the mapped file is closed
+            return False
+    if isinstance(value, io.IOBase):
+        return (
+            _is_open_to_write(value)
+            and not isinstance(value, _TEXT_OR_BYTES)
+            and not _can_be_shortened(value)
+        )
+    return any((each.__module__, each.__qualname__) in _OUTSIDE for each in type(value).__mro__)
+
+
+def _is_open_to_write(file: Any) -> bool:
+    return file not in _streams() and not file.closed and file.writable()
+
+
+def _can_be_shortened(file: Any) -> bool:
+    """Return whether a file's end shows what was written into it, and can be moved back. The bytes of a text file may
+    go into a compressed file, where this is not possible."""
+    if not file.seekable():
         return False
-    return not value.closed and value.writable() and value.seekable()
+    while isinstance(file, io.TextIOWrapper | io.BufferedWriter | io.BufferedRandom):
+        file = file.buffer if isinstance(file, io.TextIOWrapper) else file.raw
+    return isinstance(file, io.FileIO | io.BytesIO)
 
 
 def _streams() -> tuple[Any, ...]:
@@ -144,8 +179,8 @@ def _streams() -> tuple[Any, ...]:
 
 def files_behind(value: Any) -> list[Any]:
     """Return the files into which an object of Python's library may write: the file of a `csv.DictWriter`, of
-    a `codecs.StreamWriter`, of a temporary file, or of the method `write` of a file. The objects may be in a
-    list, tuple or dict.
+    a `codecs.StreamWriter`, of a temporary file, or of the method `write` of a file. Also return objects of
+    `reaches_outside`. The objects may be in a list, tuple or dict.
 
     The list is empty for the files themselves and for objects of other classes. It is empty for loggers and
     standard streams, because a step may log and print.
@@ -160,7 +195,7 @@ def files_behind(value: Any) -> list[Any]:
             if id(x) in seen:
                 continue
             seen.add(id(x))
-            if is_written_file(x) or (isinstance(x, _TEXT_OR_BYTES) and not x.closed):
+            if is_written_file(x) or reaches_outside(x) or (isinstance(x, _TEXT_OR_BYTES) and not x.closed):
                 found.append(x)
             elif type(x) in _ENTERED or _may_hold_file(x):
                 waiting.append(x)
@@ -184,7 +219,6 @@ def restoring(value: Any) -> Callable[[], None] | None:
     - a context variable with a value
     - a file in memory that is not closed (`StringIO`, `BytesIO`)
     - an open file on a disk, if later code only appends to it
-    - a `queue.SimpleQueue`, if later code only adds to it
     - a buffer, such as a `bytearray`, that is writable, contiguous and at most `_LARGE` bytes large, also if
       processes share it (`multiprocessing.Value`, `multiprocessing.Array`)
     - an event that processes share (`multiprocessing.Event`)
@@ -208,8 +242,6 @@ def restoring(value: Any) -> Callable[[], None] | None:
         return functools.partial(_rewrite, value, value.getvalue(), value.tell())
     if is_written_file(value):
         return functools.partial(_shorten, value, value.tell())
-    if isinstance(value, queue.SimpleQueue):
-        return functools.partial(_drop_newest, value, value.qsize())
     if isinstance(value, (bytes, mmap.mmap, *_PLAIN)):
         return None
     try:
@@ -246,14 +278,6 @@ def _shorten(file: Any, end: int) -> None:
     if not file.closed and file.tell() != end:
         file.seek(end)
         file.truncate()
-
-
-def _drop_newest(waiting: queue.SimpleQueue[Any], size: int) -> None:
-    """Remove the newest entries of a queue, so that the oldest `size` entries stay."""
-    if waiting.qsize() > size:
-        entries = [waiting.get_nowait() for _ in range(waiting.qsize())]
-        for entry in entries[:size]:
-            waiting.put(entry)
 
 
 def cached_results(function: Any) -> Iterator[Any]:

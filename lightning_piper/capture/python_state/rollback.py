@@ -30,6 +30,7 @@ from lightning_piper.capture.python_state.object_content import (
     MEMOISED,
     files_behind,
     held_by,
+    reaches_outside,
     restoring,
 )
 from lightning_piper.capture.python_state.state_locations import (
@@ -166,7 +167,7 @@ class _SavedState:
             value = referent(value)
         if isinstance(value, types.BuiltinMethodType):  # such as the method `write` of a file
             value = value.__self__
-        if isinstance(value, _PLAIN) or id(value) in self._seen:
+        if isinstance(value, _PLAIN) or id(value) in self._seen or reaches_outside(value):
             return
         self._seen[id(value)] = value
         if not isinstance(value, dict | list | tuple):  # their items are visited themselves

@@ -25,6 +25,7 @@ from lightning_piper.capture.python_state.object_content import (
     content_of,
     files_behind,
     is_written_file,
+    reaches_outside,
 )
 from lightning_piper.capture.python_state.unchanged_items import (
     are_same,
@@ -34,6 +35,7 @@ from lightning_piper.capture.python_state.unchanged_items import (
     version_of,
 )
 from lightning_piper.capture.torch_private import _torch
+from lightning_piper.errors import CaptureError
 
 MISSING = object()  # the value of a place that has no value, such as a dict's entry that does not exist
 GONE = object()  # the value of a place whose owner does not exist any more
@@ -474,6 +476,9 @@ class Guards:
         """Guard a place that the step reads. If the place is already guarded, keep the first value.
 
         Within a trace, also guard the files into which the value may write (`files_behind`).
+
+        Raises:
+            CaptureError: the value is or has an object of `reaches_outside`.
         """
         if place.key not in self.by_key:
             loose = (x.path for x in self.inputs.values() if x.key[:2] == place.key[:2])
@@ -482,8 +487,15 @@ class Guards:
             self._stale = True
 
     def _note_files(self, guard: Guard) -> None:
-        for file in files_behind(guard.value):
-            self._files.setdefault(id(file), (guard.place.where, file, file.tell()))
+        where, found = guard.place.where, files_behind(guard.value)
+        if outside := next(filter(reaches_outside, (guard.value, *found)), None):
+            kind = f"{type(outside).__module__}.{type(outside).__qualname__}"
+            raise CaptureError(
+                f"the step uses {where}, which is or has an object of {kind}. A captured step would use it only while "
+                "Piper captures it. Use it in a hook, such as on_train_batch_end or on_validation_batch_end [PIPER-C003]"
+            )
+        for file in found:
+            self._files.setdefault(id(file), (where, file, file.tell()))
 
     def note_hooks(self, where: str, hooks: dict[int, Any]) -> None:
         """Guard a dict of hooks: it must keep the same hooks in the same order. If it is already guarded, keep

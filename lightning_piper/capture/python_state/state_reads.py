@@ -38,8 +38,7 @@ from lightning_piper.capture.python_state.state_locations import (
 from lightning_piper.capture.python_state.state_protection import RefusalMode, changes
 from lightning_piper.capture.python_state.state_recorder import StateRecorder
 from lightning_piper.capture.torch_private import _torch
-from lightning_piper.capture.user_code.opened_files import refusing_opened_files
-from lightning_piper.capture.user_code.trackers import refusing_trackers
+from lightning_piper.capture.user_code.effects import refusing_effects
 from lightning_piper.common.user_lines import shown_line
 from lightning_piper.errors import CaptureError
 
@@ -270,8 +269,7 @@ class StateReads:
         deferred = accepting_deferred(self.namespaces)
         with (
             RefusalMode(module, step),
-            refusing_opened_files(step),
-            refusing_trackers(step),
+            refusing_effects(step, self.namespaces),
             self.inputs.tracing(numbers),
             deferred,
             self._recorder.watching(),
@@ -301,7 +299,7 @@ class StateReads:
 
     def goes_back(self, step: str, numbers: Sequence[torch.Tensor]) -> None:
         """From now until the end of `tracing`, also record the reads of the backward pass, whose hooks are the
-        user's code. Refuse changes of files there as in the forward pass. Call it after the forward pass.
+        user's code. Refuse effects there as in the forward pass. Call it after the forward pass.
 
         Args:
             step, numbers: the arguments of `running`.
@@ -312,8 +310,7 @@ class StateReads:
             self.inputs.tracing(numbers),
             accepting_deferred(self.namespaces),
             self._recorder.watching(),
-            refusing_opened_files(step),
-            refusing_trackers(step),
+            refusing_effects(step),
         ):
             self._behind.enter_context(context)
 

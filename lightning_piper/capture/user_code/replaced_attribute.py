@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -25,3 +27,23 @@ def replaced_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, before)
         else:
             delattr(owner, name)
+
+
+def checked_calls(
+    owner: Any, name: str, check: Callable[..., None]
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which `check` gets the arguments of each call of a function in this thread, before the
+    function runs. If `check` raises an error, the function does not run.
+
+    Args:
+        owner, name: the module or class, and the name of its function.
+    """
+    own, thread = getattr(owner, name), threading.get_ident()
+
+    @functools.wraps(own)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread:
+            check(*args, **kwargs)
+        return own(*args, **kwargs)
+
+    return replaced_attribute(owner, name, call)

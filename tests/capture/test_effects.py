@@ -1,17 +1,26 @@
-"""A step that opens a file to write into it, or that writes into an open file, is not captured."""
+"""A step is not captured if it changes files, starts programs or threads, or uses connections, queues and open files
+whose changes cannot be undone."""
 
 from __future__ import annotations
 
 import codecs
+import contextlib
 import csv
 import functools
+import gzip
 import io
 import logging
+import mmap
 import os
+import queue
+import socket
+import sqlite3
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from os import remove
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +87,39 @@ def runs_program(folder: Path) -> None:
     subprocess.run(["touch", str(folder / "texts")], check=True)
 
 
+def makes_pipe(folder: Path) -> None:
+    os.mkfifo(folder / "texts")
+
+
+def removes_by_own_name(folder: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        remove(folder / "other")
+    (folder / "texts").touch()
+
+
+def writes_in_a_thread(folder: Path) -> None:
+    thread = threading.Thread(target=writes, args=(folder,))
+    thread.start()
+    thread.join()
+
+
+def opens_database(folder: Path) -> None:
+    with sqlite3.connect(folder / "texts") as database:
+        database.execute("CREATE TABLE t (x)")
+    database.close()
+
+
+def saves_as_a_package(folder: Path) -> None:
+    """A package may write into a hidden folder only if it is a folder of caches."""
+    hidden = folder / ".texts"
+    exec(compile(f"open({str(hidden)!r}, 'w').close()", "/x/site-packages/package.py", "exec"), {})
+    hidden.rename(folder / "texts")
+
+
+def makes_database_in_memory(folder: Path) -> None:
+    sqlite3.connect(":memory:").close()
+
+
 def saves_to_memory(folder: Path) -> None:
     torch.save([1.0], io.BytesIO())
     np.save(io.BytesIO(), np.ones(2))
@@ -100,25 +142,8 @@ def makes_folder_again(folder: Path) -> None:
 
 def caches(folder: Path) -> None:
     """As a package does when it is first used. The code of a package is one that Python finds installed."""
-    hidden = folder / ".cache"
+    hidden = Path.home() / ".cache_of_package"
     exec(compile(f"open({str(hidden)!r}, 'w').close()", "/x/site-packages/package.py", "exec"), {})
-
-
-def writes_in_another_thread(folder: Path) -> None:
-    """As a thread that the user started before, and that writes while Piper traces."""
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            writes(folder)
-            os.remove(folder / "texts")
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert not failed
 
 
 def logs(folder: Path) -> None:
@@ -141,6 +166,17 @@ class Writer(L.LightningModule):
         return self.layer(batch).mean()
 
 
+ACTIONS = {
+    makes_folder: "makes a folder",
+    runs_program: "starts a program",
+    touches: "changes the attributes of a file",
+    makes_pipe: "makes a file",
+    removes_by_own_name: "removes a file",
+    writes_in_a_thread: "starts a thread",
+    opens_database: "opens a database",
+}
+
+
 @pytest.mark.parametrize(
     "write",
     [
@@ -156,11 +192,16 @@ class Writer(L.LightningModule):
         opens_by_number,
         makes_folder,
         runs_program,
+        makes_pipe,
+        removes_by_own_name,
+        writes_in_a_thread,
+        opens_database,
+        saves_as_a_package,
     ],
 )
 def test_a_step_that_writes_a_file_is_refused(write: Any, tmp_path: Path) -> None:
-    action = {makes_folder: "makes a folder", runs_program: "starts a program"}.get(write, "opens a file")
-    with pytest.raises(CaptureError, match=rf"test_opened_files.py:\d+ .*training_step {action}"):
+    action = ACTIONS.get(write, "opens a file")
+    with pytest.raises(CaptureError, match=rf"test_effects.py:\d+ .*training_step {action}"):
         capture(Writer(write, tmp_path), torch.ones(4, 4)).at(4)
     assert not any(tmp_path.iterdir())
     write(tmp_path)  # outside of a capture
@@ -169,9 +210,12 @@ def test_a_step_that_writes_a_file_is_refused(write: Any, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     "use",
-    [reads, discards, logs, saves_to_memory, makes_folder_again, caches, writes_in_another_thread],
+    [reads, discards, logs, saves_to_memory, makes_folder_again, caches, makes_database_in_memory],
 )
-def test_a_step_that_writes_no_file_of_its_own_is_captured(use: Any, tmp_path: Path) -> None:
+def test_a_step_that_writes_no_file_of_its_own_is_captured(
+    use: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     assert capture(Writer(use, tmp_path), torch.ones(4, 4)).at(4).regions
 
 
@@ -207,7 +251,7 @@ class Backwards(Writer):
 def test_a_backward_pass_that_writes_a_file_is_refused(hooked: bool, tmp_path: Path) -> None:
     module = Backwards(appends, tmp_path)
     module.hooked = hooked
-    with pytest.raises(CaptureError, match=r"test_opened_files.py:\d+ .*training_step opens a file"):
+    with pytest.raises(CaptureError, match=r"test_effects.py:\d+ .*training_step opens a file"):
         capture(module, torch.ones(4, 4)).at(4)
     assert not any(tmp_path.iterdir())
     module.write = reads
@@ -337,3 +381,68 @@ def test_a_step_that_prints_through_another_object_is_captured(
         assert capture(module, torch.ones(4, 4)).at(4).regions
         monkeypatch.undo()
     assert "text" in (tmp_path / "train.log").read_text()
+
+
+def pipe() -> Any:
+    """Return the end of a pipe to write into, which closes the other end when it is closed."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    return open(writing, "w")
+
+
+def database() -> sqlite3.Connection:
+    found = sqlite3.connect(":memory:")
+    found.execute("CREATE TABLE t (x)")
+    return found
+
+
+def insert(found: Any) -> None:
+    found.execute("INSERT INTO t VALUES (1)")
+
+
+# Name -> (function that makes an object, function that changes something outside of Python's objects through it)
+OUTSIDE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "compressed": (lambda: gzip.GzipFile(fileobj=io.BytesIO(), mode="w"), lambda file: file.write(b"x")),
+    "compressed text": (
+        lambda: io.TextIOWrapper(gzip.GzipFile(fileobj=io.BytesIO(), mode="w")),  # type: ignore[arg-type]
+        lambda file: file.write("x"),
+    ),
+    "pipe": (pipe, lambda file: file.write("x")),
+    "database": (database, insert),
+    "cursor": (lambda: database().cursor(), insert),
+    "method": (lambda: database().execute, lambda execute: execute("INSERT INTO t VALUES (1)")),
+    "list": (lambda: [database()], lambda found: insert(found[0])),
+    "queue": (queue.Queue, lambda waiting: waiting.put(1)),
+    "queue in C": (queue.SimpleQueue, lambda waiting: waiting.put(1)),
+    "threads": (lambda: ThreadPoolExecutor(1), lambda pool: pool.submit(int)),
+    "connection": (lambda: socket.socketpair()[0], lambda end: end.fileno()),
+    "mapped file": (lambda: mmap.mmap(-1, 8), lambda file: file.write(b"x")),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_step_that_uses_what_cannot_be_undone_is_refused(name: str) -> None:
+    make, change = OUTSIDE[name]
+    module = Reporter(io.StringIO(), lambda module: change(module.table))
+    module.table = make()
+    with (
+        pytest.raises(
+            CaptureError, match=r"the step uses self.table, which is or has an object of .*PIPER-C003"
+        ),
+        rollback_on_failure(module),
+    ):
+        capture(module, torch.ones(4, 4)).at(4)
+    module.report = lambda module: None
+    assert capture(module, torch.ones(4, 4)).at(4).regions
+
+
+def test_a_file_that_a_step_was_refused_for_has_no_bytes_of_it() -> None:
+    content = io.BytesIO()
+    file = gzip.GzipFile(fileobj=content, mode="w")
+    file.write(b"header\n")
+    module = Reporter(io.StringIO(), lambda module: module.table.write(b"row\n"))
+    module.table = file
+    with pytest.raises(CaptureError), rollback_on_failure(module):
+        capture(module, torch.ones(4, 4)).at(4)
+    file.close()
+    assert gzip.decompress(content.getvalue()) == b"header\n"
