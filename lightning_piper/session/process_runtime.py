@@ -47,6 +47,7 @@ from lightning_piper.runtime import (
 from lightning_piper.runtime.simulated_steps import OnSimulated
 from lightning_piper.runtime.watching import See, Watch
 from lightning_piper.session.checksums import checksum, sum_of_plans
+from lightning_piper.session.distribution import check_held, check_shards, check_updates
 from lightning_piper.session.metric_objects import MetricObjects
 from lightning_piper.session.replay import Replay
 
@@ -275,7 +276,9 @@ class ProcessRuntime:
         Raises:
             PiperError: The program needs tensors, or shards of buckets, that a process does not hold.
         """
-        self._check_shards(compiled)
+        assert self._first is not None
+        check_shards(self._first, compiled)
+        check_updates(self._first, compiled)
         executors = self._executors(compiled)
         reports = [None if self._compiler is None else self._compiler.report]
         reports += [executor.graphs.report for executor in executors[:1] if executor.graphs is not None]
@@ -440,64 +443,10 @@ class ProcessRuntime:
         found.observer = None if watch is None else watch.observe(found.plan)
         return found
 
-    def _check_shards(self, compiled: Compiled) -> None:
-        """Check that a program has the same buckets as the first program, because all programs share the flat
-        tensors of these buckets.
-
-        Raises:
-            PiperError: The program uses other buckets.
-        """
-        assert self._first is not None
-        for device, plan in compiled.plans.representatives.items():
-            others = sorted(
-                {
-                    n
-                    for b, _ in plan.shards.items() - self._first.plans[device].shards.items()
-                    for n in b.names
-                }
-            )
-            if others:
-                raise PiperError(
-                    f"PiperStrategy: this batch ({compiled.dag.size} samples) makes the step use parameters in "
-                    f"other regions than the first batch, so device {device} would need other shards of "
-                    f"{', '.join(others[:3])}. Let the step use the same parameters in the same annotated regions for "
-                    "all batches [PIPER-D025]"
-                )
-
     def check_held(self, compiled: Compiled, before_fit: bool = False) -> None:
-        """Check that every process holds the tensors that its plan works on.
-
-        Each process checks the representative plans of all devices, so all processes raise the same error.
-
-        Args:
-            compiled: The program to check.
-            before_fit: Whether the program was compiled before it was known which parameters the first program
-                shards. Parameters of the first program then count as held, because they can be gathered.
-
-        Raises:
-            PiperError: A process does not hold a tensor.
-        """
+        """Check that every process holds the tensors that its plan works on (`distribution.check_held`)."""
         assert self._tensor_map is not None and self._first is not None
-        by, step = self._first.step.name, compiled.step.name
-        for device, plan in sorted(compiled.plans.representatives.items()):
-            needed = compiled.params_on(device) | compiled.buffers_on(device)
-            if before_fit and not needed <= self._tensor_map.specs.keys():
-                return  # the module has lost tensors, for example by pruning, so the step is captured again
-            needed -= {name for bucket in plan.shards for name in bucket.names}
-            needed -= self._first.params_on(device) if before_fit else set()
-            missing = sorted(name for name in needed if self._tensor_map.held(name, device) is None)
-            names, it = ", ".join(missing[:3]), "it" if len(missing) == 1 else "them"
-            if missing and step != by:
-                raise PiperError(
-                    f"{step} uses {names} on device {device}, but {by} does not use {it} there, so this device does not hold "
-                    f"{it}. Use the same parameters and buffers in the same annotated region in both steps [PIPER-D025]"
-                )
-            if missing:
-                raise PiperError(
-                    f"batch of {compiled.dag.size} samples: device {device} uses {names}, which it does not hold, because it "
-                    f"did not use {it} in the first batch. Use the same parameters and buffers in the same annotated "
-                    "region for all batches [PIPER-D025]"
-                )
+        check_held(self._first, compiled, self._tensor_map, before_fit)
 
 
 def arguments_of(

@@ -95,3 +95,25 @@ def test_others_are_one_device_s(loss: str, program: str) -> None:
     state, said = fit(DO_NOT[loss], piper.PiperStrategy(PROGRAMS[program], transport="local"))
     assert all(torch.allclose(state[name], x, rtol=0, atol=1e-14) for name, x in wanted.items())
     assert not said
+
+
+@pytest.mark.parametrize("samples", [33, 34])
+def test_a_batch_without_samples_for_a_device_is_refused(samples: int) -> None:
+    """Each microbatch runs on its own device. With one sample, a device would keep the old parameters."""
+    apart = [TWO, *(piper.Place(filter={"MB": i}, devices=[i]) for i in range(2))]
+    module = Net(F.mse_loss)
+    data = TensorDataset(*(torch.randn(samples, 4, dtype=torch.float64) for _ in range(2)))
+    run = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=piper.PiperStrategy(apart, transport="local"),
+        max_epochs=1,
+        **QUIET,
+    )
+    if samples == 34:
+        run.fit(module, DataLoader(data, batch_size=16))
+        return
+    with pytest.raises(
+        piper.PiperError, match=r"^batch of 1 sample: device 1 would not update net.bias.*PIPER-D025"
+    ):
+        run.fit(module, DataLoader(data, batch_size=16))

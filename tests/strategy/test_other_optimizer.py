@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim import SGD, Adagrad, Adam, AdamW, Muon
+from torch.optim import SGD, Adafactor, Adagrad, Adam, Adamax, AdamW, Muon, Optimizer
 
 import lightning_piper as piper
 from tests.strategy.fitting import distance, local, trainer, values
@@ -48,6 +48,7 @@ BETAS = "amsgrad, betas, capturable, decoupled_weight_decay"
 @pytest.mark.parametrize("saved, resumed, missing, options", [
     ("AdamW", SGD, "momentum", f"{BETAS}, eps"),
     ("AdamW", Adagrad, "sum", BETAS),
+    ("AdamW", Adamax, "exp_inf", "amsgrad, decoupled_weight_decay, fused"),  # has all options of Adamax
     ("SGD", AdamW, "step", "dampening, momentum, nesterov"),  # raised while the state is loaded
     ("Muon", AdamW, "step", "adjust_lr_fn, momentum, nesterov, ns_coefficients, ns_steps"),
     ("SGD", Muon, "ns_coefficients", "dampening, foreach, fused, maximize"),
@@ -88,3 +89,30 @@ def test_a_key_error_of_the_step_keeps_its_type() -> None:
     run, _ = trainer(local(), max_steps=1)
     with pytest.raises(KeyError, match="betas"):
         run.fit(Faulty(), make("mlp")[1])
+
+
+def test_an_optimizer_that_cannot_unpack_the_options_is_named(paths: dict[str, Path]) -> None:
+    with pytest.raises(TypeError, match="cannot unpack"):
+        fit("auto", Adafactor, 2, paths["AdamW"])
+    with pytest.raises(
+        piper.PiperError, match=r"^Adafactor cannot work with .*\(cannot unpack.*options amsgrad, betas"
+    ):
+        fit(local(), Adafactor, 2, paths["AdamW"])
+
+
+class Forgetful(Optimizer):
+    """Reads an entry that it never writes. Its groups have an option of the user, as `add_param_group` allows."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__([{"params": list(params), "name": "matrices"}], {"lr": lr})
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["forgotten"]
+        return loss
+
+
+def test_an_error_of_an_optimizer_without_a_loaded_state_stays() -> None:
+    with pytest.raises(KeyError, match="forgotten"):
+        fit(local((), capture="never"), Forgetful, 1)

@@ -18,31 +18,36 @@ _BESIDE = {"params", "param_names", "initial_lr", "max_lr", "min_lr", "base_mome
 
 @contextlib.contextmanager
 def naming_optimizers(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Within this context, an error of an optimizer that does not find an entry in the state of another optimizer
-    names both optimizers. Plain torch raises a KeyError, either while it loads the state or in the next step.
+    """Within this context, an error of an optimizer that has loaded the state of another optimizer names both
+    optimizers. Plain torch raises a KeyError or a TypeError, either while it loads the state or in the next step.
 
     Raises:
-        PiperError: An optimizer does not find an entry, and its parameter groups do not have all its options.
+        PiperError: The code of an optimizer has raised such an error, and its parameter groups do not have its options.
         Exception: Any other error of the code in this context.
     """
     try:
         yield
-    except KeyError as error:
+    except (KeyError, TypeError) as error:
         for optimizer in optimizers:
             own = optimizer.optimizer if is_a(optimizer, LightningOptimizer) else optimizer
-            others = _options_of_another(own)
+            others = _options_of_another(own, error)
             if others is not None and _raised_in(own, error):
                 saved = (
                     f"an optimizer with the options {', '.join(others)}" if others else "another optimizer"
                 )
+                lacks = (
+                    f"does not find {error} in the state that it has loaded"
+                    if isinstance(error, KeyError)
+                    else f"cannot work with the state that it has loaded ({error})"
+                )
                 raise PiperError(
-                    f"{type(own).__name__} does not find {error} in the state that it has loaded, because {saved} has "
-                    "saved this state. Resume with the optimizer that saved the checkpoint [PIPER-K003]"
+                    f"{type(own).__name__} {lacks}, because {saved} has saved this state. Resume with the optimizer that "
+                    "saved the checkpoint [PIPER-K003]"
                 ) from error
         raise
 
 
-def _raised_in(optimizer: Optimizer, error: KeyError) -> bool:
+def _raised_in(optimizer: Optimizer, error: Exception) -> bool:
     """Return whether the code of an optimizer's class, or of a base class, raised an error."""
     at = error.__traceback__
     while at is not None and at.tb_next is not None:
@@ -53,9 +58,15 @@ def _raised_in(optimizer: Optimizer, error: KeyError) -> bool:
     return at is not None and at.tb_frame.f_code.co_filename in files
 
 
-def _options_of_another(optimizer: Optimizer) -> list[str] | None:
-    """Return the options of the optimizer's groups that are not its own options; None if the groups have all its own
-    options, as they do unless a loaded state has replaced them."""
+def _options_of_another(optimizer: Optimizer, error: Exception) -> list[str] | None:
+    """Return the options of the optimizer's groups that are not its own options. Return None if nothing shows that
+    the groups and the state come from another optimizer: the groups have all own options, and they have no other
+    options or the state of the parameters has the entry that the error names."""
     options = getattr(optimizer, "defaults", {}).keys()
-    group = next((group for group in optimizer.param_groups if options - group.keys()), None)
-    return None if group is None else sorted(map(str, group.keys() - options - _BESIDE))
+    for group in optimizer.param_groups:
+        others = sorted(map(str, group.keys() - options - _BESIDE))
+        kept = [optimizer.state[p] for p in group["params"] if optimizer.state.get(p)]
+        lacks = isinstance(error, KeyError) and any(error.args[0] not in state for state in kept)
+        if options - group.keys() or (others and lacks):
+            return others
+    return None
