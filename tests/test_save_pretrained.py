@@ -220,6 +220,8 @@ def test_wrong_arguments_are_refused(tmp_path):
         piper.save_pretrained(trainer_of(module, "auto"), tmp_path)
     with pytest.raises(PiperError, match="s3://bucket/x is a remote address"):
         piper.save_pretrained(trainer_of(module), "s3://bucket/x")
+    with pytest.raises(PiperError, match="Give the address as a text: 's3://bucket/x'"):
+        piper.save_pretrained(trainer_of(module), Path("s3://bucket/x"))
     with pytest.raises(PiperError, match="is not a model of transformers inside of the Trainer's Holder"):
         piper.save_pretrained(trainer_of(module), tmp_path, model=made("llama"))
     trainer = L.Trainer(**QUIET, strategy=piper.PiperStrategy(transport="local"))

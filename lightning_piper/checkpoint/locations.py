@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
+from fsspec import available_protocols
 from fsspec.core import url_to_fs
 
 from lightning_piper.checkpoint.files import (
@@ -346,9 +347,19 @@ def _is_a_file(place: str | Path) -> PiperError:
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path is the address of a remote store."""
-    protocol, separator, _ = os.fspath(path).partition("://")
-    return bool(separator) and protocol not in LOCAL
+    """Return whether a path is the address of a remote store.
+
+    Raises:
+        PiperError: The path is an address that `pathlib.Path` has changed into the name of a folder.
+    """
+    text = os.fspath(path)
+    protocol, separator, rest = text.partition(":/")
+    if separator and not rest.startswith("/") and protocol in available_protocols():
+        raise PiperError(
+            f"{text} is not an address: pathlib.Path makes one slash of two. Give the address as a text: "
+            f"{f'{protocol}://{rest}'!r} [PIPER-R003]"
+        )
+    return rest.startswith("/") and protocol not in LOCAL
 
 
 def is_writable(path: str | os.PathLike[str]) -> bool:

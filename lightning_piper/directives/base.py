@@ -4,12 +4,13 @@ JSON form.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
-from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar, get_args
+from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar, get_args, get_type_hints
 
 from lightning_piper.common.argument_names import did_you_mean, problem_of
 from lightning_piper.common.limits import DEVICES, NAME, integer, is_name, shown
@@ -369,6 +370,11 @@ def register(cls: D) -> D:
             " [PIPER-D019]"
         )
     _registry[cls.op] = cls
+    # The types of inherited fields are texts with names of the base class's module. Readers of `__init__`, such as
+    # `jsonargparse`, would look for these names in this class's module.
+    with contextlib.suppress(NameError):  # a name that is imported for type checkers only
+        types, texts = get_type_hints(cls), cls.__init__.__annotations__
+        texts.update({name: types[name] for name in texts.keys() & types.keys()})
     return cls
 
 

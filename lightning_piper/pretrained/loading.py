@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from lightning_piper.checkpoint.locations import is_remote
 from lightning_piper.checkpoint.safetensors_files import StoredTensor, stored_tensors
 from lightning_piper.common.limits import shown
 from lightning_piper.errors import PiperError
@@ -50,7 +51,7 @@ def from_pretrained(model_class: Any, path: str | os.PathLike[str], **options: A
             parameter of the base model, have it in another shape, or have a tensor that the base model does
             not have. Transformers would convert the weights. An option, or the model, is not supported.
     """
-    if "://" in os.fspath(path):
+    if is_remote(path) or "://" in os.fspath(path):
         raise PiperError(
             f"piper.from_pretrained: {os.fspath(path)} is an address, but Piper reads weights from a local folder only. "
             "Give the path of a folder that each process sees [PIPER-K008]"

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_piper.checkpoint.locations import is_remote
 from lightning_piper.checkpoint.safetensors_writer import NAMES, SafetensorsWriter
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.distributed_marks import parts_of
@@ -75,7 +76,7 @@ def _save_model(
     found = _model_of(module, model)
     parts = _parts_of(trainer, module, found)
     folder = world.broadcast(os.fspath(path))
-    if "://" in folder:
+    if is_remote(folder) or "://" in folder:
         raise PiperError(
             f"piper.save_pretrained: {folder} is a remote address. Give a folder that all processes share"
             " [PIPER-K011]"

@@ -261,6 +261,12 @@ def test_a_file_address_is_a_local_path(tmp_path):
     assert read(f"file://{tmp_path}/a.ckpt") == ("sharded", 0)
 
 
+def test_an_address_in_a_path_is_refused_and_a_folder_with_a_colon_is_not() -> None:
+    with pytest.raises(PiperError, match=r"^s3:/bucket/a.ckpt is not an address: .*'s3://bucket/a.ckpt'"):
+        location_of(Path("s3://bucket/a.ckpt"))
+    assert str(location_of(Path("runs:/a.ckpt"))) == str(Path("runs:/a.ckpt").absolute())
+
+
 def test_a_store_that_keeps_a_part_says_so():
     texts = []
     for fault in faults(lambda: write("sharded", 1)):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar, get_type_hints
 
 import pytest
 
@@ -119,3 +119,21 @@ def test_an_entry_point_makes_a_directive_known(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(base, "entry_points", lambda group: (asked.append(group), [Point()])[1])
     assert parse([{"op": "rename_stream", "filter": {}}]) == [Rename(filter={})]
     assert set(asked) == {"lightning_piper.directives"}
+
+
+@pytest.mark.parametrize("cls", [*known().values()], ids=lambda cls: cls.__name__)
+def test_the_types_of_the_fields_of_a_directive_can_be_read(cls: Any) -> None:
+    """`LightningCLI` reads them. A field may be inherited from a class of another module."""
+    types = get_type_hints(cls.__init__)
+    assert types.keys() >= {each.name for each in dataclasses.fields(cls)}
+    assert not any(isinstance(each, str) for each in types.values())
+
+
+def test_a_type_that_only_a_type_checker_knows_does_not_matter() -> None:
+    namespace: dict[str, Any] = {"op": "unknown_type", "contract": "bitwise", "apply": lambda self, dag: None}
+    made = dataclasses.make_dataclass(
+        "Unknown", [("n", "Missing")], bases=(Directive,), namespace=namespace, frozen=True
+    )
+    assert known()[register(made).op] is made
+    with pytest.raises(NameError):
+        get_type_hints(made.__init__)
