@@ -265,7 +265,9 @@ class Rounds:
         # The processes of this rank in all local replicas.
         self._across = World(replica, settings.replicas, world.device, world.timeout, members=members)
         if state is None:
-            for tensor in [*ownership.owned_params.values(), *ownership.owned_buffers.values()]:
+            shared = {**ownership.owned_params, **ownership.owned_buffers}
+            self._check_tensors({name: f"{x.dtype} {tuple(x.shape)}" for name, x in shared.items()})
+            for tensor in shared.values():
                 self._across.share(tensor.detach())
         sizes = {name: spec.numel for name, spec in ownership.tensor_map.specs.items()}
         self._part = settings.part_of({name: sizes[name] for name in ownership.params})
@@ -412,8 +414,7 @@ class Rounds:
         }
         exchanged |= {name: f"a buffer {tuple(buffer.shape)}" for name, buffer in buffers.items()}
         place = _Place(self.steps, *self._position, ends)
-        found = self._across.gather((place, zlib.crc32(repr(exchanged).encode())))
-        places = [each for each, _ in found]
+        places = self._across.gather(place)
         if len({(each.epoch, each.batch) for each in places}) > 1:
             raise PiperError(
                 f"PiperStrategy(local_sgd=...): the local replicas are at different batches: {_differing(places)}. Give all "
@@ -426,10 +427,18 @@ class Rounds:
                 f"{[each.updates for each in places]}, by replica. Let every optimizer_step of each replica make an update "
                 "[PIPER-L004]"
             )
-        if len(set(found)) > 1:
+        self._check_tensors(exchanged)
+
+    def _check_tensors(self, tensors: Mapping[str, str]) -> None:
+        """Check that the local replicas have the same tensors to exchange: name -> text that must be equal. Collective.
+
+        Raises:
+            PiperError: They do not.
+        """
+        if len(set(self._across.gather(zlib.crc32(repr(tensors).encode())))) > 1:
             raise PiperError(
                 "PiperStrategy(local_sgd=...): the local replicas exchange different parameters or buffers"
-                f"{_difference(self._across.gather(exchanged))}. Build the module in the same way in every process, and "
+                f"{_difference(self._across.gather(tensors))}. Build the module in the same way in every process, and "
                 "freeze the same parameters [PIPER-L004]"
             )
 
