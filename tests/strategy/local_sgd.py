@@ -107,6 +107,7 @@ class Job:
         loader: Whether the batches come from a loader, which a training can resume in the middle of an epoch.
         alike: Whether all replicas have the same samples.
         frozen: Name of a parameter that only the last process freezes.
+        wider: Whether the last process has a buffer with another shape.
     """
 
     name: str
@@ -125,6 +126,7 @@ class Job:
     loader: bool = False
     alike: bool = False
     frozen: str = ""
+    wider: bool = False
 
 
 def local(replicas: int = 2, every: int = 3, **options: Any) -> LocalSGD:
@@ -273,6 +275,8 @@ def fit(job: Job, rank: int, size: int, folder: Path) -> dict[str, Any]:
         last = job.fewer if job.fewer is not None and rank == size - 1 else 0
         train = (Counted if job.fewer is None else Batches)(own[: len(own) - last])
     seen, callbacks = Seen(), []
+    if job.wider:
+        module.register_buffer("scales", torch.ones(4 + (rank == size - 1)))
     if job.frozen and rank == size - 1:  # the optimizer has the parameter already
         callbacks.append(
             LambdaCallback(

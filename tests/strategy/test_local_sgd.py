@@ -74,6 +74,7 @@ UNEVEN = [
     Job("even", local(), net=local_sgd.Silent, options={**ALONE, **EPOCHS}, fewer=0),
 ]
 FROZEN = Job("frozen", local(), frozen="second.3.weight")
+WIDER = Job("wider", local(), batches=3, wider=True)
 FROZEN_IN_ALL = Job("frozen in all", local(), frozen="second.1.bias")  # as the model itself does
 DDP = Job("ddp", None, model={"optimizer": "sgd"}, degrees={"dp": 2})
 DROPPED = [
@@ -137,7 +138,7 @@ def four(logs: Path) -> list[dict[Any, Any]]:
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     """What two processes have seen, by the name of the job."""
     folder = tmp_path_factory.mktemp("two")
-    refused = [MANUAL, TOO_MANY, AS_NAMED, SILENT, FROZEN, FROZEN_IN_ALL, *UNEVEN]
+    refused = [MANUAL, TOO_MANY, AS_NAMED, SILENT, FROZEN, WIDER, FROZEN_IN_ALL, *UNEVEN]
     resumed = [RESUMED, AGAIN, TWICE, *STOPPED, *CONTINUED, *DONE]
     jobs = [*TWO, *resumed, DDP, *DROPPED, *FAULTY, *refused]
     return launch_trainings(2, local_sgd.train, folder / "ranks", 2, jobs, folder)
@@ -280,6 +281,14 @@ def test_a_parameter_that_one_replica_freezes_is_an_error(two):
     )
     assert all(said in rank["frozen"]["error"] for rank in two)
     assert all("error" not in rank["frozen in all"] for rank in two)
+
+
+def test_a_buffer_of_another_shape_in_one_replica_is_an_error(two):
+    """Before the replicas share it."""
+    said = (
+        "'scales' is torch.float64 (4,) in replica 0, but torch.float64 (5,) in replica 1. Build the module"
+    )
+    assert all(said in rank["wider"]["error"] for rank in two)
 
 
 def test_replicas_with_other_numbers_of_batches_are_an_error(two):
