@@ -16,6 +16,8 @@ import torch.distributed.checkpoint as dcp
 
 import lightning_piper as piper
 from lightning_piper.checkpoint import distributed_folder
+from lightning_piper.checkpoint.folders import LocalFolder
+from lightning_piper.checkpoint.foreign_folders import conversion_of
 from lightning_piper.strategy import consolidate
 from tests.distributed.processes import launch
 from tests.strategy import from_fsdp
@@ -231,6 +233,25 @@ def test_a_folder_of_another_strategy_says_how_to_convert_it(tmp_path):
 
 class Own:
     """A hyperparameter of the user's own class."""
+
+
+@pytest.mark.parametrize(
+    ("content", "foreign"),
+    [
+        ({"hyper_parameters": {"name": "lightning_piper", "own": Own()}, "x": torch.ones(2)}, True),
+        ({"state_dict": {"w": 0}}, False),  # as a checkpoint of this package that has lost its manifest
+        ({"pytorch-lightning_version": None}, True),
+    ],
+)
+def test_the_keys_of_a_folder_tell_who_saved_it(content, foreign, tmp_path):
+    folder = folder_of(tmp_path / "saved", model={"a": torch.ones(2)})
+    torch.save({"pytorch-lightning_version": "2.6.0", **content}, folder / "meta.pt")
+    with mock.patch.object(
+        Own, "__setstate__", side_effect=AssertionError, create=True
+    ):  # no code of it runs
+        assert (conversion_of(LocalFolder(folder)) is not None) is foreign
+    torch.save(["pytorch-lightning_version"], folder / "meta.pt")
+    assert conversion_of(LocalFolder(folder)) is None
 
 
 class Changed(Own):
