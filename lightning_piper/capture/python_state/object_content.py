@@ -143,8 +143,11 @@ def is_written_file(value: Any) -> bool:
 
 
 def reaches_outside(value: Any) -> bool:
-    """Return whether a step that uses the object may change something that Piper can neither see nor undo: an object
-    of `_OUTSIDE`, a mapped file, or an open file that cannot be shortened, such as a pipe or a compressed file."""
+    """Return whether a step that uses the object may change something that Piper can neither see nor undo.
+
+    The object is of a class of `_OUTSIDE`, or a mapped file. Or it is an open file that cannot be shortened, such as a
+    pipe or a compressed file.
+    """
     if isinstance(value, mmap.mmap):
         try:
             return not memoryview(value).readonly

@@ -42,7 +42,7 @@ class _Effect(NamedTuple):
     """Calls that have an effect.
 
     Attributes:
-        action: the effect, for the error; `{}` stands for the name of the function.
+        action: the effect, in the words of the error. `{}` stands for the name of the function.
         module, kind: the functions are in this module, or are methods of this class of the module.
         names: glob patterns of the functions, separated by spaces.
     """

@@ -60,8 +60,11 @@ def _raised_in(optimizer: Optimizer, error: Exception) -> bool:
 
 def _options_of_another(optimizer: Optimizer, error: Exception) -> list[str] | None:
     """Return the options of the optimizer's groups that are not its own options. Return None if nothing shows that
-    the groups and the state come from another optimizer: the groups have all own options, and they have no other
-    options or the state of the parameters has the entry that the error names."""
+    they come from another optimizer.
+
+    The groups show it if they do not have all own options. They also show it if they have other options, and the state
+    of the parameters does not have the entry that the error names.
+    """
     options = getattr(optimizer, "defaults", {}).keys()
     for group in optimizer.param_groups:
         others = sorted(map(str, group.keys() - options - _BESIDE))
