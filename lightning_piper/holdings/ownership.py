@@ -491,6 +491,7 @@ class Ownership:
     def _brought(self, targets: Sequence[int]) -> Iterator[Collection[str]]:
         """Give the processes `targets` every tensor inside of this context. Collective. Yields the names of
         the tensors that this process has received: none if it is not a target."""
+        self.check_unwritten()
         dropped = self._receive(targets)
         try:
             yield dropped.keys()

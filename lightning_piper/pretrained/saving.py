@@ -174,7 +174,8 @@ def _parts_of(trainer: Any, module: nn.Module, model: nn.Module) -> Ownership | 
     """Return the distribution of the module over processes; None if every process has the whole module.
 
     Raises:
-        PiperError: No process has the model's values, or the run has failed.
+        PiperError: No process has the model's values, or the run has failed. Or a sharded parameter was changed, which
+            no shard has followed.
     """
     parts = parts_of(module)
     if parts is not None and not parts.ended and isinstance(trainer.strategy.phase, Idle | Ended):
@@ -187,7 +188,10 @@ def _parts_of(trainer: Any, module: nn.Module, model: nn.Module) -> Ownership | 
             "piper.save_pretrained: the model is on the meta device and has no values before the first step "
             "of a run. Save after the first step [PIPER-S009]"
         )
-    return None if parts is None or parts.whole else parts
+    if parts is None or parts.whole:
+        return None
+    parts.check_unwritten()
+    return parts
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,7 @@ class SavingStrategy(EvaluatingStrategy):
         if not self._sharded or not isinstance(self.phase, Fitting | Ended):
             return super().lightning_module_state_dict()
         assert self.lightning_module is not None
+        self.phase.fit.ownership.check_unwritten()
         with self._whole_metrics():
             return module_state(self.lightning_module, self.phase.fit.program.step.canonical)
 
