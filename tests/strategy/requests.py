@@ -116,6 +116,12 @@ def refusals(run: Run) -> dict[str, str]:
     class WritesAtTheEnd(L.Callback):
         on_train_end = Writes.on_train_batch_end
 
+    class WritesAndSaves(Writes):
+        def on_train_batch_end(self, trainer: L.Trainer, module: Any, *args: Any) -> None:
+            super().on_train_batch_end(trainer, module)
+            trainer.save_checkpoint(run.folder / "written.ckpt")
+            raise RuntimeError("saved")
+
     class Early(L.Callback):
         @torch.no_grad()
         def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
@@ -140,6 +146,7 @@ def refusals(run: Run) -> dict[str, str]:
         "replaced at the start": said(callbacks=[Replaces(0)]),
         "replaced later": said(callbacks=[Replaces(1)]),
         "in place": said(callbacks=[Writes()]),
+        "in place, then saved": said(callbacks=[WritesAndSaves()]),
         "in place at the end": said(callbacks=[WritesAtTheEnd()]),
         "batch sizes": said(callbacks=[cb.BatchSizeFinder()], module=Sized()),
         "closure": said(module=Twice()),

@@ -158,6 +158,14 @@ def test_parameters_in_pieces_changed_in_place(program, what, ranks):
         assert re.search(words, found["refusals"][what])
 
 
+@EACH
+def test_a_save_after_a_change_in_place(program, ranks):
+    """The file would have the values before the change. The control: a process saves what it has whole."""
+    words = "^RuntimeError: saved$" if program == "PP2" else "parameter 'first.0.weight' was changed in place"
+    for found in ranks(program):
+        assert re.search(words, found["refusals"]["in place, then saved"])
+
+
 class Validated(MLP):
     def __init__(self) -> None:
         super().__init__()
