@@ -22,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from lightning_piper.checkpoint.foreign_folders import keys_of
 from lightning_piper.checkpoint.records import check_archive, check_records
 from lightning_piper.errors import PiperError
 from lightning_piper.processes.world import World
@@ -30,8 +31,11 @@ _MODULE = ("model", "state_dict")
 
 
 def is_distributed(path: Path) -> bool:
-    """Return whether a path is a folder that these strategies of Lightning have saved."""
-    return (path / "meta.pt").is_file() and (path / ".metadata").is_file()
+    """Return whether a path is a folder that these strategies of Lightning have saved. A sharded checkpoint of this
+    package has the same files, but its `meta.pt` has `state_dict`."""
+    if not ((path / "meta.pt").is_file() and (path / ".metadata").is_file()):
+        return False
+    return "state_dict" not in keys_of((path / "meta.pt").read_bytes())
 
 
 def read_distributed(path: Path, weights_only: bool = True) -> dict[str, Any]:

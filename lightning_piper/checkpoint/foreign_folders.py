@@ -17,7 +17,7 @@ _DEEPSPEED = re.compile(r"zero_to_fp32\.py|(zero_pp_rank_\d+_)?mp_rank_\d+_.*\.p
 def conversion_of(folder: Folder) -> str | None:
     """Return which strategy has saved a folder, and how to convert it; None if no known strategy has."""
     names = folder.names()
-    keys = _keys_of(read(folder, "meta.pt")) if {"meta.pt", ".metadata"} <= set(names) else set()
+    keys = keys_of(read(folder, "meta.pt")) if {"meta.pt", ".metadata"} <= set(names) else set()
     # A checkpoint of this package that has lost its manifest has the same files. But its `meta.pt` says which tensors
     # `state_dict` has. The strategies of Lightning write this only into the other files.
     if "pytorch-lightning_version" in keys and "state_dict" not in keys:
@@ -36,7 +36,7 @@ def conversion_of(folder: Folder) -> str | None:
     return None
 
 
-def _keys_of(archive: bytes) -> set[str]:
+def keys_of(archive: bytes) -> set[str]:
     """Return the keys of the dict that `torch.save` wrote into an archive; an empty set if it did not write one. No code
     of the archive runs."""
     try:

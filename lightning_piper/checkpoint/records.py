@@ -68,9 +68,14 @@ def check_archive(file: IO[bytes], name: str, first: int = 0, step: int = 1) -> 
         name: The name of the file for errors.
 
     Raises:
-        PiperError: A record, or the archive's table of records, is damaged.
+        PiperError: The file is empty. Or a record, or the archive's table of records, is damaged.
     """
-    if file.read(len(START)) != START and not zipfile.is_zipfile(file):
+    start = file.read(len(START))
+    if not start:
+        raise PiperError(
+            f"{name} is empty: a save has ended early, or a copy has failed. Use another checkpoint [PIPER-K002]"
+        )
+    if start != START and not zipfile.is_zipfile(file):
         return False
     what = "its table of records"
     try:

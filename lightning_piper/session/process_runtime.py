@@ -23,6 +23,7 @@ from lightning_piper.common.units import counted
 from lightning_piper.compiler import Compiled
 from lightning_piper.directives import Directive, Place, replicas_of
 from lightning_piper.errors import CaptureError, DirectiveError, PiperError
+from lightning_piper.holdings.distribution import check_held, check_shards, check_updates
 from lightning_piper.holdings.gradients import changed_by
 from lightning_piper.holdings.optimizer_slices import EarlyUpdates
 from lightning_piper.holdings.ownership import Ownership
@@ -47,7 +48,6 @@ from lightning_piper.runtime import (
 from lightning_piper.runtime.simulated_steps import OnSimulated
 from lightning_piper.runtime.watching import See, Watch
 from lightning_piper.session.checksums import checksum, sum_of_plans
-from lightning_piper.session.distribution import check_held, check_shards, check_updates
 from lightning_piper.session.metric_objects import MetricObjects
 from lightning_piper.session.replay import Replay
 
