@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import zipfile
 from collections import Counter
 
@@ -177,3 +178,11 @@ def test_processes_divide_the_records_of_a_file_that_they_share(plain, monkeypat
     for rank in range(2):  # each has a file of its own on a machine of its own
         check_records(plain, Shared(rank, [(str(k), *one[1:]) if k != rank else one for k in range(2)]))
     assert sorted(read) == sorted(2 * names)
+
+
+def test_an_empty_file_is_named(plain):
+    plain.write_bytes(b"")
+    with pytest.raises(
+        PiperError, match=rf"{re.escape(str(plain))} is empty: .*Use another checkpoint \[PIPER-K002"
+    ):
+        check_records(plain, ALONE)
