@@ -251,7 +251,7 @@ def test_the_keys_of_a_folder_tell_who_saved_it(content, foreign, tmp_path):
     ):  # no code of it runs
         assert (conversion_of(LocalFolder(folder)) is not None) is foreign
     if not foreign:
-        with pytest.raises(piper.PiperError, match=r"has no manifest\.json: it is an incomplete save"):
+        with pytest.raises(piper.PiperError, match=r"has no manifest\.json, so it is not a complete sharded checkpoint"):
             consolidate(folder, tmp_path / "plain.ckpt")
     torch.save(["pytorch-lightning_version"], folder / "meta.pt")
     assert conversion_of(LocalFolder(folder)) is None
