@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -40,6 +41,8 @@ from lightning_piper.errors import CaptureError
 REFUSED = b""
 MANY = 64  # the most graphs that a process keeps in memory
 _known: dict[str, bytes] = {}  # name of a graph's file -> content of the file
+# Modules whose blocks a run could not note once. Their next runs do not try again.
+_differing: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def traced_once(
@@ -72,8 +75,11 @@ def traced_once(
         Exception: any error of `trace`.
     """
 
-    def tracing_run() -> tuple[str, Callable[[], Graph | None], torch.device]:
+    def tracing_run(blocks: Sequence[nn.Module]) -> tuple[str, Callable[[], Graph | None], torch.device]:
         """Run the step on fake tensors.
+
+        Args:
+            blocks: repeated blocks whose operations are noted once.
 
         Returns:
             (Digest of the step's operations, a function that makes its graph, device of the trace with its
@@ -89,14 +95,25 @@ def traced_once(
             ]
             own = torch.empty((), device=device).device  # a device with its index
             before = attributes(module)
-            digest, build = log_operations(step, others, own)
+            digest, build = log_operations(step, others, own, blocks)
             if step.keeps:
                 # Hooks of the backward pass may have changed attributes.
                 check_unchanged(module, before, step.name)
         return digest, build, own
 
+    blocks = () if module in _differing else tuple(step.blocks.values())
     try:
-        digest, build, own = tracing_run()
+        try:
+            digest, build, own = tracing_run(blocks)
+        except (ContainerGrowth, RandomDraw):
+            raise
+        except Exception:
+            if not blocks:
+                raise
+            # The blocks differ, or this error has another text than without replay.
+            _differing.add(module)
+            blocks = ()
+            digest, build, own = tracing_run(blocks)
     # The caller handles these errors: Piper cannot capture the step, or traces it again with placeholders for
     # the Python state that the error names.
     except (ContainerGrowth, RandomDraw, CaptureError, *_torch.WITHOUT_VALUES):
@@ -108,7 +125,7 @@ def traced_once(
         if (built := build()) is not None:
             return built, lambda: True
         # A step that depends on a clock or a file, for example, may have another graph next time.
-        return trace(), lambda: tracing_run()[0] == digest
+        return trace(), lambda: tracing_run(blocks)[0] == digest
 
     return _graph(digest, own, make)
 

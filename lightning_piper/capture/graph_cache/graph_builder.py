@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -52,7 +53,7 @@ class _Marks(NamedTuple):
     called: str
 
 
-class _NotedOperation(NamedTuple):
+class NotedOperation(NamedTuple):
     """An operation that has run.
 
     Attributes:
@@ -74,6 +75,64 @@ class _NotedOperation(NamedTuple):
     marks: _Marks
 
 
+@dataclass(frozen=True)
+class BlockNotes:
+    """The operations of a block that ran alone (`block_replay.py`).
+
+    Attributes:
+        tensors: The block's parameters, buffers and inputs.
+        forward, backward: The operations.
+        made: The result of the block.
+        tangent: The gradient of the result; None if the result does not need a gradient.
+        gradients: For each of `tensors`, its gradient; None if it does not have one.
+        first, last: autograd's sequence number before and after the forward pass.
+    """
+
+    tensors: Sequence[torch.Tensor]
+    forward: Sequence[NotedOperation]
+    backward: Sequence[NotedOperation]
+    made: torch.Tensor
+    tangent: torch.Tensor | None
+    gradients: Sequence[torch.Tensor | None]
+    first: int
+    last: int
+
+
+@dataclass(eq=False)
+class NotedBlock:
+    """A block that repeats the operations of `notes`.
+
+    Attributes:
+        tensors: Its parameters, buffers and inputs.
+        customs: The annotations of its forward operations.
+        before, base: The sequence numbers that stand for `notes.first` in operations without and with a gradient.
+        end: The sequence number of operations that add gradients.
+        made, tangent, gradients: Its result, the gradient of the result, and the gradients of `tensors`.
+        nodes, names: As in `_GraphBuilder`, but with tensors of `notes`.
+    """
+
+    notes: BlockNotes
+    tensors: Sequence[torch.Tensor]
+    customs: Sequence[dict[str, Any] | None]
+    before: int
+    base: int
+    end: int = 0
+    made: torch.Tensor | None = None
+    tangent: torch.Tensor | None = None
+    gradients: Sequence[torch.Tensor | None] = ()
+    nodes: dict[int, Node] = field(default_factory=dict)
+    names: dict[int, set[int]] = field(default_factory=dict)
+
+    def marks(self, marks: _Marks, at: int | None) -> _Marks:
+        """Return the marks of an operation of the block, from those in `notes`. `at` is the index of a forward
+        operation, or None."""
+        first = self.notes.first
+        number = self.before if marks.number == first else self.base + marks.number - first
+        if at is None:
+            return marks._replace(number=self.end if marks.merges else number)
+        return marks._replace(number=number, custom=self.customs[at])
+
+
 class OperationNotes:
     """The operations of a run, in their order, with all that the run alone shows about them.
 
@@ -93,8 +152,8 @@ class OperationNotes:
     def __init__(self, module: nn.Module, inputs: Sequence[torch.Tensor], joint: bool) -> None:
         self.joint = joint
         self.start = _torch_calls.sequence_now()  # autograd's sequence number before the first operation
-        self.forward: list[_NotedOperation] = []
-        self.backward: list[_NotedOperation] = []
+        self.forward: list[NotedOperation | NotedBlock] = []
+        self.backward: list[NotedOperation | NotedBlock] = []
         self.tangent: torch.Tensor | None = None  # the gradient of the loss, when the backward pass has begun
         # the inputs, each with its descriptor
         self.primals: list[tuple[torch.Tensor, Any]] = [
@@ -143,7 +202,7 @@ class OperationNotes:
         storages = tuple(_torch.storage_id(x) for x in results if x is not None)
         calls = self.forward if self.tangent is None else self.backward
         calls.append(
-            _NotedOperation(function, args, kwargs, target, made, changed, storages, self.marks(called))
+            NotedOperation(function, args, kwargs, target, made, changed, storages, self.marks(called))
         )
 
     def marks(self, called: str = "") -> _Marks:
@@ -181,6 +240,7 @@ class _GraphBuilder:
 
     def __init__(self, notes: OperationNotes) -> None:
         self._notes, self._phase = notes, FORWARD
+        # of the step, or of the block that is being added:
         self._nodes: dict[int, Node] = {}  # `id` of a tensor -> the node of its current value
         self._names: dict[int, set[int]] = {}  # id of a storage -> ids of the tensors that share it
         # `id` of the previous operation's result if it is a newly created tensor: the operation read no
@@ -188,6 +248,7 @@ class _GraphBuilder:
         self._fresh: int | None = None
         # `id` of the tensor that the previous operation changed in place. None if it did not change a tensor.
         self._changed: int | None = None
+        self._constants = 0  # the number of constants
 
     def graph(
         self,
@@ -233,12 +294,34 @@ class _GraphBuilder:
             node.meta["partitioner_tag"] = self._phase
         self._made(node, x, storage)
 
-    def _add(self, call: _NotedOperation) -> None:
+    def _add_block(self, block: NotedBlock) -> None:
+        """Add the nodes of a block, in the current pass.
+
+        Raises:
+            NotBuildable: see `_add`.
+        """
+        notes, outer, names = block.notes, self._nodes, self._names
+        forward = self._phase == FORWARD
+        read = zip(notes.tensors, block.tensors, strict=True) if forward else [(notes.tangent, block.tangent)]
+        made = [(notes.made, block.made)] if forward else zip(notes.gradients, block.gradients, strict=True)
+        block.nodes |= {id(x): outer[id(own)] for x, own in read}
+        self._nodes, self._names = block.nodes, block.names
+        for i, call in enumerate(notes.forward if forward else notes.backward):
+            self._add(call._replace(marks=block.marks(call.marks, i if forward else None)))
+        self._nodes, self._names = outer, names
+        for x, own in made:
+            if own is not None:
+                self._made(block.nodes[id(x)], own, _torch.storage_id(own))
+
+    def _add(self, call: NotedOperation | NotedBlock) -> None:
         """Add the node of an operation. A detach directly after the creation of a tensor gets no node.
 
         Raises:
             NotBuildable: the graph cannot have this operation.
         """
+        if isinstance(call, NotedBlock):
+            self._add_block(call)
+            return
         function, args, kwargs, target, made, storages = *call[:5], call.storages
         fresh, changed, self._fresh, self._changed = self._fresh, self._changed, None, None
         if function is aten.detach.default and changed == id(args[0]):
@@ -275,7 +358,7 @@ class _GraphBuilder:
                 self._mark(item, x, call.marks)
                 self._made(item, x, storage)
 
-    def _check_names(self, call: _NotedOperation, storage: int) -> None:
+    def _check_names(self, call: NotedOperation, storage: int) -> None:
         """Check that an operation changes only its first argument.
 
         Raises:
@@ -325,7 +408,7 @@ class _GraphBuilder:
         if node is None:
             if not is_constant(x):
                 raise NotBuildable("a tensor that was made elsewhere")
-            name = f"_tensor_constant{sum(1 for node in self._nodes.values() if node.op == 'get_attr')}"
+            name, self._constants = f"_tensor_constant{self._constants}", self._constants + 1
             setattr(self._graph.owning_module, name, x)
             node = self._nodes[id(x)] = self._graph.create_node("get_attr", name)
             self._mark(node, x, marks)

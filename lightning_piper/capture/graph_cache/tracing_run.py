@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ import torch.fx.traceback as fx_traceback
 from torch import nn
 from torch.fx import Graph
 
-from lightning_piper.capture.graph_cache.graph_builder import NotBuildable, OperationNotes
+from lightning_piper.capture.graph_cache.block_replay import FEWEST, Blocks, BlocksDiffer, Template
+from lightning_piper.capture.graph_cache.graph_builder import NotBuildable, NotedBlock, OperationNotes
 from lightning_piper.capture.graph_cache.serialization import bytes_of, is_constant, name_of
 from lightning_piper.capture.torch_private import _torch, _torch_calls
 from lightning_piper.capture.user_code.source import line_in_backward
@@ -57,7 +59,7 @@ class NotLoggable(Exception):
 
 
 def log_operations(
-    step: nn.Module, inputs: Sequence[torch.Tensor], own: torch.device
+    step: nn.Module, inputs: Sequence[torch.Tensor], own: torch.device, blocks: Sequence[nn.Module] = ()
 ) -> tuple[str, Callable[[], Graph | None]]:
     """Run a step once, forward and, if gradients are enabled, backward. Return a digest of its operations,
     and a function that makes its graph. The graph is None if the operations do not determine it
@@ -68,21 +70,22 @@ def log_operations(
             the loss.
         inputs: the step's inputs other than its parameters and buffers.
         own: the device of the trace. The digest does not depend on the index of this device.
+        blocks: repeated blocks of the step, whose operations are noted once (`block_replay.py`).
 
     Raises:
         NotLoggable: the log cannot record the step.
+        BlocksDiffer: the step is not one that `block_replay.py` can note.
         LongStepError: the step is too long; see `long_steps_refused`.
         Exception: any error of the step itself.
     """
     joint = torch.is_grad_enabled()
     notes = _OperationLog(own, step, inputs, joint)
     gradients: dict[int, torch.Tensor | None] = {}
-    with _torch_calls.as_traced(), notes:
-        for named in (step.named_parameters, step.named_buffers):
-            for name, tensor in named(remove_duplicate=False):
-                notes.enter(name, tensor)
-        for tensor in inputs:
-            notes.enter("input", tensor)
+    repeated: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if len(blocks) >= FEWEST:
+        notes.read, repeated = {}, Blocks(blocks, notes).intercepting()
+    with _torch_calls.as_traced(), notes, repeated:
+        notes.enter_all(step, inputs)
         before = [x.grad for x in step.parameters()]
         with _torch.exporting(), fx_traceback.preserve_node_meta():
             results = step(*inputs)
@@ -96,6 +99,8 @@ def log_operations(
                 found = torch.autograd.grad(results[0], trained, tangent, allow_unused=True)
                 notes.say("gradients", found)
                 gradients = {id(x): gradient for x, gradient in zip(trained, found, strict=True)}
+    if notes.differs:
+        raise BlocksDiffer("the step caught the error of a block that differs")
     return notes.digest(), notes.graph(results, gradients)
 
 
@@ -120,6 +125,12 @@ class _OperationLog(_torch.TorchDispatchMode):
         self._numbers: dict[int, int] = {}  # id of a tensor -> its number
         self._storages: dict[int, int] = {}  # id of a storage -> its number
         self._kept: list[torch.Tensor] = []  # keeps tensors alive, so that ids stay unique
+        self._muted = False
+        # With repeated blocks: id of each tensor that forward operations have read -> the only block that may
+        # read it, or None. Without: None.
+        self.read: dict[int, NotedBlock | None] | None = None
+        self.differs = False  # whether a block differs, or other code reads tensors of a block
+        self._of_blocks: set[int] = set()  # storages of the tensors that blocks have read or made
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -127,6 +138,28 @@ class _OperationLog(_torch.TorchDispatchMode):
 
     def digest(self) -> str:
         return self._hash.hexdigest()
+
+    @property
+    def notes(self) -> OperationNotes | None:
+        """The operations; None if they do not determine the graph."""
+        return self._calls
+
+    def operations(self) -> int:
+        """Return the number of forward operations that were noted up to now.
+
+        Raises:
+            BlocksDiffer: the operations do not determine the graph.
+        """
+        if self._calls is None:
+            raise BlocksDiffer("operations that do not determine the graph")
+        return len(self._calls.forward)
+
+    def enter_all(self, step: nn.Module, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Enter the parameters, buffers and inputs of a module, and return them."""
+        named = [*step.named_parameters(remove_duplicate=False), *step.named_buffers(remove_duplicate=False)]
+        for name, tensor in (*named, *(("input", x) for x in inputs)):
+            self.enter(name, tensor)
+        return [*(x for _, x in named), *inputs]
 
     def enter(self, name: str, tensor: torch.Tensor) -> None:
         """Give a number to a tensor that no operation of the step makes (an input or a tangent), and add the
@@ -175,6 +208,104 @@ class _OperationLog(_torch.TorchDispatchMode):
 
         return graph
 
+    @contextlib.contextmanager
+    def muted(self) -> Iterator[None]:
+        """Within this context, operations are not recorded."""
+        self._muted = True
+        try:
+            yield
+        finally:
+            self._muted = False
+
+    def alone(self, block: nn.Module, inputs: Sequence[torch.Tensor]) -> _OperationLog:
+        """Return a new log for the operations of a block alone, with these inputs."""
+        return _OperationLog(self._own, block, inputs, True)
+
+    def differentiate(
+        self, made: torch.Tensor, tensors: Sequence[torch.Tensor]
+    ) -> dict[int, torch.Tensor | None]:
+        """Run the backward pass of a block's result. Return `id` of a tensor -> its gradient. Only tensors that
+        need gradients have an entry.
+
+        Raises:
+            BlocksDiffer: the backward pass runs an `autograd.Function`.
+        """
+        if _torch_calls.runs_python_backward(made):
+            raise BlocksDiffer("an autograd.Function")
+        trained = [x for x in tensors if x.requires_grad]
+        with _torch_calls.backward_alone():
+            tangent = self.goes_back([made])
+            found = torch.autograd.grad(made, trained, tangent, allow_unused=True)
+        self.say("gradients", found)
+        return {id(x): gradient for x, gradient in zip(trained, found, strict=True)}
+
+    def note_block(
+        self,
+        template: Template,
+        tensors: Sequence[torch.Tensor],
+        customs: Sequence[dict[str, Any] | None],
+        before: int,
+    ) -> torch.Tensor:
+        """Record the operations of a block that repeats `template`, and return its result.
+
+        Args:
+            tensors: the block's parameters, buffers and inputs.
+            customs: the annotations of its forward operations.
+            before: autograd's sequence number before the block.
+
+        Raises:
+            BlocksDiffer: other code has read a tensor of which the block computes the gradient.
+        """
+        assert self.read is not None
+        notes = template.notes
+        block = NotedBlock(notes, list(tensors), customs, before, _torch_calls.sequence_now())
+        for x in tensors:
+            if x.requires_grad and self.read.setdefault(id(x), block) is not block:
+                raise BlocksDiffer("a tensor that other code has read")
+            self.read.setdefault(id(x), None)
+        self.say(f"block {template.digest} {torch.is_grad_enabled()} {customs}", tensors)
+        self._count += len(notes.forward)
+        with self.muted():
+            if notes.made.requires_grad:
+                block.made = _Repeated.apply((notes.made, partial(self._goes_back_in, block)), *tensors)  # type: ignore[no-untyped-call]
+            else:
+                block.made = _like(notes.made)
+        self._of_blocks |= {_torch.storage_id(x) for x in (*tensors, block.made)}
+        self._number(block.made)
+        self.say("gives", block.made)
+        _torch_calls.advance_sequence(notes.last - notes.first - (_torch_calls.sequence_now() - block.base))
+        if self._calls is not None:
+            self._calls.forward.append(block)
+        return block.made
+
+    def _goes_back_in(self, block: NotedBlock, gradient: torch.Tensor) -> list[torch.Tensor | None]:
+        """Record the backward operations of a block, and return the gradients of its tensors.
+
+        Raises:
+            BlocksDiffer: the gradient of its result has another spec than in the template.
+        """
+        noted = block.notes.tangent
+        assert noted is not None
+        same = _torch_calls.specs_of([gradient]) == _torch_calls.specs_of([noted])
+        if not same or fx_traceback.current_meta.get("custom") is not None:
+            raise BlocksDiffer("another gradient")
+        block.tangent, block.end = gradient, _torch_calls.last_sequence()
+        self.say("the block goes back", gradient)
+        with self.muted():
+            block.gradients = [None if x is None else _like(x) for x in block.notes.gradients]
+        for x in block.gradients:
+            if x is not None:
+                self._number(x)
+        self.say("gives", block.gradients)
+        if self._calls is not None:
+            self._calls.backward.append(block)
+        return block.gradients
+
+    def _number(self, x: torch.Tensor) -> None:
+        if id(x) not in self._numbers:
+            self._numbers[id(x)] = len(self._kept)
+            self._kept.append(x)
+
     def say(self, what: str, about: Any) -> None:
         """Add a line to the digest: the word `what`, and the argument or result `about` as text."""
         self._hash.update(f"{what}({','.join(self._shown(about))})\n".encode())
@@ -186,11 +317,15 @@ class _OperationLog(_torch.TorchDispatchMode):
             LongStepError: the forward pass is too long; see `long_steps_refused`.
         """
         kwargs = kwargs or {}
+        if self._muted:
+            return function(*args, **kwargs)
         # Such an operation needs no record, because the properties are recorded with the tensor.
         if _torch_calls.only_asks(function):
             return function(*args, **kwargs)
         called = line_in_backward() if self._goes_back else ""
         self._count += not self._goes_back
+        if self.read is not None and not self._goes_back:
+            self._check_apart(function, args, kwargs)
         if self._count == OPERATIONS + 1 and not self._goes_back:
             _refuse_long()
         self.say(
@@ -199,9 +334,8 @@ class _OperationLog(_torch.TorchDispatchMode):
         )
         made = function(*args, **kwargs)
         for x in _torch.tree_leaves(made):
-            if isinstance(x, torch.Tensor) and id(x) not in self._numbers:
-                self._numbers[id(x)] = len(self._kept)
-                self._kept.append(x)
+            if isinstance(x, torch.Tensor):
+                self._number(x)
         self.say("gives", made)
         if self._calls is not None:
             try:
@@ -209,6 +343,20 @@ class _OperationLog(_torch.TorchDispatchMode):
             except NotBuildable:
                 self._calls = None
         return made
+
+    def _check_apart(self, function: Any, args: Any, kwargs: Any) -> None:
+        """Note which tensors a forward operation outside of blocks reads.
+
+        Raises:
+            BlocksDiffer: it changes a tensor that a block has read or made, or reads a tensor of which a block
+                computes the gradient.
+        """
+        assert self.read is not None
+        changes = function._schema.is_mutable and _torch.storage_id(args[0]) in self._of_blocks
+        read = [x for x in _torch.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if changes or any(self.read.setdefault(id(x), None) is not None for x in read):
+            self.differs = True  # the user's code may catch the error
+            raise BlocksDiffer("a tensor of a block")
 
     def _shown(self, value: Any) -> Iterator[str]:
         """Yield the words by which the log of operations identifies an argument or a result.
@@ -255,6 +403,27 @@ class _OperationLog(_torch.TorchDispatchMode):
             f"%{number} of {storage} {tuple(x.shape)} {x.stride()} {x.storage_offset()} {x.dtype} {device} "
             f"{x.requires_grad}"
         )
+
+
+class _Repeated(torch.autograd.Function):
+    """A block in the graph of autograd.
+
+    Its arguments are a pair, and the block's tensors. The pair has a tensor like the result, and a function from the
+    gradient of the result to the gradients of the tensors.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, about: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        made, ctx.back = about
+        return _like(made)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return None, *ctx.back(gradient)
+
+
+def _like(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
 def _refuse_long() -> None:

@@ -13,12 +13,17 @@ Each entry states the behavior that the package relies on.
   composed of other operations (`CompositeImplicitAutograd`), and whether it runs decomposed.
 - `_disable_saved_tensors_hooks_during_tracing`: a forward pass saves its values without hooks, as in a trace.
 - `enable_python_dispatcher`: composite operations are decomposed as in a trace.
+- `FakeTensor(mode, tensor, device)`: a fake tensor with the spec of a tensor of the meta device, without dispatch.
+- `torch._C.DisableTorchFunction`: within it, modes for functions of torch are not active.
+- `global_state` lists the settings, besides the arguments, on which the operations of a function of torch depend.
+- `BackwardCFunction`: the class of an `autograd.Function` in the graph of autograd.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -27,11 +32,28 @@ import torch.fx.traceback as fx_traceback
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils._python_dispatch import autograd_would_have_decomposed
+from torch.autograd.function import BackwardCFunction
+from torch.utils._python_dispatch import _disable_current_modes, autograd_would_have_decomposed
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["as_traced", "is_taken_apart", "merges_gradients", "number_backward", "only_asks", "sequence_now"]
+__all__ = [
+    "FakeSpec",
+    "advance_sequence",
+    "as_traced",
+    "backward_alone",
+    "global_state",
+    "is_of_torch",
+    "is_taken_apart",
+    "last_sequence",
+    "merges_gradients",
+    "number_backward",
+    "only_asks",
+    "runs_python_backward",
+    "sequence_now",
+    "specs_of",
+]
 
 _ASKING = frozenset({*FunctionalTensor.metadata_fns, torch.ops.prim.device.default})
 
@@ -84,3 +106,119 @@ def is_taken_apart(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     return _is_made_of_others(function) and bool(
         autograd_would_have_decomposed(function, tree_leaves((args, kwargs)))
     )
+
+
+def last_sequence() -> int:
+    """Return the sequence number of the last operation with a gradient, also within a backward pass."""
+    return int(torch.autograd._get_sequence_nr()) - 1
+
+
+def advance_sequence(count: int) -> None:
+    """Give away this many sequence numbers, as operations with a gradient do."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.enable_grad():
+        x = torch.zeros((), requires_grad=True)
+        for _ in range(count):
+            x.view_as(x)
+
+
+@contextlib.contextmanager
+def backward_alone() -> Iterator[None]:
+    """Within this context, a backward pass that runs during a forward pass has no annotations and no modes for
+    functions of torch, and leaves the metadata of later operations as it was."""
+    before = dict(fx_traceback.current_meta)
+    fx_traceback.current_meta.pop("custom", None)
+    try:
+        with torch._C.DisableTorchFunction():
+            yield
+    finally:
+        fx_traceback.current_meta.clear()
+        fx_traceback.current_meta.update(before)
+
+
+def runs_python_backward(x: torch.Tensor) -> bool:
+    """Return whether the backward pass of a tensor runs an `autograd.Function`."""
+    stack, seen = [x.grad_fn], set()
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            if isinstance(node, BackwardCFunction):
+                return True
+            stack += [other for other, _ in node.next_functions]
+    return False
+
+
+def is_of_torch(function: Any) -> bool:
+    """Return whether a function that torch passes to a mode is torch's own, or a function of Piper that replaces it
+    while a step is traced."""
+    owner = function.__self__ if getattr(function, "__name__", "") == "__get__" else function
+    owner = getattr(owner, "__objclass__", owner)
+    return str(getattr(owner, "__module__", "")).partition(".")[0] in ("torch", "lightning_piper")
+
+
+_SETTINGS = (
+    torch.is_grad_enabled,
+    torch.is_inference_mode_enabled,
+    torch.get_default_dtype,
+    torch.is_autocast_cache_enabled,
+    torch._C._get_flash_sdp_enabled,
+    torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_math_sdp_enabled,
+    torch._C._get_cudnn_sdp_enabled,
+    torch._C._get_sdp_priority_order,
+    torch._C._get_mkldnn_enabled,
+    torch._C._get_cudnn_enabled,
+    torch._C._get_deterministic_algorithms,
+    torch._C._len_torch_dispatch_stack,
+    torch._C._functorch.maybe_current_level,
+)
+
+
+def global_state() -> tuple[Any, ...]:
+    """Return the state that decides, besides the arguments, which operations a function of torch calls."""
+    casts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    return (*(setting() for setting in _SETTINGS), *casts)
+
+
+def specs_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """Return what decides how operations run on these tensors: their specs, and which of them share memory."""
+    memory: dict[int, int] = {}
+    return [
+        (
+            memory.setdefault(x.untyped_storage()._cdata, len(memory)),
+            tuple(x.shape),
+            x.stride(),
+            x.storage_offset(),
+            x.dtype,
+            x.device,
+            x.requires_grad,
+            isinstance(x, torch.nn.Parameter),
+            x.is_conj() or x.is_neg(),
+        )
+        for x in tensors
+    ]
+
+
+@dataclass(frozen=True)
+class FakeSpec:
+    """The spec of a fake tensor.
+
+    Attributes:
+        empty: A tensor of the meta device with this spec.
+        mode, device: The mode and the device of the fake tensor.
+    """
+
+    empty: torch.Tensor
+    mode: FakeTensorMode
+    device: torch.device
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> FakeSpec:
+        assert isinstance(x, FakeTensor)
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            empty = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+            return cls(empty.requires_grad_(x.requires_grad), x.fake_mode, x.device)
+
+    def fake(self) -> torch.Tensor:
+        """Return a new fake tensor of this spec, without an operation."""
+        return FakeTensor(self.mode, self.empty, self.device)

@@ -242,7 +242,7 @@ class TracedStep(nn.Module):
     ) -> None:
         super().__init__()
         self.module, self._batch_spec, self._context, self._degrees = module, batch_spec, context, degrees
-        self.reads, self._blocks, self._whole_norms = reads, blocks or {}, whole_norms
+        self.reads, self.blocks, self._whole_norms = reads, blocks or {}, whole_norms
         self.batch_idx = 0
         self.logs: list[Logged] = []
         self._logged: list[torch.Tensor] = []
@@ -285,7 +285,7 @@ class TracedStep(nn.Module):
         self.metrics.clear(samples)
         self._runs = True
         # Entered last, so that it removes its global hooks before `running` checks the guards on hooks.
-        marked = marking(self._blocks)
+        marked = marking(self.blocks)
         with (
             numbering(),
             exchanging(self._degrees),
