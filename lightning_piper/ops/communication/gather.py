@@ -106,8 +106,10 @@ class AllGatherInstruction(Collective):
 
     @property
     def nbytes(self) -> int:
+        if self.rounded is None:
+            return super().nbytes
         assert self.bucket is not None
-        return self.bucket.in_dtype(self.rounded or self.bucket.dtype).whole.nbytes
+        return self.bucket.numel * self.rounded.itemsize
 
     def details(self) -> list[str]:
         rounded = [] if self.rounded is None else [f"in={str(self.rounded).removeprefix('torch.')}"]
