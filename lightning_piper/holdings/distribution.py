@@ -9,7 +9,6 @@ from lightning_piper.common.units import counted
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.tensor_map import TensorMap
-from lightning_piper.ops.update import Update
 
 
 def check_shards(first: Compiled, compiled: Compiled) -> None:
@@ -32,35 +31,20 @@ def check_shards(first: Compiled, compiled: Compiled) -> None:
             )
 
 
-def check_updates(first: Compiled, compiled: Compiled) -> None:
-    """Check that a training step has work for each device of the first training step, and updates each parameter and
-    buffer on the same devices. Otherwise a device would keep an old value.
+def check_none_idle(first: Compiled, compiled: Compiled) -> None:
+    """Check that a training step has work for each device of the first training step.
 
     Raises:
-        PiperError: A device would not update a tensor, or has no work.
+        PiperError: A device has no work. It would not run the step with the other devices.
     """
-    if compiled.step.name != first.step.name:
-        return
-    before, now = _updated_on(first), _updated_on(compiled)
-    kept = {name: before[name] - devices for name, devices in now.items() if name in before}
-    name = min((name for name in kept if kept[name]), default=None)
-    idle = kept[name] if name is not None else set(first.plans) - set(compiled.plans)
-    if idle:
-        lacks = "have a part in the step" if name is None else f"update {name}, which it holds"
+    idle = set(first.plans) - set(compiled.plans)
+    if compiled.step.name == first.step.name and idle:
         raise PiperError(
-            f"batch of {counted(compiled.dag.size, 'sample')}: device {min(idle)} would not {lacks}, because a batch with "
-            "fewer samples has fewer microbatches, and the program places microbatches on devices. Give all batches at "
-            "least as many samples as there are microbatches, for example by DataLoader(drop_last=True) [PIPER-D025]"
+            f"batch of {counted(compiled.dag.size, 'sample')}: device {min(idle)} would have no part in the step, because a "
+            "batch with fewer samples has fewer microbatches, and the program places microbatches on devices. Give all "
+            "batches at least as many samples as there are microbatches, for example by DataLoader(drop_last=True) "
+            "[PIPER-D025]"
         )
-
-
-def _updated_on(compiled: Compiled) -> dict[str, set[int]]:
-    """Return the name of each parameter and buffer that a program updates -> the devices that update it."""
-    found: dict[str, set[int]] = {}
-    for node in compiled.dag.of_type(Update):
-        for name in compiled.dag.value(node.inputs[0]).names:
-            found.setdefault(name, set()).update(node.devices)
-    return found
 
 
 def check_held(first: Compiled, compiled: Compiled, tensors: TensorMap, before_fit: bool = False) -> None:

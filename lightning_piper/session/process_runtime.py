@@ -23,7 +23,7 @@ from lightning_piper.common.units import counted
 from lightning_piper.compiler import Compiled
 from lightning_piper.directives import Directive, Place, replicas_of
 from lightning_piper.errors import CaptureError, DirectiveError, PiperError
-from lightning_piper.holdings.distribution import check_held, check_shards, check_updates
+from lightning_piper.holdings.distribution import check_held, check_none_idle, check_shards
 from lightning_piper.holdings.gradients import changed_by
 from lightning_piper.holdings.optimizer_slices import EarlyUpdates
 from lightning_piper.holdings.ownership import Ownership
@@ -278,7 +278,7 @@ class ProcessRuntime:
         """
         assert self._first is not None
         check_shards(self._first, compiled)
-        check_updates(self._first, compiled)
+        check_none_idle(self._first, compiled)
         executors = self._executors(compiled)
         reports = [None if self._compiler is None else self._compiler.report]
         reports += [executor.graphs.report for executor in executors[:1] if executor.graphs is not None]

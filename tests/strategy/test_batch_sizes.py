@@ -99,7 +99,7 @@ def test_others_are_one_device_s(loss: str, program: str) -> None:
 
 @pytest.mark.parametrize("samples", [33, 34])
 def test_a_batch_without_samples_for_a_device_is_refused(samples: int) -> None:
-    """Each microbatch runs on its own device. With one sample, a device would keep the old parameters."""
+    """Each microbatch runs on its own device. With one sample, a device has no work."""
     apart = [TWO, *(piper.Place(filter={"MB": i}, devices=[i]) for i in range(2))]
     module = Net(F.mse_loss)
     data = TensorDataset(*(torch.randn(samples, 4, dtype=torch.float64) for _ in range(2)))
@@ -114,6 +114,6 @@ def test_a_batch_without_samples_for_a_device_is_refused(samples: int) -> None:
         run.fit(module, DataLoader(data, batch_size=16))
         return
     with pytest.raises(
-        piper.PiperError, match=r"^batch of 1 sample: device 1 would not update net.bias.*PIPER-D025"
+        piper.PiperError, match=r"^batch of 1 sample: device 1 would have no part in the step.*PIPER-D025"
     ):
         run.fit(module, DataLoader(data, batch_size=16))
