@@ -64,6 +64,7 @@ class Fit:
     Args:
         module: The module to be trained.
         before: The owner of the module before this fit.
+        identities: The tensors of the plans. Call `follow` before each step.
         batch: The first batch, as the step receives it.
         verify: How the program is verified.
         optimizer: An optimizer over the whole module's parameters.
@@ -75,6 +76,7 @@ class Fit:
 
     Attributes:
         before: The owner of the module before this fit.
+        identities: The tensors of the plans. Call `follow` before each step.
         world: The processes.
         seed: Seed of the steps' random numbers.
         ownership: The module's tensors on the processes; the module is distributed until `close`.
@@ -83,8 +85,7 @@ class Fit:
         optimizer: The sharded optimizer.
         in_part: Runs steps that are captured in part.
         evaluation: Runs all steps except the training step; None if Lightning runs them.
-        report: The report of the verification by execution; None if no program was run, and on other ranks
-            than rank 0.
+        report: Rank 0's report of the verification by execution; None if no program was run.
         recording: Records the steps; None if they are not recorded.
 
     Raises:
@@ -187,7 +188,7 @@ class Fit:
         self._runtime.bind(first, self.ownership)
         self.programs.distributed_by(first.dag)
         self._last_prepared = self.programs.prepare(TRAINING, self._batch_spec, first)
-        self._identities = TensorBinding(module, self.ownership)
+        self.identities = TensorBinding(module, self.ownership)
 
     def _prepare_evaluation(self) -> Evaluation | None:
         """Return the object that runs the steps that do not train; None if Lightning runs them."""
@@ -197,7 +198,7 @@ class Fit:
         evaluation = Evaluation(
             self._module, self._runtime, settings, self.world, self.seed, self.program.dag
         )
-        evaluation.follow = self._identities.follow
+        evaluation.follow = self.identities.follow
         return evaluation
 
     def _check_earlier_programs(self) -> None:
@@ -263,9 +264,9 @@ class Fit:
         if self.world.size == 1 or not self.ownership.restrict(compiled):
             return
         self.optimizer.drop_unowned()
-        self._identities = TensorBinding(self._module, self.ownership)
+        self.identities = TensorBinding(self._module, self.ownership)
         if self.evaluation is not None:
-            self.evaluation.follow = self._identities.follow
+            self.evaluation.follow = self.identities.follow
             self.evaluation.check_held()
 
     def _take_up(self, layout: Prepared) -> None:
@@ -354,8 +355,7 @@ class Fit:
             self._drop_gradients()
         self.optimizer.check_groups_stay()
         self.ownership.check_unwritten()
-        self._identities.follow()
-        self._identities.check_trained()
+        self.identities.check_trained()
         pending = self._pending(number, batch_idx, epoch, last)
         carrier = None if pending.keeps else self._digest_carrier()
         result = None if carrier is None else self._run_with_digest(pending, carrier)

@@ -457,6 +457,7 @@ class PiperStrategy(SavingStrategy):
         assert self.lightning_module is not None
         fit, loop = phase.fit, self.lightning_module.trainer.fit_loop.epoch_loop
         try:
+            fit.identities.follow()  # may change parameters
             with self._saves.late.unwatched():
                 return fit.step(
                     loop.total_batch_idx,

@@ -23,6 +23,7 @@ from lightning_piper.checkpoint import late_copies
 from lightning_piper.checkpoint.late_copies import HostRoom, LateCopies
 from lightning_piper.directives import Offload
 from lightning_piper.session.eager.partial_capture import InPart
+from lightning_piper.strategy import PiperStrategy
 from tests.distributed.processes import PATIENCE as LIMIT
 from tests.distributed.processes import launch_trainings
 from tests.strategy import partial_capture, sharded
@@ -168,6 +169,32 @@ def test_a_hook_that_changes_weights_waits_for_the_copy(hook: str, tmp_path: Pat
             save(folder, model, program, "sharded", AsyncCheckpointIO(), [Writes(hook)])
         found = equal(content(folder / "1.ckpt", "sharded"), expected)
         assert found == (watches or hook == "on_before_optimizer_step")
+
+
+class Replaces(L.Callback):
+    """Gives the parameters other memory, after the checkpoint of the first step."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
+        if trainer.global_step == 1:
+            for param in module.parameters():
+                param.data = param.data * 0.5
+
+
+def test_new_memory_of_a_parameter_waits_for_the_copy(tmp_path: Path) -> None:
+    """Before the step, Piper copies the values in the new memory into the memory that is not copied yet."""
+    save(tmp_path / "now", *IN_ONE_PROCESS["replicas"], "consolidated", None, [Replaces()])
+    expected = content(tmp_path / "now" / "1.ckpt", "consolidated")
+    run_plan = PiperStrategy._run_plan
+
+    def unwatched(self: Any, *args: Any) -> Any:
+        with self._saves.late.unwatched():
+            return run_plan(self, *args)
+
+    for watches in (True, False):
+        folder = tmp_path / f"watched {watches}"
+        with latest(), mock.patch.object(PiperStrategy, "_run_plan", run_plan if watches else unwatched):
+            save(folder, *IN_ONE_PROCESS["replicas"], "consolidated", AsyncCheckpointIO(), [Replaces()])
+        assert equal(content(folder / "1.ckpt", "consolidated"), expected) == watches
 
 
 def test_averaged_weights_that_are_swapped_in_wait_for_the_copy(tmp_path: Path) -> None:
