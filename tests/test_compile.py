@@ -361,7 +361,7 @@ def test_a_broken_rewrite_is_found_after_its_directive(monkeypatch: pytest.Monke
     monkeypatch.setattr(hook, "check", lambda dag, final=False: (checked.append(1), right(dag, final)))
     with pytest.raises(
         VerificationError,
-        match=r"after directive 1 \(place\), (.|\n)*without a send and a receive between them",
+        match=r"after directive 1 \(place\), (.|\n)*no send and receive bring it to device",
     ):
         of("mlp", gpipe(2, 2))
     assert len(checked) == 3, "after the capture, after the first place, after the second"

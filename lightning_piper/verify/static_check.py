@@ -115,6 +115,6 @@ def _devices(facts: Facts, node: Node) -> Iterable[str]:
             good = set(node.devices) <= set(source.devices)
         if not good:
             yield (
-                f"{facts.at(node)} reads {facts.dag.value(ref).label} of {facts.at(source)}, which lies on "
-                f"device {','.join(map(str, source.devices))}, without a send and a receive between them"
+                f"{facts.at(node)} reads {facts.dag.value(ref).label} of {facts.at(source)}, but no send and "
+                f"receive bring it to device {','.join(map(str, node.devices))}"
             )

@@ -102,8 +102,8 @@ CASES: Cases = [
     Case("an order of microbatches contradicts statistics of the whole batch", whole_batch),
     program("two orders contradict each other", *PLACES, SPLIT,
             ordered({**B0, "MB": 0}, {**F0, "MB": 1}), ordered({**F1, "MB": 1}, {**B1, "MB": 0})),
-    program("an order between devices that data does not "
-            "bring", *PLACES, SPLIT, ordered({**F1, "MB": 0}, {**F0, "MB": 1})),
+    program("an order between chunks of two devices, without data "
+            "between them", *PLACES, SPLIT, ordered({**F1, "MB": 0}, {**F0, "MB": 1})),
     program("`BI` after another order has named `B`", *PLACES, ordered(F1, B1),
         ordered(F1, {"PP": 1, "PASS": "BI"})),
     program("`B` after another order has split it into `BI` and `BW`", *PLACES,

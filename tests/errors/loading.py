@@ -164,7 +164,7 @@ CASES: Cases = [
     resumed("the checkpoint of an optimizer with different groups", GROUPS, checkpoint="consolidated"),
     Case("the checkpoint of several optimizers", of_two_optimizers),
     Case("the middle of an epoch, and a data set with another length", of_another_data_set),
-    Elsewhere("the middle of an epoch, and the states of another number of "
+    Elsewhere("the middle of an epoch, and loader states of another number of "
               "replicas", "has the loader states of 2 replicas", "PiperError",
               "tests/strategy/test_loader_states.py::test_another_number_of_replicas_needs_a_method"),
     Case("a sharded checkpoint to a web server", to_a_web_server),

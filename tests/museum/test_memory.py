@@ -21,9 +21,7 @@ CASES = {
     "random_recomputed": Case("random numbers computed again", "execution", "gradient .* differs"),
     "statistics_twice": Case("second pass changes the buffer", "graph", "has 2 values, but it needs"),
     "logged_again": Case("second pass reports", "graph", "samples 0:2 count 2 times"),
-    "recomputed_elsewhere": Case(
-        "second pass elsewhere", "graph", "without a send and a receive between them"
-    ),
+    "recomputed_elsewhere": Case("second pass elsewhere", "graph", "no send and receive bring it to device"),
     "fetched_before_stored": Case(
         "fetches do not wait", "plans", r"fetch %.*was written on stream store, and no event orders the two"
     ),
