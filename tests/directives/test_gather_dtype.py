@@ -5,7 +5,9 @@ rounded to this dtype, bit for bit. The optimizer updates unrounded parameters.
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import pytest
@@ -21,6 +23,7 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ops.communication.gather import AllGather, Parameters, rounded_params
 from lightning_piper.plan import compile_plans
 from lightning_piper.plan.instructions import AllGatherInstruction
+from lightning_piper.session.eager import conditions
 from lightning_piper.testing.equivalence import run_plans
 from lightning_piper.verify import equivalence
 from lightning_piper.verify.interpreter import interpret
@@ -191,6 +194,19 @@ def test_an_uncaptured_step_reads_no_rounded_parameters() -> None:
     directives[1] = piper.Replicate(zero=3, gather_dtype="bfloat16")
     with pytest.raises(piper.CaptureError):
         piper.verify(Branching(), samples(), directives)
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_the_warning_of_an_uncaptured_evaluation_says_that_it_rounds_nothing(dtype: str | None) -> None:
+    said: list[str] = []
+    world: Any = SimpleNamespace(size=2, warn=said.append, decide=lambda stays, all: stays)
+    settings = SimpleNamespace(program=(piper.Place([0, 1]), piper.Replicate(zero=3, gather_dtype=dtype)))
+    parts = SimpleNamespace(later={})
+    before: Any = SimpleNamespace(module=Pair(), world=world, settings=settings, known=parts)
+    with patch.object(conditions, "lacks_memory", return_value=None):
+        conditions.check_may_be(before, "validation_step", piper.CaptureError("a branch"), "auto")
+    (text,) = said
+    assert ("reads unrounded parameters" in text) == (dtype is not None)
 
 
 @by_level

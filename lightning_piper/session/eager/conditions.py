@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from lightning_piper.directives.place import Place
-from lightning_piper.directives.replicate import Replicate, shards_of
+from lightning_piper.directives.replicate import Replicate, rounds_params, shards_of
 from lightning_piper.errors import BatchError, CaptureError, DirectiveError, LongStepError, PiperError
 from lightning_piper.holdings.distributed_marks import parts_of
 from lightning_piper.holdings.materialization import is_on_meta
@@ -148,6 +148,10 @@ def _said(step: str, before: Standalone, problem: str | Exception, shards: Seque
                 )
         else:
             lost.append("every process holds the whole module during the step")
+            if rounds_params(program):
+                lost.append(
+                    "the step reads unrounded parameters, but the training rounds them (gather_dtype)"
+                )
         lost.append("self.log keeps the value of rank 0 unless sync_dist=True")
     instead = "" if could else ". To get an error instead, use PiperStrategy(capture='always')"
     return (
