@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import lightning as L
@@ -10,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import lightning_piper as piper
@@ -19,6 +22,10 @@ from lightning_piper.capture.graph_cache import cached_graphs
 from tests.capture.test_cached_graphs import described
 
 COUNT = 4
+
+
+class Kept(dict[str, Any]):
+    """A dict of the step that a block gets itself. Of a plain dict, a block that runs alone would get a copy."""
 
 
 class Block(nn.Module):
@@ -50,16 +57,21 @@ class Net(L.LightningModule):
             object.__setattr__(block, "net", self)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        x, inputs, kept = self.embed(batch), [], {}
+        x, inputs, kept = self.embed(batch), [], self.options.get("kept", Kept)()
         mask = torch.zeros(batch.shape[1], batch.shape[1])
         for i, layer in enumerate(self.layers):
             inputs.append(x)
-            with piper.annotate("PP", 2 * i // COUNT):
+            with piper.annotate("PP", 2 * i // COUNT), self.options.get("mode", nullcontext)():
                 x = layer(x, kept, mask=mask)
             x = x[0] if isinstance(x, tuple) else x
         if self.options.get("skip"):
             x = x + inputs[1]
         loss = F.mse_loss(self.head(x), batch)
+        if self.options.get("penalty"):
+            (gradient,) = torch.autograd.grad(x.sum(), inputs[0], retain_graph=True)
+            loss = loss + gradient.square().sum()
+        if self.options.get("counts"):
+            loss = loss * len(kept)
         if self.options.get("decay"):
             loss = loss + self.layers[1].up.weight.square().sum()
         self.log("largest", x.max())
@@ -69,7 +81,7 @@ class Net(L.LightningModule):
 
 
 def runs(
-    module: Net, monkeypatch, tmp_path, name: str = "training_step"
+    module: L.LightningModule, monkeypatch, tmp_path, name: str = "training_step"
 ) -> tuple[list[str], list[str], bool]:
     """Return the graph of the step, the graph of a run that notes every block, and whether the first run
     repeated blocks."""
@@ -254,6 +266,98 @@ def test_tensors_of_blocks_that_other_code_reads(option, monkeypatch, tmp_path):
     repeated, noted, once = runs(Net(plain, **{option: True}), monkeypatch, tmp_path)
     assert repeated == noted
     assert not once
+
+
+class Functions(TorchFunctionMode):
+    """Multiplies the results of `F.gelu` in each block by another number."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        Functions.made += 1
+        self.factor = Functions.made % COUNT + 1.0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        return made * self.factor if function is F.gelu else made
+
+
+class Operations(TorchDispatchMode):
+    """Doubles the results of `aten.gelu`."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        return made * 2 if function is torch.ops.aten.gelu.default else made
+
+
+def counted(block: Block, x: Tensor, y: Tensor, kept: dict[str, Any]) -> Tensor:
+    kept[str(block.index)] = block.index
+    return y
+
+
+def with_attribute(block: Block, x: Tensor, y: Tensor, kept: dict[str, Any]) -> Tensor:
+    depth = getattr(x, "depth", 1)
+    y = y * depth
+    y.depth = depth + 1  # type: ignore[attr-defined]
+    return y
+
+
+@pytest.mark.parametrize(("change", "options"), [
+    (counted, {"kept": dict, "counts": True}),  # the first block would change a copy
+    (with_attribute, {}),
+    (plain, {"mode": Functions}),
+    (plain, {"mode": Operations}),
+    (plain, {"penalty": True}),
+], ids=["changed dict", "attribute of a tensor", "functions", "operations", "gradients in the step"])  # fmt: skip
+def test_blocks_that_do_more_than_their_calls_show_are_noted_each(change, options, monkeypatch, tmp_path):
+    repeated, noted, once = runs(Net(change, **options), monkeypatch, tmp_path)
+    assert repeated == noted
+    assert not once
+
+
+class Wide(nn.Module):
+    """A layer with its own width, so that each layer is the first of its kind. It reads its two inputs three times."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.fc = nn.Linear(width, width + 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.fc(x * y.sigmoid() + x.tanh())
+
+
+class Pyramid(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Wide(4 + i) for i in range(COUNT))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for layer in self.layers:
+            batch = layer(batch, batch)
+        return batch.square().mean()
+
+
+def test_a_tensor_that_is_two_inputs_of_a_block(monkeypatch, tmp_path):
+    """Its gradients would be added in another order."""
+    repeated, noted, once = runs(Pyramid(), monkeypatch, tmp_path)
+    assert repeated == noted
+    assert not once
+
+
+def one_of_two(block: Block, x: Tensor, y: Tensor, kept: dict[str, Any]) -> Tensor:
+    return (y + 1, y + 2)[block.net.options["which"]]
+
+
+def test_a_known_graph_is_not_that_of_blocks_that_return_another_result(monkeypatch, tmp_path):
+    """The blocks of both steps run the same operations."""
+    found = []
+    monkeypatch.setenv(cache.CACHE, str(tmp_path))
+    for which in (0, 1):
+        net = Net(one_of_two, which=which).requires_grad_(False)
+        net.head.requires_grad_(True)
+        found.append(described(capture(net, torch.ones(2, 3, 4))._trace(2, {}, ())[0].graph))
+    assert found[0] != found[1]
 
 
 def test_frozen_and_trained_blocks(monkeypatch, tmp_path):

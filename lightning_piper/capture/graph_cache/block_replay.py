@@ -10,7 +10,9 @@ run, and assumes nothing about the code. Only the operations do not run. This gi
 - Each call must have the same function, arguments, line and global state as the noted call. An argument that is a
   tensor must be the same parameter, buffer, input or earlier result of the block, with an equal spec.
 - The calls must be functions of torch that change nothing. The block must read no tensor from outside, and must
-  return one new tensor.
+  return one new tensor. Its arguments must not be lists or dicts, and no tensor may have attributes of the user,
+  because the block gets copies of its arguments when it runs alone.
+- No mode of the user may be active, because it could change the operations of each block.
 - No other code reads a parameter or an input of the block that needs a gradient. Autograd runs later operations
   first. So it runs the backward operations of a block one after another, in the order in which it runs
   them for the block alone.
@@ -270,6 +272,7 @@ class Blocks:
         ]
         inputs = [x for x in _torch.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         tensors, before = [*(x for _, x in named), *inputs], _torch_calls.sequence_now()
+        _check_inputs(tensors, inputs, (args, *kwargs.values()))
         key = (
             type(block),
             [name for name, _ in named],
@@ -283,6 +286,7 @@ class Blocks:
         else:
             with (mode := _Matching(template, tensors)):
                 returned = run(block, *args, **kwargs)
+            _check_plain([*inputs, *_torch.tree_leaves(returned)])
             same = mode.shown(returned) == template.returned and len(mode.annotations) == len(template.calls)
             if mode.differs or not same:
                 raise BlocksDiffer("the block returns another value")
@@ -312,10 +316,12 @@ class Blocks:
                 with (recording := _Recording(tensors, log.operations)):
                     returned = run(block, *args, **kwargs)
                 last, shown = _torch_calls.sequence_now(), recording.shown(returned)
+                _check_plain([*inputs, *_torch.tree_leaves(returned)])
                 made = [x for x in _torch.tree_leaves(returned) if isinstance(x, torch.Tensor)]
                 memory = {_torch.storage_id(x) for x in tensors}
                 if len(made) != 1 or made[0].storage_offset() or _torch.storage_id(made[0]) in memory:
                     raise BlocksDiffer("the block does not return one new tensor")
+                log.say("returns", made)
                 found = log.differentiate(made[0], tensors) if made[0].requires_grad else {}
             if (
                 recording.differs
@@ -344,6 +350,44 @@ class Blocks:
 def _detached(x: Any) -> Any:
     """Return a leaf in the place of a tensor. Return any other value unchanged."""
     return x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+
+
+def _check_inputs(tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], args: Any) -> None:
+    """Check that a block can run with copies of its arguments, in the modes that are active now.
+
+    Args:
+        tensors: The parameters, buffers and inputs of the block.
+        inputs: The tensors in its arguments.
+        args: Its arguments.
+
+    Raises:
+        BlocksDiffer: It cannot.
+    """
+    if _torch_calls.has_modes_of_user():
+        raise BlocksDiffer("a mode of the user")
+    if len({id(x) for x in tensors}) < len(tensors):
+        raise BlocksDiffer("a tensor that is two inputs")
+    if not _is_fixed(args):
+        raise BlocksDiffer("a container that the block may change")
+    _check_plain(inputs)
+
+
+def _is_fixed(value: Any) -> bool:
+    """Return whether a copy of an argument has no container that the block may change."""
+    if isinstance(value, tuple):
+        return all(map(_is_fixed, value))
+    leaves = _torch.tree_leaves(value)
+    return len(leaves) == 1 and leaves[0] is value
+
+
+def _check_plain(leaves: Sequence[Any]) -> None:
+    """Check that tensors do not have attributes of the user, which copies would not have.
+
+    Raises:
+        BlocksDiffer: A tensor has such an attribute.
+    """
+    if any(isinstance(x, torch.Tensor) and _torch_calls.has_attributes_of_user(x) for x in leaves):
+        raise BlocksDiffer("an attribute of a tensor")
 
 
 def _check(

@@ -34,7 +34,7 @@ from lightning_piper.capture.python_state.state_protection import (
 )
 from lightning_piper.capture.python_state.state_reads import RandomDraw, without_drawing
 from lightning_piper.capture.torch_private import _torch
-from lightning_piper.errors import CaptureError
+from lightning_piper.errors import CaptureError, LongStepError
 
 # The content of the file for a graph that cannot be written. A process that reads it makes the graph at once,
 # without waiting for another process.
@@ -105,7 +105,7 @@ def traced_once(
     try:
         try:
             digest, build, own = tracing_run(blocks)
-        except (ContainerGrowth, RandomDraw):
+        except (ContainerGrowth, RandomDraw, LongStepError):
             raise
         except Exception:
             if not blocks:

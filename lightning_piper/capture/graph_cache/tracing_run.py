@@ -264,7 +264,7 @@ class _OperationLog(_torch.TorchDispatchMode):
                 raise BlocksDiffer("a tensor that other code has read")
             self.read.setdefault(id(x), None)
         self.say(f"block {template.digest} {torch.is_grad_enabled()} {customs}", tensors)
-        self._count += len(notes.forward)
+        self._grow(len(notes.forward))
         with self.muted():
             if notes.made.requires_grad:
                 block.made = _Repeated.apply((notes.made, partial(self._goes_back_in, block)), *tensors)  # type: ignore[no-untyped-call]
@@ -282,12 +282,14 @@ class _OperationLog(_torch.TorchDispatchMode):
         """Record the backward operations of a block, and return the gradients of its tensors.
 
         Raises:
-            BlocksDiffer: the gradient of its result has another spec than in the template.
+            BlocksDiffer: the gradient of its result has another spec than in the template, or the step itself asks
+                for gradients.
         """
         noted = block.notes.tangent
         assert noted is not None
         same = _torch_calls.specs_of([gradient]) == _torch_calls.specs_of([noted])
-        if not same or fx_traceback.current_meta.get("custom") is not None:
+        if not self._goes_back or not same or fx_traceback.current_meta.get("custom") is not None:
+            self.differs = True  # the user's code may catch the error
             raise BlocksDiffer("another gradient")
         block.tangent, block.end = gradient, _torch_calls.last_sequence()
         self.say("the block goes back", gradient)
@@ -300,6 +302,16 @@ class _OperationLog(_torch.TorchDispatchMode):
         if self._calls is not None:
             self._calls.backward.append(block)
         return block.gradients
+
+    def _grow(self, count: int) -> None:
+        """Count forward operations.
+
+        Raises:
+            LongStepError: the forward pass is too long; see `long_steps_refused`.
+        """
+        before, self._count = self._count, self._count + count
+        if before <= OPERATIONS < self._count:
+            _refuse_long()
 
     def _number(self, x: torch.Tensor) -> None:
         if id(x) not in self._numbers:
@@ -323,11 +335,9 @@ class _OperationLog(_torch.TorchDispatchMode):
         if _torch_calls.only_asks(function):
             return function(*args, **kwargs)
         called = line_in_backward() if self._goes_back else ""
-        self._count += not self._goes_back
         if self.read is not None and not self._goes_back:
             self._check_apart(function, args, kwargs)
-        if self._count == OPERATIONS + 1 and not self._goes_back:
-            _refuse_long()
+        self._grow(not self._goes_back)
         self.say(
             f"{function} {torch.is_grad_enabled()} {fx_traceback.current_meta.get('custom')} {called}",
             (args, kwargs),

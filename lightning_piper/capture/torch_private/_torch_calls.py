@@ -14,6 +14,8 @@ Each entry states the behavior that the package relies on.
 - `_disable_saved_tensors_hooks_during_tracing`: a forward pass saves its values without hooks, as in a trace.
 - `enable_python_dispatcher`: composite operations are decomposed as in a trace.
 - `FakeTensor(mode, tensor, device)`: a fake tensor with the spec of a tensor of the meta device, without dispatch.
+- `_get_current_dispatch_mode_stack`, `_get_current_function_mode_stack`: the active modes.
+- A fake tensor has the attributes of each new fake tensor. A fake parameter also has `_is_param`.
 - `torch._C.DisableTorchFunction`: within it, modes for functions of torch are not active.
 - `global_state` lists the settings, besides the arguments, on which the operations of a function of torch depend.
 - `BackwardCFunction`: the class of an `autograd.Function` in the graph of autograd.
@@ -35,7 +37,12 @@ from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preser
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd.function import BackwardCFunction
-from torch.utils._python_dispatch import _disable_current_modes, autograd_would_have_decomposed
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    autograd_would_have_decomposed,
+)
 from torch.utils._pytree import tree_leaves
 
 __all__ = [
@@ -44,6 +51,8 @@ __all__ = [
     "as_traced",
     "backward_alone",
     "global_state",
+    "has_attributes_of_user",
+    "has_modes_of_user",
     "is_of_torch",
     "is_taken_apart",
     "last_sequence",
@@ -154,6 +163,27 @@ def is_of_torch(function: Any) -> bool:
     owner = function.__self__ if getattr(function, "__name__", "") == "__get__" else function
     owner = getattr(owner, "__objclass__", owner)
     return str(getattr(owner, "__module__", "")).partition(".")[0] in ("torch", "lightning_piper")
+
+
+def has_modes_of_user() -> bool:
+    """Return whether a mode for functions or operations is active that is neither Piper's nor a fake mode."""
+    modes = (*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack())
+    return any(
+        not isinstance(mode, FakeTensorMode) and not type(mode).__module__.startswith("lightning_piper.")
+        for mode in modes
+    )
+
+
+def has_attributes_of_user(x: torch.Tensor) -> bool:
+    """Return whether a fake tensor has Python attributes that torch did not give to it."""
+    return not vars(x).keys() <= _attributes_of_torch()
+
+
+@cache
+def _attributes_of_torch() -> frozenset[str]:
+    with _disable_current_modes():
+        made = FakeTensor(FakeTensorMode(), torch.empty(0, device="meta"), torch.device("cpu"))
+    return frozenset({*vars(made), "_is_param"})
 
 
 _SETTINGS = (
