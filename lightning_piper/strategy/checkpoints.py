@@ -53,14 +53,14 @@ class Restored:
         seed: Seed of the steps' random numbers; None if the checkpoint was written without this strategy.
         values: Values for the module's tensors on the meta device, by canonical name.
         local_sgd: The state of local SGD, as `local_sgd_entry` returns it; None without one.
-        logged: The latest logged values, if a spare has replaced a process.
+        outside: The state that checkpoints do not have, if a spare has replaced a process.
     """
 
     sharded: Loading | None = None
     seed: int | None = None
     values: Mapping[str, torch.Tensor] = field(default_factory=dict)
     local_sgd: dict[str, Any] | None = None
-    logged: Mapping[str, Any] = field(default_factory=dict)
+    outside: Mapping[str, Any] = field(default_factory=dict)
 
     def known(self, module: nn.Module) -> Known:
         """Return the values that the checkpoint, and files of pretrained models, have for a module on the

@@ -64,7 +64,6 @@ class Fit:
     Args:
         module: The module to be trained.
         before: The owner of the module before this fit.
-        identities: The tensors of the plans. Call `follow` before each step.
         batch: The first batch, as the step receives it.
         verify: How the program is verified.
         optimizer: An optimizer over the whole module's parameters.

@@ -45,8 +45,8 @@ from lightning_piper.strategy.phases import Eager, Ended, Fitting, Idle, Startin
 from lightning_piper.strategy.process_management import Requeue
 from lightning_piper.strategy.spares import _lightning as spares
 
-# Entries that only a copy in memory has: the latest logged values, and whether each module is in training mode.
-LOGGED, MODES = "logged", "modes"
+# Entries that only a copy in memory has: other state of the fit, and whether each module is in training mode.
+OUTSIDE, MODES = "outside", "modes"
 OF_REPLICA = ("state_dict", "optimizer_states")  # entries of a checkpoint that differ between local replicas
 
 
@@ -165,7 +165,7 @@ class SavingStrategy(EvaluatingStrategy):
         world, restored = self.world, self._restored
         if checkpoint_path == MEMORY and self._spares is not None:
             content = self._copy.take(world)
-            restored.logged = content.pop(LOGGED)
+            restored.outside = content.pop(OUTSIDE)
             assert self.lightning_module is not None
             for each, training in zip(self.lightning_module.modules(), content.pop(MODES), strict=True):
                 each.training = training  # the process may have left a validation
@@ -278,7 +278,7 @@ class SavingStrategy(EvaluatingStrategy):
         self._at_end.callback(spares.before_batches(trainer, partial(self._keep_copy, trainer)))
         if trainer.ckpt_path == MEMORY:
             spares.continue_with_batch(trainer)
-            spares.log_again(trainer, self._restored.logged)
+            spares.restore_outside(trainer, self._restored.outside)
 
     def _keep_copy(self, trainer: pl.Trainer) -> None:
         """Keep a copy of the fit's state in memory, at the start of each batch that does not continue an accumulation,
@@ -300,7 +300,8 @@ class SavingStrategy(EvaluatingStrategy):
             )
         self.on_train_end()  # reads the positions of loaders
         modes = [each.training for each in trainer.lightning_module.modules()]
-        content = spares.content_of_checkpoint(trainer) | {LOGGED: spares.logged_by(trainer), MODES: modes}
+        content = spares.content_of_checkpoint(trainer) | {MODES: modes}
+        content[OUTSIDE] = spares.outside_checkpoint(trainer)
         content |= own_entry(phase.left.seed, self._loaders.content(self._drawing))
         self._copy.keep(content, batches.total.ready)
 

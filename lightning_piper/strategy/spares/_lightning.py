@@ -12,6 +12,8 @@ on.
 - `_should_check_val_fx` of the loop over batches: whether a validation is due. After a resume, `advance` first calls it
   for the batch before.
 - `_restarting` of the loop over epochs: whether the epoch resumes, so that some schedulers are not updated at its end.
+- `_last_global_step_saved`, `_last_checkpoint_saved` and `_defer_save_until_validation` of `ModelCheckpoint`: whether it
+  has saved this step. If it has, it does not save the step once more.
 - `_callback_metrics`, `_logged_metrics` and `_progress_bar_metrics` of `_logger_connector`: the latest logged values.
 """
 
@@ -36,6 +38,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning_piper.processes.spares import SPARE, SPARES
 
 LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+SAVED = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
 
 
 class SpareLauncher(_SubprocessScriptLauncher):
@@ -123,14 +126,22 @@ def content_of_checkpoint(trainer: pl.Trainer) -> dict[str, Any]:
     return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
 
 
-def logged_by(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return the latest logged values, which a checkpoint does not have."""
-    return {name: dict(getattr(trainer._logger_connector, name)) for name in LOGGED}
+def outside_checkpoint(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return the state of a fit that a checkpoint does not have, but on which the next steps depend."""
+    callbacks = map(vars, trainer.checkpoint_callbacks)
+    return {
+        "logged": {name: dict(getattr(trainer._logger_connector, name)) for name in LOGGED},
+        "saved": [{name: own[name] for name in SAVED if name in own} for own in callbacks],
+        "stops": trainer.should_stop,
+    }
 
 
-def log_again(trainer: pl.Trainer, logged: Mapping[str, Any]) -> None:
-    """Make the result of `logged_by` the latest logged values."""
-    vars(trainer._logger_connector).update(logged)
+def restore_outside(trainer: pl.Trainer, state: Mapping[str, Any]) -> None:
+    """Restore the result of `outside_checkpoint`. Call this in `on_train_start`."""
+    vars(trainer._logger_connector).update(state["logged"])
+    for each, saved in zip(trainer.checkpoint_callbacks, state["saved"], strict=True):
+        vars(each).update(saved)
+    trainer.should_stop = state["stops"]
 
 
 def end_fit(trainer: pl.Trainer) -> None:
