@@ -18,10 +18,15 @@ from torch.utils.checkpoint import checkpoint
 import lightning_piper as piper
 from lightning_piper import cache
 from lightning_piper.capture import capture
-from lightning_piper.capture.graph_cache import cached_graphs
+from lightning_piper.capture.graph_cache import cached_graphs, tracing_run
 from tests.capture.test_cached_graphs import described
 
 COUNT = 4
+
+
+@pytest.fixture(autouse=True)
+def few_blocks_are_enough(monkeypatch):
+    monkeypatch.setattr(tracing_run, "FEWEST", COUNT)
 
 
 class Kept(dict[str, Any]):

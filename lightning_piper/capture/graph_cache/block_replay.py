@@ -38,7 +38,8 @@ from lightning_piper.capture.graph_cache.serialization import is_constant
 from lightning_piper.capture.torch_private import _torch, _torch_calls
 from lightning_piper.common.user_lines import user_frame
 
-FEWEST = 4  # with fewer blocks, noting one block alone costs more time than the other blocks save
+# With fewer blocks, it takes a few seconds at most to note every block. So a rule with so many conditions is not worth it.
+FEWEST = 32
 # Names of calls whose result follows from the spec of a tensor.
 _PROPERTIES = frozenset({
     "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_meta", "size", "dim", "stride",
