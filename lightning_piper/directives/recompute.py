@@ -149,7 +149,7 @@ class Recompute(Directive):
                 self.refuse(
                     "filter",
                     f"{chunk.label} is not selected, but runs the same code as selected chunks of its region",
-                    "with keep, select whole regions: leave PASS and MB out of the filter [PIPER-D013]",
+                    "with keep, select whole regions: leave PASS and the tags of microbatches out of the filter [PIPER-D013]",
                 )
         for region in selected:
             if not matches(self.filter, dag.regions[region].tags):
@@ -160,5 +160,5 @@ class Recompute(Directive):
                 self.refuse(
                     "filter",
                     found,
-                    "with keep, select whole regions: leave PASS and MB out of the filter [PIPER-D013]",
+                    "with keep, select whole regions: leave PASS and the tags of microbatches out of the filter [PIPER-D013]",
                 )

@@ -174,7 +174,11 @@ class ShardExperts(Sharding):
                 continue
             if interface.random:
                 found = f"{label} draws random numbers, which would go to other tokens if experts are sharded"
-                self.refuse("filter", found, "move dropout out of the region [PIPER-D016]")
+                self.refuse(
+                    "filter",
+                    found,
+                    "move the random operation, such as dropout, out of the region [PIPER-D016]",
+                )
             if interface.batch:
                 self.refuse(
                     "filter",

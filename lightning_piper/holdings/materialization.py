@@ -292,8 +292,8 @@ def without_initial_values(module: nn.Module, known: Known) -> str | None:
         lost = id(part) in adapters and (adapters[id(part)] is None or tensor._version > 0)
         if tensor.is_meta and name not in known and lost:
             return (
-                f"{name!r} is a tensor of a PEFT adapter on the meta device, where PEFT's initial value of it is "
-                "lost. Build the base model with from_pretrained of transformers [PIPER-S009]"
+                f"{name!r}: this model has a PEFT adapter on the meta device, which has lost the values that PEFT or "
+                "a file gave the adapter. Build the base model with from_pretrained of transformers [PIPER-S009]"
             )
         if (
             tensor_at(places).is_meta

@@ -24,10 +24,8 @@ if TYPE_CHECKING:
 
 
 # A batch norm has updated its statistics, and LBFGS moves the parameters between two calls of its closure.
-CHANGED = (
-    "buffers may have values of this step, and so may parameters if the optimizer calls its closure twice"
-)
-RESUME = "Resume from a checkpoint of an earlier step"
+CHANGED = "buffers may have changed in this step. With an optimizer that calls its closure twice, parameters may have changed too"
+RESUME = "Correct the cause, and resume from an earlier checkpoint or start again"
 
 
 @dataclass

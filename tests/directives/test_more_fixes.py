@@ -65,7 +65,7 @@ CASES: dict[str, tuple[Callable[[], object], str, Callable[[], object]]] = {
     ),
     "recompute a part": (
         lambda: compiled(*ONE, piper.Split(2), piper.Recompute(filter={"PP": 0, "MB": 0}, keep=0.5)),
-        r"With keep, select whole regions: leave PASS and MB out of the filter",
+        r"With keep, select whole regions: leave PASS and the tags of microbatches out of the filter",
         lambda: compiled(*ONE, piper.Split(2), piper.Recompute(filter={"PP": 0}, keep=0.5)),
     ),
     "no experts": (

@@ -487,8 +487,8 @@ def refuse_parts(graph: torch.fx.Graph) -> Collection[Node]:
                 )
             raise CaptureError(
                 f"{own_line(node)}: {node.target} computes with gathered samples and with {x.target} "
-                f"({own_line(x)}) of shape {list(shape_of(x))}. Code that runs on each microbatch also reads "
-                "this value, and it does not have one row for each sample. Compute it twice: once for the "
-                "gathered samples, once for the microbatches [PIPER-C016]"
+                f"({own_line(x)}) of shape {list(shape_of(x))}, which code that runs on each microbatch "
+                "also reads. Compute the result twice: once from the gathered samples, and once from the microbatch "
+                "[PIPER-C016]"
             )
     return joined

@@ -481,9 +481,9 @@ class CapturedStep:
             if whole is None:
                 raise
             raise CaptureError(
-                f"{error}\nThis happens only with sharded parameters, which have the shape of the local "
-                "shard. Do not compute with the shape of a parameter. Between dispatch and combine, take the number "
-                "from the tensors that this code gets (sizes.shape[0]). Elsewhere, take it from your configuration "
+                f"{error}\nThis happens only with sharded experts. Between dispatch and combine, this code "
+                "gets the experts of one device, and any number of rows: take the number of experts from sizes.shape[0]. "
+                "Do not compute with the shape of a parameter. Elsewhere, take the number from your configuration "
                 "[PIPER-C015]"
             ) from error
         self._symbolic.others += 1
