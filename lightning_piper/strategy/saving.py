@@ -294,15 +294,12 @@ class SavingStrategy(EvaluatingStrategy):
         whole = phase.fit.optimizer.is_whole if isinstance(phase, Fitting) else not phase.left.optimizers
         sharding = next((x for x in self.optimizers if hasattr(x, "consolidate_state_dict")), None)
         if not whole or sharding is not None:
+            advice = "Train replicas (PiperStrategy('ddp'))"
+            if sharding is not None:
+                advice = f"{type(sharding).__name__} shards the state. Use its inner optimizer"
             raise PiperError(
                 f"PiperStrategy(spares={self._spare_count}): a spare can replace a process only if every process has "
-                "all weights and the optimizer's whole state. "
-                + (
-                    "Train replicas (PiperStrategy('ddp'))"
-                    if sharding is None
-                    else f"{type(sharding).__name__} shards the state. Use its inner optimizer"
-                )
-                + ", or remove spares [PIPER-S002]"
+                f"all weights and the optimizer's whole state. {advice}, or remove spares [PIPER-S002]"
             )
         self.on_train_end()  # reads the positions of loaders
         modes = [each.training for each in trainer.lightning_module.modules()]

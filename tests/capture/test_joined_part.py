@@ -62,7 +62,7 @@ def test_a_buffer_of_gathered_samples_is_the_same_everywhere() -> None:
 
 @pytest.mark.parametrize("lines, words", [
     ("m = h.mean(0)\nloss = (z - m).square().mean() + (h - "
-     "m).square().mean()", "does not have one row for each sample"),
+     "m).square().mean()", "which code that runs on each microbatch also reads"),
     ("loss = (piper.gather_samples(h.T) @ h).mean()", "gather_samples gets a value of shape \\[3, 8\\]"),
     ("loss = piper.gather_samples(torch.cat([h, h])).mean()", "compute this value from the gathered rows"),
     ("z = torch.cat([z, z])\nloss = z.mean() + piper.gather_samples(torch.ones(8, 3)).mean()",
