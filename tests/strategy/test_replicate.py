@@ -221,7 +221,7 @@ REFUSED = [
     (
         2,
         "shapes",
-        "do not fit together in training batch 0 of this fit (batch[0]: float32[8,8] and float32[4,8]). Every",
+        "do not fit together in training batch 0 of this fit (batch[0]: float32[8,8] and float32[4,8]). Give",
     ),
     (4, "apart", "the processes of replica 1 drew different batches (different values) in training batch 2"),
 ]

@@ -350,15 +350,15 @@ EDITS = [
     Edit("experts", wrong_region, r"F\[PP=1,EP=0,MB=0\] .*, but its region reads activation add of "
                                   r"F\[PP=1,EP=0\]"),
     Edit("mlp", transfer_removed,
-         r"F\[PP=1,MB=0\] .* on device 1 .* reads activation:tanh of F\[PP=0,MB=0\] .* lies on device 0, "
-         r"without a send and a receive",
+         r"F\[PP=1,MB=0\] .* on device 1 .* reads activation:tanh of F\[PP=0,MB=0\] .* on device 0 "
+         r".*, but no send and receive bring it to device 1",
          runs=False),
     Edit("mlp", chunk_moved,
-         r"B\[PP=1,MB=0\] %\d+ on device 0 .* reads saved:BI of F\[PP=1,MB=0\] .* which lies on device "
-         r"1", runs=False),
+         r"B\[PP=1,MB=0\] %\d+ on device 0 .* reads saved:BI of F\[PP=1,MB=0\] .* on device 1 .*, but no "
+         r"send and receive bring it to device 0", runs=False),
     Edit("mlp", update_moved,
-         r"update %\d+ on device 1 reads grad:first.weight,first.bias of accumulate .* lies on device "
-         r"0", runs=False),
+         r"update %\d+ on device 1 reads grad:first.weight,first.bias of accumulate .* on device 0, but no "
+         r"send and receive bring it to device 1", runs=False),
     Edit("mlp", receive_of_another_channel,
          r"recv %\d+ on device 1 .* receives from send %\d+ on device 0 .*, which does not send to "
          r"it", runs=False),
@@ -385,8 +385,8 @@ EDITS = [
     Edit("logs", metrics_of_a_region_reported_twice, r"report .* does not take every region's metrics "
                                                      r"exactly once"),
     Edit("mlp", report_of_what_only_one_device_has,
-         r"report %\d+ on device 0,1 reads metrics.* which lies on device 1, without a send "
-         r"and", runs=False),
+         r"report %\d+ on device 0,1 reads metrics.* on device 1, but no send and "
+         r"receive bring it", runs=False),
     Edit("mlp", reduction_without_a_member,
          r"report %\d+ on device 0,1 reads metrics.* of allreduce %\d+ on device 1", runs=False),
     Edit("mlp", report_removed, r"the step has 0 reports of the loss, but it needs one", runs=False),
