@@ -11,7 +11,7 @@ import lightning_piper
 
 ROOT = Path(lightning_piper.__file__).parent
 ONE = "accelerators/kinds.py"
-KINDS = re.compile(r"cuda|nccl|xccl|rocm|\b[xh]pu|\bmps", re.IGNORECASE)
+KINDS = re.compile(r"cuda(?!_graphs)|nccl|xccl|rocm|\b[xh]pu|\bmps", re.IGNORECASE)
 
 
 def named(tree: ast.AST) -> Iterator[str]:

@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import (
 )
 
 __all__ = [
+    "OperationWatch",
     "TorchDispatchMode",
-    "Watch",
     "changed_arguments",
     "is_innermost",
     "modes_are_active",
@@ -65,7 +65,7 @@ def is_innermost(mode: TorchDispatchMode) -> bool:
     return _get_current_dispatch_mode() is mode
 
 
-class Watch(TorchDispatchMode):
+class OperationWatch(TorchDispatchMode):
     """A mode that calls `before` for each operation, and then runs the operation."""
 
     supports_higher_order_operators = True

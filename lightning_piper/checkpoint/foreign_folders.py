@@ -42,13 +42,13 @@ def keys_of(archive: bytes) -> set[str]:
     try:
         with zipfile.ZipFile(io.BytesIO(archive)) as file:
             name = next(name for name in file.namelist() if name.endswith("/data.pkl"))
-            content = _Unpickler(io.BytesIO(file.read(name))).load()
+            content = _KeysUnpickler(io.BytesIO(file.read(name))).load()
     except Exception:  # a damaged pickle may raise anything
         return set()
     return {key for key in content if isinstance(key, str)} if isinstance(content, dict) else set()
 
 
-class _Unpickler(pickle.Unpickler):
+class _KeysUnpickler(pickle.Unpickler):
     """Reads pickled content without its classes and functions. Each of their objects is a `_Placeholder`."""
 
     def find_class(self, module: str, name: str) -> Any:

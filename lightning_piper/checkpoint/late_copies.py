@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lightning_piper.accelerators._torch_dispatch import (
-    Watch,
+    OperationWatch,
     changed_arguments,
     is_innermost,
     modes_are_active,
@@ -158,7 +158,7 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-class _WriteWatch(Watch):
+class _WriteWatch(OperationWatch):
     """The mode in which operations wait before they change memory that is still to be copied."""
 
     def __init__(self, copies: LateCopies) -> None:

@@ -27,7 +27,7 @@ def snapshot(content: Any, copies: LateCopies) -> Callable[[], Any]:
     file = io.BytesIO()
     pickler = _Pickler(file, copies)
     pickler.dump(content)
-    return _Unpickler(io.BytesIO(file.getbuffer()), pickler.tensors).load
+    return _TensorUnpickler(io.BytesIO(file.getbuffer()), pickler.tensors).load
 
 
 class _Pickler(pickle.Pickler):
@@ -65,10 +65,10 @@ class _Pickler(pickle.Pickler):
 
 
 def _left_out(index: int) -> torch.Tensor:
-    raise AssertionError("_Unpickler replaces this function")
+    raise AssertionError("_TensorUnpickler replaces this function")
 
 
-class _Unpickler(pickle.Unpickler):
+class _TensorUnpickler(pickle.Unpickler):
     """An unpickler that puts tensors in the places of the tensors that `_Pickler` has left out."""
 
     def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:

@@ -223,7 +223,7 @@ def search(
         cut = blocks_of(module, batch)
     limit = bytes_of(on.memory if memory is None else memory)
     options = {"margin": FRAGMENTATION, "all_devices": all_devices, "objective": objective, **options}
-    run = _Search(module, batch, devices, on, hardware is not None, check, limit, options, say)
+    run = _ProposalSearch(module, batch, devices, on, hardware is not None, check, limit, options, say)
     if workload is not None:
         return run.proposal(cut, workload)
     say(f"{len(cut.names)} blocks; {'measuring' if hardware is None else 'calculating'} what they cost")
@@ -237,7 +237,7 @@ def search(
 
 
 @dataclass(frozen=True)
-class _Search:
+class _ProposalSearch:
     """A search for one module. The arguments are the arguments of `search`.
 
     Attributes:

@@ -42,7 +42,7 @@ from lightning_piper.common.user_lines import user_frame
 FEWEST = 32
 # Names of calls whose result follows from the spec of a tensor.
 _PROPERTIES = frozenset({
-    "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_meta", "size", "dim", "stride",
+    "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_meta", "size", "dim", "stride",
     "numel", "element_size", "is_floating_point", "is_complex", "is_contiguous", "__len__",
 })  # fmt: skip
 _PLAIN = (
@@ -63,7 +63,7 @@ class _Numbered:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _BlockCall:
     """A call of a function of torch.
 
     Attributes:
@@ -77,7 +77,7 @@ class _Call:
     operations: int
 
 
-class _Calls(TorchFunctionMode):
+class _BlockCalls(TorchFunctionMode):
     """A mode that numbers the tensors of a block. The block must not change torch's global state.
 
     Args:
@@ -144,7 +144,7 @@ class _Calls(TorchFunctionMode):
         self.tensors.append(made)
 
 
-class _Recording(_Calls):
+class _Recording(_BlockCalls):
     """A mode that notes the calls of a block.
 
     Args:
@@ -153,7 +153,7 @@ class _Recording(_Calls):
 
     def __init__(self, tensors: Sequence[torch.Tensor], operations: Callable[[], int]) -> None:
         super().__init__(tensors)
-        self.calls: list[_Call] = []
+        self.calls: list[_BlockCall] = []
         self._operations = operations
 
     def call(self, function: Any, args: Any, kwargs: Any) -> Any:
@@ -166,7 +166,7 @@ class _Recording(_Calls):
             raise BlocksDiffer(name)
         if silent and name.endswith("_") and not name.endswith("__"):  # for example `requires_grad_`
             raise BlocksDiffer(name)
-        self.calls.append(_Call(key, self._numbered(made), self._operations()))
+        self.calls.append(_BlockCall(key, self._numbered(made), self._operations()))
         return made
 
     def _numbered(self, made: Any) -> Any:
@@ -182,7 +182,7 @@ class _Recording(_Calls):
         return made
 
 
-class _Matching(_Calls):
+class _Matching(_BlockCalls):
     """A mode that compares the calls of a block with the noted calls, and returns tensors of the noted specs.
 
     Args:
@@ -215,14 +215,14 @@ class Template:
         notes, digest: Its operations.
         calls: Its calls of functions of torch.
         specs: The specs of its tensors, by their numbers.
-        returned: `_Calls.shown` of the value that it returned.
+        returned: `_BlockCalls.shown` of the value that it returned.
         structure: The value that it returned, with None in the place of the tensor.
         extras: Each forward operation's annotations besides those that were open at its call.
     """
 
     notes: BlockNotes
     digest: str
-    calls: Sequence[_Call]
+    calls: Sequence[_BlockCall]
     specs: Sequence[_torch_calls.FakeSpec]
     returned: Any
     structure: Any

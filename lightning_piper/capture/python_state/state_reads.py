@@ -22,6 +22,7 @@ from lightning_piper.capture.proxies.batch_changes import BatchChanges, own_attr
 from lightning_piper.capture.proxies.deferred_numbers import Namespace, accepting_deferred
 from lightning_piper.capture.proxies.numbers import NumberAnswer, NumberInputs
 from lightning_piper.capture.proxies.opaque_content import Carried, form_of_content
+from lightning_piper.capture.python_state.effects import refusing_effects
 from lightning_piper.capture.python_state.name_scan import is_users, reached_locations
 from lightning_piper.capture.python_state.object_content import MEMOISED, held_by
 from lightning_piper.capture.python_state.side_effects import ContainerGrowth, EffectLog, may_append
@@ -38,7 +39,6 @@ from lightning_piper.capture.python_state.state_locations import (
 from lightning_piper.capture.python_state.state_protection import RefusalMode, changes
 from lightning_piper.capture.python_state.state_recorder import StateRecorder
 from lightning_piper.capture.torch_private import _torch
-from lightning_piper.capture.user_code.effects import refusing_effects
 from lightning_piper.common.user_lines import shown_line
 from lightning_piper.errors import CaptureError
 

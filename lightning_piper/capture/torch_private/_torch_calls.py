@@ -204,9 +204,13 @@ _SETTINGS = (
 )
 
 
+# The kinds of devices of this machine, which have a setting of autocast each.
+_KINDS = ("cpu", *([found.type] if (found := torch.accelerator.current_accelerator()) is not None else []))
+
+
 def global_state() -> tuple[Any, ...]:
     """Return the state that decides, besides the arguments, which operations a function of torch calls."""
-    casts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    casts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS]
     return (*(setting() for setting in _SETTINGS), *casts)
 
 
