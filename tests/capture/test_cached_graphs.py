@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import lightning_piper as piper
 from lightning_piper import cache
 from lightning_piper.capture import capture
-from lightning_piper.capture.graph_cache import cached_graphs
+from lightning_piper.capture.graph_cache import cached_graphs, tracing_run
 from lightning_piper.capture.graph_cache.serialization import NotSerializable, deserialize, serialize
 from lightning_piper.capture.joint.trace_text import text_of
 from lightning_piper.capture.joint.traced_graph import TracedGraph
@@ -165,6 +165,79 @@ def test_other_sizes_are_traced(traces):
     trace(Net(), batch())
     trace(Net(), batch(6))
     assert len(traces) == 2
+
+
+class Formulas(L.LightningModule):
+    """A step whose backward pass runs formulas of torch, and what `added` adds to it."""
+
+    def __init__(self, added: Callable[[Tensor], Tensor] = lambda h: h) -> None:
+        super().__init__()
+        self.first, self.second, self.added = nn.Linear(3, 4), nn.Linear(4, 2), added
+
+    def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
+        return self.second(self.added(self.first(batch[0]).relu())).square().mean()
+
+
+@pytest.fixture
+def backwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets an entry for each backward pass of a tracing run."""
+    found: list[int] = []
+    own = tracing_run._OperationLog.goes_back
+
+    def counted(self: Any, results: Any) -> Tensor:
+        found.append(1)
+        return own(self, results)
+
+    monkeypatch.setattr(tracing_run._OperationLog, "goes_back", counted)
+    return found
+
+
+def hooked(h: Tensor) -> Tensor:
+    h.register_hook(lambda gradient: gradient * 2.0)
+    return h
+
+
+def silently_hooked(h: Tensor) -> Tensor:
+    h.register_hook(lambda gradient: None)
+    return h
+
+
+CODE_IN_BACKWARD: dict[str, Callable[[Tensor], Tensor]] = {
+    "a hook": hooked,
+    "a hook without operations": silently_hooked,
+    "an autograd.Function": Scaled.apply,
+}
+
+
+def test_the_forward_pass_shows_that_the_graph_is_known(traces, backwards):
+    first = trace(Formulas(), batch())
+    assert len(backwards) == 1
+    again = trace(Formulas(), batch())
+    assert len(backwards) == 1
+    cached_graphs.forget()  # as in a process that begins
+    from_file = trace(Formulas(), batch())
+    assert len(backwards) == 1
+    assert described(first.graph) == described(again.graph) == described(from_file.graph)
+
+
+@pytest.mark.parametrize("added", CODE_IN_BACKWARD)
+def test_code_in_the_backward_pass_runs_although_the_graph_is_known(added, traces, backwards):
+    for _ in range(2):
+        trace(Formulas(CODE_IN_BACKWARD[added]), batch())
+    assert len(backwards) == 2
+
+
+def test_a_hook_changes_the_graph_of_a_known_forward_pass(traces, backwards):
+    plain, hooks = trace(Formulas(), batch()), trace(Formulas(hooked), batch())
+    assert described(plain.graph) != described(hooks.graph)
+
+
+def test_a_known_graph_whose_file_is_lost_is_made_again(traces, backwards, monkeypatch):
+    first = trace(Formulas(), batch())
+    cached_graphs.forget()
+    monkeypatch.setattr(cached_graphs, "_is_known", lambda digest: True)
+    monkeypatch.setattr(cached_graphs.cache, "read", lambda path: None)
+    assert described(trace(Formulas(), batch()).graph) == described(first.graph)
 
 
 def test_what_is_logged_is_of_the_day(traces):

@@ -61,7 +61,8 @@ def traced_once(
 
     Args:
         module: the user's module. Its Python attributes are restored after the run.
-        step: a module that returns the step's results; see `step_trace.TracedStep`.
+        step: a module that returns the step's results; see `step_trace.TracedStep`. If the operations could be
+            recorded, `step.digest` is their digest afterwards.
         inputs: tensors like the step's inputs.
         device: the device of the trace.
         without_data: Returns a context in which the module has new tensors of the given fake mode. Each run
@@ -75,15 +76,18 @@ def traced_once(
         Exception: any error of `trace`.
     """
 
-    def tracing_run(blocks: Sequence[nn.Module]) -> tuple[str, Callable[[], Graph | None], torch.device]:
+    def tracing_run(
+        blocks: Sequence[nn.Module], is_known: Callable[[str], bool] = lambda digest: False
+    ) -> tuple[str, Callable[[], Graph | None] | None, torch.device]:
         """Run the step on fake tensors.
 
         Args:
             blocks: repeated blocks whose operations are noted once.
+            is_known: whether the graph of a digest is known.
 
         Returns:
             (Digest of the step's operations, a function that makes its graph, device of the trace with its
-            index). The graph is None if the operations do not determine it.
+            index). See `log_operations`.
         """
         mode = _torch.FakeTensorMode()
         # `without_drawing` raises `RandomDraw` if the step draws random numbers in Python. The capture
@@ -95,7 +99,7 @@ def traced_once(
             ]
             own = torch.empty((), device=device).device  # a device with its index
             before = attributes(module)
-            digest, build = log_operations(step, others, own, blocks)
+            digest, build = log_operations(step, others, own, blocks, is_known)
             if step.keeps:
                 # Hooks of the backward pass may have changed attributes.
                 check_unchanged(module, before, step.name)
@@ -104,7 +108,7 @@ def traced_once(
     blocks = () if module in _differing else tuple(step.blocks.values())
     try:
         try:
-            digest, build, own = tracing_run(blocks)
+            digest, build, own = tracing_run(blocks, _is_known)
         except (ContainerGrowth, RandomDraw, LongStepError):
             raise
         except Exception:
@@ -113,7 +117,7 @@ def traced_once(
             # The blocks differ, or this error has another text than without replay.
             _differing.add(module)
             blocks = ()
-            digest, build, own = tracing_run(blocks)
+            digest, build, own = tracing_run(blocks, _is_known)
     # The caller handles these errors: Piper cannot capture the step, or traces it again with placeholders for
     # the Python state that the error names.
     except (ContainerGrowth, RandomDraw, CaptureError, *_torch.WITHOUT_VALUES):
@@ -122,11 +126,14 @@ def traced_once(
         return trace()
 
     def make() -> tuple[Graph, Callable[[], bool]]:
-        if (built := build()) is not None:
+        # Without `build`, the graph was known, but its file can no longer be read.
+        found = tracing_run(blocks)[1] if build is None else build
+        if found is not None and (built := found()) is not None:
             return built, lambda: True
         # A step that depends on a clock or a file, for example, may have another graph next time.
         return trace(), lambda: tracing_run(blocks)[0] == digest
 
+    step.digest = digest
     return _graph(digest, own, make)
 
 
@@ -141,6 +148,17 @@ def _untie(module: nn.Module) -> None:
                     made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
                     store[name] = nn.Parameter(made, x.requires_grad) if isinstance(x, nn.Parameter) else made  # type: ignore[assignment]
                 seen.add(id(x))
+
+
+def _name(digest: str) -> str:
+    """Return the name of the file for the graph of a step with this digest."""
+    return hashlib.sha256(f"{VERSIONS}\n{digest}".encode()).hexdigest()
+
+
+def _is_known(digest: str) -> bool:
+    """Return whether the graph of a step with this digest is in memory or in a file."""
+    name = _name(digest)
+    return bool(_known.get(name) or cache.read(cache.folder("graphs") / name))
 
 
 def forget() -> None:
@@ -159,7 +177,7 @@ def _graph(digest: str, own: torch.device, make: Callable[[], tuple[Graph, Calla
         make: returns (a new graph, a function). The function returns whether other runs of the step with this
             digest have this graph.
     """
-    name = hashlib.sha256(f"{VERSIONS}\n{digest}".encode()).hexdigest()
+    name = _name(digest)
     path = cache.folder("graphs") / name
     content = _known.get(name) or cache.read(path)
     graph = _read(content, own)

@@ -59,11 +59,18 @@ class NotLoggable(Exception):
 
 
 def log_operations(
-    step: nn.Module, inputs: Sequence[torch.Tensor], own: torch.device, blocks: Sequence[nn.Module] = ()
-) -> tuple[str, Callable[[], Graph | None]]:
+    step: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    own: torch.device,
+    blocks: Sequence[nn.Module] = (),
+    is_known: Callable[[str], bool] = lambda digest: False,
+) -> tuple[str, Callable[[], Graph | None] | None]:
     """Run a step once, forward and, if gradients are enabled, backward. Return a digest of its operations,
     and a function that makes its graph. The graph is None if the operations do not determine it
     (`graph_builder.py`). Call the function at most once.
+
+    If the backward pass runs only formulas of torch, the forward pass determines it. The digest is then the forward
+    pass's digest, and a step with a known digest does not run its backward pass.
 
     Args:
         step: a module that returns the step's results. If the step has a backward pass, the first result is
@@ -71,6 +78,7 @@ def log_operations(
         inputs: the step's inputs other than its parameters and buffers.
         own: the device of the trace. The digest does not depend on the index of this device.
         blocks: repeated blocks of the step, whose operations are noted once (`block_replay.py`).
+        is_known: whether the graph of a digest is known. In place of a function for a known graph, the result has None.
 
     Raises:
         NotLoggable: the log cannot record the step.
@@ -94,6 +102,9 @@ def log_operations(
                 notes.leave_graph()
             notes.say("results", results)
             if joint:
+                forward = notes.forward_digest(results[0])
+                if forward is not None and is_known(forward):
+                    return forward, None
                 trained = [x for x in step.parameters() if x.requires_grad]
                 tangent = notes.goes_back(results)
                 found = torch.autograd.grad(results[0], trained, tangent, allow_unused=True)
@@ -101,7 +112,8 @@ def log_operations(
                 gradients = {id(x): gradient for x, gradient in zip(trained, found, strict=True)}
     if notes.differs:
         raise BlocksDiffer("the step caught the error of a block that differs")
-    return notes.digest(), notes.graph(results, gradients)
+    formulas = joint and forward is not None and not notes.runs_code_backward
+    return forward if formulas else notes.digest(), notes.graph(results, gradients)
 
 
 class _OperationLog(_torch.TorchDispatchMode):
@@ -126,6 +138,10 @@ class _OperationLog(_torch.TorchDispatchMode):
         self._storages: dict[int, int] = {}  # id of a storage -> its number
         self._kept: list[torch.Tensor] = []  # keeps tensors alive, so that ids stay unique
         self._muted = False
+        self.runs_code_backward = (
+            False  # whether a backward operation was called by other code than torch's formulas
+        )
+        self._leaves_graph = False  # whether the step does more than its operations show
         # With repeated blocks: id of each tensor that forward operations have read -> the only block that may
         # read it, or None. Without: None.
         self.read: dict[int, NotedBlock | None] | None = None
@@ -138,6 +154,22 @@ class _OperationLog(_torch.TorchDispatchMode):
 
     def digest(self) -> str:
         return self._hash.hexdigest()
+
+    def forward_digest(self, loss: torch.Tensor) -> str | None:
+        """Return the digest after the forward pass, with the graph of autograd. Return None if the backward pass may run
+        other code than formulas of torch.
+
+        Args:
+            loss: the step's first result.
+        """
+        if self.read is not None or self._leaves_graph:
+            return None
+        backward = _torch_calls.backward_text(loss, self._numbers, self._kept)
+        if backward is None:
+            return None
+        found = self._hash.copy()
+        found.update(f"formulas of torch\n{backward}".encode())
+        return found.hexdigest()
 
     @property
     def notes(self) -> OperationNotes | None:
@@ -187,7 +219,7 @@ class _OperationLog(_torch.TorchDispatchMode):
 
     def leave_graph(self) -> None:
         """Record that the step does more than its operations show. Then there is no graph."""
-        self._calls = None
+        self._calls, self._leaves_graph = None, True
 
     def graph(
         self, results: Sequence[torch.Tensor], gradients: Mapping[int, torch.Tensor | None]
@@ -335,6 +367,7 @@ class _OperationLog(_torch.TorchDispatchMode):
         if _torch_calls.only_asks(function):
             return function(*args, **kwargs)
         called = line_in_backward() if self._goes_back else ""
+        self.runs_code_backward |= bool(called)
         if self.read is not None and not self._goes_back:
             self._check_apart(function, args, kwargs)
         self._grow(not self._goes_back)

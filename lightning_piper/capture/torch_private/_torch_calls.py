@@ -19,12 +19,13 @@ Each entry states the behavior that the package relies on.
 - `torch._C.DisableTorchFunction`: within it, modes for functions of torch are not active.
 - `global_state` lists the settings, besides the arguments, on which the operations of a function of torch depend.
 - `BackwardCFunction`: the class of an `autograd.Function` in the graph of autograd.
+- `Tensor._backward_hooks`: the hooks of `register_hook`, also of a tensor that an operation has made.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -50,6 +51,8 @@ __all__ = [
     "advance_sequence",
     "as_traced",
     "backward_alone",
+    "backward_nodes",
+    "backward_text",
     "global_state",
     "has_attributes_of_user",
     "has_modes_of_user",
@@ -144,17 +147,38 @@ def backward_alone() -> Iterator[None]:
         fx_traceback.current_meta.update(before)
 
 
-def runs_python_backward(x: torch.Tensor) -> bool:
-    """Return whether the backward pass of a tensor runs an `autograd.Function`."""
-    stack, seen = [x.grad_fn], set()
+def backward_nodes(x: torch.Tensor) -> dict[Any, int]:
+    """Return the nodes of the backward pass of a tensor, numbered in an order that only the graph of autograd decides."""
+    stack, found = [x.grad_fn], dict[Any, int]()
     while stack:
         node = stack.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            if isinstance(node, BackwardCFunction):
-                return True
+        if node is not None and node not in found:
+            found[node] = len(found)
             stack += [other for other, _ in node.next_functions]
-    return False
+    return found
+
+
+def runs_python_backward(x: torch.Tensor) -> bool:
+    """Return whether the backward pass of a tensor runs an `autograd.Function`."""
+    return any(isinstance(node, BackwardCFunction) for node in backward_nodes(x))
+
+
+def backward_text(x: torch.Tensor, numbers: Mapping[int, int], tensors: Iterable[torch.Tensor]) -> str | None:
+    """Return the graph of autograd of a tensor as text. Return None if its backward pass runs an `autograd.Function`
+    or a hook of one of `tensors`.
+
+    Args:
+        numbers: `id` of a parameter -> its number.
+        tensors: all tensors of the forward pass.
+    """
+    nodes = backward_nodes(x)
+    if any(isinstance(node, BackwardCFunction) for node in nodes) or any(x._backward_hooks for x in tensors):
+        return None
+    return "\n".join(
+        f"{node.name()} {[(nodes.get(other), place) for other, place in node.next_functions]} "
+        f"{numbers.get(id(getattr(node, 'variable', None)))}"
+        for node in nodes
+    )
 
 
 def is_of_torch(function: Any) -> bool:

@@ -221,6 +221,7 @@ class TracedStep(nn.Module):
         batch_idx: The step's `batch_idx` if `reads` is None. Otherwise `reads` supplies it.
         logs: The `self.log` calls of the last call of the step, without logs of metric objects.
         metrics: The calls and logs of metric objects in the last call of the step.
+        digest: Identifies the operations of the last trace, and so its graph. None if they could not be recorded.
     """
 
     name = "training_step"
@@ -248,6 +249,7 @@ class TracedStep(nn.Module):
         self._logged: list[torch.Tensor] = []
         self._runs = False  # whether the step's method is running, not its backward pass
         self.metrics = MetricRecorder(module, self.name)
+        self.digest: str | None = None
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the loss, the logged tensors and the arguments of metric objects. `plain` describes them."""
