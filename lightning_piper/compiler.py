@@ -253,7 +253,7 @@ def compile(
     error, because `PiperStrategy` runs the step uncaptured and needs no graph.
 
     Args:
-        module: A LightningModule. It is neither run nor changed.
+        module: A LightningModule. Piper traces its step without data, and does not change it.
         batch: The global batch of one step, as the DataLoader would give it to one device.
         directives: A list of directives or JSON objects, or the path of a JSON file.
         verify: Run the static check after the capture, after each directive and on the plans.

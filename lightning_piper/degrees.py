@@ -393,9 +393,11 @@ def parallel(
         cp: Devices that shard dimension 1 (the sequence) of the values between regions.
         ep: Number of replicas that divide the experts between `dispatch` and `combine`. It must divide `dp`.
         zero: ZeRO stage, 0 to 3. One replica alone shards nothing.
-        schedule: "1f1b", "interleaved", or the name of a builder of `lightning_piper.schedules`.
+        schedule: "1f1b", "interleaved", or the name of a builder of `lightning_piper.schedules` other than
+            `dualpipe` and `fitted`.
         microbatches: Microbatches of each replica (default: twice `pp`, or 1 without a pipeline).
-        recompute: Keep only the inputs of each stage, and run its forward pass again for the backward pass.
+        recompute: Keep only the inputs of each stage, or without a pipeline of each layer, and run its forward pass
+            again for the backward pass.
         chunk_loss: Compute a cross entropy of a linear layer without the scores of all rows at once (`ChunkLoss`).
         module: A LightningModule. With `pp` above 1, and if its step has no PP annotation, Piper cuts it into
             stages of similar calculated cost, and annotates the modules of this object.

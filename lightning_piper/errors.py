@@ -1,4 +1,4 @@
-"""The errors that users can see. Every message says what is wrong, where, and what to do."""
+"""The errors that users can see."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PiperError(Exception):
 
 
 class CaptureError(PiperError):
-    """An error raised if a step cannot be captured as one graph. It names the user's source line.
+    """An error raised if a step cannot be captured, or if a function for the step does not accept its arguments.
 
     Attributes:
         late: Whether it is too late to run the step uncaptured: earlier steps may differ from the user's
@@ -47,7 +47,7 @@ class LongStepError(CaptureError):
 
 
 class BatchError(PiperError):
-    """An error raised if the replicas' batches do not fit one captured step. It names the difference.
+    """An error raised if the replicas' batches do not fit one captured step.
 
     Attributes:
         late: Whether other processes may continue.
@@ -57,7 +57,7 @@ class BatchError(PiperError):
 
 
 class DirectiveError(PiperError):
-    """An error raised if a directive is malformed or cannot be applied. It names the index and the field."""
+    """An error raised if a directive or a degree is malformed or does not fit."""
 
 
 class VerificationError(PiperError):
@@ -65,7 +65,7 @@ class VerificationError(PiperError):
 
 
 class ExecutionError(PiperError, RuntimeError):
-    """An error raised if an instruction of a plan fails. It names the device, the node and its directive.
+    """An error raised if a step fails while it runs, for example because a gradient is NaN.
 
     It is a RuntimeError like torch's own errors, because some code catches RuntimeErrors and reads their
     texts.
@@ -77,14 +77,11 @@ class OutOfMemoryError(ExecutionError, torch.OutOfMemoryError):
 
 
 class SimulationError(PiperError):
-    """An error raised if a simulation cannot use durations or a network. It names the entry and valid
-    values.
-    """
+    """An error raised if a simulation cannot use its durations, its network or a hardware file."""
 
 
 class SearchError(PiperError):
-    """An error raised if a search cannot begin or finds nothing. It names the argument, or the memory
-    needed.
+    """An error raised if a search cannot begin or finds nothing.
 
     Attributes:
         memory: The named bytes of each device with which a program fits; infinite if the error names none.

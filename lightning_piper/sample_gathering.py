@@ -32,8 +32,8 @@ _captured = False  # whether the running code is being traced
 def gather_samples(x: torch.Tensor) -> torch.Tensor:
     """Return the rows of `x` of all samples of the batch, in the order in which one device has them.
 
-    Values that follow from the result are computed from the whole batch, exactly as on one device, under
-    every program (see docs/losses.md). In a step that runs uncaptured, only the given rows are joined,
+    Values that follow from the result are computed from the whole batch, as on one device (see docs/losses.md).
+    In a step that runs uncaptured, only the given rows are joined,
     over the processes.
 
     Args:

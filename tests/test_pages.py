@@ -75,13 +75,13 @@ BEFORE = {
     "docs/checkpoints.md 1": "import torch.distributed.checkpoint as dcp",
     "docs/concepts.md 0": "self, x = SimpleNamespace(encoder=nn.Linear(4, 4)), torch.ones(2, 4)",
     "docs/concepts.md 1": "model = Layers(4)",
-    "docs/directives.md 6": MIXTURE,
-    "docs/directives.md 8": "module, batch = Layers(2), samples()",
-    "docs/directives.md 9": LAYERS,
-    "docs/directives.md 10": SCORED,
-    "docs/directives.md 11": LAYERS + "; batch = samples()",
-    "docs/directives.md 12": LAYERS + "; program += [piper.Offload(filter={'LAYER': '*'})]",
-    "docs/directives.md 13": "module = Pair()",
+    "docs/directives.md 7": MIXTURE,
+    "docs/directives.md 9": "module, batch = Layers(2), samples()",
+    "docs/directives.md 10": LAYERS,
+    "docs/directives.md 11": SCORED,
+    "docs/directives.md 12": LAYERS + "; batch = samples()",
+    "docs/directives.md 13": LAYERS + "; program += [piper.Offload(filter={'LAYER': '*'})]",
+    "docs/directives.md 14": "module = Pair()",
     "docs/howto/pretrained.md 0": """
 pytest.importorskip("transformers", minversion="5.0")
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
@@ -183,8 +183,9 @@ assert SEARCHED.pop("gpipe_in_waves")
 """,
     "docs/directives.md 4": PLACED,
     "docs/directives.md 5": PLACED,
-    "docs/directives.md 13": ORDERED,
+    "docs/directives.md 6": PLACED,
     "docs/directives.md 14": ORDERED,
+    "docs/directives.md 15": ORDERED,
     "docs/losses.md 1": """
 Pair.training_step = training_step
 assert str(piper.verify(module, samples(), piper.schedules.one_f_one_b(2, 4))).endswith("verified")
