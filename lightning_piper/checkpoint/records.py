@@ -72,9 +72,7 @@ def check_archive(file: IO[bytes], name: str, first: int = 0, step: int = 1) -> 
     """
     start = file.read(len(START))
     if not start:
-        raise PiperError(
-            f"{name} is empty: a save has ended early, or a copy has failed. Use another checkpoint [PIPER-K002]"
-        )
+        raise PiperError(f"{name} is empty. Use another checkpoint [PIPER-K002]")
     if start != START and not zipfile.is_zipfile(file):
         return False
     what = "its table of records"

@@ -49,14 +49,14 @@ class NotElementwise(Exception):
 
 
 class Untried(Exception):
-    """A copy of the optimizer cannot run. The message says why."""
+    """A copy of the optimizer cannot run. The message says where the copy failed, and its error."""
 
     param: Tensor | None = None  # as of `NotElementwise`
 
     @property
     def unchecked(self) -> str:
-        """The sentence, without its full stop, that says why Piper cannot check the optimizer."""
-        return f"Piper cannot check this: a test copy of the optimizer failed with {self}"
+        """The sentence that says why Piper cannot check the optimizer, and the beginning of the advice."""
+        return f"Piper cannot check this, because a test copy of the optimizer failed {self}. Correct the cause, or use"
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,9 @@ def state_keys(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], device:
         device: The device to run on.
 
     Raises:
-        NotElementwise: Shards are updated differently from the whole parameter or cannot be updated, or a
-            state has a number for each element of only some parameters.
-        Untried: A copy of the optimizer cannot run even on whole parameters.
+        NotElementwise: Shards are updated differently from the whole parameter, or a state has a number for each
+            element of only some parameters.
+        Untried: A copy of the optimizer cannot run on whole parameters, or not on shards.
     """
     kinds = kinds_of(chosen)
     keys = StateKeys()
@@ -111,13 +111,11 @@ def state_keys(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], device:
         try:
             whole = run(optimizer, kinds, scenario, device)
         except Exception as error:
-            raise Untried(f"{type(error).__name__}: {error}") from error
+            raise Untried(f"with {type(error).__name__}: {error}") from error
         try:
             shards = [_run_shards(optimizer, kinds, whole, part, device) for part in range(2)]
         except Exception as error:
-            raise NotElementwise(
-                f"a test copy of it fails on shards with {type(error).__name__}: {error}"
-            ) from error
+            raise Untried(f"on shards with {type(error).__name__}: {error}") from error
         for i, kind in enumerate(kinds):
             try:
                 found = [(p.params[i], p.states[i]) for p in shards if i in p.params]
@@ -228,7 +226,7 @@ def sees_others(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], device
             return _sees_others(optimizer, kinds_of(chosen) * 2, device, dtype)
         except Exception as error:
             failure = failure or error
-    raise Untried(f"{type(failure).__name__}: {failure}") from failure
+    raise Untried(f"with {type(failure).__name__}: {failure}") from failure
 
 
 def _sees_others(

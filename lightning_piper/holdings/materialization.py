@@ -288,13 +288,15 @@ def without_initial_values(module: nn.Module, known: Known) -> str | None:
     for name, places in places_of(module).items():
         (part, _), *_ = places
         tensor = tensor_at(places)
-        # A write into an adapter on the meta device has no effect, such as the load of a file.
-        lost = id(part) in adapters and (adapters[id(part)] is None or tensor._version > 0)
-        if tensor.is_meta and name not in known and lost:
-            return (
-                f"{name!r}: this model has a PEFT adapter on the meta device, which has lost the values that PEFT or "
-                "a file gave the adapter. Build the base model with from_pretrained of transformers [PIPER-S009]"
-            )
+        if tensor.is_meta and name not in known and id(part) in adapters:
+            lost = "Piper does not know its initial value" if adapters[id(part)] is None else ""
+            # A write into a tensor on the meta device has no effect, such as the load of a file.
+            lost = "it was changed there, where it has no values" if tensor._version > 0 else lost
+            if lost:
+                return (
+                    f"{name!r} is in a PEFT adapter on the meta device, and {lost}. Build the base model with "
+                    "from_pretrained of transformers [PIPER-S009]"
+                )
         if (
             tensor_at(places).is_meta
             and name not in known

@@ -238,8 +238,7 @@ class ShardedOptimizer:
         except Untried as error:
             raise PiperError(
                 f"PiperStrategy: {name} must update each parameter independently, because each process has "
-                f"only some of the parameters. {error.unchecked}. Use an optimizer such as AdamW or SGD "
-                "[PIPER-S004]"
+                f"only some of the parameters. {error.unchecked} an optimizer such as AdamW or SGD [PIPER-S004]"
             ) from error.__cause__
         if why:
             raise PiperError(
@@ -592,9 +591,9 @@ def _refusal(optimizer: str, error: NotElementwise | Untried, name: str, compile
     why = (
         f"must {what}, because {shards}. {error.unchecked}"
         if isinstance(error, Untried)
-        else f"does not {what}: {error}. But {shards}"
+        else f"does not {what}: {error}. But {shards}. Use"
     )
     return (
-        f"PiperStrategy{'' if degrees is None else f'({degrees})'}: {optimizer} {why}. Use an optimizer that works "
+        f"PiperStrategy{'' if degrees is None else f'({degrees})'}: {optimizer} {why} an optimizer that works "
         "element by element, such as AdamW or SGD [PIPER-S004]"
     )

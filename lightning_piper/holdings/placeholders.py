@@ -101,12 +101,38 @@ class Placeholder(torch.Tensor):
 class ParameterPlaceholder(Placeholder, nn.Parameter):
     """A placeholder in the module for a parameter that only other processes hold, each of them whole."""
 
+    @property
+    def grad(self) -> torch.Tensor | None:
+        return nn.Parameter.grad.__get__(self)  # type: ignore[union-attr, no-any-return]
+
+    @grad.setter
+    def grad(self, tensor: torch.Tensor | None) -> None:
+        """Set a placeholder gradient, or None, which also drops the gradient of a local shard.
+
+        Raises:
+            PiperError: The gradient has values, or belongs to a sharded parameter.
+        """
+        before = self.grad
+        if tensor is None and isinstance(before, RemoteGradient):
+            before.drop()
+        accepted = RemoteGradient if isinstance(self, ShardedPlaceholder) else RemoteGradient | Placeholder
+        if tensor is not None and not isinstance(tensor, accepted):
+            raise PiperError(
+                f"PiperStrategy: the gradient of {_name(self)!r} cannot be replaced here, because this process does not "
+                "have all of it. Replace the gradients that this process has: those of the parameters in "
+                "trainer.optimizers[0].param_groups [PIPER-S007]"
+            )
+        nn.Parameter.grad.__set__(self, tensor)  # type: ignore[union-attr]
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
 
 class ShardedPlaceholder(ParameterPlaceholder):
     """A placeholder in the module for a parameter whose values are in local shards.
 
-    In-place writes to its `.data`, which has no values, count as changes of the placeholder. Dropping its
-    gradient also drops the local shard's gradient.
+    In-place writes to its `.data`, which has no values, count as changes of the placeholder.
     """
 
     @property
@@ -123,32 +149,6 @@ class ShardedPlaceholder(ParameterPlaceholder):
                 "trainer.optimizers[0].param_groups [PIPER-S007]"
             )
         nn.Parameter.data.__set__(self, tensor)  # type: ignore[attr-defined]
-
-    @property
-    def grad(self) -> torch.Tensor | None:
-        return nn.Parameter.grad.__get__(self)  # type: ignore[union-attr, no-any-return]
-
-    @grad.setter
-    def grad(self, tensor: torch.Tensor | None) -> None:
-        """Set a placeholder gradient, or None, which also drops the local shard's gradient.
-
-        Raises:
-            PiperError: The gradient has values.
-        """
-        before = self.grad
-        if tensor is None and isinstance(before, RemoteGradient):
-            before.drop()
-        if tensor is not None and not isinstance(tensor, RemoteGradient):
-            raise PiperError(
-                f"PiperStrategy: the gradient of {_name(self)!r} is sharded over the processes, and cannot "
-                "be replaced here. Change the gradients of this process's shards instead: those of the parameters in "
-                "trainer.optimizers[0].param_groups [PIPER-S007]"
-            )
-        nn.Parameter.grad.__set__(self, tensor)  # type: ignore[union-attr]
-
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
 
 
 _DEVICE = torch.Tensor.device.__get__

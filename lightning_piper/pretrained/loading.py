@@ -170,7 +170,7 @@ def require_transformers(caller: str) -> None:
         from transformers.core_model_loading import rename_source_key  # noqa: F401  since transformers 5
     except ImportError as error:
         raise PiperError(
-            f"piper.{caller}: transformers 5 or later is not installed. Install it: "
+            f"piper.{caller} needs transformers 5 or later, which cannot be imported: {error}. Install it: "
             "pip install 'transformers>=5' [PIPER-K010]"
         ) from error
 

@@ -443,8 +443,8 @@ class BatchCheck:
 def other_plans(where: str = "") -> PiperError:
     """Return the error for replicas that would run different plans. `where` names the batch, after a space."""
     return PiperError(
-        f"the replicas drew batches of different shapes{where}, and for these shapes the step runs different "
-        "regions or uses different parameters, so Piper cannot sum the gradients. Pad the batches to one shape "
+        f"the replicas drew batches of different shapes{where}, and their steps run different regions or use "
+        "different parameters, so Piper cannot sum the gradients. Pad the batches to one shape "
         "[PIPER-L004]"
     )
 

@@ -285,8 +285,8 @@ class _ProposalSearch:
         self.say(f"found a program; a better one may fit; {AGAIN}")
         try:
             return better(plain, self.proposal(chunked), self.options["objective"])
-        except SearchError:
-            return compared(plain, None)
+        except SearchError as error:
+            return compared(plain, error.memory)
 
     def instead_of(self, error: SearchError, cut: BlockCut) -> Proposal:
         """Return the best program with `ChunkLoss`, after `error` has said that no program without it fits.
@@ -298,7 +298,7 @@ class _ProposalSearch:
             raise error
         self.say(f"found no program that fits; {AGAIN}")
         try:
-            return compared(self.proposal(chunked), None)
+            return compared(self.proposal(chunked), error.memory)
         except SearchError as second:
             raise with_less_memory(error, second) from None
 
@@ -319,12 +319,14 @@ def better(plain: Proposal, chunked: Proposal, objective: str = "time") -> Propo
     return compared(plain, chunked)
 
 
-def compared(best: Proposal, other: Proposal | None) -> Proposal:
-    """Return a proposal with a text about the other one, which has `ChunkLoss` if `best` does not have it, or the
-    reverse. None: no program fits."""
+def compared(best: Proposal, other: Proposal | float) -> Proposal:
+    """Return a proposal with a text about the other search, which has `ChunkLoss` if `best` does not have it, or the
+    reverse. `other` is its proposal. If it found none, `other` is `SearchError.memory`: infinite if memory is not the
+    cause."""
     which = "without ChunkLoss" if best.first else "with ChunkLoss"
-    if other is None:
-        return replace(best, alternative=f"{which}, no program fits")
+    if not isinstance(other, Proposal):
+        fits = " that fits" if math.isfinite(other) else ""
+        return replace(best, alternative=f"{which}, the search found no program{fits}")
     needs = f"{duration(other.time, 4)} a step and {size(other.memory)}"
     return replace(best, alternative=f"{which}: {described(other.chosen)}, {needs}")
 

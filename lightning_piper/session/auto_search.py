@@ -57,9 +57,9 @@ class Part:
 WHOLE = Part((0,), 1)  # each process has the whole module
 # Line of the log if the chosen program divides the module.
 LOST = (
-    "  each process now holds only its part of the module: hooks and callbacks cannot read, change or run "
-    "the whole module (model.weight, p.grad, copy.deepcopy). Checkpoints, gradient clipping and Lightning's "
-    "weight averaging still work"
+    "  each process now holds only its part of the module: hooks and callbacks cannot change the whole module, and "
+    "must read or run it inside of piper.whole_module. Checkpoints, gradient clipping and Lightning's weight "
+    "averaging still work"
 )
 
 
@@ -252,9 +252,9 @@ def _better(plain: _Outcome, chunked: _Outcome) -> _Outcome:
     if plain.proposal is None and chunked.proposal is None:
         return chunked if chunked.needed < plain.needed else plain
     if plain.proposal is None or chunked.proposal is None:
-        best = plain if chunked.proposal is None else chunked
+        best, other = (plain, chunked) if chunked.proposal is None else (chunked, plain)
         assert best.proposal is not None
-        return replace(best, proposal=compared(best.proposal, None))
+        return replace(best, proposal=compared(best.proposal, other.needed))
     if chunked.part < plain.part:
         return replace(chunked, proposal=compared(chunked.proposal, plain.proposal))
     return replace(plain, proposal=better(plain.proposal, chunked.proposal))

@@ -176,8 +176,8 @@ def _warn(texts: Sequence[str], found: Difference | None, world: World) -> None:
     if found is not None and not texts:
         world.warn(
             "parts of the batch give a different result than the whole batch on one device: on the first "
-            f"samples, {found}. The step mixes samples, or depends on the number of samples. If this matters, use "
-            "one microbatch (microbatches=1) and no replicas, so that the batch stays whole. "
+            f"samples, {found}. If this matters, use one microbatch (microbatches=1) and no replicas, so that the batch "
+            "stays whole. "
             "PiperStrategy(verify='first_batch') measures the difference for the whole batch [PIPER-W010]"
         )
 

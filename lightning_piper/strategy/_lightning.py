@@ -138,9 +138,8 @@ class Strategy(ParallelStrategy):
         if module is not None and module._compiler_ctx is not None:
             import_module(f"{package_of(module)}.utilities.compile").to_uncompiled(module)
             rank_zero_warn(
-                "PiperStrategy ignores torch.compile(module), because it captures the module's steps itself. "
-                "For compiled kernels, use PiperStrategy(compile=True). If a step runs uncaptured, compile submodules "
-                "instead, such as self.net = torch.compile(self.net) [PIPER-W019]"
+                "PiperStrategy ignores torch.compile(module). For compiled kernels, use PiperStrategy(compile=True). If a "
+                "step runs uncaptured, compile submodules instead, such as self.net = torch.compile(self.net) [PIPER-W019]"
             )
         vars(self)["_lightning_module"] = module
 

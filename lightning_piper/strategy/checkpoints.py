@@ -118,9 +118,8 @@ def save_in_one_go(
         io.save_checkpoint(content, target, storage_options=storage_options)
         if not location.exists(target):
             raise PiperError(
-                f"{type(io).__name__}.save_checkpoint was replaced by a function that wrote nothing to "
-                f"{target}. To write to another path, or later, use a plugin of your own: a subclass of "
-                "TorchCheckpointIO or CheckpointIO [PIPER-K005]"
+                f"{type(io).__name__}.save_checkpoint wrote nothing to {target}. To write to another path, or later, "
+                "use a plugin of your own: a subclass of TorchCheckpointIO or CheckpointIO [PIPER-K005]"
             )
         location.publish_file(target)
     finally:

@@ -430,9 +430,8 @@ def checked_backend(given: str | None, device: torch.device, processes: int) -> 
     if given is not None and own not in given:
         raise PiperError(
             f"PiperStrategy(process_group_backend={given!r}): processes with {device.type} devices exchange "
-            f"tensors by {own}, because {given} cannot send tensors between such devices. Leave "
-            f"process_group_backend out, or use {own!r} or 'cpu:{HOST},{device.type}:{own}'. To run several "
-            "logical devices on one device, use transport='local' [PIPER-S001]"
+            f"tensors by {own}. Leave process_group_backend out, or use {own!r} or 'cpu:{HOST},{device.type}:{own}'. "
+            "To run several logical devices on one device, use transport='local' [PIPER-S001]"
         )
     return given or own
 

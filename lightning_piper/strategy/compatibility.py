@@ -213,9 +213,9 @@ class Averages:
                 continue
             if not own.tensor_map.is_replicated and not averages_each_element(update_of(callback)):
                 raise PiperError(
-                    f"PiperStrategy: {type(callback).__name__} does not average each element of the "
-                    "parameters independently, but each process holds only a part of the parameters (stages "
-                    "or shards). Give it an avg_fn that works element by element, such as "
+                    f"PiperStrategy: {type(callback).__name__} must average each element of the parameters independently, "
+                    "because each process holds only a part of the parameters (stages or shards), but a test on shards "
+                    "failed. Give it an avg_fn that works element by element, such as "
                     "torch.optim.swa_utils.get_ema_avg_fn(), and no multi_avg_fn [PIPER-S002]"
                 )
             prefix = f"averages.{number}"

@@ -30,8 +30,8 @@ def check_precision(plugin: Precision) -> None:
     )
     if not good:
         raise PiperError(
-            f"PiperStrategy: the precision plugin {type(plugin).__name__}({plugin.precision!r}) is not supported. Leave it "
-            f"out of plugins=, and give Trainer(precision=...) one of {ACCEPTED} [PIPER-S001]"
+            f"PiperStrategy: the precision plugin {type(plugin).__name__}({plugin.precision!r}) is not supported. Give "
+            f"Trainer(precision=...) one of {ACCEPTED}, and no precision plugin [PIPER-S001]"
         )
 
 

@@ -231,7 +231,7 @@ CASES: Cases = [
     Elsewhere("one process has a different module", "parameters or buffers of different names, shapes, dtypes", "PiperError",
         PROCESSES),
     Elsewhere("a weight-averaging function reads all parameters, which are on several processes",
-              "WeightAveraging does not average each element of the parameters "
+              "WeightAveraging must average each element of the parameters "
               "independently", "PiperError", AVERAGES),
     Elsewhere("a hook that reads sharded parameters, or parameters of another stage, such as for its own "
               "average of weights",

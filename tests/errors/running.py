@@ -180,7 +180,7 @@ CASES: Cases = [
               "the replicas drew batches that do not fit together in training batch 3", "PiperError",
               f"{FAILURES}::test_batches_of_other_shapes_in_one_replica"),
     Elsewhere("replicas have batches of different lengths, for which the step has different regions",
-              "the replicas drew batches of different shapes, and for these shapes the step runs different "
+              "the replicas drew batches of different shapes, and their steps run different "
               "regions", "PiperError",
               "tests/strategy/test_lengths.py::test_replicas_may_have_batches_of_other_lengths"),
     Elsewhere("replicas have different numbers or strings in their batches",

@@ -138,15 +138,17 @@ def test_gradients_that_are_kept_back_cannot_be_changed():
         layer.weight.grad.mul_(2)
 
 
-def test_gradients_in_pieces_cannot_be_replaced():
+@pytest.mark.parametrize("sharded", [True, False])
+def test_gradients_of_other_processes_cannot_be_replaced(sharded):
     weight = stand_in(
-        nn.Parameter(torch.empty(2, 3, device="meta")), "weight", sharded=True, device=torch.device("cpu")
+        nn.Parameter(torch.empty(2, 3, device="meta")), "weight", sharded=sharded, device=torch.device("cpu")
     )
-    with pytest.raises(
-        piper.PiperError,
-        match="the gradient of 'weight' is sharded over the processes, and cannot be replaced",
-    ):
-        weight.grad = torch.zeros_like(weight)
+    for value in (torch.zeros(2, 3), *([torch.zeros_like(weight)] if sharded else [])):
+        with pytest.raises(
+            piper.PiperError, match="the gradient of 'weight' cannot be replaced here, because"
+        ):
+            weight.grad = value
+    weight.grad = None
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

@@ -245,6 +245,9 @@ def test_a_module_that_cannot_be_copied() -> None:
         CaptureError, match=r"Module cannot be copied .TypeError: cannot pickle 'generator' object"
     ):
         blocks_of(module, batch)
+    module.later = torch.ones(1, requires_grad=True) * 2  # type: ignore[assignment]  # not the cause
+    with pytest.raises(CaptureError, match=r"'generator' object.*Hold the attribute that cannot be copied"):
+        copy_of(module)
     module, batch = gpt(2)
     module.head = torch.nn.utils.weight_norm(nn.Linear(4, 4))  # type: ignore[assignment]
     with pytest.raises(

@@ -3,6 +3,7 @@ only then."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import lightning as L
@@ -17,7 +18,7 @@ from lightning_piper.errors import SearchError
 from lightning_piper.placements import chunked_scores
 from lightning_piper.placements.chunked_scores import SCORES_BACKWARD, SCORES_OF, workspace
 from lightning_piper.search.costs.operation_costs import Counting
-from lightning_piper.search.proposal import with_less_memory
+from lightning_piper.search.proposal import compared, with_less_memory
 
 WORDS, WIDTH, ROWS = 40_000, 8, 2048
 SCORES = 4 * ROWS * WORDS  # bytes: 313 MiB
@@ -55,7 +56,9 @@ def test_the_loss_in_chunks_if_nothing_else_fits() -> None:
     assert not any(isinstance(each, piper.ChunkLoss) for each in roomy.directives)
     assert isinstance(tight.directives[0], piper.ChunkLoss) and not roomy.alternative and not roomy.is_limited
     assert CHUNK < tight.memory <= 100 * 2**20 < 2 * SCORES < roomy.memory
-    assert "ChunkLoss(" in str(tight) and "without ChunkLoss, no program fits" in str(tight)
+    without = "without ChunkLoss, the search found no program"
+    assert "ChunkLoss(" in str(tight) and tight.alternative == f"{without} that fits"
+    assert compared(tight, math.inf).alternative == without  # memory was not the cause
 
 
 def test_a_loss_that_has_no_chunks_does_not_fit() -> None:
@@ -100,7 +103,7 @@ def test_chunks_of_sharded_words() -> None:
     proposal = found("380MiB", devices=2, ranks=1, levels=(0,), width=512)
     chunk, _, shard = proposal.directives
     assert isinstance(chunk, piper.ChunkLoss) and isinstance(shard, piper.ShardWeights)
-    assert proposal.alternative == "without ChunkLoss, no program fits"
+    assert proposal.alternative == "without ChunkLoss, the search found no program that fits"
     assert shard.params["head.weight"] == 0 and "tensor-parallel over 2 devices" in proposal.described
 
 

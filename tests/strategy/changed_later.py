@@ -179,7 +179,7 @@ ROWS = [
     *((kind.__name__, "auto") for kind in CALLBACKS[:2]),
 ]
 REFUSED = {
-    ("Replaces", "zero1"): "is sharded over the processes, and cannot be replaced",
+    ("Replaces", "zero1"): "cannot be replaced here, because this process does not",
 }
 
 

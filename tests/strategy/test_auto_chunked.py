@@ -85,7 +85,10 @@ def test_a_loss_in_chunks_keeps_the_module_whole(tmp_path):
     told = {name: said for name, (_, said) in ranks[0].items()}
     for name in ("chunks", "again"):  # the second fit takes the program from a file
         assert "PiperStrategy chose 2 replicas at ZeRO 0; the loss in chunks" in told[name]
-        assert "without ChunkLoss, no program fits" in told[name] and auto_search.LOST not in told[name]
+        assert (
+            "without ChunkLoss, the search found no program that fits" in told[name]
+            and auto_search.LOST not in told[name]
+        )
     assert "with its loss in chunks (ChunkLoss), because memory" in told["chunks"]
     assert "measures" not in told["again"]
     assert "data parallelism instead of a program from the search: search: no program fits" in told["none"]

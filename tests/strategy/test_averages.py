@@ -23,7 +23,7 @@ JOBS = [
 ]
 OWN = [(program, name) for program in PROGRAMS for name in BY_HAND]
 WORDS = {
-    "by norms": "WeightAveraging does not average each element of the parameters independently",
+    "by norms": "WeightAveraging must average each element of the parameters independently",
     "statistics anew": "StochasticWeightAveraging of a module with batch norms",
     "unfreezing": "BackboneFinetuning, which unfreezes parameters at epoch 1",
 }

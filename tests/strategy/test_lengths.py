@@ -62,9 +62,7 @@ def test_replicas_may_have_batches_of_other_lengths(processes: int, tmp_path: An
             assert torch.allclose(torch.stack(rank[name]["losses"]), torch.stack(losses), rtol=1e-12)
         for wrong in (by_hand(name, [0]), by_hand(name, even=True)):  # the controls
             assert distance(wrong[0], expected) > 1e-4
-    words = (
-        "the replicas drew batches of different shapes, and for these shapes the step runs different regions"
-    )
+    words = "the replicas drew batches of different shapes, and their steps run different regions"
     assert all((words if processes == 2 else "PP=2") in rank["refused"] for rank in ranks), ranks[0][
         "refused"
     ]

@@ -129,7 +129,7 @@ def copy_of(module: nn.Module) -> nn.Module:
         ) from error
     except Exception as error:
         found = f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error})"
-        if (computed := _computed_tensor(module)) is not None:
+        if "deepcopy protocol" in str(error) and (computed := _computed_tensor(module)) is not None:
             raise CaptureError(
                 f"{found}, because {computed} is a tensor that an operation has made, as torch.nn.utils.weight_norm does. "
                 "Make it in the step, or use torch.nn.utils.parametrizations.weight_norm [PIPER-C024]"

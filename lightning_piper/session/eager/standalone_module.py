@@ -103,7 +103,7 @@ class Standalone:
             if tensor._version != version:
                 raise PiperError(
                     f"PiperStrategy: {name!r} was changed in place on the meta device, where it has no "
-                    "values yet. Give it initial values in piper_init_parameters [PIPER-S009]"
+                    "values yet. Give all tensors their initial values in piper_init_parameters [PIPER-S009]"
                 )
         own.distribute(self._drawn, self._known_now() if before is None else Known(), before)
         self._blank = []

@@ -146,7 +146,8 @@ class Loaders:
             if alike:
                 raise PiperError(
                     "the checkpoint is in the middle of an epoch and has the loader's state, but the training loader "
-                    f"{kind} has no load_state_dict. Resume with a loader that has one, or {end} [PIPER-K012]"
+                    f"{kind} does not have both state_dict and load_state_dict. Resume with a loader that has both, or {end} "
+                    "[PIPER-K012]"
                 )
             here = _of(world.count, getattr(loader, "num_workers", None), " with ")
             raise PiperError(

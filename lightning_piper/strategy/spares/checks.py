@@ -44,7 +44,8 @@ def check_spares(environment: ClusterEnvironment, processes: int, nodes: int, de
         environment.creates_processes_externally and SPARES not in os.environ
     ):
         found = (
-            f"{type(environment).__name__} starts the processes. Start the script without torchrun or SLURM"
+            f"{type(environment).__name__} starts the processes. Use Lightning's launcher: "
+            "python train.py, without torchrun or SLURM"
         )
     elif nodes > 1:
         found = f"the Trainer has num_nodes={nodes}. Use one machine"
