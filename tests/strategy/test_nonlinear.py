@@ -4,6 +4,7 @@ and as on one device if nothing is split. With microbatches they are refused, un
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -213,3 +214,24 @@ def test_another_factor_in_backward_is_refused() -> None:
 def test_batches_cannot_weigh_as_one() -> None:
     with pytest.raises(PiperError, match=r'accumulate="tokens".*not linear in this gradient.*clamp'):
         fit(Net("clamped"), local(STAGES, accumulate="tokens"), 2)
+
+
+class Typed(L.LightningModule):
+    """Has a hook that is typed into an interpreter, so that its code has no file."""
+
+    def __init__(self, code: str) -> None:
+        super().__init__()
+        self.head, typed = nn.Linear(4, 4), {"__name__": "__main__"}
+        exec(f"def hook(grad): return {code}", typed)
+        self.typed = typed["hook"]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        scores = self.head(batch)
+        scores.register_hook(self.typed)
+        return scores.square().mean()
+
+
+@pytest.mark.parametrize(("code", "linear"), [("grad.clamp(-0.01, 0.01)", False), ("grad * 2", True)])
+def test_hooks_without_a_file(code, linear):
+    with contextlib.nullcontext() if linear else pytest.raises(DirectiveError, match=r"aten\.clamp"):
+        piper.compile(Typed(code), torch.ones(4, 4), [SPLIT])

@@ -21,14 +21,16 @@ def line_in_backward() -> str:
     """Return `file:line` of the function that the backward pass is running: a hook, or the `backward` of an
     autograd function. Call it only while a backward pass runs.
 
-    If the user's code runs, this is the innermost line of it. If only code of installed libraries runs, this
-    is the innermost line of it. Return "" if the backward pass runs neither, but a formula of torch or a
-    function of Piper.
+    If the user's code runs, this is the innermost line of it. Code of `python -c` or an interpreter has no file,
+    but is the user's if it is in `__main__`. If only code of installed libraries runs, this is the innermost line
+    of it. Return "" if the backward pass runs neither, but a formula of torch or a function of Piper.
     """
     frame, found = sys._getframe(1), ""
     while frame is not None and frame.f_code.co_name != _torch.RUNS_BACKWARD:
         name = frame.f_code.co_filename
-        if not name.startswith(LIBRARIES) and name[0] != "<":
+        if not name.startswith(LIBRARIES) and (
+            name[0] != "<" or frame.f_globals.get("__name__") == "__main__"
+        ):
             found = found or f"{name}:{frame.f_lineno}"
             if not is_installed(name):
                 return f"{name}:{frame.f_lineno}"
