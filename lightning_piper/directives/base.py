@@ -165,9 +165,9 @@ class Directive:
             found, accepted = problem
             self.refuse(field, found, f"{accepted} [PIPER-D003]")
 
-    def check_device_list(self, field: str, devices: Any) -> None:
+    def check_device_list(self, field: str, devices: Any, example: str = "[0]") -> None:
         """Raise an error unless the value of a field is a non-empty list of distinct devices from 0 to
-        `DEVICES` - 1."""
+        `DEVICES` - 1. The error shows `example`."""
         good = (
             isinstance(devices, list | tuple) and devices and all(type(d) is int and d >= 0 for d in devices)
         )
@@ -175,7 +175,7 @@ class Directive:
             self.refuse(
                 field,
                 f"{shown(devices)} is not a list of distinct devices",
-                "give distinct device indices >= 0, such as [0] [PIPER-D003]",
+                f"give distinct device indices >= 0, such as {example} [PIPER-D003]",
             )
         if max(devices) >= DEVICES:
             self.refuse(
@@ -183,11 +183,11 @@ class Directive:
             )
 
     def check_groups(self, field: str, devices: Any) -> None:
-        """Call `check_device_list` for a field's list of devices, or for each list in a field's list of
-        lists."""
+        """Call `check_device_list` for a field's group of devices, or for each group in a field's list of
+        groups."""
         nested = isinstance(devices, list | tuple) and devices and isinstance(devices[0], list | tuple)
         for group in devices if nested else [devices]:
-            self.check_device_list(field, group)
+            self.check_device_list(field, group, "[0, 1]")
 
     def check_stream(self, field: str, default: str) -> None:
         """Raise an error unless the value of a field names a stream. The error shows `default` as an
@@ -240,7 +240,7 @@ class Directive:
             if named and chunk.kind == "B":
                 advice = "put an order that names BI or BW before this directive"
                 if self.op not in AFTER_SPLITS:
-                    advice = "name B"
+                    advice = "leave PASS out of the filter"
                 self.refuse(field, f"{nothing}: {chunk.label} is not split", f"{advice} [PIPER-D008]")
             if chunk.kind in SPLIT_BACKWARD and not named and matches(condition, {**chunk.tags, "PASS": "B"}):
                 by = f"{nothing}: directive {chunk.origin} has split B into BI and BW, such as {chunk.label}"

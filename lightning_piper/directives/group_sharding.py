@@ -122,7 +122,9 @@ class Sharding(Directive):
                 mesh = f"with the mesh {arranged}" if arranged else "without a mesh"
                 found = f"{chunk.label} is {where}{f', {mesh}' if chunk.devices else ''}"
                 advice = f"place it on a mesh with two or more devices along {self.axis!r}"
-                self.refuse("axis", found, f"{advice}, such as {example_of([self.axis])} [PIPER-D017]")
+                self.refuse(
+                    "axis", found, f"{advice}, such as {example_of(self.dividing_axes(dag))} [PIPER-D017]"
+                )
             return arranged.against(*self.dividing_axes(dag))
         own = set(chunk.devices)
         here = [group for group in self.groups() if own.intersection(group)]
@@ -130,12 +132,10 @@ class Sharding(Directive):
             given = [list(group) for group in self.groups()]
             if not chunk.devices and (forgotten := without_device(dag)) is not None:
                 self.refuse("devices", *forgotten)
-            advice = f"place it on one of the groups {given} [PIPER-D005]"
+            advice = f"place it on one of the groups {given}"
             if len(chunk.devices) > 1:
-                advice = f"give groups that together have exactly these devices, not {given} [PIPER-D005]"
-            elif not chunk.devices:
-                advice = "place it first [PIPER-D009]"
-            self.refuse("devices", f"{chunk.label} is {where}", advice)
+                advice = f"give groups that together have exactly these devices, not {given}"
+            self.refuse("devices", f"{chunk.label} is {where}", f"{advice} [PIPER-D005]")
         group_rank_of = {device: group_rank for group_rank, device in enumerate(chunk.devices)}
         lines = sorted(tuple(group_rank_of[device] for device in group) for group in here)
         return Mesh(

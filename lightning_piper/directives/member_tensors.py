@@ -216,9 +216,10 @@ def lines_of(
     With several `axes`, which include the directive's axis, return the blocks along these axes.
     """
     axes = axes or [directive.axis]
+    replicas = ["dp"] if any(each.op == "replicate" for each in program) else []
     if directive.devices is not None:
         if len(_dividing(program)) > 1:
-            named = list(dict.fromkeys(each.axis for each in _dividing(program)))
+            named = [*replicas, *dict.fromkeys(each.axis for each in _dividing(program))]
             directive.refuse(
                 "devices",
                 f"{len(_dividing(program))} directives shard tensors, and their devices do not show how they form "
@@ -231,17 +232,17 @@ def lines_of(
     for index, place in enumerate(program):
         if isinstance(place, Place) and directive.axis in place.axes:
             if missing := [axis for axis in axes if axis not in place.axes]:
+                wanted = [*replicas, *axes]
                 directive.refuse(
                     "axis",
                     f"directive {index} (place) has only the axes {list(place.axes)}, but another directive shards "
                     f"tensors along {missing[0]!r}",
-                    f"give directive {index} a mesh with the axes {list(axes)}, such as {example_of(axes)} "
+                    f"give directive {index} a mesh with the axes {wanted}, such as {example_of(wanted)} "
                     "[PIPER-D017]",
                 )
             found += [tuple(place.group[p] for p in block) for block in place.mesh.blocks(axes)]
     if found:
         return found
-    replicas = ["dp"] if any(each.op == "replicate" for each in program) else []
     directive.refuse(
         "axis",
         f"no place of the program has an axis {directive.axis!r}",

@@ -131,7 +131,7 @@ class Offload(Directive):
                     self.refuse(
                         "filter",
                         f"directive {store.origin} already offloads the values that the selected passes save",
-                        "offload each region only once [PIPER-D015]",
+                        f"{'give saved=False' if self.states else 'offload each region only once'} [PIPER-D015]",
                     )
             if recomputed := [chunk for chunk in chunks if self._is_recomputed(dag, chunk)]:
                 found = (

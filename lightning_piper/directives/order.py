@@ -175,7 +175,7 @@ class Order(Directive):
             self.refuse(
                 field,
                 f"{describe(condition)} matches nothing",
-                "name copies that an offload before this order has made [PIPER-D004]",
+                "add an offload of these chunks, or remove this filter [PIPER-D004]",
             )
         return found
 
@@ -265,11 +265,13 @@ class Order(Directive):
             steps.append(f"{_name(dag.nodes[a])} -> ({_why(dag, a, b)}) ")
         found = f"this order closes a cycle: {''.join(steps)}{_name(dag.nodes[cycle[0][0]])}"
         ordered = [edge for edge in cycle if not dag.graph.edges[edge]["data"]]
+        chunks = _chunks_of(dag, ordered)
+        # No numbering of stages lets a backward pass run before a forward pass of the same samples.
+        reversed_ = len({c.slice for c in chunks}) == 1 and len({c.kind == "F" for c in chunks}) == 2
         cause, advice = (
             _summed(dag, cycle)
             or _running(dag, cycle)
-            or _entered_again(dag, ordered)
-            or _numbered_backwards(dag, ordered)
+            or (None if reversed_ else _entered_again(dag, ordered) or _numbered_backwards(dag, ordered))
             or ("", "")
         )
         if not cause:

@@ -206,7 +206,7 @@ def example_of(axes: Sequence[str]) -> str:
 
 def _nested(levels: int) -> str:
     """Return lists of devices with this number of levels, two entries on each of them, as text."""
-    if levels > 3:
+    if levels > 5:
         return "[[[0, 1], ...], ...]"
     return str(np.arange(2**levels).reshape((2,) * levels).tolist())
 

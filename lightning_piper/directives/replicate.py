@@ -197,7 +197,7 @@ class Replicate(Directive):
                 self.refuse(
                     "shard_size",
                     "the directive shards nothing",
-                    "set shard_optimizer, shard_grads or shard_params, or remove shard_size [PIPER-D003]",
+                    "give zero=1, 2 or 3, or remove shard_size [PIPER-D003]",
                 )
         if not isinstance(self.shard_by, str) or self.shard_by not in SHARDS:
             self.refuse(
@@ -209,13 +209,13 @@ class Replicate(Directive):
             self.refuse(
                 "shard_by",
                 "the directive shards nothing",
-                "set shard_optimizer, shard_grads or shard_params, or remove shard_by [PIPER-D003]",
+                "give zero=1, 2 or 3, or remove shard_by [PIPER-D003]",
             )
         if self.overlap_update and self.shard_by != "parameter":
             self.refuse(
                 "overlap_update",
                 "no replica updates whole parameters on its own",
-                "set shard_by='parameter', or remove overlap_update [PIPER-D003]",
+                f"give shard_by='parameter'{'' if sharded else ' with zero=1, 2 or 3'}, or remove overlap_update [PIPER-D003]",
             )
         if not isinstance(self.average, str) or self.average not in AVERAGES:
             self.refuse(
@@ -235,7 +235,7 @@ class Replicate(Directive):
             self.refuse(
                 "gather_dtype",
                 "the directive shards nothing",
-                "set shard_optimizer, shard_grads or shard_params, or remove gather_dtype [PIPER-D003]",
+                "give zero=1, 2 or 3, or remove gather_dtype [PIPER-D003]",
             )
 
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
@@ -348,7 +348,8 @@ class Replicate(Directive):
             self.refuse(
                 "devices",
                 found,
-                f"remove the replicate, or place the chunks on a mesh with replicas, such as {mesh} [PIPER-D017]",
+                f"remove the replicate, or place the chunks on a mesh with replicas, such as {mesh}, and leave devices "
+                "out of the other directives [PIPER-D017]",
             )
         self._agree_on_average(dag)
         # An earlier `shard_weights` or `shard_sequences` has already divided the batch over the replicas of its mesh.

@@ -26,6 +26,8 @@ from lightning_piper.ops.chunk import make_chunk
 from lightning_piper.ops.communication.all_to_all import AllToAll
 from lightning_piper.routing import COMBINE, COUNTS, DISPATCH
 
+ROWS = "pass a tensor with one row for each token through piper.dispatch, and use any other tensor after piper.combine"
+
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -183,7 +185,7 @@ class ShardExperts(Sharding):
                 self.refuse(
                     "filter",
                     f"{label} reads tensors of the batch, but its tokens are on other devices",
-                    "pass each tensor that the experts read through piper.dispatch [PIPER-D016]",
+                    f"{ROWS} [PIPER-D016]",
                 )
             entering = zip(interface.inputs, interface.arrives, strict=True)
             received = [
@@ -214,10 +216,7 @@ class ShardExperts(Sharding):
         names = ", ".join(out.names[0] for out in direct[:3])
         if enters:
             found = f"{label} reads {names} without dispatch"
-            advice = (
-                "pass a tensor with one row for each token through piper.dispatch, and use any other tensor after "
-                "piper.combine"
-            )
+            advice = ROWS
         else:
             found = f"{label} returns {names} without combine"
             advice = "pass each tensor that leaves the region through piper.combine"

@@ -265,7 +265,7 @@ class _RankClocks:
                 for rank, a in stuck[:8]
             )
             raise DirectiveError(
-                f"timed: the ranks wait for each other: {waits}. Put each pass after the passes whose "
+                f"timed: no rank can continue: {waits}. Give all passes, each after the passes whose "
                 "results it needs [PIPER-D022]"
             )
 

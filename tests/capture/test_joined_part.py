@@ -60,6 +60,21 @@ def test_a_buffer_of_gathered_samples_is_the_same_everywhere() -> None:
     assert code(START + "self.seen.copy_(h.mean())\nloss = z.sum()").local == {"seen"}
 
 
+GATHERED = "self.seen.copy_(piper.gather_samples(x).max())\nwith piper.annotate('PP', 0): loss = self.one(x)"
+
+
+@pytest.mark.parametrize("lines, regions", [
+    (f"{GATHERED}.mean()", [(False, {}), (True, {}), (False, {"PP": 0})]),
+    (f"{GATHERED}.mean() * self.seen", [(False, {}), (True, {}), (False, {"PP": 0}), (True, {"PP": 0})]),
+    (GATHERED.replace("gather_samples", "mean_of") + ".mean()", [(False, {"PP": 0})]),
+])  # fmt: skip
+def test_work_on_the_gathered_batch_is_a_region_of_its_own(
+    lines: str, regions: list[tuple[bool, dict[str, int]]]
+) -> None:
+    lines = lines.replace("piper.mean_of(x)", "x")
+    assert [(region.joined, region.tags) for region in code(lines).regions] == regions
+
+
 @pytest.mark.parametrize("lines, words", [
     ("m = h.mean(0)\nloss = (z - m).square().mean() + (h - "
      "m).square().mean()", "which code that runs on each microbatch also reads"),

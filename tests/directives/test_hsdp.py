@@ -128,7 +128,7 @@ def test_the_simulator_knows_the_groups() -> None:
     ({"shard_size": 3}, "4 replicas cannot be divided into groups of 3. Give 2 or 4"),
     ({"shard_size": 1}, "Give an integer >= 2"),
     ({"shard_size": 2.5}, "Give an integer >= 2"),
-    ({"shard_size": 2, "zero": 0}, "the directive shards nothing. Set shard_optimizer"),
+    ({"shard_size": 2, "zero": 0}, "the directive shards nothing. Give zero=1, 2 or 3"),
 ])  # fmt: skip
 def test_errors(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(DirectiveError, match=message):

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
+from torch import nn
 
 import lightning_piper as piper
+from lightning_piper import Place
 from lightning_piper.directives import parse
 from lightning_piper.schedules import Action, dualpipev, from_csv
 from lightning_piper.schedules.timing import StageCosts, timed
@@ -40,6 +43,43 @@ def row(*cells: tuple[int, str]) -> list[tuple[Action, ...]]:
     return [(Action(stage, kind, 0),) for stage, kind in cells]
 
 
+class Backwards(Parts):
+    """Stage 1 runs before stage 0."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with piper.annotate("PP", 1):
+            h = self.layers[0](batch).tanh()
+        with piper.annotate("PP", 0):
+            return self.layers[1](h).square().mean()
+
+
+def backwards(order: piper.Order) -> object:
+    return piper.compile(Backwards(), torch.randn(4, 4), [*ONE, order])
+
+
+class Ends(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.down(self.up(batch).relu()).square().mean()
+
+
+def sharded(*program: Any) -> object:
+    return piper.compile(Ends(), torch.randn(4, 4), list(program))
+
+
+def inside(changed: str, after: str = "rows * score") -> object:
+    module = dividing.experts(("torch.relu(", changed), ("rows * score", after))
+    return piper.compile(module, dividing.batch(), [*TWO, piper.Replicate(), DIVIDED])
+
+
+COPIES = piper.Order(filters=[{"PP": 0, "PASS": "F"}, {"PP": 0, "PASS": "STORE"}])
+DIVIDED = piper.ShardExperts(filter={"EP": "*"}, devices=[0, 1])
+MESH = Place(devices=[[0, 1], [2, 3]], axes=["dp", "tp"])
+WEIGHT = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
+CONTEXT = piper.ShardSequences(values={"*": 1}, axis="cp")
 COSTS = [StageCosts(1, 1, 1)] * 2
 WEIGHTS: dict[str, Any] = {"params": {"layers.0.weight": 0}, "attention": "heads"}
 CASES: dict[str, tuple[Callable[[], object], str, Callable[[], object]]] = {
@@ -97,6 +137,78 @@ CASES: dict[str, tuple[Callable[[], object], str, Callable[[], object]]] = {
         lambda: piper.PiperStrategy(ONE, pp=2),
         r"PiperStrategy: directives and pp are given\. Remove the directives, or remove pp",
         lambda: (piper.PiperStrategy(ONE), piper.PiperStrategy(pp=2)),
+    ),
+    "no copies": (
+        lambda: compiled(*ONE, COPIES),
+        r"matches nothing\. Add an offload of these chunks, or remove this filter",
+        lambda: (compiled(*ONE, COPIES, piper.Offload(filter={"PP": 0})), compiled(*ONE)),
+    ),
+    "a whole backward pass": (
+        lambda: compiled(place({"PASS": "BI"}, 0)),
+        r"B\[PP=1\] is not split\. Leave PASS out of the filter",
+        lambda: compiled(*ONE),
+    ),
+    "a group of devices": (
+        lambda: compiled(*TWO, piper.Replicate(devices=[])),
+        r"\[\] is not a list of distinct devices\. Give distinct device indices >= 0, such as \[0, 1\]",
+        lambda: compiled(*TWO, piper.Replicate(devices=[0, 1])),
+    ),
+    "nothing sharded": (
+        lambda: compiled(*TWO, piper.Replicate(zero=0, shard_size=2)),
+        r"the directive shards nothing\. Give zero=1, 2 or 3, or remove shard_size",
+        lambda: (
+            compiled(*TWO, piper.Replicate(zero=1, shard_size=2)),
+            compiled(*TWO, piper.Replicate(zero=0)),
+        ),
+    ),
+    "updates overlap nothing": (
+        lambda: compiled(*TWO, piper.Replicate(overlap_update=True)),
+        r"Give shard_by='parameter' with zero=1, 2 or 3, or remove overlap_update",
+        lambda: compiled(*TWO, piper.Replicate(overlap_update=True, shard_by="parameter", zero=1)),
+    ),
+    "values offloaded twice": (
+        lambda: compiled(*ONE, piper.Offload(), piper.Offload(states=True)),
+        r"directive 1 already offloads the values that the selected passes save\. Give saved=False",
+        lambda: compiled(*ONE, piper.Offload(), piper.Offload(states=True, saved=False)),
+    ),
+    "replicas of shards": (
+        lambda: sharded(
+            Place(devices=[0, 1]), piper.ShardWeights(params=WEIGHT, devices=[0, 1]), piper.Replicate()
+        ),
+        r"Remove the replicate, or place the chunks on a mesh with replicas, such as "
+        r"Place\(devices=\[\[0, 1\], \[2, 3\]\], axes=\['dp', 'tp'\]\), and leave devices out of the other directives",
+        lambda: sharded(MESH, piper.ShardWeights(params=WEIGHT), piper.Replicate()),
+    ),
+    "a mesh for two directives": (
+        lambda: sharded(MESH, piper.ShardWeights(params=WEIGHT), CONTEXT, piper.Replicate()),
+        r"Give directive 0 a mesh with the axes \['dp', 'tp', 'cp'\], such as "
+        r"Place\(devices=\[\[\[0, 1\], \[2, 3\]\], \[\[4, 5\], \[6, 7\]\]\], axes=\['dp', 'tp', 'cp'\]\)",
+        lambda: sharded(
+            Place(devices=[[[0, 1], [2, 3]], [[4, 5], [6, 7]]], axes=["dp", "tp", "cp"]),
+            piper.ShardWeights(params=WEIGHT),
+            CONTEXT,
+            piper.Replicate(),
+        ),
+    ),
+    "experts without a place": (
+        lambda: piper.compile(dividing.experts(), dividing.batch(), [DIVIDED]),
+        r"is not placed yet\. Place it on one of the groups \[\[0, 1\]\]",
+        lambda: piper.compile(dividing.experts(), dividing.batch(), [*TWO, piper.Replicate(), DIVIDED]),
+    ),
+    "the batch in the experts": (
+        lambda: inside("batch[0].mean() * torch.relu("),
+        r"Pass a tensor with one row for each token through piper\.dispatch, and use any other tensor after",
+        lambda: inside("torch.relu(", "batch[0].mean() * rows * score"),
+    ),
+    "a backward pass before its forward pass": (
+        lambda: backwards(piper.Order(filters=[{"PP": 0, "PASS": "B"}, {"PP": 1, "PASS": "F"}])),
+        r"closes a cycle: .*@0\. Remove or reverse one of the orders in this cycle",
+        lambda: backwards(piper.Order(filters=[{"PP": 1, "PASS": "F"}, {"PP": 0, "PASS": "B"}])),
+    ),
+    "stages in another order": (
+        lambda: backwards(piper.Order(filters=[{"PP": 0, "PASS": "F"}, {"PP": 1, "PASS": "F"}])),
+        r"Number the stages in that order: piper\.annotate\('PP', 0\) before piper\.annotate\('PP', 1\)",
+        lambda: compiled(*ONE, piper.Order(filters=[{"PP": 0, "PASS": "F"}, {"PP": 1, "PASS": "F"}])),
     ),
     "a module without a batch": (
         lambda: piper.parallel(pp=2, module=Parts()),

@@ -222,7 +222,7 @@ def test_what_is_wrong_is_found(name, monkeypatch):
         ([ONE, off(), off()], "directive 1 already offloads the values that the selected passes save"),
         (
             [ONE, SPLIT, Order(filters=[{"PASS": "FETCH"}, LAYER_1])],
-            "PASS: FETCH} matches nothing. Name copies that an offload before",
+            "PASS: FETCH} matches nothing. Add an offload of these chunks",
         ),
         (
             [ONE, SPLIT, off(), Order(filters=[LAYER_1, {**LAYER_1, "PASS": "FETCH"}])],

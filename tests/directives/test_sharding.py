@@ -353,13 +353,12 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     *(({"gather_dtype": value, "shard_params": True}, f"{HERE}'gather_dtype': {value!r} is unknown. Give one of 'float16', "
                                                       "'bfloat16', 'float32'")
       for value in ("float64", "int8", torch.bfloat16, True)),
-    ({"gather_dtype": "bfloat16"}, f"{HERE}'gather_dtype': the directive shards nothing. Set shard_optimizer"),
+    ({"gather_dtype": "bfloat16"}, f"{HERE}'gather_dtype': the directive shards nothing. Give zero=1, 2 or 3"),
     *(({"shard_by": value}, f"{HERE}'shard_by': {value!r} is unknown. Give one of 'elements', 'parameter'")
       for value in ("tensor", 1, None, ["x"])),
-    ({"shard_by": "parameter"}, f"{HERE}'shard_by': the directive shards nothing. Set shard_optimizer, shard_grads or "
-                                "shard_params"),
+    ({"shard_by": "parameter"}, f"{HERE}'shard_by': the directive shards nothing. Give zero=1, 2 or 3"),
     ({"overlap_update": True, "shard_params": True}, f"{HERE}'overlap_update': no replica updates whole parameters on its "
-                                                     "own. Set shard_by='parameter'"),
+                                                     "own. Give shard_by='parameter', or remove"),
     ({"shard_everything": True}, "directive 1 (replicate): field 'shard_everything' is unknown. Give one of "
                                  "filter, devices"),
 ]  # fmt: skip

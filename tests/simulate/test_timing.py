@@ -128,7 +128,7 @@ def test_what_cannot_run_is_refused() -> None:
     rows[1].reverse()
     with pytest.raises(
         DirectiveError,
-        match=r"^timed: the ranks wait for each other: rank 0 at B of stage 0, microbatch 0; rank 1 at",
+        match=r"^timed: no rank can continue: rank 0 at B of stage 0, microbatch 0; rank 1 at",
     ):
         timed(rows, costs)
     with pytest.raises(

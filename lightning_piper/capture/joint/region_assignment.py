@@ -312,6 +312,10 @@ def _places(
             for x, by in node.meta.get(AFTER, {}).items():
                 behind.append(by + (places[x][0][2] if x in places and places[x][0][:2] == here else 0))
             places[node] = (*here, depths.get(node, 0) + max(behind, default=0)), True
+        elif node in joined:  # untagged, and it reads only gathered tensors of the batch: a run of its own
+            if run < 0 or current is not None:
+                run, current = run + 1, None
+            places[node] = (run, True, 0), True
     return places
 
 

@@ -68,12 +68,12 @@ def _refuse_statistics(dag: TrainingDAG, directive: Directive, local: Sequence[s
     if not all(name.rsplit(".", 1)[-1] in RUNNING for name in local):
         accepted = "compute the values from the samples of all replicas (piper.gather_samples)"
         directive.refuse("filter", found, f"{accepted} [PIPER-D011]")
-    advice = "replace the batch norms by nn.SyncBatchNorm (Trainer(sync_batchnorm=True))"
+    advice = "replace batch norms by nn.SyncBatchNorm (Trainer(sync_batchnorm=True))"
     if any(len(parts) > 1 for parts in dag.slices().values()) and ORDER in dag.program.ops:
         # An order of microbatches contradicts statistics of the whole batch.
         degrees = dag.program.degrees
         one = "use one microbatch (microbatches=1)" if degrees is None else one_microbatch(degrees)
-        advice = f"{one} and nn.SyncBatchNorm (Trainer(sync_batchnorm=True)) instead of the batch norms"
+        advice = f"{one} and nn.SyncBatchNorm (Trainer(sync_batchnorm=True)) instead of batch norms"
     directive.refuse("filter", found, f"{advice}, or use nn.GroupNorm or nn.LayerNorm [PIPER-D011]")
 
 
