@@ -452,9 +452,8 @@ def test_a_batch_may_be_a_value(project: Path, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out.endswith("ok\n")
 
 
-@pytest.mark.parametrize("page", ["cli.md", "simulate.md"])
 def test_the_documentation_shows_real_output(
-    page: str, project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each `$ lightning-piper ...` prints what stands below it. Of several commands in one block, the last does."""
     for name, content in re.findall(
@@ -464,10 +463,10 @@ def test_the_documentation_shows_real_output(
     monkeypatch.setenv("COLUMNS", "132")
     shown = re.findall(
         r"^```\n\$ lightning-piper ((?:[^\n]*\n\$ lightning-piper )*[^\n]*)\n(.*?)^```",
-        (ROOT / "docs" / page).read_text(),
+        (ROOT / "docs/cli.md").read_text(),
         re.DOTALL | re.MULTILINE,
     )
-    assert len(shown) == {"cli.md": 7, "simulate.md": 1}[page]
+    assert len(shown) == 7
     for commands, wanted in shown:
         *earlier, command = commands.split("\n$ lightning-piper ")
         assert not any(main(shlex.split(each)) for each in earlier)
