@@ -61,7 +61,7 @@ class DirectiveError(PiperError):
 
 
 class VerificationError(PiperError):
-    """An error raised if a training DAG or plan does not compute what one device computes."""
+    """An error raised if a training DAG or a plan is wrong, or if its result cannot be compared with one device."""
 
 
 class ExecutionError(PiperError, RuntimeError):
