@@ -14,8 +14,8 @@ import torch
 
 from benchmarks.paper.contention import r6
 from benchmarks.paper.lines import lines
-from benchmarks.paper.lockstep import r1_lockstep
 from benchmarks.paper.memory import r3, slope
+from benchmarks.paper.one_stream import r1_lockstep
 from benchmarks.paper.step_times import MODELS, r1, r2, r4, r5
 
 CLAIMS: dict[str, Callable[[], None]] = {
