@@ -1,6 +1,6 @@
 """Prints the tables of `docs/paper.md`.
 
-python -m benchmarks.paper r1 r2 r3 r4 r5 r6 slope lockstep lines
+python -m benchmarks.paper r1 r2 r3 r4 r5 r6 slope one-stream lines
 python -m benchmarks.paper r1 r4 r6 --model 1B
 """
 
@@ -15,7 +15,7 @@ import torch
 from benchmarks.paper.contention import r6
 from benchmarks.paper.lines import lines
 from benchmarks.paper.memory import r3, slope
-from benchmarks.paper.one_stream import r1_lockstep
+from benchmarks.paper.one_stream import one_stream
 from benchmarks.paper.step_times import MODELS, r1, r2, r4, r5
 
 CLAIMS: dict[str, Callable[[], None]] = {
@@ -23,7 +23,7 @@ CLAIMS: dict[str, Callable[[], None]] = {
     "r3": r3,
     "r5": r5,
     "slope": slope,
-    "lockstep": r1_lockstep,
+    "one-stream": one_stream,
     "lines": lines,
 }
 OF_A_MODEL: dict[str, Callable[[str], None]] = {"r1": r1, "r4": r4, "r6": r6}

@@ -59,15 +59,17 @@ class Setting(NamedTuple):
     def groups(self) -> list[list[int]]:
         return replicas_inside(self.ranks, self.replicas)
 
-    def hardware(self, share: float = 1, alone: float = 1) -> Hardware:
-        """Return the nodes, of which only the first `ranks` GPUs are used. Links across nodes reach `share` of
-        their bandwidth, and one exchange alone reaches `alone` of this share."""
-        (_, inside), (count, across) = A100.links
+    def hardware(self, share: float = 1, alone: float = 1, packed: bool = False) -> Hardware:
+        """Return the nodes. Links across nodes reach `share` of their bandwidth, and one exchange alone reaches
+        `alone` of this share. Only the first `ranks` GPUs of a node are used, or all of them (`packed`)."""
+        (size, inside), (count, across) = A100.links
         port, card = A100.shared
         assert across.bandwidth is not None and card is not None
         across = dataclasses.replace(across, bandwidth=across.bandwidth * share)
         card = card._replace(bandwidth=card.bandwidth * share, single=card.single * share * alone)
-        return dataclasses.replace(A100, links=((self.ranks, inside), (count, across)), shared=(port, card))
+        return dataclasses.replace(
+            A100, links=((size if packed else self.ranks, inside), (count, across)), shared=(port, card)
+        )
 
 
 @cache
@@ -120,7 +122,7 @@ def compiled(
     stream: str = "alltoall",
     bucket: float = 25,
     overlaps: bool = True,
-    recompute: bool = False,
+    saved: str = "all",
 ) -> Compiled:
     """Compile a program for a setting. The static check of these programs takes longer than the compilation,
     so a test runs it on the tiny model instead.
@@ -132,15 +134,16 @@ def compiled(
         stream: The stream of the exchanges of tokens.
         bucket: MB of gradients in one sum.
         overlaps: Whether the passes of an overlap group may overlap. Otherwise they run one after the other.
-        recompute: Whether the backward passes of all stages recompute the forward passes.
+        saved: The values that forward passes save. "all": all values that the backward passes read. "inputs":
+            the inputs of their stages. "min-cut": the values that the partitioner of `torch.compile` chooses.
     """
     directives = program(
         schedule, setting.groups, setting.microbatches, zero, setting.experts, stream, bucket
     )
     if not overlaps:
         directives = [in_turn(each) if isinstance(each, Order) else each for each in directives]
-    if recompute:
-        directives.append(Recompute())
+    if saved != "all":
+        directives.append(Recompute(keep=1.0 if saved == "min-cut" else None))
     step = captured(setting, SCHEDULES[schedule][1] * setting.ranks)
     return compile_step(step, tuple(parse(directives)), verify=False)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,8 +30,8 @@ def seconds(
     made: Compiled,
     links: float | None = 1,
     head: bool = False,
-    one_stream: bool = False,
     alone: float = 1,
+    packed: bool = False,
 ) -> float:
     """Return the time of a step.
 
@@ -41,17 +40,15 @@ def seconds(
         made: The compiled program.
         links: The part of their bandwidth that links across nodes reach. None: links take no time.
         head: Whether the output layer and the loss run at the full speed of an A100.
-        one_stream: Whether a device sends and receives on one stream.
         alone: The part of a link across nodes that one exchange reaches alone.
+        packed: Whether replicas share nodes of 8 GPUs.
     """
-    network = Network() if links is None else setting.hardware(links, alone).network(made.plans)
-    if one_stream:
-        network = dataclasses.replace(network, communicators={"send": "pair", "recv": "pair"})
+    network = Network() if links is None else setting.hardware(links, alone, packed).network(made.plans)
     return float(simulated(setting, made, network, head).end)
 
 
 def r1(model: str) -> None:
-    """Print how much faster interleaved 1F1B is than 1F1B, and what one stream for messages costs."""
+    """Print how much faster interleaved 1F1B is than 1F1B."""
     setting = MODELS[model]
     plain, interleaved = (compiled(setting, name) for name in ("1F1B", "interleaved 1F1B"))
 
@@ -59,8 +56,6 @@ def r1(model: str) -> None:
         for name, changed in CHANGED.items():
             times = [seconds(setting, made, **changed) for made in (plain, interleaved)]
             yield [name, *times, *compared(gain(*times), 5)]
-        times = [seconds(setting, made, one_stream=True) for made in (plain, interleaved)]
-        yield ["one stream for sends and receives", *times, *compared(gain(*times), -14)]
 
     show([f"{model}, assumption", "1F1B s", "interleaved s", "gain", "paper", "points"], rows())
 
@@ -69,10 +64,12 @@ def r2() -> None:
     """Print what ZeRO-1 costs against replicas that keep the whole optimizer state."""
 
     def rows() -> Iterator[list[object]]:
-        for ranks in (1, 8):
+        for ranks, packed in ((1, False), (1, True), (8, False)):
             setting = Setting("1B", ranks, replicas=2, samples=8)
-            whole, sharded = (seconds(setting, compiled(setting, "1F1B", zero)) for zero in (0, 1))
-            yield [f"PP{ranks} x DP2", whole, sharded, *compared(gain(whole, sharded), 0)]
+            made = [compiled(setting, "1F1B", zero) for zero in (0, 1)]
+            times = [seconds(setting, each, packed=packed) for each in made]
+            name = f"PP{ranks} x DP2" + (", both replicas on one node" if packed else "")
+            yield [name, *times, *compared(gain(*times), 0)]
 
     show(["1B", "DP s", "ZeRO-1 s", "gain", "paper", "points"], rows())
 
@@ -98,18 +95,32 @@ def r4(model: str) -> None:
 
 
 def r5() -> None:
-    """Print the throughput of 1F1B as the cluster grows."""
+    """Print the throughput of 1F1B as the cluster grows, and which part of linear it is under other assumptions."""
+    changes: tuple[dict[str, Any], ...] = ({}, {"head": True}, {"links": None}, {"head": True, "links": None})
 
     def rows() -> Iterator[list[object]]:
-        first = 0.0
+        first: list[float] = []
         for ranks in (4, 8):
             for replicas in (1, 2, 4):
                 # With twice as many ranks, a stage has half of the layers.
                 setting = Setting("9B", ranks, replicas, samples=4, forward=FORWARD * 4 / ranks)
-                time = seconds(setting, compiled(setting, "1F1B", zero=0))
-                rate = setting.replicas * setting.microbatches * setting.samples / time
-                first = first or rate / ranks
-                share = rate / (ranks * replicas) / first
-                yield [f"PP{ranks} x DP{replicas}", ranks * replicas, time, rate, f"{share:.0%}"]
+                made = compiled(setting, "1F1B", zero=0)
+                count = replicas * setting.microbatches * setting.samples
+                times = [seconds(setting, made, **changed) for changed in changes]
+                rates = [count / time for time in times]
+                first = first or [rate / ranks for rate in rates]
+                gpus = ranks * replicas
+                shares = [f"{rate / gpus / one:.0%}" for rate, one in zip(rates, first, strict=True)]
+                yield [f"PP{ranks} x DP{replicas}", gpus, times[0], rates[0], *shares]
 
-    show(["9B", "GPUs", "step s", "sequences/s", "of linear"], rows())
+    head = [
+        "9B",
+        "GPUs",
+        "step s",
+        "sequences/s",
+        "of linear",
+        "output layer at full speed",
+        "links take no time",
+        "both",
+    ]
+    show(head, rows())

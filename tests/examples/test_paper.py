@@ -8,10 +8,14 @@ pytest.importorskip("transformers", minversion="5.0")
 
 from benchmarks.paper.contention import slowdown
 from benchmarks.paper.lines import BUILDERS, length
-from benchmarks.paper.memory import first, held, peaks
+from benchmarks.paper.memory import Assumption, Held, first, held, peaks
+from benchmarks.paper.one_stream import Model, issued, step
 from benchmarks.paper.setting import FORWARD, Setting, captured, compiled, durations, in_turn, simulated
 from lightning_piper import Order, schedules
+from lightning_piper.schedules.interleaving import interleaved_rows
+from lightning_piper.schedules.pipeline import one_f_one_b_rows
 from lightning_piper.simulate.engine import Span, Trace
+from tests.schedules.torch_schedules import with_messages
 
 TINY = Setting("tiny", ranks=2, replicas=2, samples=1, experts=2)
 
@@ -52,6 +56,23 @@ def test_the_first_microbatch_that_does_not_fit() -> None:
     assert first(41e9, 1e9, 40e9) == 1
 
 
+def test_each_assumption_about_memory_changes_its_limits_only() -> None:
+    """A device with 4 GB of parameters in a pipeline of one rank, with two microbatches and two replicas."""
+    gb = 10**9
+    setting = Setting("tiny", ranks=1, replicas=2, samples=1)
+    plans = {z: [Held(4 * gb, g * gb, w * gb, gb)] for z, g, w in ((1, 4, 0), (2, 2, 0), (3, 2, 1))}
+    each = {"all": [1.0 * gb], "min-cut": [0.5 * gb]}
+
+    def limits(*args: object, **kwargs: object) -> list[int]:
+        return Assumption("", *args, **kwargs).limits(setting, plans, each)  # type: ignore[arg-type]
+
+    # ZeRO-1: 4 of parameters, 4 of gradients, 4 of states. ZeRO-3: 2 + 2 + 4 + 1, and the other system 2 + 4 + 4 + 4.
+    assert limits() == [29, 31, 29, 32, 27]
+    assert limits("min-cut") == [57, 61, 29, 63, 27]
+    assert limits(memory=30) == [19, 21, 19, 22, 17]
+    assert limits(apart=True) == [25, 31, 25, 32, 23]
+
+
 @pytest.mark.long
 def test_growing_memory_is_proportional_to_the_samples() -> None:
     for zero in (1, 3):
@@ -74,6 +95,29 @@ def test_exchanges_beside_a_sum_are_told_apart() -> None:
         span("all_to_all", 30, 30.01),  # counts
     ]
     assert slowdown(Trace(spans=spans)) == (2, 2, 1)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_passes_and_messages_are_issued_in_torchs_order(ranks: int) -> None:
+    rows = interleaved_rows(ranks, 2 * ranks, 2)
+    made: list[list[str]] = [[] for _ in range(ranks)]
+    for (stage, kind, microbatch), rank, receiver in issued(rows, 2 * ranks):
+        made[rank].append(f"{stage}{kind}{microbatch}")
+        if receiver != rank:
+            made[rank].append(f"{stage}SEND_{kind}{microbatch}")
+            made[receiver].append(f"{stage + (1 if kind == 'F' else -1)}RECV_{kind}{microbatch}")
+    flat = [[action for group in row for action in group] for row in rows]
+    assert made == with_messages(flat, 2 * ranks)
+
+
+def test_one_stream_for_messages_delays_interleaved_passes_only() -> None:
+    rows = one_f_one_b_rows(4, 8)
+    assert step(rows, 4, Model(4), False) == step(rows, 4, Model(4), True) == (8 + 3) * 3
+    rows = interleaved_rows(4, 8, 2)
+    assert step(rows, 8, Model(4), False) == 8 * 3 + 3 * 3 / 2  # half of the bubble
+    assert step(rows, 8, Model(4), True) == 33.5
+    # Two ranks, one microbatch: two passes of 1 and 2 on each rank, and two messages.
+    assert step(one_f_one_b_rows(2, 1), 2, Model(2, message=10), True) == 3 + 3 + 20
 
 
 def test_programs_are_no_longer_than_the_papers() -> None:

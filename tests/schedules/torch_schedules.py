@@ -34,6 +34,16 @@ def schedule(name: str, stages: int, microbatches: int, local: int = 2) -> Any:
     return getattr(torch_schedules, name)(own, microbatches, loss_fn=lambda *_: torch.zeros(()))
 
 
+def with_messages(rows: list[list[tuple[int, str, int]]], stages: int) -> list[list[str]]:
+    """The passes (stage, kind, microbatch) of each rank, and where torch places sends and receives."""
+    kinds = {"F": torch_schedules.FORWARD, "B": torch_schedules.FULL_BACKWARD}
+    made = {
+        rank: [torch_schedules._Action(stage, kinds[kind], microbatch) for stage, kind, microbatch in row]
+        for rank, row in enumerate(rows)
+    }
+    return cells(torch_schedules._add_send_recv(made, lambda stage: stage % len(rows), stages))
+
+
 def cells(rows: Any) -> list[list[str]]:
     """The rows of a schedule as text, in the order of the ranks, without idle slots."""
     return [
