@@ -88,6 +88,7 @@ def log_operations(
     """
     joint = torch.is_grad_enabled()
     notes = _OperationLog(own, step, inputs, joint)
+    forward: str | None = None
     gradients: dict[int, torch.Tensor | None] = {}
     repeated: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if len(blocks) >= FEWEST:
@@ -112,8 +113,8 @@ def log_operations(
                 gradients = {id(x): gradient for x, gradient in zip(trained, found, strict=True)}
     if notes.differs:
         raise BlocksDiffer("the step caught the error of a block that differs")
-    formulas = joint and forward is not None and not notes.runs_code_backward
-    return forward if formulas else notes.digest(), notes.graph(results, gradients)
+    digest = notes.digest() if forward is None or notes.runs_code_backward else forward
+    return digest, notes.graph(results, gradients)
 
 
 class _OperationLog(_torch.TorchDispatchMode):
