@@ -179,9 +179,7 @@ def search(
     """Find the program of a module's training step that takes the least time and fits, and write it. The
     module is not changed.
 
-    The search cuts stages at any boundary between blocks. It chooses the schedule, the number of microbatches
-    and of replicas, the ZeRO level of each pipeline stage, the size of a tensor axis, and which stages
-    recompute or offload. It excludes candidates only by proved bounds (`bounds`). So no candidate of the
+    The search cuts stages at any boundary between blocks. docs/search.md lists what it chooses. It excludes candidates only by proved bounds (`bounds`). So no candidate of the
     space has a better estimate than `found.best` by more than the share `found.gap`.
 
     If no program fits, or if memory excludes a faster program, the search runs again with `ChunkLoss`, and
