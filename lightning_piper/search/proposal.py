@@ -179,8 +179,9 @@ def search(
     """Find the program of a module's training step that takes the least time and fits, and write it. The
     module is not changed.
 
-    The search cuts stages at any boundary between blocks. docs/search.md lists what it chooses. It excludes candidates only by proved bounds (`bounds`). So no candidate of the
-    space has a better estimate than `found.best` by more than the share `found.gap`.
+    The search cuts stages at any boundary between blocks. docs/search.md lists what it chooses. It excludes
+    candidates only by proved bounds (`bounds`). So no candidate of the space has a better estimate than
+    `found.best` by more than the share `found.gap`.
 
     If no program fits, or if memory excludes a faster program, the search runs again with `ChunkLoss`, and
     returns the better program. It does not if a `workload` is given, or if the step has no such loss.
