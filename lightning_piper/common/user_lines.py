@@ -67,6 +67,11 @@ def _folder_of(package: str) -> str:
     return str(Path(file).parent) + "/" if file else "\0"
 
 
+def member(path: str) -> str:
+    """Return a module's member as the user's code names it: `self.layers[0].weight` for `layers.0.weight`."""
+    return "self" + re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", f".{path}")
+
+
 def user_line(error: BaseException | None = None) -> str:
     """Return `file:line (code)` of the innermost frame in the user's code, of `error` or of the running code.
     If there is no such frame, use the innermost frame in an installed package other than torch, Lightning and

@@ -327,7 +327,7 @@ def _summed(dag: TrainingDAG, cycle: Cycle) -> Cause:
         return None
     cause = "the statistics of a synchronized batch norm need the earlier parts of the step for all microbatches first"
     degrees = dag.program.degrees
-    advice = "use one microbatch (microbatches=1)" if degrees is None else one_microbatch(degrees)
+    advice = "use one microbatch" if degrees is None else one_microbatch(degrees)
     return cause, f"{advice}, or replace the batch norms by nn.GroupNorm or nn.LayerNorm"
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_piper.capture import capture
@@ -121,6 +123,30 @@ def frozen(module: Net) -> None:
 )
 def test_others_are_not(change: Callable[[Net], Any], freeze: str) -> None:
     capture(share(change, freeze), BATCH).at(4)
+
+
+class Stack(LightningModule):
+    """Two layers in a list, whose weights share memory."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, width))
+        self.layers[1].weight.data = self.layers[0].weight.data[:width]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layers(batch).square().mean()
+
+
+@pytest.mark.parametrize("width, fix", [
+    (4, "To tie them, register one Parameter under both names: self.layers[1].weight = self.layers[0].weight"),
+    (2, "Give one of them its own memory: self.layers[1].weight.data = self.layers[1].weight.data.clone()"),
+])  # fmt: skip
+def test_the_fix_is_code(width: int, fix: str) -> None:
+    module, batch = Stack(width), torch.ones(2, 4)
+    with pytest.raises(CaptureError, match=re.escape(fix)):
+        capture(module, batch).at(2)
+    exec(fix.partition(": ")[2], {"self": module})
+    capture(module, batch).at(2)
 
 
 def test_recurrent_layers_lie_apart() -> None:

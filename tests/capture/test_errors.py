@@ -24,6 +24,7 @@ from torch.utils.data import random_split
 
 from lightning_piper.capture import capture
 from lightning_piper.capture.torch_private import _torch
+from lightning_piper.common.user_lines import member
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ops.build import build_dag
@@ -265,6 +266,11 @@ def test_a_batch_that_contains_itself() -> None:
     batch.append(batch)
     with pytest.raises(CaptureError, match="nested too deeply, or contains itself"):
         capture(Probe(lambda *_: None), batch)
+
+
+def test_a_member_is_shown_as_code() -> None:
+    paths = {"a.0.b": "self.a[0].b", "a.0": "self.a[0]", "a.0.1": "self.a[0][1]", "a0.b1": "self.a0.b1"}
+    assert [*map(member, paths)] == [*paths.values()]
 
 
 def test_a_buffer_is_replaced() -> None:
@@ -519,7 +525,8 @@ def test_regions_that_depend_on_the_batch_size() -> None:
     step = capture(Moody(), regression(4))
     step.at(4), step.at(3)
     with pytest.raises(
-        CaptureError, match=r"another structure for 2 samples than for 4 .*depends on the batch size"
+        CaptureError,
+        match=r"another structure for 2 samples than for 4 .*independent of the batch size, or choose",
     ):
         step.at(2)
 

@@ -66,6 +66,19 @@ class Ends(LightningModule):
         return self.down(self.up(batch).relu()).square().mean()
 
 
+class Weighed(Parts):
+    def __init__(self, denominator: Callable[[int], int]) -> None:
+        super().__init__()
+        self.denominator = denominator
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layers[0](batch).sum() / self.denominator(len(batch))
+
+
+def weighed(denominator: Callable[[int], int], microbatches: int) -> object:
+    return piper.compile(Weighed(denominator), torch.randn(4, 4), [piper.Split(microbatches)])
+
+
 def sharded(*program: Any) -> object:
     return piper.compile(Ends(), torch.randn(4, 4), list(program))
 
@@ -209,6 +222,16 @@ CASES: dict[str, tuple[Callable[[], object], str, Callable[[], object]]] = {
         lambda: backwards(piper.Order(filters=[{"PP": 0, "PASS": "F"}, {"PP": 1, "PASS": "F"}])),
         r"Number the stages in that order: piper\.annotate\('PP', 0\) before piper\.annotate\('PP', 1\)",
         lambda: compiled(*ONE, piper.Order(filters=[{"PP": 0, "PASS": "F"}, {"PP": 1, "PASS": "F"}])),
+    ),
+    "a denominator of one sample": (
+        lambda: weighed(lambda n: n - 1, 4),
+        r"A denominator such as len\(x\) - 1 is 0 with 1 sample: use larger microbatches",
+        lambda: weighed(lambda n: n - 1, 2),
+    ),
+    "a least denominator": (
+        lambda: weighed(lambda n: max(n, 3), 4),
+        r"Divide by len\(x\), or declare .*: piper\.mean\(values, mask\.sum\(\)\) \[PIPER-C012\]",
+        lambda: weighed(lambda n: n, 4),
     ),
     "a module without a batch": (
         lambda: piper.parallel(pp=2, module=Parts()),

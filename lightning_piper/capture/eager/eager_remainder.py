@@ -29,7 +29,7 @@ from lightning_piper.capture.torch_private._torch_communication import without_c
 from lightning_piper.capture.user_code.step_arguments import SKIPPED, arguments
 from lightning_piper.common.limits import kind_of
 from lightning_piper.common.units import counted
-from lightning_piper.common.user_lines import user_line
+from lightning_piper.common.user_lines import member, user_line
 from lightning_piper.errors import PiperError
 
 Tensors = list[torch.Tensor]
@@ -499,8 +499,8 @@ def _changes(name: str, is_parameter: bool) -> PiperError:
     """Return the error for a change of a parameter or buffer in uncaptured code."""
     what, fix = ("parameter", "Change it") if is_parameter else ("buffer", f"{_ANNOTATE} Otherwise change it")
     return PiperError(
-        f"training_step changes the {what} {name} in code that runs uncaptured. Piper would run this code for each "
-        f"microbatch, on one process only. {fix} in a hook, such as on_train_batch_end [PIPER-C003]"
+        f"training_step changes the {what} {name} in code that runs uncaptured. Piper would repeat the change "
+        f"for each microbatch. {fix} in a hook, such as on_train_batch_end [PIPER-C003]"
     )
 
 
@@ -512,7 +512,7 @@ _ANNOTATE = (
 
 def called(key: Key) -> str:
     """Return the call of a module for a message, such as `self.encoder(...)`."""
-    return f"self.{key[0]}(...)" if key[0] else "self(...)"
+    return f"{member(key[0])}(...)" if key[0] else "self(...)"
 
 
 def _communicates() -> PiperError:

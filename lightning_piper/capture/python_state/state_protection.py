@@ -19,7 +19,7 @@ from lightning_piper.capture.proxies.arrays import converted
 from lightning_piper.capture.proxies.deferred_numbers import call, is_deferred
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.capture.user_code.source import marking_line
-from lightning_piper.common.user_lines import user_frame, user_line
+from lightning_piper.common.user_lines import member, user_frame, user_line
 from lightning_piper.errors import CaptureError
 
 _CONTAINERS = (list, deque, dict, OrderedDict, defaultdict, set)
@@ -94,13 +94,13 @@ def check_unchanged(module: nn.Module, before: list[Attribute], step: str) -> No
     names = {(id(part), name) for _, part, name, _, _ in now}
     for path, part, name, _, _ in before:
         if (id(part), name) not in names:
-            raise changes(step, f"self.{path}.{name}" if path else f"self.{name}")
+            raise changes(step, member(f"{path}.{name}" if path else name))
     for path, part, name, value, form in now:
         was, old = known.get((id(part), name), (None, _ABSENT))
         shared = value is not was and id(value) in ids  # `self.a = self.b`, which may have equal content
         if (form is old or form == old) and not shared:  # `is`, because a NaN is not equal to itself
             continue
-        where = f"self.{path}.{name}" if path else f"self.{name}"
+        where = member(f"{path}.{name}" if path else name)
         if old is _ABSENT and isinstance(getattr(type(part), name, None), functools.cached_property):
             raise CaptureError(
                 f"{step} computes the cached property {where} for the first time, and so sets an attribute, which a "

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import nn
 
+from lightning_piper.common.user_lines import member
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import ParamInfo
 
@@ -63,9 +64,9 @@ def _problem(one: str, two: str, changing: Collection[str], params: Mapping[str,
     if one in params and two in params:
         alike = params[one].spec.shape == params[two].spec.shape
         fix = (
-            f"To tie them, register one Parameter under both names: self.{two} = self.{one}"
+            f"To tie them, register one Parameter under both names: {member(two)} = {member(one)}"
             if alike
-            else f"Give one of them its own memory: self.{two}.data = self.{two}.data.clone()"
+            else f"Give one of them its own memory: {member(two)}.data = {member(two)}.data.clone()"
         )
         return (
             f"the parameters {one!r} and {two!r} are two tensors that share memory. On one device training "
@@ -75,7 +76,10 @@ def _problem(one: str, two: str, changing: Collection[str], params: Mapping[str,
         param, buffer = (one, two) if one in params else (two, one)
         trained = param in changing
         change, fix = (
-            (f"training changes {param!r}", f"Remove the buffer, and read self.{param}.detach() in the step")
+            (
+                f"training changes {param!r}",
+                f"Remove the buffer, and read {member(param)}.detach() in the step",
+            )
             if trained
             else (f"the step changes {buffer!r}", "Register a clone of the tensor as the buffer (.clone())")
         )

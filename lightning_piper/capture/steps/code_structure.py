@@ -133,11 +133,9 @@ def same_structure(a: StepCode, b: StepCode) -> None:
         if r < len(b.regions) and _at(a, (r, p)) != _at(b, (r, p))
     ]
     exchanges = any(output.changes for interface in b.interfaces.values() for output in interface.outputs)
-    why = "the exchange of its sharded tensors, or its Python code," if exchanges else "its Python code"
     raise CaptureError(
         f"the step has another structure for {counted(b.size, 'sample')} than for {a.size} "
-        f"({'; '.join(differing) or 'in other regions'}): {why} depends on the batch size. Make it independent of the "
-        "batch size, or choose microbatches of "
+        f"({'; '.join(differing) or 'in other regions'}). Make it independent of the batch size, or choose microbatches of "
         f"{'more than one sample' if exchanges and 1 in (a.size, b.size) else 'another size'} [PIPER-C012]"
     )
 
@@ -183,8 +181,8 @@ def _same_weights(a: StepCode, b: StepCode) -> None:
     if len(one) != len(other):
         raise CaptureError(
             f"the loss and the logged values have {counted(len(one), 'kind')} of denominator with "
-            f"{counted(a.size, 'sample')}, and {len(other)} with {b.size}: the step's Python code depends on the batch size. "
-            "Make it independent of the batch size [PIPER-C012]"
+            f"{counted(a.size, 'sample')}, and {len(other)} with {b.size}. Make their number independent of the batch size "
+            "[PIPER-C012]"
         )
     if one != other or contradicted:
         pairs = zip(one, other, strict=True)
@@ -195,7 +193,7 @@ def _same_weights(a: StepCode, b: StepCode) -> None:
         )
         single = (
             ". A denominator such as len(x) - 1 is 0 with 1 sample: use larger microbatches"
-            if 1 in (a.size, b.size)
+            if 1 in (a.size, b.size) and any("samples, -1" in label for _, label in differ)
             else ""
         )
         raise CaptureError(

@@ -72,7 +72,7 @@ def _refuse_statistics(dag: TrainingDAG, directive: Directive, local: Sequence[s
     if any(len(parts) > 1 for parts in dag.slices().values()) and ORDER in dag.program.ops:
         # An order of microbatches contradicts statistics of the whole batch.
         degrees = dag.program.degrees
-        one = "use one microbatch (microbatches=1)" if degrees is None else one_microbatch(degrees)
+        one = "use one microbatch" if degrees is None else one_microbatch(degrees)
         advice = f"{one} and nn.SyncBatchNorm (Trainer(sync_batchnorm=True)) instead of batch norms"
     directive.refuse("filter", found, f"{advice}, or use nn.GroupNorm or nn.LayerNorm [PIPER-D011]")
 
