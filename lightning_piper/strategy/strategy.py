@@ -82,7 +82,7 @@ class PiperStrategy(SavingStrategy):
             runs each training batch three times: different bits are an error. `off` checks nothing.
         transport: `process` has a process for each logical device. `local` runs all of them in this process,
             with `devices=1`. `simulated` is like `local`, on a simulated accelerator that orders its streams
-            differently in each step. The result then has the same bits as on a CPU, or there is an error.
+            differently in each step. The result then has the same bits as with `local`, or there is an error.
         profile: Which steps to record. True is `Schedule()`, which records steps 6 to 8, counted from 0 (see
             `lightning_piper.profile`). By default, there is a recording only if the Trainer's profiler is a `PiperProfiler`.
         timeout: How long a process waits for other processes before communication fails: a `timedelta` or a
