@@ -97,8 +97,7 @@ def annotate(tag: str, index: int | None = None) -> AbstractContextManager[None]
             order in which the step enters them.
 
     Raises:
-        CaptureError: The tag is not a non-empty string, or is reserved; or the index is not a non-negative
-            integer.
+        CaptureError: The tag or the index is not usable.
     """
     _check_tag(tag, "annotate")
     number = integer(index)

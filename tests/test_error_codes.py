@@ -26,7 +26,6 @@ WRAPPERS = {
     "DirectiveError(f'directive {index} {error}')",
     "DirectiveError(f'PiperStrategy({degrees}): {message}')",
     "DirectiveError(f'{found}. {advice[0].upper()}{advice[1:]}')",
-    "self.refuse('devices', f'{chunk.label} is {where}', advice)",
     "DirectiveError(f'({self.op}): field {field!r}: {found}. {fix}')",
     "VerificationError(f'after directive {each.index} ({each.name}), {error}')",
     "VerificationError(f'for a batch that is not the last batch of an accumulation: {error}')",
