@@ -68,9 +68,10 @@ class BatchJoin:
         found = [torch.empty_like(own) for _ in range(self._world.size)]
         dist.all_gather(found, own, group=self._world.host_group)
         if any(bool(each[1]) for each in found):
+            whys = self._world.gather(None if spec.undivided is None else spec.undivided.why)
             raise BatchError(
-                f"{_CHOSEN}, but the tensors of a batch do not have a common first dimension, along which "
-                f"Piper could join them. Give all tensors the samples in dimension 0. {_ADVICE} [PIPER-L004]"
+                f"{_CHOSEN}, but Piper cannot join this batch, because {next(filter(None, whys))}. Give the batch tensors "
+                f"with the samples in dimension 0. {_ADVICE} [PIPER-L004]"
             )
         if any(each[0] != found[0][0] for each in found):
             texts = self._world.gather(spec.described())

@@ -264,7 +264,9 @@ def _compare(
     )
     fix = fix_of_inputs or f"Pass {option}. If the message stays, report it"
     if cause is not None and cause[0] == 0:
-        fix = f"Replace the operation, or pass {option}"
+        # Piper seeds the random numbers of a captured step.
+        seeds = "" if fix_of_inputs is None else "If it draws random numbers, seed them. Otherwise, "
+        fix = f"{seeds}{'replace' if seeds else 'Replace'} the operation, or pass {option}"
     raise ExecutionError(
         f"PiperStrategy(verify='determinism'): two runs of step {module.global_step} gave different bits in {names[0]}"
         f"{more}. {why}. The optimizer has not applied these gradients. {fix} [PIPER-X007]"

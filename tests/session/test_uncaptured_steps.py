@@ -26,12 +26,21 @@ PROBLEM = "directive 1 (replicate): field 'filter': each replica would update no
 ], ids=["replicas", "shards"])  # fmt: skip
 def test_a_directive_is_named_only_in_a_program_that_the_user_gave(program: list[Any], reason: str) -> None:
     """Without directives, the strategy makes the first program."""
-    before: Any = SimpleNamespace(world=SimpleNamespace(size=2), settings=SimpleNamespace(program=program))
+    before: Any = SimpleNamespace(
+        world=SimpleNamespace(size=2, count=2), settings=SimpleNamespace(program=program)
+    )
     said = _said("training_step", before, PROBLEM, ["shard_grads"] if program is not PLAIN else [])
     assert reason in said and said.startswith(
-        "Piper could not capture training_step, so it runs uncaptured in every process"
+        "Piper could not capture training_step, so it runs uncaptured in every process, data-parallel like DDP."
     )
     assert ("shard_grads shards only the optimizer state" in said) == (program is not PLAIN)
+
+
+def test_an_evaluation_by_one_replica_is_not_like_ddp() -> None:
+    before: Any = SimpleNamespace(
+        world=SimpleNamespace(size=2, count=1), settings=SimpleNamespace(program=PLAIN)
+    )
+    assert "so it runs uncaptured in every process. Reason" in _said("validation_step", before, PROBLEM, [])
 
 
 def test_the_reason_names_the_line_that_built_the_directive() -> None:

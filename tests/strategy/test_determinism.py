@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import pytest
@@ -50,6 +51,7 @@ def test_the_first_operation_with_different_bits_is_named(kind):
     error = stopped(kind, Net("forward"))
     where = rf"flaky {LINE}" if kind == "uncaptured" else rf"flaky in F\[PP=0(,MB=0)?\] {LINE}"
     assert re.search(rf"read the same values and returned different ones is piper_tests[:.]+{where}", error)
+    assert ("If it draws random numbers, seed them" in error) == (kind == "uncaptured")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -113,6 +115,21 @@ def test_state_that_a_step_changes_is_not_a_difference(state):
     assert found.callback_metrics == plain.callback_metrics and found.callback_metrics["batches"] == 4
     assert one.count == other.count == 4 and len(one.outputs) == 4 and torch.equal(one.total, other.total)
     assert drawn == other.drawn()
+
+
+class Unseeded(Net):
+    """Draws other numbers in each run, which Trainer(deterministic=True) would not change."""
+
+    def training_step(self, batch, batch_idx):
+        draw = torch.Generator().manual_seed(int.from_bytes(os.urandom(4)))
+        return super().training_step(batch, batch_idx) * torch.rand((), generator=draw)
+
+
+def test_an_operation_that_draws_other_numbers_is_named():
+    error = stopped("uncaptured", Unseeded(), step=0)
+    assert re.search(
+        r"different ones is aten.rand.*If it draws random numbers, seed them\. Otherwise, replace", error
+    )
 
 
 def test_a_number_that_is_not_a_state_is_named():

@@ -72,7 +72,8 @@ def measured(
     if any(x.is_meta for x in (*leaves, *cut.module.parameters())):
         raise CaptureError(
             "the costs cannot be measured, because the module or the batch has tensors on the meta device, without "
-            "data. Calculate the costs: give hardware= to the search, or call analytic with a Hardware [PIPER-P005]"
+            "data. Give tensors with data, or calculate the costs: hardware= of search, or analytic with a Hardware "
+            "[PIPER-P005]"
         )
     works: dict[tuple[int, int], list[Work]] = {}
     for n in checked_samples(cut, samples):

@@ -136,7 +136,9 @@ def _said(step: str, before: Standalone, problem: str | Exception, shards: Seque
         problem = re.sub(
             r"^(?:directive \d+ \(\w+\): field '\w+'|PiperStrategy\([^)]*\)): ", "", str(problem)
         )
-    where = "on this device" if processes == 1 else "in every process, data-parallel like DDP"
+    where = "on this device" if processes == 1 else "in every process"
+    if 1 < processes == before.world.count:
+        where += ", data-parallel like DDP"
     lost = ["the step is not checked"]
     if processes > 1:
         if step == "training_step":
