@@ -381,7 +381,7 @@ def parallel(
         parallel(pp=2, dp=2, zero=3)
         ->  one_f_one_b(2, 4, devices=[[0, 1], [2, 3]]) with Replicate(zero=3) before the orders
 
-    Device numbers count the mesh (pp, dp, tp) in row-major order.
+    Device numbers count the mesh (pp, dp, tp), or with `cp` the mesh (pp, dp, cp), in row-major order.
 
     Args:
         pp: Devices of one pipeline. Without `module`, the model must have its stages under
