@@ -104,8 +104,9 @@ def _check_apart(graph: Graph, propagations: Sequence[Propagation]) -> None:
             both = {held.dim for held in mine if isinstance(held, Sharded)} & propagation.elsewhere(node)
             if both:
                 axes = " and ".join(repr(each.division.axis) for each in propagations)
+                made = node if change is None else node.all_input_nodes[0]
                 raise CaptureError(
-                    f"{own_line(node)}: dimension {min(both)} of {node.target} would be sharded along {axes} "
+                    f"{own_line(node)}: dimension {min(both)} of {made.target} would be sharded along {axes} "
                     "at once. Shard another dimension along one of these axes [PIPER-C019]"
                 )
 
