@@ -1,12 +1,12 @@
 """Measures how long a training stops when it loses a process and a spare replaces it, and what the copies in memory
 cost.
 
-The training is a GPT on two processes, as replicas. Process 1 is lost after step 25.
+The training is a GPT on two processes. Process 1 is lost after step 60. Until then, only every second step makes copies.
 
-    python benchmarks/spares.py [--layers 8] [--sequences 4]
+    python benchmarks/spares.py [--program ddp] [--layers 8] [--sequences 4]
 
-Prints the seconds from the loss until the fit runs again, and until the next step is done. Then prints the median
-seconds of a step, with and without a spare.
+Prints the seconds from the loss until the fit runs again, and until the next step is done. Then prints the median seconds
+of a step with and without copies: processor time of all threads of a process, and wall time.
 """
 
 from __future__ import annotations
@@ -27,21 +27,24 @@ from typing import Any
 import lightning as L
 import torch
 from _gpt import Config, batch
-from resuming import LOST_AT, STEPS, Net
+from resuming import Net
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_piper as piper
+
+LOST_AT, STEPS = 60, 64
 
 
 class Telling(L.Callback):
     """Logs the time of events, and kills process 1 once."""
 
-    def __init__(self, log: Path, kills: bool) -> None:
-        self.told, self.kills = log, kills and "LIGHTNING_PIPER_SPARE" not in os.environ
+    def __init__(self, log: Path) -> None:
+        self.told, self.kills = log, "LIGHTNING_PIPER_SPARE" not in os.environ
 
     def tell(self, what: str, trainer: L.Trainer) -> None:
+        now = time.time(), time.process_time()
         with self.told.open("a") as file:
-            file.write(json.dumps([time.time(), what, trainer.global_rank, trainer.global_step]) + "\n")
+            file.write(json.dumps([*now, what, trainer.global_rank, trainer.global_step]) + "\n")
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         self.tell("begins", trainer)
@@ -53,15 +56,26 @@ class Telling(L.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(log: Path, spares: int, layers: int, sequences: int) -> None:
+Event = tuple[float, float, str, int, int]  # wall time, processor time, name, rank, step
+
+
+def train(log: Path, program: str, layers: int, sequences: int) -> None:
     torch.set_num_threads(1)
     data = DataLoader(TensorDataset(*batch(Config(), 0, 2 * sequences * STEPS)), batch_size=sequences)
+    strategy = piper.PiperStrategy(program, spares=1)
+    keep = strategy._keep_copy
+
+    def every_second(trainer: L.Trainer) -> None:
+        if trainer.global_step % 2:
+            keep(trainer)
+
+    vars(strategy)["_keep_copy"] = every_second
     L.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=piper.PiperStrategy(spares=spares),
+        strategy=strategy,
         max_steps=STEPS,
-        callbacks=[Telling(log, spares > 0)],
+        callbacks=[Telling(log)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -69,20 +83,25 @@ def train(log: Path, spares: int, layers: int, sequences: int) -> None:
     ).fit(Net(layers), data)
 
 
-def measured(spares: int, layers: int, sequences: int) -> list[tuple[float, str, int, int]]:
+def measured(program: str, layers: int, sequences: int) -> list[Event]:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
-        own = ["--log", log, "--spares", spares, "--layers", layers, "--sequences", sequences]
+        own = ["--log", log, "--program", program, "--layers", layers, "--sequences", sequences]
         command = [sys.executable, __file__, *map(str, own)]
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
         return [json.loads(line) for line in log.read_text().splitlines()]
 
 
-def step_seconds(log: list[tuple[float, str, int, int]]) -> float:
-    """Return the median time from one step to the next, of the steps before the loss."""
-    ends = [at for at, what, rank, step in log if what == "step" and rank == 0 and 5 <= step < LOST_AT]
-    return statistics.median(after - before for before, after in itertools.pairwise(ends))
+def step_seconds(log: list[Event], copies: bool) -> tuple[float, float]:
+    """Return the median wall time and processor time of the steps before the loss, with or without copies."""
+    ends = [row for row in log if row[2] == "step" and row[3] == 0 and 5 <= row[4] <= LOST_AT]
+    found = [
+        (after[0] - before[0], after[1] - before[1])
+        for before, after in itertools.pairwise(ends)
+        if (before[4] % 2 == 1) == copies
+    ]
+    return statistics.median(wall for wall, _ in found), statistics.median(used for _, used in found)
 
 
 def main() -> None:
@@ -92,18 +111,20 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--sequences", type=int, default=4, help="sequences of a process in a step")
     parser.add_argument("--log", help=argparse.SUPPRESS)
-    parser.add_argument("--spares", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--program", default="ddp")
     given = parser.parse_args()
     if given.log:
-        train(Path(given.log), given.spares, given.layers, given.sequences)
+        train(Path(given.log), given.program, given.layers, given.sequences)
         return
-    log = measured(1, given.layers, given.sequences)
-    lost = next(at for at, what, *_ in log if what == "lost")
-    begins = max(at for at, what, *_ in log if what == "begins") - lost
-    again = [at for at, what, rank, step in log if what == "step" and rank == 1 and at > lost]
-    print(f"begins again after {begins:.2f} s, next step done after {again[0] - lost:.2f} s", flush=True)
-    plain = measured(0, given.layers, given.sequences)
-    print(f"a step takes {step_seconds(log):.3f} s with copies, and {step_seconds(plain):.3f} s without")
+    log = measured(given.program, given.layers, given.sequences)
+    lost = next(at for at, _, what, *_ in log if what == "lost")
+    begins = max(at for at, _, what, *_ in log if what == "begins") - lost
+    again = [at for at, _, what, rank, _ in log if what == "step" and rank == 1 and at > lost]
+    print(f"begins again after {begins:.2f} s, next step done after {again[0] - lost:.2f} s")
+    for copies in (False, True):
+        wall, used = step_seconds(log, copies)
+        words = "with" if copies else "without"
+        print(f"a step {words} copies: {used:.4f} s of processor time, {wall:.4f} s of wall time")
 
 
 if __name__ == "__main__":

@@ -86,9 +86,17 @@ class LateCopies:
 
     def copied(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a contiguous copy of a tensor, made now."""
+        return self._memory_for(tensor).copy_(tensor.detach())
+
+    def later(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a contiguous copy of a tensor. `make` makes it, if the memory of the tensor is steady."""
+        copy = self._memory_for(tensor)
+        self.do([tensor], lambda: copy.copy_(tensor.detach()))
+        return copy
+
+    def _memory_for(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = self._room.take(tensor.numel() * tensor.itemsize, tensor.device.type != "cpu")
-        copy = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape)  # type: ignore[call-overload]
-        return copy.copy_(tensor.detach())  # type: ignore[no-any-return]
+        return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape)  # type: ignore[call-overload, no-any-return]
 
     def copied_memory(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         """Return a copy of the memory of a tensor. `make` fills it, if the memory is steady."""

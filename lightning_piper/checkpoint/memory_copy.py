@@ -1,46 +1,261 @@
-"""A copy of a fit's state in memory, from which the fit continues if it loses a process."""
+"""Copies of a fit's state in memory that all processes of a run share, from which the fit continues if it loses a
+process.
+
+Each process copies its own shards, and its part of the tensors that several processes hold. The memory belongs to rank
+0, so it stays if another process is lost. Each process has memory for two copies, because it may be lost while it makes
+one of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import mmap
+import os
+import pickle
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from lightning_piper.checkpoint.late_copies import HostRoom, LateCopies
-from lightning_piper.checkpoint.snapshot import snapshot
-from lightning_piper.processes.world import World
+import torch
 
-MEMORY = "memory"  # the path of this copy, as the Trainer shows it
+from lightning_piper.checkpoint.late_copies import HostRoom, LateCopies
+from lightning_piper.checkpoint.sharded_checkpoint import OpenedCheckpoint
+from lightning_piper.checkpoint.snapshot import pickled, unpickled
+from lightning_piper.checkpoint.tensor_ranges import TensorRange
+from lightning_piper.errors import PiperError
+from lightning_piper.processes.background import BackgroundThread
+from lightning_piper.processes.world import World
+from lightning_piper.runtime.connections import wait_for
+from lightning_piper.runtime.same_machine.mapped_memory import Mapped
+
+MEMORY = "memory"  # the path of these copies, as the Trainer shows it
+SEGMENT = 1 << 20  # smallest number of bytes that are mapped at once
+ALIGNMENT = 64
+NUMBER, PLACE, SIZE = range(3)  # the numbers in the head of a file
+
+
+class SharedRoom(HostRoom):
+    """A pool of memory in a file that other processes can read. It has the copies of one checkpoint at a time.
+
+    Attributes:
+        places: Address of memory that was taken -> its place in the file.
+    """
+
+    def __init__(self, file: int) -> None:
+        super().__init__()
+        self._file, self._end = file, mmap.PAGESIZE
+        self._segments: list[tuple[int, int, Mapped]] = []  # place, size, memory
+        self._segment = self._used = 0  # where the next memory is taken
+        self.places: dict[int, int] = {}
+
+    def begin(self) -> None:
+        """Make all memory available again."""
+        self._segment = self._used = 0
+        self.places = {}
+
+    def take(self, size: int, pinned: bool) -> torch.UntypedStorage:
+        """Return memory of `size` bytes, which no other copy uses until the next `begin`."""
+        begin = -(-self._used // ALIGNMENT) * ALIGNMENT
+        while self._segment < len(self._segments) and begin + size > self._segments[self._segment][1]:
+            self._segment, begin = self._segment + 1, 0
+        if self._segment == len(self._segments):
+            length = -(-max(size, SEGMENT) // mmap.PAGESIZE) * mmap.PAGESIZE
+            if os.fstat(self._file).st_size < self._end + length:
+                os.ftruncate(self._file, self._end + length)
+            self._segments.append((self._end, length, Mapped(self._file, self._end, length)))
+            self._end += length
+        place, _, memory = self._segments[self._segment]
+        self._used = begin + size
+        taken = torch.frombuffer(memory.room, dtype=torch.uint8, count=size, offset=begin).untyped_storage()
+        self.places[taken.data_ptr()] = place + begin
+        return taken
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file: the place and the size of its memory, and the attributes of the tensor."""
+
+    place: int
+    nbytes: int
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, room: SharedRoom) -> StoredTensor:
+        memory = tensor.untyped_storage()
+        place, offset = room.places[memory.data_ptr()], int(tensor.storage_offset())
+        layout = offset, tuple(tensor.shape), tensor.stride()
+        return cls(place, memory.nbytes(), tensor.dtype, *layout, tensor.requires_grad)
+
+    def read(self, memory: Mapped) -> torch.Tensor:
+        """Return the tensor, in the memory of the file."""
+        found = torch.frombuffer(memory.room, dtype=torch.uint8, count=self.nbytes, offset=self.place)
+        tensor = torch.empty(0, dtype=self.dtype)
+        tensor.set_(found.untyped_storage(), self.offset, self.shape, self.strides)  # type: ignore[call-overload]
+        return tensor
 
 
 class MemoryCopy:
-    """The state of the fit at the start of the current batch, on one process.
+    """One copy of the state of one process, in a file. The file begins with the number of the copy, and with the place
+    and the size of a table of its content.
 
-    Attributes:
-        number: The number of batches done before, in all epochs; -1 if there is no copy.
+    Args:
+        file: The file's descriptor.
     """
 
-    def __init__(self) -> None:
-        self.forget()
+    def __init__(self, file: int) -> None:
+        self._file, self._room = file, SharedRoom(file)
+        if not os.fstat(file).st_size:
+            os.ftruncate(file, mmap.PAGESIZE)
+        self._memory = Mapped(file, 0, mmap.PAGESIZE)
+        self._head = memoryview(self._memory.room).cast("B").cast("q")
 
-    def forget(self) -> None:
-        """Keep no copy."""
-        self.number, self._room = -1, HostRoom()
-        self._content: Callable[[], dict[str, Any]] = dict
+    @property
+    def number(self) -> int:
+        """The number of batches done before the copy, in all epochs; -1 if there is no complete copy."""
+        return self._head[NUMBER] - 1
 
-    def keep(self, content: dict[str, Any], number: int) -> None:
-        """Replace the copy by a copy of a checkpoint's content."""
-        self._content, self.number = snapshot(content, LateCopies(self._room)), number
+    @number.setter
+    def number(self, value: int) -> None:
+        self._head[NUMBER] = value + 1
 
-    def take(self, world: World) -> dict[str, Any]:
-        """Return the latest copy of all processes, and keep no copy. Collective.
+    def write(
+        self, content: dict[str, Any], ranges: Sequence[TensorRange], steady: Collection[int]
+    ) -> LateCopies:
+        """Begin a copy. It is complete after `make` of the result. Then set its number."""
+        self.number = -1
+        late = LateCopies(self._room, steady)
+        parts = [
+            (x.key, x.spec, x.start, x.stop, StoredTensor.of(late.later(x.tensor), self._room))
+            for x in ranges
+            if x.start < x.stop
+        ]
+        data, tensors = pickled(content, late)
+        table = pickle.dumps((data, [StoredTensor.of(x, self._room) for x in tensors], parts))
+        place = self._room.take(len(table), False)
+        torch.empty(0, dtype=torch.uint8).set_(place).copy_(
+            torch.frombuffer(bytearray(table), dtype=torch.uint8)
+        )  # type: ignore[call-overload]
+        self._head[PLACE], self._head[SIZE] = self._room.places[place.data_ptr()], len(table)
+        return late
 
-        A process whose copy is older, such as a spare, gets the copy of another process.
+    def read(
+        self,
+    ) -> tuple[Callable[[], dict[str, Any]], list[tuple[str, dict[str, Any], int, int, torch.Tensor]]]:
+        """Return a function that returns the content, and key, spec, start, stop and elements of each range. The elements
+        lie in the memory of the file."""
+        memory = Mapped(self._file, 0, os.fstat(self._file).st_size)
+        table = memoryview(memory.room).cast("B")[self._head[PLACE] : self._head[PLACE] + self._head[SIZE]]
+        data, tensors, parts = pickle.loads(table)
+
+        def content() -> dict[str, Any]:
+            found: dict[str, Any] = unpickled(
+                data, [x.read(memory).clone().requires_grad_(x.requires_grad) for x in tensors]
+            )
+            return found
+
+        return content, [(*part, stored.read(memory)) for *part, stored in parts]
+
+
+@dataclass(frozen=True)
+class MemoryCheckpoint(OpenedCheckpoint):
+    """The copies of all processes as a checkpoint.
+
+    Attributes:
+        parts: Key of a tensor -> start, stop and elements of each range that a process has copied.
+    """
+
+    parts: Mapping[str, Sequence[tuple[int, int, torch.Tensor]]]
+
+    def read(self, ranges: Sequence[TensorRange], world: World) -> None:
+        """Read ranges.
+
+        Raises:
+            PiperError: No process has copied some of the elements.
         """
-        numbers = world.gather(self.number)
-        latest = max(numbers)
-        source, content = numbers.index(latest), self._content()
-        for rank, number in enumerate(numbers):
-            if number < latest:
-                content = world.move_object(content, source, rank) or content
-        self.forget()  # the fit may continue with tensors of the copy
-        return content
+        for part in ranges:
+            left = part.stop - part.start
+            for start, stop, elements in self.parts[part.key]:
+                first, last = max(start, part.start), min(stop, part.stop)
+                if first < last:
+                    into = part.tensor.detach()[first - part.start : last - part.start]
+                    into.copy_(elements[first - start : last - start])
+                    left -= last - first
+            if left:
+                raise PiperError(
+                    f"the copies in memory have all but {left} elements {part.start}:{part.stop} of {part.key}. Remove "
+                    "spares, and report this [PIPER-K013]"
+                )
+
+
+class MemoryCopies:
+    """The copies of the state of all processes.
+
+    Args:
+        files: For each rank, the descriptors of two files.
+        lost: Returns whether a process is lost.
+
+    Attributes:
+        late: The copy that this process makes.
+    """
+
+    def __init__(self, files: Sequence[tuple[int, int]], lost: Callable[[], bool]) -> None:
+        self._of_ranks = [[MemoryCopy(file) for file in pair] for pair in files]
+        self._lost, self._behind = lost, BackgroundThread("piper-spares")
+        self.late = LateCopies(HostRoom())
+
+    @property
+    def number(self) -> int:
+        """The number of the latest copies that all processes have; -1 if they have none."""
+        return min(max(copy.number for copy in copies) for copies in self._of_ranks)
+
+    def keep(
+        self,
+        rank: int,
+        content: dict[str, Any],
+        ranges: Sequence[TensorRange],
+        number: int,
+        steady: Collection[int],
+    ) -> None:
+        """Replace the older copy of this process by a copy of its state. A thread makes most of it.
+
+        Args:
+            rank: The rank of this process.
+            content: The content of a checkpoint, with references in place of the tensors in `ranges`.
+            ranges: The ranges that this process copies.
+            number: The number of batches done before, in all epochs.
+            steady: As for `LateCopies`.
+        """
+        self.wait()
+        older, newer = sorted(self._of_ranks[rank], key=lambda copy: copy.number)
+        # Until then, another process may still need the older copies of all processes.
+        wait_for(lambda: self.number >= newer.number, self._lost)
+        self.late = late = older.write(content, ranges, steady)
+
+        def make() -> None:
+            late.make()
+            older.number = number
+
+        self._behind.start(make)
+        late.watch()
+
+    def take(self, rank: int) -> MemoryCheckpoint:
+        """Return the latest copies that all processes have. Newer copies of this process end."""
+        number = self.number
+        for copy in self._of_ranks[rank]:
+            copy.number = -1 if copy.number > number else copy.number
+        latest = [next(x for x in copies if x.number == number).read() for copies in self._of_ranks]
+        specs: dict[str, dict[str, Any]] = {}
+        parts: dict[str, list[tuple[int, int, torch.Tensor]]] = {}
+        for _, found in latest:
+            for key, spec, start, stop, elements in found:
+                specs[key] = spec
+                parts.setdefault(key, []).append((start, stop, elements))
+        return MemoryCheckpoint(MEMORY, latest[rank][0](), specs, parts)
+
+    def wait(self) -> None:
+        """Wait until the copy of this process is complete."""
+        self.late.settle()
+        self._behind.wait()

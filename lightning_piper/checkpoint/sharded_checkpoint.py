@@ -17,7 +17,7 @@ import pickle
 import re
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -243,20 +243,22 @@ def _loaded(world: World, doing: str, reader: Reader, planner: LoadRanges) -> No
 
 
 @dataclass(frozen=True)
-class VerifiedCheckpoint:
-    """A checkpoint whose files are verified.
+class OpenedCheckpoint:
+    """A checkpoint from which ranges of tensors can be read.
 
     Attributes:
         path: The absolute path, or the address, that the user gave.
-        folder: The folder of the checkpoint's files.
-        manifest: The entries of the checkpoint's manifest.
         common: All content but the tensors.
+        tensors: Key of a tensor -> `TensorRange.spec`.
     """
 
     path: str
-    folder: Folder
-    manifest: dict[str, Any]
     common: dict[str, Any]
+    tensors: Mapping[str, dict[str, Any]]
+
+    def read(self, ranges: Sequence[TensorRange], world: World) -> None:
+        """Read ranges, in the order of the elements when they were saved. Collective."""
+        raise NotImplementedError
 
     def dtype_of(self, key: str) -> torch.dtype:
         """Return the dtype in which a tensor was saved. Raise a PiperError if the checkpoint does not have
@@ -274,13 +276,31 @@ class VerifiedCheckpoint:
         return TensorSpec(shape, self.dtype_of(key), strides, None if runs is None else tuple(runs))
 
     def _tensor(self, key: str) -> dict[str, Any]:
-        found: dict[str, Any] | None = self.manifest["tensors"].get(key)
+        found = self.tensors.get(key)
         if found is None:
             raise PiperError(
                 f"the checkpoint {self.path} does not have {key}. Load it into the module from which it was "
                 "saved, with the same optimizer [PIPER-K003]"
             )
         return found
+
+
+@dataclass(frozen=True)
+class VerifiedCheckpoint(OpenedCheckpoint):
+    """A checkpoint whose files are verified.
+
+    Attributes:
+        folder: The folder of the checkpoint's files.
+        manifest: The entries of the checkpoint's manifest.
+    """
+
+    folder: Folder
+    manifest: dict[str, Any]
+
+    def read(self, ranges: Sequence[TensorRange], world: World) -> None:
+        """Read ranges, in the order of the elements when they were saved. Collective."""
+        reader = Reader(self.folder, self.manifest.get("chunks") if self.folder.is_remote else None)
+        _loaded(world, f"loading {self.path}", reader, LoadRanges(ranges))
 
 
 def load(
@@ -337,7 +357,7 @@ def open_checkpoint(
     folder = folders[0]
     together(world, doing, lambda: _verify(folder, manifest, world))
     together(world, doing, lambda: common.update(_read_common(folder, weights_only)))
-    return VerifiedCheckpoint(str(location), folder, manifest, common)
+    return VerifiedCheckpoint(str(location), common, manifest["tensors"], folder, manifest)
 
 
 def _verify(folder: Folder, manifest: dict[str, Any], world: World) -> None:
@@ -369,7 +389,7 @@ def _read_common(folder: Folder, weights_only: bool) -> dict[str, Any]:
     return content
 
 
-def fill(opened: VerifiedCheckpoint, wanted: Sequence[TensorRange], world: World) -> None:
+def fill(opened: OpenedCheckpoint, wanted: Sequence[TensorRange], world: World) -> None:
     """Read the wanted ranges of a checkpoint into their tensors, whose dtypes and devices may differ from the
     saved ones. If a tensor's elements have another order in memory than when they were saved, the process
     reads the whole tensor into host memory. Collective.
@@ -383,7 +403,7 @@ def fill(opened: VerifiedCheckpoint, wanted: Sequence[TensorRange], world: World
     direct, relaid = [], []
     whole: dict[str, TensorRange] = {}
     for part in wanted:
-        if _order(part.spec) == _order(opened.manifest["tensors"][part.key]):
+        if _order(part.spec) == _order(opened.tensors[part.key]):
             direct.append(part)
             continue
         # Elements have another order in the file, so the whole tensor is necessary to reorder them.
@@ -393,15 +413,14 @@ def fill(opened: VerifiedCheckpoint, wanted: Sequence[TensorRange], world: World
                 part.key, part.shape, 0, numel, torch.empty(numel, dtype=part.tensor.dtype)
             )
         relaid.append(part)
-    reader = Reader(opened.folder, opened.manifest.get("chunks") if opened.folder.is_remote else None)
-    _loaded(world, doing, reader, LoadRanges([*direct, *whole.values()]))
+    opened.read([*direct, *whole.values()], world)
     for part in relaid:
         tensor = view_as(whole[part.key].tensor, opened.spec_of(part.key))
         target = TensorSpec(part.shape, tensor.dtype, _strides(part.shape, part.dim_order), part.runs)
         part.tensor.detach().copy_(flattened(tensor, target)[part.start : part.stop])
 
 
-def _check_wanted(opened: VerifiedCheckpoint, wanted: Sequence[TensorRange]) -> None:
+def _check_wanted(opened: OpenedCheckpoint, wanted: Sequence[TensorRange]) -> None:
     """Check that the checkpoint has each wanted tensor, in the wanted shape."""
     for part in wanted:
         _check_range(part)
@@ -430,7 +449,7 @@ def _strides(shape: Sequence[int], dim_order: Sequence[int] | None) -> tuple[int
     return tuple(strides)
 
 
-def read_whole(opened: VerifiedCheckpoint, keys: Iterable[str]) -> dict[str, torch.Tensor]:
+def read_whole(opened: OpenedCheckpoint, keys: Iterable[str]) -> dict[str, torch.Tensor]:
     """Return key -> whole tensor in host memory, in its saved dtype and with its saved dimension order. Not
     collective. Raise a PiperError if the checkpoint does not have a key."""
     specs = {key: opened.spec_of(key) for key in keys}

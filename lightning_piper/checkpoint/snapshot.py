@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,10 +24,21 @@ def snapshot(content: Any, copies: LateCopies) -> Callable[[], Any]:
     Raises:
         Exception: The content has an object that cannot be pickled.
     """
+    data, tensors = pickled(content, copies)
+    return lambda: unpickled(data, tensors)
+
+
+def pickled(content: Any, copies: LateCopies) -> tuple[bytes, list[torch.Tensor]]:
+    """Return a pickle of `content` without its plain tensors, and the copies of these tensors."""
     file = io.BytesIO()
     pickler = _Pickler(file, copies)
     pickler.dump(content)
-    return _TensorUnpickler(io.BytesIO(file.getbuffer()), pickler.tensors).load
+    return file.getvalue(), pickler.tensors
+
+
+def unpickled(data: bytes, tensors: Sequence[torch.Tensor]) -> Any:
+    """Return the content of a pickle of `pickled`, with these tensors."""
+    return _TensorUnpickler(io.BytesIO(data), tensors).load()
 
 
 class _Pickler(pickle.Pickler):
@@ -71,7 +82,7 @@ def _left_out(index: int) -> torch.Tensor:
 class _TensorUnpickler(pickle.Unpickler):
     """An unpickler that puts tensors in the places of the tensors that `_Pickler` has left out."""
 
-    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
+    def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__(file)
         self._tensors = tensors
 

@@ -7,13 +7,13 @@ moves references.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_piper.checkpoint.sharded_checkpoint import fill, open_checkpoint, read_whole
+from lightning_piper.checkpoint.sharded_checkpoint import OpenedCheckpoint, fill, read_whole
 from lightning_piper.checkpoint.tensor_ranges import TensorRange
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.materialization import (
@@ -112,6 +112,52 @@ def optimizer_state(optimizer: ShardedOptimizer) -> dict[str, Any]:
     return optimizer.outline(lambda name, key: reference(f"{OPTIMIZER}.{name}.{key}"))
 
 
+def own_optimizer_state(optimizer: ShardedOptimizer, tensor_map: TensorMap) -> dict[str, Any]:
+    """Return the state of this process's parameters in canonical form, with references to its tensors. The groups have
+    all parameters."""
+    state: dict[int, dict[str, Any]] = {}
+    for number, name, p in optimizer.held():
+        if p in (states := optimizer.optimizer.state):
+            sharable = name is not None and tensor_map.specs[name].shape
+            state[number] = {
+                key: reference(f"{OPTIMIZER}.{name}.{key}")
+                if sharable and optimizer.keys.is_cut(key, value, p.shape)
+                else value
+                for key, value in states[p].items()
+            }
+    return {"state": state, "param_groups": optimizer.full_groups()}
+
+
+def written_by(rank: int, parameters: Collection[str], tensor_map: TensorMap) -> set[str]:
+    """Return the names of the tensors of which a process writes the elements that it holds. The processes that hold the
+    same elements of parameters divide the parameters by their size."""
+    written: dict[int, int] = {}
+    found = set()
+    for name in sorted(tensor_map.specs, key=lambda name: -tensor_map.specs[name].numel):
+        holders: dict[tuple[int, int], list[int]] = {}
+        for holder, elements in tensor_map.holder_groups[name][0].ranges.items():
+            holders.setdefault(elements, []).append(holder)
+        for (start, stop), ranks in holders.items():
+            writer = min(ranks, key=lambda each: written.get(each, 0)) if name in parameters else ranks[0]
+            written[writer] = written.get(writer, 0) + stop - start
+            found |= {name} if writer == rank else set()
+    return found
+
+
+def own_ranges(
+    ownership: Ownership, optimizer: ShardedOptimizer, names: Collection[str]
+) -> list[TensorRange]:
+    """Return the ranges of these tensors that this process holds, and the ranges of their states."""
+    specs = ownership.tensor_map.specs
+    found = [(f"state_dict.{part.name}", part) for part in ownership.local_shards(replicas=True)]
+    found += [(f"{OPTIMIZER}.{part.name}.{part.key}", part) for part in optimizer.local_shards(replicas=True)]
+    return [
+        TensorRange(key, p.shape, p.start, p.stop, p.tensor, specs[p.name].dim_order, specs[p.name].runs)
+        for key, p in found
+        if p.name in names
+    ]
+
+
 def tensor_ranges_of(
     module: nn.Module, ownership: Ownership, optimizer: ShardedOptimizer, keys: set[str], running: bool
 ) -> list[TensorRange]:
@@ -175,25 +221,20 @@ def ranges_of(ownership: Ownership, prefix: str) -> list[TensorRange]:
 class Loading:
     """A sharded checkpoint that is being loaded, in the order in which Lightning loads it.
 
-    Making it is collective, and so are `module`, `distributed`, `whole` and `optimizer`.
+    The methods `module`, `distributed`, `whole` and `optimizer` are collective.
 
     Args:
-        path: Path of the directory.
+        opened: The checkpoint.
         world: The processes of the run.
-        weights_only: Raise an error for content that could run code.
+        beside: Names of tensors that the checkpoint has although the module's state dict does not have them.
 
     Attributes:
         content: Lightning's content, with references.
-
-    Raises:
-        PiperError: On every process, if any process finds no checkpoint, a damaged file or content that
-            `weights_only` forbids.
     """
 
-    def __init__(self, path: str, world: World, weights_only: bool) -> None:
-        self._world = world
-        self._opened = open_checkpoint(path, world, weights_only)
-        self.content = self._opened.common
+    def __init__(self, opened: OpenedCheckpoint, world: World, beside: Sequence[str] = ()) -> None:
+        self._world, self._opened, self._beside = world, opened, beside
+        self.content = opened.common
         # the module whose ranges are still to be read, and name of a tensor -> its key
         self._waiting: tuple[nn.Module, dict[str, str]] | None = None
 
@@ -206,6 +247,11 @@ class Loading:
         keys = {entry: referenced(content.get(entry)) for entry in entries}
         tensors = read_whole(self._opened, sorted(set().union(*keys.values())))
         content.update({entry: resolved(content[entry], tensors) for entry, found in keys.items() if found})
+
+    def whole_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return an optimizer's state with whole tensors in place of references. Each process reads alone."""
+        found: dict[str, Any] = resolved(dict(state), read_whole(self._opened, sorted(referenced(state))))
+        return found
 
     @property
     def waiting(self) -> frozenset[str]:
@@ -249,6 +295,7 @@ class Loading:
         elif plain:
             module.load_state_dict(plain, strict=False)
         keys = {name: key for name in names if (key := key_of(state.get(name))) is not None}
+        keys |= {name: f"state_dict.{name}" for name in self._beside}
         if parts is None and self._world.size > 1:
             self._waiting = module, keys
         else:

@@ -125,6 +125,7 @@ class ShardedOptimizer:
     Attributes:
         optimizer: The optimizer that was passed.
         names: For each group, the names of its parameters before the restriction.
+        keys: The keys of the states of sharded parameters.
 
     Raises:
         PiperError: The optimizer is not over the module's parameters, or is over different parameters on
@@ -147,7 +148,7 @@ class ShardedOptimizer:
         found = {frozenset((n, whole(n, d)) for n in compiled.params_on(d)) for d in devices}
         if world.size > 1 and len(found) > 1:  # devices have different parameters
             self._check_independence()
-        self._keys = self._checked(compiled)
+        self.keys = self._checked(compiled)
         owned = ownership.owned_params
         self._kept = [[name is None or name in owned for name in group] for group in self.names]
         self._sizes = [sum(kept) for kept in self._kept]  # number of parameters that each group keeps
@@ -182,8 +183,7 @@ class ShardedOptimizer:
         return self._ownership.tensor_map.is_replicated
 
     def drop_unowned(self) -> None:
-        """Drop parameters that only other processes hold from now on. No step has updated these parameters
-        before."""
+        """Drop parameters that only other processes hold from now on. No step has updated them before."""
         owned = self._ownership.owned_params
         for group, names, kept in zip(self.optimizer.param_groups, self.names, self._kept, strict=True):
             stays = [name is None or name in owned for name, keep in zip(names, kept, strict=True) if keep]
@@ -328,7 +328,7 @@ class ShardedOptimizer:
             whole = self._ownership.tensor_map.holds_whole(name, self._world.rank)
             assert held is not None
             for key, value in state.items():
-                if spec.shape and self._keys.is_cut(key, value, p.shape):
+                if spec.shape and self.keys.is_cut(key, value, p.shape):
                     found.append(
                         LocalShard(
                             name,
@@ -351,7 +351,7 @@ class ShardedOptimizer:
         for name, p, state in self._canonical_state():
             shape = self._ownership.tensor_map.specs[name].shape
             for key, value in state.items():
-                cut = self._keys.is_cut(key, value, p.shape)
+                cut = self.keys.is_cut(key, value, p.shape)
                 if self._ownership.tensor_map.canonical_holders(name)[self._world.rank][0] == 0 and not (
                     shape and cut
                 ):
@@ -470,7 +470,7 @@ class ShardedOptimizer:
         full: State = {}
         first_rank = next(iter(ranges))
         for key, first in parts[first_rank].items():
-            if self._keys.is_cut(key, first, (ranges[first_rank][1] - ranges[first_rank][0],)):
+            if self.keys.is_cut(key, first, (ranges[first_rank][1] - ranges[first_rank][0],)):
                 flat = torch.empty(spec.numel, dtype=first.dtype)
                 for rank, (start, stop) in ranges.items():
                     flat[start:stop] = parts[rank][key]
@@ -571,7 +571,7 @@ class ShardedOptimizer:
         assert held is not None
         return {
             key: flattened(value, spec)[slice(*held)].clone()
-            if self._keys.is_cut(key, value, spec.shape)
+            if self.keys.is_cut(key, value, spec.shape)
             else value
             for key, value in full.items()
         }

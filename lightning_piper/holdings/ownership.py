@@ -347,11 +347,8 @@ class Ownership:
                 view.copy_(bucket.cut(name, self._get(name), part))
 
     def _make_local_shards(self) -> None:
-        """Allocate this process's shards. The local shards in them are parameters like the whole parameters.
-
-        Raises:
-            PiperError: A sharded parameter has a gradient hook.
-        """
+        """Allocate this process's shards. The local shards in them are parameters like the whole parameters. Raise a
+        PiperError if a sharded parameter has a gradient hook."""
         for name in self.tensor_map.holder_groups:
             if self.tensor_map.is_sharded(name) and has_gradient_hooks(self._get(name)):
                 self._refuse_hook(name)
@@ -398,17 +395,21 @@ class Ownership:
         if not self._stays:
             self.restore()
 
-    def restore(self) -> None:
+    def restore(self, received: bool = True) -> None:
         """Give every process the whole module again, in the same parameter objects, because optimizers may
         refer to them. Collective. The received values are in host memory. Gradients are dropped, unless every
-        process had all tensors whole. In one process, parameters in buckets get memory of their own."""
+        process had all tensors whole. In one process, parameters in buckets get memory of their own. Without
+        `received`, tensors of other processes get no values, because these processes may be lost."""
         self._module.__dict__.pop(PARTS, None)
         if not self.whole:
             keeps = self.tensor_map.is_replicated  # If every process has all tensors whole, gradients stay.
             if not keeps:
                 for held in self.owned_params.values():
                     held.grad = None  # frees memory for the received tensors
-            self._receive(range(self._world.size))
+            if received:
+                self._receive(range(self._world.size))
+            for name in () if received else self._pieces:
+                self._set(name, empty_like(self._get(name), self._device if name in self._before else "meta"))
             for name, tensor in self._before.items():
                 found = self._get(name)
                 tensor.data, tensor.grad = found.data, found.grad if keeps else None
@@ -428,9 +429,8 @@ class Ownership:
                     tensor.data = tensor.data.clone()
 
     def held_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """Return, as a one-dimensional copy, the elements of `whole` that belong to this process's local
-        shard of a parameter. `whole` has the parameter's shape. If the process has no shard of it, return
-        `whole` itself."""
+        """Return, as a one-dimensional copy, the elements of `whole`, a whole parameter, that belong to this process's
+        local shard of it. If the process has no shard of it, return `whole` itself."""
         held = self.tensor_map.held(name, self._world.rank)
         if held is None or self.tensor_map.holds_whole(name, self._world.rank):
             return whole

@@ -122,6 +122,11 @@ class FailureWatch:
         self._thread.start()
 
     @property
+    def judged(self) -> bool:
+        """Whether a process has failed."""
+        return self._judged.is_set()
+
+    @property
     def lost(self) -> int | None:
         """The first process to fail, if it was killed or its machine failed; None otherwise."""
         return self._first[0] if self._first is not None and self._first[1] in (GONE, UNREACHABLE) else None

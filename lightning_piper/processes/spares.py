@@ -7,6 +7,7 @@ connect again, under new names in the store.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -17,12 +18,14 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from lightning_piper.errors import PiperError
 from lightning_piper.runtime.connections import keep_connections
 
 # Variables of the environment: in each process, the number of spares that rank 0 has started; in a spare, its index.
 SPARES, SPARE = "LIGHTNING_PIPER_SPARES", "LIGHTNING_PIPER_SPARE"
 OFTEN = 0.005  # seconds between two looks of rank 0 at the store
 _LONG = timedelta(days=20)  # a spare waits as long as the run; the store does not take a longer time
+_FILES = "lightning_piper copies"
 _OVER, _MEET, _STOP = "over", "meet", "stop"
 
 
@@ -37,9 +40,14 @@ class Spares:
     Attributes:
         generation: How many processes have been replaced.
         waiting: The spares that wait, on rank 0.
+        files: For each rank, the descriptors of two anonymous files for the copies of its state. All processes share
+            these files. Rank 0 has made them, so they stay if another process is lost.
+
+    Raises:
+        PiperError: This process cannot open rank 0's files.
     """
 
-    def __init__(self, host: str, port: int, is_rank_zero: bool, timeout: timedelta) -> None:
+    def __init__(self, host: str, port: int, size: int, is_rank_zero: bool, timeout: timedelta) -> None:
         self._store = dist.TCPStore(
             host, port, is_master=is_rank_zero, wait_for_workers=False, timeout=timeout
         )
@@ -48,6 +56,20 @@ class Spares:
         self._timeout = timeout
         self._first = 0  # index of the first spare that waits
         self.waiting: list[Popen[Any]] = []
+        self.files = [(os.memfd_create(_FILES), os.memfd_create(_FILES)) for _ in range(size * is_rank_zero)]
+        if is_rank_zero:
+            self._store.set(_FILES, json.dumps([os.getpid(), self.files]))
+            return
+        process, files = json.loads(self._store.get(_FILES))
+        try:
+            for pair in files:
+                first, second = (os.open(f"/proc/{process}/fd/{file}", os.O_RDWR) for file in pair)
+                self.files.append((first, second))
+        except OSError as error:
+            raise PiperError(
+                f"PiperStrategy(spares=...): this process cannot open memory of rank 0 ({error}). Start all processes as "
+                "one user on one machine, or remove spares [PIPER-S003]"
+            ) from error
 
     @property
     def group_store(self) -> dist.Store:
@@ -68,10 +90,13 @@ class Spares:
         return rank if self.join(rank) else None
 
     def end(self) -> None:
-        """Let the spares end that still wait, because the run needs no spare any more. Rank 0 calls it."""
+        """Close the files. On rank 0, let the spares end that still wait, because the run needs no spare any more."""
         for index in range(self._first, self._first + len(self.waiting)):
             self._store.set(f"spare {index}", _OVER)
         self.waiting = []
+        while self.files:
+            for file in self.files.pop():
+                os.close(file)
 
     def take(self, rank: int) -> Popen[Any] | None:
         """Give a rank to the next spare, and return its process. None if no spare is left. Rank 0 calls it."""

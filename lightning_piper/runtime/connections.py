@@ -7,9 +7,11 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+OFTEN = 0.0005  # seconds between two looks of `wait_for`
 _FILES = Path("/proc/self/fd")
 
 _made: dict[str, int] = {}  # text that identifies a socket -> its file descriptor when the socket was made
@@ -56,3 +58,15 @@ def _sockets() -> dict[str, int]:
                 if name.startswith("socket:"):
                     found[name] = int(file)
     return found
+
+
+def wait_for(reached: Callable[[], bool], lost: Callable[[], bool]) -> None:
+    """Wait for other processes until `reached` returns True.
+
+    Raises:
+        RuntimeError: `lost` returns True, because a process is lost.
+    """
+    while not reached():
+        if lost():
+            raise RuntimeError("a process is lost, for which this process waits")
+        time.sleep(OFTEN)

@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_piper.accelerators.kinds import check_kind
-from lightning_piper.checkpoint.memory_copy import MEMORY, MemoryCopy
+from lightning_piper.checkpoint.memory_copy import MEMORY, MemoryCopies
 from lightning_piper.common.lightning_packages import is_a
 from lightning_piper.common.units import counted
 from lightning_piper.errors import PiperError
@@ -48,7 +48,7 @@ from lightning_piper.strategy import _lightning
 from lightning_piper.strategy.checks import checked_backend
 from lightning_piper.strategy.loading.data import agree_on_loader
 from lightning_piper.strategy.loading.loaders import Loaders
-from lightning_piper.strategy.phases import Fitting, Idle, Phase, copied
+from lightning_piper.strategy.phases import Ended, Fitting, Idle, Phase, copied
 from lightning_piper.strategy.spares._lightning import SpareLauncher, end_fit
 from lightning_piper.strategy.spares.checks import check_spares
 
@@ -91,8 +91,11 @@ class OverProcesses(_lightning.Strategy):
         self._termination: Termination | None = None
         self._loaders = Loaders()
         self._at_end = contextlib.ExitStack()  # restores what a run has replaced, such as Lightning's handler
-        self._spare_count, self._copy = spares, MemoryCopy()
+        self._spare_count = spares
         self._spares: Spares | None = None  # None without spares, and before the first run
+        self._copies: MemoryCopies | None = (
+            None  # copies of the state of a fit; None if no spare can continue it
+        )
         self._keeps_memory = False  # whether this run has called `keep_freed_memory`
 
     def __getstate__(self) -> dict[str, Any]:
@@ -103,7 +106,7 @@ class OverProcesses(_lightning.Strategy):
             "_watch": None,
             "_termination": None,
             "_spares": None,
-            "_copy": MemoryCopy(),
+            "_copies": None,
             "_join": None,
             "_at_end": contextlib.ExitStack(),
         }
@@ -292,7 +295,8 @@ class OverProcesses(_lightning.Strategy):
             )
         assert self.cluster_environment is not None
         address = self.cluster_environment.main_address, self.cluster_environment.main_port
-        self._spares = spares = Spares(*address, self.is_global_zero, self._timeout)
+        self._spares = spares = Spares(*address, self.world_size, self.is_global_zero, self._timeout)
+        self._copies = MemoryCopies(spares.files, self._is_lost)
         spares.waiting = waiting
         path = None
         if SPARE in os.environ:
@@ -310,18 +314,23 @@ class OverProcesses(_lightning.Strategy):
                         raise
                 path = MEMORY
         finally:
+            self._copies = None
             spares.end()
+
+    def _is_lost(self) -> bool:
+        """Return whether a process of the run has failed."""
+        return self._watch is None or self._watch.judged
 
     def _replaced(self, trainer: pl.Trainer, error: Exception) -> bool:
         """After an error of a fit, return whether a process was lost and a spare has replaced it. Then the fit can run
         again. All processes that are left call this method."""
-        assert self._spares is not None
+        assert self._spares is not None and self._copies is not None
         if self._watch is None:
             return False
         self._watch.report(error)
         lost, spare = self._watch.lost, None
         if self.is_global_zero:
-            if lost is not None and waited(error) and self._copy.number >= 0:
+            if lost is not None and waited(error) and self._copies.number >= 0:
                 spare = self._spares.take(lost)
             if lost is None or spare is None:
                 self._spares.refuse()
@@ -331,6 +340,8 @@ class OverProcesses(_lightning.Strategy):
             return False
         self._failed = True
         end_fit(trainer)
+        if isinstance(self.phase, Ended):
+            self.phase.fit.ownership.restore(received=False)
         dist.destroy_process_group()
         if not self.is_global_zero:
             return self._spares.join(self.global_rank)
@@ -338,7 +349,7 @@ class OverProcesses(_lightning.Strategy):
         if found:
             warnings.warn(
                 f"PiperStrategy: rank {lost} was lost. A spare replaces it, and the fit continues from the copies in "
-                f"memory, before batch {self._copy.number}. {counted(len(self._spares.waiting), 'spare')} left "
+                f"memory, before batch {self._copies.number}. {counted(len(self._spares.waiting), 'spare')} left "
                 "[PIPER-W033]",
                 stacklevel=2,
             )

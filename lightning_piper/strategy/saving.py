@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,24 @@ from torch.optim import Optimizer
 
 from lightning_piper.checkpoint.late_copies import memory_of
 from lightning_piper.checkpoint.memory_copy import MEMORY
+from lightning_piper.checkpoint.sharded_checkpoint import open_checkpoint
 from lightning_piper.checkpoint.state import (
     Loading,
     module_state,
     optimizer_state,
+    own_optimizer_state,
+    own_ranges,
     referenced,
     tensor_ranges_of,
+    written_by,
 )
+from lightning_piper.checkpoint.tensor_ranges import TensorRange
 from lightning_piper.common.lightning_packages import is_a
 from lightning_piper.common.units import counted
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.materialization import is_on_meta
 from lightning_piper.holdings.optimizer import State, check_groups
+from lightning_piper.holdings.placeholders import check_values
 from lightning_piper.processes.world import on_host
 from lightning_piper.session.local_sgd import end_without_updates
 from lightning_piper.strategy import _lightning
@@ -45,8 +52,9 @@ from lightning_piper.strategy.phases import Eager, Ended, Fitting, Idle, Startin
 from lightning_piper.strategy.process_management import Requeue
 from lightning_piper.strategy.spares import _lightning as spares
 
-# Entries that only a copy in memory has: other state of the fit, and whether each module is in training mode.
-OUTSIDE, MODES = "outside", "modes"
+# Entries that only a copy in memory has: other state of the fit, whether each module is in training mode, and the names
+# of tensors that the module's state dict does not have.
+OUTSIDE, MODES, BESIDE = "outside", "modes", "beside"
 OF_REPLICA = ("state_dict", "optimizer_states")  # entries of a checkpoint that differ between local replicas
 
 
@@ -63,14 +71,17 @@ class SavingStrategy(EvaluatingStrategy):
         super().__init__(*given, **options)
         self._sharded = sharded
         self._saves, self._requeue = Saves(), Requeue()
+        self._in_memory = False  # whether the next content of a checkpoint is for a copy in memory
+        # The distribution of the tensors, and the names of the tensors that this process copies into memory.
+        self._copied: tuple[object, set[str]] = None, set()
 
     def _in_ranges(self) -> bool:
-        return self._sharded and isinstance(self.phase, Fitting)
+        return (self._sharded or self._in_memory) and isinstance(self.phase, Fitting)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state dict, whole on rank 0. On other ranks, tensors of other processes have no
         data. For sharded checkpoints, the dict has references in place of tensors. Collective."""
-        if not self._sharded or not isinstance(self.phase, Fitting | Ended):
+        if not isinstance(self.phase, Fitting | Ended) or not (self._sharded or self._in_memory):
             return super().lightning_module_state_dict()
         assert self.lightning_module is not None
         self.phase.fit.ownership.check_unwritten()
@@ -82,6 +93,8 @@ class SavingStrategy(EvaluatingStrategy):
         other ranks. For sharded checkpoints, the state has references in place of tensors. Collective."""
         if is_a(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
+        if self._in_memory and isinstance(self.phase, Fitting):
+            return own_optimizer_state(self.phase.fit.optimizer, self.phase.fit.ownership.tensor_map)
         left = self.phase.left
         if left.state is not None:
             if referenced(left.state):
@@ -104,6 +117,8 @@ class SavingStrategy(EvaluatingStrategy):
 
     def _load_optimizers(self, states: Sequence[State]) -> None:
         if isinstance(self.phase, Eager) or (isinstance(self.phase, Starting) and self.phase.eager):
+            if self._copies is not None and self._restored.sharded is not None:
+                states = [self._restored.sharded.whole_state(state) for state in states]
             if any(referenced(state) for state in states):
                 raise PiperError(
                     "PiperStrategy: an uncaptured training step cannot resume from a sharded checkpoint. "
@@ -163,8 +178,11 @@ class SavingStrategy(EvaluatingStrategy):
         content has references in place of tensors, and `_restored.sharded` can read them. Collective."""
         self._saves.wait()
         world, restored = self.world, self._restored
-        if checkpoint_path == MEMORY and self._spares is not None:
-            content = self._copy.take(world)
+        if checkpoint_path == MEMORY and self._copies is not None:
+            opened = self._copies.take(self.global_rank)
+            content = opened.common
+            beside = content.pop(BESIDE)
+            restored.sharded = Loading(opened, world, beside) if opened.tensors else None
             restored.outside = content.pop(OUTSIDE)
             assert self.lightning_module is not None
             for each, training in zip(self.lightning_module.modules(), content.pop(MODES), strict=True):
@@ -172,7 +190,9 @@ class SavingStrategy(EvaluatingStrategy):
             self._loaders.load(restored.take_entry(content))
             return content
         place, sharded = found_at(checkpoint_path, self.checkpoint_io, world)
-        restored.sharded = Loading(place, world, weights_only is not False) if sharded else None
+        restored.sharded = (
+            Loading(open_checkpoint(place, world, weights_only is not False), world) if sharded else None
+        )
         if restored.sharded is None:
             content = read_plain(
                 place, self.checkpoint_io, world, partial(super().load_checkpoint, place, weights_only)
@@ -259,17 +279,29 @@ class SavingStrategy(EvaluatingStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        """Run an optimizer's step, whose update waits until the last checkpoint is copied."""
+        """Run an optimizer's step, whose update waits until the last checkpoint, and the state in memory, is copied."""
 
         def computed() -> Any:
             result = closure()
-            self._saves.late.settle()
+            self._settle()
             return result
 
         return super().optimizer_step(optimizer, computed, model, **kwargs)
 
-    def on_validation_start(self) -> None:
+    def _settle(self) -> None:
+        """Wait until no thread copies parameters or states of the optimizer any more."""
         self._saves.late.settle()
+        if self._copies is not None:
+            self._copies.late.settle()
+
+    @contextmanager
+    def _unwatched(self) -> Iterator[None]:
+        """Do not watch the copied memory inside of this context, because its code does not change it."""
+        with self._saves.late.unwatched(), self._copies.late.unwatched() if self._copies else nullcontext():
+            yield
+
+    def on_validation_start(self) -> None:
+        self._settle()
         super().on_validation_start()
 
     def _keep_copies(self, trainer: pl.Trainer) -> None:
@@ -281,32 +313,54 @@ class SavingStrategy(EvaluatingStrategy):
             spares.restore_outside(trainer, self._restored.outside)
 
     def _keep_copy(self, trainer: pl.Trainer) -> None:
-        """Keep a copy of the fit's state in memory, at the start of each batch that does not continue an accumulation,
-        from the second batch on. Collective.
+        """Keep a copy of this process's part of the fit's state in memory, at the start of each batch that does not continue
+        an accumulation, from the second batch on. Collective.
 
         Raises:
-            PiperError: A process does not have the whole state.
+            PiperError: Another process does not have the state of this process's replica.
         """
         batches: Any = trainer.fit_loop.epoch_loop.batch_progress
-        phase = self.phase
-        if isinstance(phase, Starting) or batches.current.ready % trainer.accumulate_grad_batches:
+        phase, copies = self.phase, self._copies
+        assert copies is not None and self._watch is not None
+        if isinstance(phase, Starting) and trainer.ckpt_path == MEMORY:
+            spares.restore_random_numbers(self._restored.outside)
+        continues = isinstance(phase, Starting) or batches.current.ready % trainer.accumulate_grad_batches
+        if continues or self._watch.replaces is None:  # the run has no spare any more
             return
-        whole = phase.fit.optimizer.is_whole if isinstance(phase, Fitting) else not phase.left.optimizers
         sharding = next((x for x in self.optimizers if hasattr(x, "consolidate_state_dict")), None)
-        if not whole or sharding is not None:
+        if sharding is not None or (not isinstance(phase, Fitting) and phase.left.optimizers):
             advice = "Train replicas (PiperStrategy('ddp'))"
             if sharding is not None:
                 advice = f"{type(sharding).__name__} shards the state. Use its inner optimizer"
             raise PiperError(
-                f"PiperStrategy(spares={self._spare_count}): a spare can replace a process only if every process has "
-                f"all weights and the optimizer's whole state. {advice}, or remove spares [PIPER-S002]"
+                f"PiperStrategy(spares={self._spare_count}): the optimizer's state of an uncaptured step is sharded, so "
+                f"a spare cannot get it. {advice}, or remove spares [PIPER-S002]"
             )
+        copies.wait()
         self.on_train_end()  # reads the positions of loaders
         modes = [each.training for each in trainer.lightning_module.modules()]
-        content = spares.content_of_checkpoint(trainer) | {MODES: modes}
+        self._in_memory = True
+        try:
+            content = spares.content_of_checkpoint(trainer) | {MODES: modes, BESIDE: []}
+        finally:
+            self._in_memory = False
         content[OUTSIDE] = spares.outside_checkpoint(trainer)
         content |= own_entry(phase.left.seed, self._loaders.content(self._drawing))
-        self._copy.keep(content, batches.total.ready)
+        ranges = self._own_ranges(phase.fit, content) if isinstance(phase, Fitting) else []
+        check_values(content)
+        copies.keep(self.global_rank, content, ranges, batches.total.ready, self._steady_memory())
+
+    def _own_ranges(self, fit: Fit, content: dict[str, Any]) -> list[TensorRange]:
+        """Return the ranges that this process copies into memory. Add to the content the names of tensors that the
+        module's state dict does not have."""
+        tensor_map = fit.ownership.tensor_map
+        if self._copied[0] is not tensor_map.holder_groups:
+            names = written_by(self.global_rank, fit.ownership.params.keys(), tensor_map)
+            self._copied = tensor_map.holder_groups, names
+        saved = {tensor_map.canonical.get(name, name) for name in content["state_dict"]}
+        content[BESIDE] = [name for name in tensor_map.specs if name not in saved]
+        copies = [] if self._averages is None else self._averages.ranges(referenced(content))
+        return own_ranges(fit.ownership, fit.optimizer, self._copied[1]) + copies
 
     def _rounds_entry(self, checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the state of local SGD for a checkpoint, complete on rank 0. It has the anchor and the outer

@@ -251,7 +251,7 @@ class PiperStrategy(SavingStrategy):
         assert self.lightning_module is not None
         self._requeue = Requeue.of(self.lightning_module.trainer, self.world, self._meets)
         self._loaders.begin(self.lightning_module.trainer)
-        if self._spares is not None:
+        if self._copies is not None:
             self._keep_copies(self.lightning_module.trainer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -382,7 +382,7 @@ class PiperStrategy(SavingStrategy):
         plugin, verify, before = self.precision_plugin, self._verify, start.standalone
         with long_steps_refused(partial(is_as_under_ddp, start.unsearched, self._capture, self._accumulate)):
             fit = Fit(module, before, batch, verify, optimizer, names, plugin, self._accumulate, check)
-        fit.in_part.before = lambda: self._saves.late.settle()
+        fit.in_part.before = self._settle
         rounds = self._rounds(fit)
         self.phase = Fitting(fit, start, rounds=rounds)
         if state is not None and not (start.resumes and fit.optimizer.is_whole):
@@ -458,7 +458,7 @@ class PiperStrategy(SavingStrategy):
         fit, loop = phase.fit, self.lightning_module.trainer.fit_loop.epoch_loop
         try:
             fit.identities.follow()  # may change parameters
-            with self._saves.late.unwatched():
+            with self._unwatched():
                 return fit.step(
                     loop.total_batch_idx,
                     loop.batch_idx,
@@ -473,7 +473,7 @@ class PiperStrategy(SavingStrategy):
         """Run the step uncaptured on all processes from now on, because the captured step cannot continue.
         Collective."""
         fit, start = phase.fit, phase.start
-        self._saves.late.settle()
+        self._settle()
         self._check_captured(error)
         check_may_be(start.unsearched, "training_step", error, self._capture, self._accumulate)
         fit.give_up()
@@ -503,6 +503,8 @@ class PiperStrategy(SavingStrategy):
     def teardown(self) -> None:
         """End the run: finish saves, close the phase, and stop the watches."""
         self._saves.end(self._failed)
+        if self._copies is not None:
+            self._copies.wait()
         self._whole.close()  # still open after a failure
         self._chosen.close()
         phase, self.phase = self.phase, over(self.phase)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import lightning_piper as piper
-from lightning_piper.checkpoint.sharded_checkpoint import save
+from lightning_piper.checkpoint.sharded_checkpoint import open_checkpoint, save
 from lightning_piper.checkpoint.state import (
     Loading,
     module_state,
@@ -68,7 +68,7 @@ def test_from_one_layout_into_another(tmp_path):
     one, other = Held(dp2(3), seed=1, steps=2), Held(piper.schedules.gpipe(2, 2), seed=2, steps=1)
     one.save(tmp_path / "a.ckpt")
     assert not same(values(one.module), values(other.module))
-    loading = Loading(str(tmp_path / "a.ckpt"), ALONE, weights_only=True)
+    loading = Loading(open_checkpoint(str(tmp_path / "a.ckpt"), ALONE), ALONE)
     loading.module(other.module, loading.content["state_dict"], True, None)
     assert same(values(one.module), values(other.module))
     assert not equal(one.optimizer.full_state(), other.optimizer.full_state())
@@ -78,7 +78,7 @@ def test_from_one_layout_into_another(tmp_path):
 
 def test_another_module_is_refused(tmp_path):
     Held(dp2(3), seed=1, steps=0).save(tmp_path / "a.ckpt")
-    loading = Loading(str(tmp_path / "a.ckpt"), ALONE, weights_only=True)
+    loading = Loading(open_checkpoint(str(tmp_path / "a.ckpt"), ALONE), ALONE)
     with pytest.raises(
         PiperError,
         match=r"another module than this Linear: the checkpoint does not have \['weight', 'bias'\], and the module does not have ",

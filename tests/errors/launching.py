@@ -182,7 +182,7 @@ CASES: Cases = [
     Case("spares of several machines", lambda: spares(nodes=2)),
     Case("spares of one process", lambda: spares(processes=1)),
     Case("spares of other devices than a CPU", lambda: spares(device="meta")),
-    Elsewhere("spares of processes with shards", "only if every process has all weights", "PiperError", SPARES_OF),
+    Elsewhere("spares of an uncaptured step under ZeRO", "state of an uncaptured step is sharded", "PiperError", SPARES_OF),
     Elsewhere("spares with another first call than `fit`", "which must be fit, but it is validate", "PiperError", SPARES_OF),
     Case("local SGD with a search", lambda: piper.PiperStrategy("auto", local_sgd=TWO_REPLICAS)),
     Case("a search with degrees", lambda: piper.PiperStrategy("auto", dp=(2, 4), zero=3)),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +18,39 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_piper as piper
-from lightning_piper.checkpoint.memory_copy import MemoryCopy
+from lightning_piper.checkpoint.memory_copy import MemoryCopies
 from lightning_piper.processes.spares import SPARE, SPARES
+from lightning_piper.strategy.spares._lightning import outside_checkpoint
 from tests.distributed.processes import PATIENCE
 from tests.strategy.fitting import trainer, values
 
 EPOCHS, BATCHES, LOST_IN = 3, 4, 5  # the process is lost in the batch with this number, in all epochs
+PROGRAMS: dict[str, dict[str, int]] = {
+    "zero1": {"dp": 2, "zero": 1},
+    "uncaptured zero1": {"dp": 2, "zero": 1},
+    "zero2": {"dp": 2, "zero": 2},
+    "zero3": {"dp": 2, "zero": 3},
+    "stages": {"pp": 2, "microbatches": 2},
+    "stages of replicas": {"pp": 2, "dp": 2, "microbatches": 2},
+}
 MOMENTS = ("data", "forward", "update", "validation", "save")
 
 
 class Net(L.LightningModule):
     """Trains with dropout, batch statistics of the whole batch, and a learning rate that follows steps and validations."""
 
-    def __init__(self, uncaptured: bool = False) -> None:
+    def __init__(self, uncaptured: bool = False, stages: bool = False) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.first, self.norm, self.second = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+        norm = nn.LayerNorm(8) if stages else nn.BatchNorm1d(8)
+        self.first, self.norm, self.second = nn.Linear(8, 8), norm, nn.Linear(8, 1)
         self.uncaptured = uncaptured
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.norm(torch.tanh(self.first(x))))
+        with piper.annotate("PP", 0):
+            x = self.norm(torch.tanh(self.first(x)))
+        with piper.annotate("PP", 1):
+            return self.second(x)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -58,16 +73,65 @@ class Net(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "validated"}}
 
 
+class Manual(Net):
+    """Trains with two optimizers and manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = (self(batch[0]) - batch[1]).square().mean()
+        optimizers: Any = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+        self.log("loss", loss)
+        return loss.detach()
+
+    def configure_optimizers(self) -> Any:
+        halves = [*self.first.parameters(), *self.norm.parameters()], [*self.second.parameters()]
+        return [torch.optim.AdamW(halves[0], lr=1e-2), torch.optim.SGD(halves[1], lr=1e-2, momentum=0.5)]
+
+
+class Counting(L.Callback):
+    """Counts the calls of Python functions from the second batch of the fit to its end, and kills its process at one of
+    them."""
+
+    def __init__(self, last: int | None = None) -> None:
+        self.calls, self.last = 0, last
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        sys.setprofile(self._count)
+
+    def on_train_end(self, *args: Any) -> None:
+        sys.setprofile(None)
+
+    def _count(self, frame: Any, event: str, arg: Any) -> None:
+        self.calls += event == "call"
+        if self.calls == self.last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Losing(L.Callback):
     """Kills its process at a moment of a batch, or of the validation or the save after it."""
 
-    def __init__(self, moment: str) -> None:
-        self.moment = moment
+    def __init__(self, moment: str, signaled: str = "SIGKILL") -> None:
+        self.moment, self.signaled = moment, signaled
+
+    def lose(self) -> None:
+        """Send the signal to this process. Like Ctrl-C, SIGINT goes to all processes of the training, also spares."""
+        alone = self.signaled != "SIGINT"
+        all_ranks = Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read_text().split()
+        for process in [os.getpid()] if alone else map(int, all_ranks):
+            os.kill(process, signal.Signals[self.signaled])
 
     def at(self, trainer: L.Trainer, moment: str) -> None:
         done = trainer.fit_loop.epoch_loop.batch_progress.total.ready - (moment != "data")
         if self.moment == moment and done == LOST_IN and not trainer.sanity_checking:
-            os.kill(os.getpid(), signal.SIGKILL)
+            self.lose()
 
     def in_data(self, fit: L.Trainer, loader: DataLoader[Any]) -> None:
         collate = loader.collate_fn
@@ -103,6 +167,11 @@ class Losing(L.Callback):
             self.at(trainer, "save")
 
 
+def samples(count: int) -> tuple[Tensor, ...]:
+    chance = torch.Generator().manual_seed(1)
+    return tuple(torch.randn(count, n, generator=chance, dtype=torch.float64) for n in (8, 1))
+
+
 class Alive:
     """Stands for a process that another process has started."""
 
@@ -114,44 +183,50 @@ class Alive:
 
 
 def train(rank: int, folder: Path, size: int, moment: str, kind: str = "") -> dict[str, Any]:
-    """Train on `size` processes. Ranks from `size` on are spares. Rank 1 is lost at a moment; at no moment if
+    """Train on `size` processes. Ranks from `size` on are spares. The last rank is lost at a moment; at no moment if
     `moment` is empty.
 
     Args:
-        kind: What is special about the training.
+        moment: One of `MOMENTS`, or the number of a call, see `Counting`.
+        kind: What is special about the training. The name of a signal: it goes to rank 0.
     """
     spares = int(os.environ["WORLD_SIZE"]) - size
     os.environ[SPARES] = str(spares)
     if rank >= size:
         os.environ |= {"LOCAL_RANK": "1", SPARE: str(rank - size)}
+    if kind == "saved again":
+        outside_checkpoint.__globals__["SAVED"] = ()
     if kind == "changed copy":
-        take = MemoryCopy.take
+        take = MemoryCopies.take
 
-        def changed(copy: MemoryCopy, world: Any) -> Any:
-            content = take(copy, world)
-            content["state_dict"]["first.bias"][0] += 1e-9
-            return content
+        def changed(copies: MemoryCopies, own: int) -> Any:
+            opened = take(copies, own)
+            ((start, stop, elements),) = opened.parts["state_dict.first.bias"]
+            return replace(
+                opened, parts={**opened.parts, "state_dict.first.bias": [(start, stop, elements + 1e-9)]}
+            )
 
-        MemoryCopy.take = changed  # type: ignore[method-assign]
-    accumulated = 2 if kind == "accumulated" else 1
-    chance = torch.Generator().manual_seed(1)
-    samples = BATCHES * 4 * size
-    data = TensorDataset(*(torch.randn(samples, n, generator=chance, dtype=torch.float64) for n in (8, 1)))
+        MemoryCopies.take = changed  # type: ignore[method-assign]
+    accumulated = 2 if kind in ("accumulated", "saved", "saved again") else 1
+    data = TensorDataset(*samples(BATCHES * 4 * size))
     loader = DataLoader(data, batch_size=4, shuffle=True)
-    losing = Losing(moment)
-    lost = (
-        moment and os.environ["LOCAL_RANK"] == ("0" if kind == "rank 0" else "1") and SPARE not in os.environ
-    )
-    save = ModelCheckpoint(folder / "saved", monitor="validated", filename="{step}", save_top_k=1)
-    strategy = piper.PiperStrategy("zero1" if kind == "sharded" else "ddp", spares=spares, timeout=PATIENCE)
+    signaled = kind if kind.startswith("SIG") else "SIGKILL"
+    losing: Any = Counting(int(moment)) if moment.isdigit() else Losing(moment, signaled)
+    last = 0 if kind == "rank 0" or kind == signaled else size - 1
+    lost = moment and rank == last
+    counting = Counting()
+    often: Any = {"every_n_train_steps": 1} if kind.startswith("saved") else {"monitor": "validated"}
+    save = ModelCheckpoint(folder / "saved", filename="{step}", save_top_k=1, **often)
+    degrees = PROGRAMS.get(kind, {"dp": size})
+    strategy = piper.PiperStrategy(**degrees, spares=spares, timeout=PATIENCE)
     fit, record = trainer(
         strategy,
-        [save, losing] if lost else [save],
+        [save, losing] if lost else [save, counting] if rank == size - 1 and not moment else [save],
         devices=size,
         max_steps=-1,
         max_epochs=EPOCHS,
         precision="64-true",
-        sync_batchnorm=True,
+        sync_batchnorm=kind != "manual",
         val_check_interval=2,
         accumulate_grad_batches=accumulated,
         enable_checkpointing=True,
@@ -160,8 +235,8 @@ def train(rank: int, folder: Path, size: int, moment: str, kind: str = "") -> di
         launcher: Any = fit.strategy.launcher
         launcher.procs[:] = [Alive() for _ in range(size - 1)]
         launcher.waiting[:] = [Alive(1 if kind == "dead spare" else None) for _ in range(spares)]
-    module = Net(kind == "uncaptured")
-    if lost:
+    module = Manual() if kind == "manual" else Net(kind.startswith("uncaptured"), kind.startswith("stages"))
+    if lost and isinstance(losing, Losing):
         losing.in_data(fit, loader)
     torch.manual_seed(9)
     with warnings.catch_warnings(record=True) as told:
@@ -178,6 +253,7 @@ def train(rank: int, folder: Path, size: int, moment: str, kind: str = "") -> di
         "losses": record.losses[-1:],
         "steps": fit.global_step,
         "rate": fit.optimizers[0].param_groups[0]["lr"],
+        "calls": counting.calls,
         "score": save.best_model_score,
         "files": sorted(path.name for path in (folder / "saved").iterdir()),
         "told": [str(each.message) for each in told if "[PIPER-W033]" in str(each.message)],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,31 +15,32 @@ from tests.strategy.spared import MOMENTS, train
 
 
 def lose(folder: Path, size: int, moment: str, kind: str = "") -> list[Ended]:
-    """Train with one spare, and lose rank 1."""
+    """Train with one spare, and lose the last rank."""
     ends = run_ranks(size + 1, train, folder, folder, size, moment, kind, joined=False)
-    assert ends[1].exitcode == -signal.SIGKILL, ends[1].said[-3000:]
+    assert ends[size - 1].exitcode == -signal.SIGKILL, ends[size - 1].said[-3000:]
     return ends
 
 
 def check(ends: list[Ended], wanted: dict[str, Any]) -> None:
     """Check that all processes of the training except the lost one end like an undisturbed training."""
-    for end in (ends[0], *ends[2:]):
+    lost = len(ends) - 2
+    for end in (*ends[:lost], ends[-1]):
         assert isinstance(end.result, dict), "\n".join(each.said[-3000:] for each in ends)
         assert equal(end.result["values"], wanted["values"])
         assert [end.result[each] for each in ("steps", "rate", "score")] == [
             wanted[each] for each in ("steps", "rate", "score")
         ]
     assert equal(ends[0].result["losses"], wanted["losses"])
-    assert len(ends[0].result["told"]) == 1 and "rank 1" in ends[0].result["told"][0]
+    assert len(ends[0].result["told"]) == 1 and f"rank {lost}" in ends[0].result["told"][0]
 
 
-def undisturbed(folder: Path, size: int, kind: str = "") -> dict[str, Any]:
-    return launch_trainings(size, train, folder, folder, size, "", kind)[0]
+def undisturbed(folder: Path, size: int, kind: str = "") -> list[dict[str, Any]]:
+    return launch_trainings(size, train, folder, folder, size, "", kind)
 
 
 @pytest.fixture(scope="module")
 def wanted(tmp_path_factory) -> dict[str, Any]:
-    return undisturbed(tmp_path_factory.mktemp("undisturbed"), 2)
+    return undisturbed(tmp_path_factory.mktemp("undisturbed"), 2)[0]
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -54,7 +56,36 @@ def test_a_changed_copy_changes_the_result(wanted, tmp_path):
 
 @pytest.mark.parametrize("kind, moment", [("accumulated", "validation"), ("uncaptured", "update")])
 def test_three_processes(kind, moment, tmp_path):
-    check(lose(tmp_path / "lost", 3, moment, kind), undisturbed(tmp_path / "undisturbed", 3, kind))
+    check(lose(tmp_path / "lost", 3, moment, kind), undisturbed(tmp_path / "undisturbed", 3, kind)[0])
+
+
+@pytest.mark.parametrize("kind, size, moment", [
+    ("zero1", 2, "validation"), ("zero3", 2, "forward"), ("stages", 2, "forward"),
+    ("stages of replicas", 4, "update"),
+])  # fmt: skip
+def test_a_spare_gets_shards_and_stages(kind, size, moment, tmp_path):
+    """Only the lost process had its shards, or its stage."""
+    check(lose(tmp_path / "lost", size, moment, kind), undisturbed(tmp_path / "undisturbed", size, kind)[0])
+
+
+@pytest.mark.parametrize("seed", [1])
+def test_a_process_is_lost_in_any_call(seed, tmp_path):
+    """Rank 2 is lost in a call of a Python function, from the second batch to the end of the fit."""
+    wanted = undisturbed(tmp_path / "undisturbed", 3)
+    call = random.Random(seed).randrange(1, wanted[2]["calls"])
+    check(lose(tmp_path / "lost", 3, str(call)), wanted[0])
+
+
+def test_two_optimizers_of_a_manual_step(tmp_path):
+    wanted = undisturbed(tmp_path / "undisturbed", 2, "manual")[0]
+    check(lose(tmp_path / "lost", 2, "update", "manual"), wanted)
+
+
+@pytest.mark.parametrize("signaled", ["SIGINT"])
+def test_signals_end_all_processes(signaled, tmp_path):
+    """Ctrl-C sends SIGINT to all processes."""
+    ends = run_ranks(3, train, tmp_path, tmp_path, 2, "forward", signaled, joined=False)
+    assert all(end.exitcode is not None and not isinstance(end.result, dict) for end in ends), ends
 
 
 @pytest.mark.parametrize("kind, lost", [("dead spare", 1), ("rank 0", 0)])
@@ -66,7 +97,7 @@ def test_without_a_spare_the_run_ends_with_its_error(kind, lost, tmp_path):
 
 
 @pytest.mark.parametrize("kind, words", [
-    ("sharded", "only if every process has all weights"),
+    ("uncaptured zero1", "state of an uncaptured step is sharded"),
     ("validates", "which must be fit, but it is validate"),
 ])  # fmt: skip
 def test_refusals(kind, words, tmp_path):

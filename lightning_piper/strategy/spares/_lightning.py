@@ -14,6 +14,7 @@ on.
 - `_restarting` of the loop over epochs: whether the epoch resumes, so that some schedulers are not updated at its end.
 - `_last_global_step_saved`, `_last_checkpoint_saved` and `_defer_save_until_validation` of `ModelCheckpoint`: whether it
   has saved this step. If it has, it does not save the step once more.
+- `_collect_rng_states` and `_set_rng_states`: the states of the random numbers of torch, Python and NumPy.
 - `_callback_metrics`, `_logged_metrics` and `_progress_bar_metrics` of `_logger_connector`: the latest logged values.
 """
 
@@ -32,6 +33,7 @@ from lightning.fabric.strategies.launchers.subprocess_script import (
     _ChildProcessObserver,
     _hydra_subprocess_cmd,
 )
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
@@ -133,6 +135,7 @@ def outside_checkpoint(trainer: pl.Trainer) -> dict[str, Any]:
         "logged": {name: dict(getattr(trainer._logger_connector, name)) for name in LOGGED},
         "saved": [{name: own[name] for name in SAVED if name in own} for own in callbacks],
         "stops": trainer.should_stop,
+        "random": _collect_rng_states(include_cuda=False),
     }
 
 
@@ -142,6 +145,12 @@ def restore_outside(trainer: pl.Trainer, state: Mapping[str, Any]) -> None:
     for each, saved in zip(trainer.checkpoint_callbacks, state["saved"], strict=True):
         vars(each).update(saved)
     trainer.should_stop = state["stops"]
+
+
+def restore_random_numbers(state: Mapping[str, Any]) -> None:
+    """Restore the random numbers of the result of `outside_checkpoint`. Call this before the fit draws its first batch,
+    because Lightning draws random numbers until then."""
+    _set_rng_states(dict(state["random"]))
 
 
 def end_fit(trainer: pl.Trainer) -> None:

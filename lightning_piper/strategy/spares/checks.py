@@ -37,7 +37,7 @@ def check_spares(environment: ClusterEnvironment, processes: int, nodes: int, de
 
     Raises:
         PiperError: Another program than Lightning's launcher starts the processes, or the processes are on several
-            machines, or they need NCCL, or there is one process.
+            machines, or they need NCCL, or there is one process, or the system is not Linux.
     """
     found = None
     if not is_exactly(environment, LightningEnvironment) or (
@@ -53,5 +53,7 @@ def check_spares(environment: ClusterEnvironment, processes: int, nodes: int, de
         found = "the Trainer has devices=1. Use several devices"
     elif device.type != "cpu":
         found = f"the device is {device}. Use Trainer(accelerator='cpu')"
+    elif not hasattr(os, "memfd_create"):
+        found = "this system does not have memory that processes share as files. Use Linux"
     if found is not None:
         raise PiperError(f"PiperStrategy(spares=...): {found}, or remove spares [PIPER-S003]")
