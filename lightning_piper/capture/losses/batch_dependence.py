@@ -229,11 +229,12 @@ class BatchDependence:
             # input.
             return suspicious and not _torch.is_backward(node)
         if node.op == "get_attr":
-            return numbers != _content(self._there, other)
+            there = _content(self._there, other)
+            return len(numbers) != len(there) or any(map(_differ, numbers, there))
         if node.target in CONSTANTS and node.meta["val"].shape != other.meta["val"].shape:
             return True
         pairs = zip(_arguments(node), _arguments(other), strict=False)
-        return any(isinstance(a, int | float) and a != b for a, b in pairs)
+        return any(isinstance(a, int | float) and _differ(a, b) for a, b in pairs)
 
     def is_scaled_by_size(self, rows: Node) -> bool:
         """Return whether `rows` are computed from a product or quotient with a number that may follow from
@@ -341,6 +342,11 @@ def _content(graph: torch.fx.Graph, node: Node) -> list[Any]:
     elements, such as a shape as a tensor, otherwise the shape."""
     constant: torch.Tensor = getattr(graph.owning_module, str(node.target))
     return constant.flatten().tolist() if constant.numel() <= FEW else list(constant.shape)
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Return whether two numbers differ. Two NaNs do not."""
+    return bool(one != other) and not (one != one and other != other)
 
 
 def _arguments(node: Node) -> list[Any]:

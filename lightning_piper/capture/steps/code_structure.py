@@ -71,7 +71,7 @@ def choices(calls: Mapping[int, Calls]) -> bool:
         calls: number of samples -> calls of the graph, with exactly two entries.
     """
     one, other = ([call.numbers for call in found] for found in calls.values())
-    return one != other
+    return str(one) != str(other)  # as texts, NaN equals NaN
 
 
 def same_calls(calls: Mapping[int, Calls]) -> bool:
@@ -89,6 +89,8 @@ def same_calls(calls: Mapping[int, Calls]) -> bool:
         if len({(call.name, len(call.numbers), len(call.sizes)) for call in found}) > 1:
             return False
         for numbers in zip(*((*call.numbers, *call.sizes) for call in found), strict=True):
+            if all(map(math.isnan, numbers)):
+                continue
             multiples = [x / size for x, size in zip(numbers, sizes, strict=True)]
             fractions = [x * size for x, size in zip(numbers, sizes, strict=True)]
             if not any(all(math.isclose(x, xs[0]) for x in xs) for xs in (numbers, multiples, fractions)):
