@@ -227,6 +227,14 @@ def test_code_in_the_backward_pass_runs_although_the_graph_is_known(added, trace
     assert len(backwards) == 2
 
 
+def test_a_setting_that_formulas_read_is_part_of_the_digest(traces, backwards, request):
+    trace(Formulas(), batch())
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
+    torch.use_deterministic_algorithms(True)
+    trace(Formulas(), batch())
+    assert len(backwards) == 2
+
+
 def test_a_hook_changes_the_graph_of_a_known_forward_pass(traces, backwards):
     plain, hooks = trace(Formulas(), batch()), trace(Formulas(hooked), batch())
     assert described(plain.graph) != described(hooks.graph)

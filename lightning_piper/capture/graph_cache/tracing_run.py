@@ -169,7 +169,8 @@ class _OperationLog(_torch.TorchDispatchMode):
         if backward is None:
             return None
         found = self._hash.copy()
-        found.update(f"formulas of torch\n{backward}".encode())
+        # The settings also decide which operations the formulas call.
+        found.update(f"formulas of torch {_torch_calls.global_state()}\n{backward}".encode())
         return found.hexdigest()
 
     @property
