@@ -60,7 +60,7 @@ def test_three_processes(kind, moment, tmp_path):
 
 
 @pytest.mark.parametrize("kind, size, moment", [
-    ("zero1", 2, "validation"), ("zero3", 2, "forward"), ("stages", 2, "forward"),
+    ("zero1", 2, "validation"), ("zero2", 2, "update"), ("zero3", 2, "forward"), ("stages", 2, "forward"),
     ("stages of replicas", 4, "update"),
 ])  # fmt: skip
 def test_a_spare_gets_shards_and_stages(kind, size, moment, tmp_path):
@@ -81,9 +81,9 @@ def test_two_optimizers_of_a_manual_step(tmp_path):
     check(lose(tmp_path / "lost", 2, "update", "manual"), wanted)
 
 
-@pytest.mark.parametrize("signaled", ["SIGINT"])
+@pytest.mark.parametrize("signaled", ["SIGINT", "SIGTERM"])
 def test_signals_end_all_processes(signaled, tmp_path):
-    """Ctrl-C sends SIGINT to all processes."""
+    """SIGINT comes to all processes, as with Ctrl-C, and SIGTERM to rank 0."""
     ends = run_ranks(3, train, tmp_path, tmp_path, 2, "forward", signaled, joined=False)
     assert all(end.exitcode is not None and not isinstance(end.result, dict) for end in ends), ends
 
