@@ -71,7 +71,7 @@ class SharedRoom(HostRoom):
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class TensorInFile:
     """A tensor in a file: the place and the size of its memory, and the attributes of the tensor."""
 
     place: int
@@ -83,7 +83,7 @@ class StoredTensor:
     requires_grad: bool
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, room: SharedRoom) -> StoredTensor:
+    def of(cls, tensor: torch.Tensor, room: SharedRoom) -> TensorInFile:
         memory = tensor.untyped_storage()
         place, offset = room.places[memory.data_ptr()], int(tensor.storage_offset())
         layout = offset, tuple(tensor.shape), tensor.stride()
@@ -128,12 +128,12 @@ class MemoryCopy:
         self.number = -1
         late = LateCopies(self._room, steady)
         parts = [
-            (x.key, x.spec, x.start, x.stop, StoredTensor.of(late.later(x.tensor), self._room))
+            (x.key, x.spec, x.start, x.stop, TensorInFile.of(late.later(x.tensor), self._room))
             for x in ranges
             if x.start < x.stop
         ]
         data, tensors = pickled(content, late)
-        table = pickle.dumps((data, [StoredTensor.of(x, self._room) for x in tensors], parts))
+        table = pickle.dumps((data, [TensorInFile.of(x, self._room) for x in tensors], parts))
         place = self._room.take(len(table), False)
         torch.empty(0, dtype=torch.uint8).set_(place).copy_(
             torch.frombuffer(bytearray(table), dtype=torch.uint8)
