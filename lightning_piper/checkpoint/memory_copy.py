@@ -93,7 +93,7 @@ class TensorInFile:
         """Return the tensor, in the memory of the file."""
         found = torch.frombuffer(memory.room, dtype=torch.uint8, count=self.nbytes, offset=self.place)
         tensor = torch.empty(0, dtype=self.dtype)
-        tensor.set_(found.untyped_storage(), self.offset, self.shape, self.strides)  # type: ignore[call-overload]
+        tensor.set_(found.untyped_storage(), self.offset, self.shape, self.strides)
         return tensor
 
 
@@ -137,7 +137,7 @@ class MemoryCopy:
         place = self._room.take(len(table), False)
         torch.empty(0, dtype=torch.uint8).set_(place).copy_(
             torch.frombuffer(bytearray(table), dtype=torch.uint8)
-        )  # type: ignore[call-overload]
+        )
         self._head[PLACE], self._head[SIZE] = self._room.places[place.data_ptr()], len(table)
         return late
 

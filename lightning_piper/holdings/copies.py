@@ -89,10 +89,10 @@ class Copy(Ownership):
                 {prefix + n: self._get(name).detach() for n, name in canonical.items() if prefix + n in state}
             )
 
-    def restore(self) -> None:
+    def restore(self, received: bool = True) -> None:
         for hook in self._hooks:
             hook.remove()
-        super().restore()
+        super().restore(received)
 
 
 def averages_each_element(update: Callable[[nn.Module, nn.Module], None]) -> bool:
