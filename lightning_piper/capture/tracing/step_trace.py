@@ -394,7 +394,7 @@ class TracedStep(nn.Module):
         if not self._runs:
             raise CaptureError(
                 f"{user_line()}: self.log({name!r}) is called in the backward pass, by a hook. A captured "
-                "step can log only in its forward pass. Log the gradient of a parameter in on_after_backward. Only an "
+                "step can log only in its forward pass. Log piper.grad_norm(self, 2) in on_after_backward. Only an "
                 "uncaptured step can log other gradients: PiperStrategy(capture='never') [PIPER-C007]"
             )
         made = next((name for name, x in call.items() if holds_deferred(x)), None)
