@@ -237,8 +237,8 @@ class Simulated:
         host, inside = self.host, self.host.inside
         if host.captured is not None:
             raise ExecutionError(
-                "the host waits for the device during a capture, which a graph cannot repeat. Move the read out of "
-                "the captured work [PIPER-X001]"
+                "the host waits for the device while it records a CUDA graph, and a replay of the graph cannot wait. Move "
+                "the read or the synchronization out of the recorded work [PIPER-X001]"
             )
         host.inside = True
         try:

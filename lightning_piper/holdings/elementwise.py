@@ -238,7 +238,9 @@ def _sees_others(
         if scenario is SCENARIOS[0]:
             again = run(optimizer, kinds, scenario, device, together.before, together.grads, seed=1)
             if any(not torch.equal(x, again.params[i]) for i, x in together.params.items()):
-                return "draws random numbers. Those of a parameter depend on how many it drew for the parameters before"
+                return (
+                    "draws random numbers, and the numbers for a parameter depend on the parameters before it"
+                )
         for part in (range(len(kinds) // 2), range(len(kinds) // 2, len(kinds))):
             grads = [{i: step[i] for i in part} for step in together.grads]
             apart = run(optimizer, kinds, scenario, device, {i: together.before[i] for i in part}, grads)

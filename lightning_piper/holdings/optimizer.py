@@ -242,8 +242,8 @@ class ShardedOptimizer:
             ) from error.__cause__
         if why:
             raise PiperError(
-                f"PiperStrategy: {name} {why}. It needs all parameters, but each process has only some of "
-                "them. Use an optimizer that updates each parameter independently, such as AdamW or SGD"
+                f"PiperStrategy: {name} {why}. Each process has only some of the parameters. "
+                "Use an optimizer that updates each parameter independently, such as AdamW or SGD"
                 " [PIPER-S004]"
             )
 

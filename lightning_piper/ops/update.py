@@ -225,10 +225,12 @@ def _differs(dag: TrainingDAG, kind: Kind, name: str) -> VerificationError:
     """Return the error for a gradient or a buffer whose values on its devices are not equal."""
     updates = [node for node in dag.of_type(Update) if name in dag.value(node.inputs[0]).names]
     devices = sorted({device for node in updates for device in node.devices})
-    what = "gradient of" if kind == Kind.GRAD else "new value of the buffer"
+    what, fix = "gradient of", "sum this value over the devices"
+    if kind != Kind.GRAD:
+        what, fix = "new value of the buffer", "compute this value from the samples of all devices"
     return VerificationError(
-        f"the {what} {name!r} differs between the devices {shown(devices)}. If you wrote a directive, make it sum "
-        "this value over the devices. Otherwise, report this [PIPER-V001]"
+        f"the {what} {name!r} differs between the devices {shown(devices)}. If you wrote a directive, make it {fix}. "
+        "Otherwise, report this [PIPER-V001]"
     )
 
 

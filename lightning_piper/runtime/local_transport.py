@@ -220,7 +220,8 @@ def run_local(
         if len(waiting) == len(running) and before == [executor.position for executor in running]:
             raise ExecutionError(
                 f"the devices wait for each other: {'; '.join(e.waiting_for for e in waiting)}. If you "
-                "changed a plan or added an operation, check its lowering. Otherwise, report this [PIPER-V004]"
+                "changed a plan, check the order of its sends and receives. If you added an operation, check its lowering. "
+                "Otherwise, report this [PIPER-V004]"
             )
         running = waiting
     return [executor.end() for executor in executors]

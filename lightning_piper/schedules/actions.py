@@ -165,8 +165,8 @@ def checked_counts(name: str, **given: int) -> Iterator[int]:
         if number > PASSES // 2:
             most = _most_beside(list(numbers.values())[1 - len(found)] if len(found) < 2 else None)
             raise DirectiveError(
-                f"{name}: {what}={shown(given[what])}. Give at most {most}, because a step has at most {PASSES} passes "
-                "[PIPER-D020]"
+                f"{name}: {what}={shown(given[what])}. Give at most {most}, because a step has at most {PASSES} passes, "
+                "two for each stage and microbatch [PIPER-D020]"
             )
         found.append(number)
     if 2 * found[0] * found[1] > PASSES:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
+from lightning_piper.common import argument_names
 from lightning_piper.common.limits import shown
 from lightning_piper.errors import SearchError
 from lightning_piper.search.best_candidate import check_asked
@@ -13,6 +14,18 @@ from lightning_piper.search.space import bytes_of
 from lightning_piper.simulate.hardware import Hardware
 
 OPTIONS = ("schedules", "levels", "ranks", "margin", "gap", "budget")  # arguments that `best_of` takes
+# All keyword arguments of `search`.
+ARGUMENTS = (
+    "memory",
+    "hardware",
+    "objective",
+    "workload",
+    "check",
+    "all_devices",
+    "progress",
+    "cut",
+    *OPTIONS,
+)
 
 
 def check_arguments(
@@ -27,9 +40,9 @@ def check_arguments(
         raise SearchError(
             f"search: check={shown(check)} is not usable. Give 'static', 'run' or 'off' [PIPER-P001]"
         )
-    if unknown := options.keys() - OPTIONS:
+    if name := min(options.keys() - OPTIONS, default=None):
         raise SearchError(
-            f"search: the argument {min(unknown)!r} is unknown. Give one of {', '.join(OPTIONS)} [PIPER-P001]"
+            f"search({name}=...): the argument is {argument_names.unknown(name, ARGUMENTS)} [PIPER-P001]"
         )
     check_asked(devices, objective, **options)
     if memory is not None:

@@ -376,8 +376,8 @@ def check_overlap(
     problem = next(_problems_of_overlap(module, plugin, accumulate, hosted), None)
     if problem is None and not goes_in_parts(optimizer.optimizer, optimizer.of_groups(), device, early=True):
         problem = (
-            f"{type(optimizer.optimizer).__name__} computes different numbers or counts its steps differently if it "
-            "updates one parameter after another, or copies of it cannot run"
+            f"a test did not show that {type(optimizer.optimizer).__name__} computes the same numbers, and counts the same "
+            "steps, if it updates one parameter after another"
         )
     if problem is not None:
         raise PiperError(

@@ -171,9 +171,9 @@ def test_a_replay_uses_the_memory_of_the_capture() -> None:
 @pytest.mark.parametrize(
     "work, message",
     [
-        (lambda x: x.sum().item(), "the host waits for the device during a capture"),
-        (lambda x: x.tolist(), "the host waits for the device during a capture"),
-        (lambda x: x[x > 0], "the host waits for the device during a capture"),
+        (lambda x: x.sum().item(), "the host waits for the device while it records a CUDA graph"),
+        (lambda x: x.tolist(), "the host waits for the device while it records a CUDA graph"),
+        (lambda x: x[x > 0], "the host waits for the device while it records a CUDA graph"),
         (lambda x: torch.rand(3), "draws random numbers during a capture"),
     ],
 )

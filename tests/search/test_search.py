@@ -5,6 +5,7 @@ has not tried and why.
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from dataclasses import replace
 from fractions import Fraction
@@ -30,6 +31,7 @@ from lightning_piper.search import (
     bytes_of,
     proposal,
 )
+from lightning_piper.search.arguments import ARGUMENTS, OPTIONS, check_arguments
 from lightning_piper.search.bounds import INFINITE, Cutting, bound_of
 from lightning_piper.search.branch_and_bound import Search
 from lightning_piper.search.choices import everything
@@ -37,6 +39,7 @@ from lightning_piper.search.coarse_bounds import Coarse
 from lightning_piper.search.estimate import PLAIN, memory_of, options_of, time_of
 from lightning_piper.search.joint_bounds import Together
 from lightning_piper.search.program_writer import write
+from lightning_piper.search.proposal import search
 from lightning_piper.search.rows import rows_of
 from lightning_piper.search.stage_costs import CostModel
 from lightning_piper.session import auto_search
@@ -523,6 +526,15 @@ def test_arguments_are_looked_at(given: dict[str, Any], told: str) -> None:
     }
     with pytest.raises(SearchError, match=told):
         best_of(**{**good, **given})
+
+
+def test_a_misspelled_argument_of_a_search_is_named_with_all_arguments() -> None:
+    keywords = inspect.signature(search).parameters.values()
+    assert {*ARGUMENTS} == {x.name for x in keywords if x.kind is x.KEYWORD_ONLY} | {"memory", *OPTIONS}
+    with pytest.raises(
+        SearchError, match=r"search\(memry=\.\.\.\).*Give one of memory, .*Did you mean 'memory'"
+    ):
+        check_arguments(2, "time", "static", None, None, {"memry": 1})
 
 
 def test_everything_that_fits_nowhere_is_told() -> None:

@@ -309,8 +309,9 @@ class _RemainderStep(TracedStep):
         )
         if known.spec is None or known.spec.structure != spec.structure:
             raise CaptureError(
-                f"{called(call.key)} returns another structure for some batches. Return the same "
-                "structure for every batch. Only the shapes of tensors may differ [PIPER-C022]"
+                f"{called(call.key)} returns a different structure or Python value for another batch or "
+                "microbatch. Only the values and shapes of tensors may differ: return a tensor in place of such a value "
+                "[PIPER-C022]"
             )
         return tensors, known
 

@@ -146,9 +146,12 @@ def trace(
             _refuse_metric(step, error)
             if error.func is torch.ops.aten._local_scalar_dense.default:
                 raise refusal(error) from error
+            reads = "reads the values of a tensor"
+            if isinstance(error, _torch.DynamicOutputShapeException):
+                reads = "makes a shape that depends on the values of a tensor"
             raise CaptureError(
-                f"{user_line(error)}: {error.func} needs the values of a tensor, or a shape that depends on "
-                "them. Tensors have no values while the step is captured. Keep the computation in tensors "
+                f"{user_line(error)}: {error.func} {reads}. Tensors have no values while the step is "
+                "captured. Keep the computation in tensors "
                 f"(torch.where, masks, index_add), or move it to a hook outside of {step.name} [PIPER-C001]"
             ) from error
         except Exception as error:

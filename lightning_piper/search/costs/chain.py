@@ -131,8 +131,9 @@ def copy_of(module: nn.Module) -> nn.Module:
         found = f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error})"
         if "deepcopy protocol" in str(error) and (computed := _computed_tensor(module)) is not None:
             raise CaptureError(
-                f"{found}, because {computed} is a tensor that an operation has made, as torch.nn.utils.weight_norm does. "
-                "Make it in the step, or use torch.nn.utils.parametrizations.weight_norm [PIPER-C024]"
+                f"{found}, because {computed} is a tensor that an operation has made. Compute it in the step. "
+                "In place of torch.nn.utils.weight_norm or spectral_norm, use the function of this name in "
+                "torch.nn.utils.parametrizations [PIPER-C024]"
             ) from error
         raise CaptureError(
             f"{found}, and Piper cuts a copy into stages. Hold the attribute that cannot be copied in an object whose "
