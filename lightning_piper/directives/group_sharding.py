@@ -134,7 +134,9 @@ class Sharding(Directive):
                 self.refuse("devices", *forgotten)
             advice = f"place it on one of the groups {given}"
             if len(chunk.devices) > 1:
-                advice = f"give groups that together have exactly these devices, not {given}"
+                advice = "choose groups so that some of them together have exactly these devices"
+                if not here:
+                    advice = f"add groups that together have exactly these devices to {given}"
             self.refuse("devices", f"{chunk.label} is {where}", f"{advice} [PIPER-D005]")
         group_rank_of = {device: group_rank for group_rank, device in enumerate(chunk.devices)}
         lines = sorted(tuple(group_rank_of[device] for device in group) for group in here)

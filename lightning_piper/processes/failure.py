@@ -398,7 +398,7 @@ class _Judge:
         rank, call = next(iter(meeting.items()))
         return rank, (
             f"it waits in {call}, which all ranks must call, but rank {others[0]} waits for something else. Call "
-            "it on all ranks, and ask for the rank inside of the block [PIPER-S007]"
+            "it on all ranks. If you use `with`, write `if self.global_rank == 0` inside of its block [PIPER-S007]"
         )
 
     def _judge(self, rank: int, why: str, parted: bool = False) -> None:

@@ -91,7 +91,7 @@ def _read(text: str) -> list[Row]:
     """
     rows: list[Row] = []
     try:
-        lines = list(csv.reader(io.StringIO(text)))
+        lines = list(csv.reader(io.StringIO(text, newline=None)))
     except csv.Error as error:
         raise DirectiveError(
             f"from_csv: the text cannot be read as CSV: {error}. Give one line for each rank, with cells such "

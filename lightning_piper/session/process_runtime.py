@@ -352,8 +352,8 @@ class ProcessRuntime:
             if bucket.degree > 1:
                 raise PiperError(
                     "PiperStrategy: two batches of one gradient accumulation have different plans, because "
-                    "their shapes differ, or Python values that the step reads. "
-                    f"Processes share the weight {bucket.names[0]!r}, so Piper cannot add the gradients of both "
+                    "the shapes of the batches, or Python values that the step reads, differ. "
+                    f"The weight {bucket.names[0]!r} is sharded along an axis, so Piper cannot add the gradients of both "
                     "batches. Give all batches of an accumulation the same shapes and Python values "
                     "[PIPER-X005]"
                 )

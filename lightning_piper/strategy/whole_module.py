@@ -66,7 +66,7 @@ def whole_module(module: pl.LightningModule) -> Iterator[None]:
     if any(call != NAME for call in calls):
         raise PiperError(
             f"{where}: not all processes have called it, but each process has a part of the module. Call it on all "
-            "ranks, and ask for the rank inside of the block [PIPER-S007]"
+            "ranks, and write `if self.global_rank == 0` inside of the with block [PIPER-S007]"
         )
     if (lacking := lacks_memory(module, strategy.world)) is not None:
         raise PiperError(

@@ -179,7 +179,7 @@ GENERATOR = torch.Generator()
     (python_draw, "training_step draws random numbers in Python, or sets a seed (random). A"),
     (numpy_draw, "training_step draws random numbers in Python, or sets a seed (numpy.random). A"),
     (python_seed, "training_step draws random numbers in Python, or sets a seed (random). A"),
-    (numpy_seed, "If this line sets a seed, remove it"),
+    (numpy_seed, "If it sets a seed, remove this call"),
     (old_gradient, "training_step reads the gradient of first.weight, which belongs to the previous step"),
     (new_values, "training_step replaces the values of first.weight"),
     (own_generator, "training_step draws from its own torch.Generator"),

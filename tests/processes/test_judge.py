@@ -304,7 +304,8 @@ def test_who_waits_for_all_in_a_call_that_others_have_not_made(judge, monkeypatc
     assert (
         look_once(None, call, at="another place")
         == f"it waits in {call}, which all ranks must call, but rank 0 "
-        "waits for something else. Call it on all ranks, and ask for the rank inside of the block [PIPER-S007]"
+        "waits for something else. Call it on all ranks. If you use `with`, write `if self.global_rank == 0` inside of "
+        "its block [PIPER-S007]"
     )
 
 

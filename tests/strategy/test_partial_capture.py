@@ -117,7 +117,7 @@ def test_degrees_of_a_step_captured_in_part_that_do_not_fit_it():
     unmarked = Unmarked()
     with pytest.raises(piper.CaptureError, match="needs the value of a tensor") as refused:
         piper.parallel(pp=2, module=unmarked, batch=batch)
-    assert "calls no module with annotated code" in refused.value.__notes__[-1]
+    assert "calls no annotated module" in refused.value.__notes__[-1]
     assert module.seen == unmarked.seen == []
 
 

@@ -73,8 +73,9 @@ class PartlyCaptured(CapturedStep):
                 ", and move that code after these calls",
             )
             raise CaptureError(
-                f"training_step calls no module with annotated code{when if failed else ''}. Annotate modules that it "
-                f"calls (piper.annotate_modules){move if failed else ''} [PIPER-C022]"
+                f"training_step calls no annotated module{when if failed else ''}. Annotate modules that it calls with "
+                f"piper.annotate_modules, because annotations in the step do not count here{move if failed else ''} "
+                "[PIPER-C022]"
             )
         # The uncaptured code may read the parameters and buffers that belong to no captured call.
         owned = [name for name in self.canonical if not any(name in call.has for call in self.calls)]

@@ -225,8 +225,8 @@ def flatten(batch: Any, what: str = "batch") -> tuple[list[torch.Tensor], BatchS
         way = next((way for begin, way in _WAYS.items() if what.startswith(begin)), "in the step")
         place = f"batch{unknown.path}" if what == "batch" else "" if of_call else unknown.path
         raise CaptureError(
-            f"the {what} holds {unknown.kind}{f' at {place}' if place else ''}. A captured step supports tensors, "
-            f"numbers and strings in dicts, lists, tuples and dataclasses. Convert it {way} [PIPER-C009]"
+            f"the {what} holds {unknown.kind}{f' at {place}' if place else ''}. A captured step supports dense tensors "
+            f"of torch's own classes, numbers and strings in dicts, lists, tuples and dataclasses. Convert it {way} [PIPER-C009]"
         ) from None
     leaves = flattening.leaves
     return leaves, BatchSpec(

@@ -213,8 +213,9 @@ class RefusalMode(TorchFunctionMode):
         if name is not None and attribute is torch.Tensor.data and function.__name__ == "__set__":
             raise CaptureError(
                 f"{user_line()}: {self._step} replaces the values of {name}. A captured step would do this "
-                "only once, while Piper captures it. Do it in a hook, such as on_train_batch_start or "
-                "on_train_batch_end [PIPER-C003]"
+                "only once, while Piper captures it. Do it in a hook, such as on_train_batch_start. "
+                "If the program shards the parameter, change the shards in trainer.optimizers[0].param_groups there "
+                "[PIPER-C003]"
             )
         generator = kwargs.get("generator")
         if generator is torch.default_generator:  # torch's own functions pass it, such as `random_split`

@@ -462,6 +462,6 @@ def refuse_drawing(step: str, drawn: RandomDraw, run: Callable[[], Any]) -> Capt
     return CaptureError(
         f"{where}{step} draws random numbers in Python, or sets a seed "
         f"({source or 'random, numpy.random or a seed of torch'}). A captured step would do this only once, while Piper "
-        "captures it. If this line sets a seed, remove it. Otherwise, draw the numbers in the collate function, or "
-        "with torch as tensors (torch.rand, torch.randint, torch.bernoulli) [PIPER-C005]"
+        "captures it. If it sets a seed, remove this call. Otherwise, draw the numbers as tensors: in the collate "
+        "function, or with torch.rand, torch.randint or torch.bernoulli in the step [PIPER-C005]"
     )

@@ -107,7 +107,7 @@ def _check_apart(graph: Graph, propagations: Sequence[Propagation]) -> None:
                 made = node if change is None else node.all_input_nodes[0]
                 raise CaptureError(
                     f"{own_line(node)}: dimension {min(both)} of {made.target} would be sharded along {axes} "
-                    "at once. Shard another dimension along one of these axes [PIPER-C019]"
+                    "at once. Shard another dimension of one of the weights that this operation reads [PIPER-C019]"
                 )
 
 

@@ -135,7 +135,7 @@ def outside_checkpoint(trainer: pl.Trainer) -> dict[str, Any]:
         "logged": {name: dict(getattr(trainer._logger_connector, name)) for name in LOGGED},
         "saved": [{name: own[name] for name in SAVED if name in own} for own in callbacks],
         "stops": trainer.should_stop,
-        "random": _collect_rng_states(include_cuda=False),
+        "random": _collect_rng_states(False),
     }
 
 
