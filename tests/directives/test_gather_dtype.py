@@ -199,7 +199,7 @@ def test_an_uncaptured_step_reads_no_rounded_parameters() -> None:
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_the_warning_of_an_uncaptured_evaluation_says_that_it_rounds_nothing(dtype: str | None) -> None:
     said: list[str] = []
-    world: Any = SimpleNamespace(size=2, warn=said.append, decide=lambda stays, all: stays)
+    world: Any = SimpleNamespace(size=2, count=2, warn=said.append, decide=lambda stays, all: stays)
     settings = SimpleNamespace(program=(piper.Place([0, 1]), piper.Replicate(zero=3, gather_dtype=dtype)))
     parts = SimpleNamespace(later={})
     before: Any = SimpleNamespace(module=Pair(), world=world, settings=settings, known=parts)
