@@ -710,7 +710,7 @@ def test_a_search_that_finds_no_program(devices, monkeypatch):
         ({"gap": "x"}, "gap='x'"),
         ({"schedules": "gpipe"}, "schedules='gpipe' is not usable. Give a list of some of"),
         ({"levels": (4,)}, "levels="),
-        ({"bugdet": 3}, "'bugdet' is unknown. Give one of"),
+        ({"bugdet": 3}, "search(bugdet=...): the argument is unknown. Give one of"),
     ],
 )
 def test_what_cannot_be_used_is_told_before_anything_is_traced(given, told, monkeypatch):

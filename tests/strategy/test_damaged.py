@@ -183,6 +183,6 @@ def test_processes_divide_the_records_of_a_file_that_they_share(plain, monkeypat
 def test_an_empty_file_is_named(plain):
     plain.write_bytes(b"")
     with pytest.raises(
-        PiperError, match=rf"{re.escape(str(plain))} is empty: .*Use another checkpoint \[PIPER-K002"
+        PiperError, match=rf"{re.escape(str(plain))} is empty\. Use another checkpoint \[PIPER-K002"
     ):
         check_records(plain, ALONE)

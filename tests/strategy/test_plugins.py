@@ -97,7 +97,7 @@ def test_a_class_whose_save_was_replaced_says_so(tmp_path):
     with (
         mock.patch.object(TorchCheckpointIO, "save_checkpoint") as save,
         pytest.raises(
-            piper.PiperError, match=r"TorchCheckpointIO\.save_checkpoint was replaced .*a subclass of"
+            piper.PiperError, match=r"TorchCheckpointIO\.save_checkpoint wrote nothing to .*a subclass of"
         ),
     ):
         fit.save_checkpoint(tmp_path / "a.ckpt")

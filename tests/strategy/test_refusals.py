@@ -176,7 +176,7 @@ class Finetuned(MLP):
         (
             MLP,
             {"plugins": [Eighths()]},
-            r"plugin Eighths\('8-true'\) is not supported. Leave it out .* one of .*'bf16-mixed'",
+            r"plugin Eighths\('8-true'\) is not supported. Give Trainer\(precision=...\) one of .*'bf16-mixed'",
         ),
     ],
 )
