@@ -109,7 +109,7 @@ def test_works_on_the_meta_device() -> None:
     one, other = (analytic(module, tokens(SAMPLES), CPU, samples=(1, SAMPLES)) for module in (empty, real))
     assert one == other
     assert all(p.is_meta for p in empty.parameters())
-    with pytest.raises(CaptureError, match=r"without data\. Calculate the costs"):
+    with pytest.raises(CaptureError, match=r"without data\. Give tensors with data, or calculate the costs"):
         measured(empty, tokens(SAMPLES))
 
 
