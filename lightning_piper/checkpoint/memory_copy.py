@@ -114,7 +114,7 @@ class MemoryCopy:
 
     @property
     def number(self) -> int:
-        """The number of batches done before the copy, in all epochs; -1 if there is no complete copy."""
+        """The number of batches done before the copy, in all epochs; -1 without a complete copy."""
         return self._head[NUMBER] - 1
 
     @number.setter
