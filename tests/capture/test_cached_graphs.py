@@ -202,8 +202,19 @@ def silently_hooked(h: Tensor) -> Tensor:
     return h
 
 
+def hooked_node(h: Tensor) -> Tensor:
+    h.grad_fn.register_hook(lambda gradients, outer: tuple(x * 2.0 for x in gradients))
+    return h
+
+
+def flipped_behind(h: Tensor) -> Tensor:
+    torch.autograd.graph.get_gradient_edge(h).node.register_prehook(lambda outer: (outer[0].flip(0),))
+    return h
+
+
 CODE_IN_BACKWARD: dict[str, Callable[[Tensor], Tensor]] = {
     "a hook": hooked,
+    "a hook of a node": hooked_node,
     "a hook without operations": silently_hooked,
     "an autograd.Function": Scaled.apply,
 }
@@ -235,8 +246,9 @@ def test_a_setting_that_formulas_read_is_part_of_the_digest(traces, backwards, r
     assert len(backwards) == 2
 
 
-def test_a_hook_changes_the_graph_of_a_known_forward_pass(traces, backwards):
-    plain, hooks = trace(Formulas(), batch()), trace(Formulas(hooked), batch())
+@pytest.mark.parametrize("added", [hooked, hooked_node, flipped_behind])
+def test_a_hook_changes_the_graph_of_a_known_forward_pass(added, traces, backwards):
+    plain, hooks = trace(Formulas(), batch()), trace(Formulas(added), batch())
     assert described(plain.graph) != described(hooks.graph)
 
 

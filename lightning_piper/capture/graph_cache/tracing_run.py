@@ -97,7 +97,8 @@ def log_operations(
         notes.enter_all(step, inputs)
         before = [x.grad for x in step.parameters()]
         with _torch.exporting(), fx_traceback.preserve_node_meta():
-            results = step(*inputs)
+            with _torch_calls.watching_nodes(notes.reads_nodes):
+                results = step(*inputs)
             if any(x.grad is not was for x, was in zip(step.parameters(), before, strict=True)):
                 # The step itself has set gradients with a backward pass, which a graph cannot express.
                 notes.leave_graph()
@@ -143,6 +144,7 @@ class _OperationLog(_torch.TorchDispatchMode):
             False  # whether a backward operation was called by other code than torch's formulas
         )
         self._leaves_graph = False  # whether the step does more than its operations show
+        self._reads_nodes = False  # whether the step may have hooks that torch does not list
         # With repeated blocks: id of each tensor that forward operations have read -> the only block that may
         # read it, or None. Without: None.
         self.read: dict[int, NotedBlock | None] | None = None
@@ -163,7 +165,7 @@ class _OperationLog(_torch.TorchDispatchMode):
         Args:
             loss: the step's first result.
         """
-        if self.read is not None or self._leaves_graph:
+        if self.read is not None or self._leaves_graph or self._reads_nodes:
             return None
         backward = _torch_calls.backward_text(loss, self._numbers, self._kept)
         if backward is None:
@@ -222,6 +224,10 @@ class _OperationLog(_torch.TorchDispatchMode):
     def leave_graph(self) -> None:
         """Record that the step does more than its operations show. Then there is no graph."""
         self._calls, self._leaves_graph = None, True
+
+    def reads_nodes(self) -> None:
+        """Record that the step reads a node of autograd."""
+        self._reads_nodes = True
 
     def graph(
         self, results: Sequence[torch.Tensor], gradients: Mapping[int, torch.Tensor | None]

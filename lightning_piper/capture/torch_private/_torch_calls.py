@@ -20,15 +20,17 @@ Each entry states the behavior that the package relies on.
 - `global_state` lists the settings, besides the arguments, on which the operations of a function of torch depend.
 - `BackwardCFunction`: the class of an `autograd.Function` in the graph of autograd.
 - `Tensor._backward_hooks`: the hooks of `register_hook`, also of a tensor that an operation has made.
+- `FakeTensor` inherits `grad_fn`, which torch's Python code also reads, such as `Module.register_backward_hook`.
+  torch does not list the hooks of a node of autograd.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.fx.traceback as fx_traceback
@@ -65,6 +67,7 @@ __all__ = [
     "runs_python_backward",
     "sequence_now",
     "specs_of",
+    "watching_nodes",
 ]
 
 _ASKING = frozenset({*FunctionalTensor.metadata_fns, torch.ops.prim.device.default})
@@ -145,6 +148,24 @@ def backward_alone() -> Iterator[None]:
     finally:
         fx_traceback.current_meta.clear()
         fx_traceback.current_meta.update(before)
+
+
+@contextlib.contextmanager
+def watching_nodes(read: Callable[[], None]) -> Iterator[None]:
+    """Within this context, call `read` when code reads the node of autograd of a fake tensor (`grad_fn`). Such code may
+    register hooks on nodes."""
+
+    kind, own = cast(Any, FakeTensor), cast(Any, torch.Tensor.grad_fn)
+
+    def grad_fn(x: torch.Tensor) -> Any:
+        read()
+        return own.__get__(x)
+
+    kind.grad_fn = property(grad_fn)
+    try:
+        yield
+    finally:
+        del kind.grad_fn
 
 
 def backward_nodes(x: torch.Tensor) -> dict[Any, int]:
