@@ -340,7 +340,7 @@ def _compile_in_part(
         problem.add_note(f"Capturing only the calls of annotated modules also failed: {with_notes(other)}")
         raise problem from None
     warnings.warn(
-        f"training_step is captured in part: {problem}. Consequence: {step.executed} [PIPER-W002]",
+        f"training_step is captured in part. Reason: {problem}. Consequence: {step.executed} [PIPER-W002]",
         stacklevel=3,
     )
     return compiled

@@ -249,7 +249,7 @@ def test_in_batch_negatives() -> None:
 
 def test_a_table_that_is_made_at_the_first_call_is_refused() -> None:
     module = LightningTransformer(vocab_size=11)
-    with pytest.raises(piper.CaptureError, match=r"changes self\.model\.\w+.*may be a buffer instead"):
+    with pytest.raises(piper.CaptureError, match=r"changes self\.model\.\w+.*write it into a buffer instead"):
         Captured(lambda: (module, tuple(torch.randint(11, (4, 6)) for _ in range(2)))).verify(
             PROGRAMS["DP2"]()
         )

@@ -328,7 +328,9 @@ def check_target(path: str | Path, storage_options: Any | None, io: CheckpointIO
             "the address of a store, such as s3://bucket/folder [PIPER-K005]"
         )
     found = (
-        "the storage options" if storage_options is not None else f"the checkpoint plugin {type(io).__name__}"
+        "the storage options"
+        if storage_options is not None
+        else f"the checkpoint plugin {type(_inside(io)).__name__}"
     )
     if storage_options is not None or of_files(io, path) is None:
         raise PiperError(
@@ -345,10 +347,18 @@ def _is_sharded(path: Path) -> bool:
 def of_files(io: CheckpointIO, path: str | Path) -> TorchCheckpointIO | None:
     """Return Lightning's own plugin for files if that plugin writes to this path, immediately or in the
     background; otherwise None."""
-    found = io.checkpoint_io if is_exactly(io, AsyncCheckpointIO) and not _is_changed(io) else io  # type: ignore[attr-defined]
+    found = _inside(io)
     return (
         found if type(found) is TorchCheckpointIO and not _is_changed(found) and is_writable(path) else None
     )
+
+
+def _inside(io: CheckpointIO) -> CheckpointIO:
+    """Return the plugin inside of Lightning's own `AsyncCheckpointIO`, or the given plugin."""
+    found: CheckpointIO = (
+        io.checkpoint_io if is_exactly(io, AsyncCheckpointIO) and not _is_changed(io) else io
+    )  # type: ignore[attr-defined]
+    return found
 
 
 def _is_changed(io: CheckpointIO) -> bool:

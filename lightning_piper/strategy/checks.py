@@ -249,9 +249,8 @@ def uncapturable(
         )
     if processes > 1 and isinstance(optimizers[0], torch.optim.LBFGS):
         return (
-            "LBFGS over several processes, because it computes inner products over all parameters, which may be "
-            "on different processes. Use an optimizer that updates each parameter independently (SGD, AdamW, "
-            "...)"
+            "LBFGS over several processes, because its update needs all parameters in one process. Use an optimizer "
+            "that updates each parameter independently, such as SGD or AdamW"
         )
     return next(_uncapturable_callbacks(module.trainer), "capture='never'" if capture == "never" else None)
 
@@ -330,10 +329,9 @@ def check_runs_once(fresh: bool) -> None:
     """
     if not fresh:
         raise PiperError(
-            "PiperStrategy: the optimizer, or the module's optimizer_step, ran the closure twice on one "
-            "batch. Optimizers that do so (LBFGS, SAM) need norms or inner products over all parameters, "
-            "which are on several processes. Use an optimizer that runs the closure once (SGD, AdamW, ...), and "
-            "pass the closure only to optimizer.step [PIPER-S004]"
+            "PiperStrategy: the optimizer, or the module's optimizer_step, ran the closure twice on one batch, but this "
+            "process has only some of the parameters. Use an optimizer that runs the closure once, such as SGD or AdamW, "
+            "and pass the closure only to optimizer.step [PIPER-S004]"
         )
 
 

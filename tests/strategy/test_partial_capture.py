@@ -74,7 +74,7 @@ def test_compile_does_it_too():
     module, batch = made("Branch"), next(iter(data()))
     with pytest.warns(
         UserWarning,
-        match=r"captured in part: .*partial_capture.py.* training_step runs uncaptured, except self.body",
+        match=r"captured in part. Reason: .*partial_capture.py.* training_step runs uncaptured, except self.body",
     ):
         compiled = piper.compile(module, batch, program("Branch"))
     assert (

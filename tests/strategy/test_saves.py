@@ -208,6 +208,16 @@ def test_which_plugins_write_behind_the_training_in_this_way() -> None:
     assert checkpoints.is_behind(theirs.checkpoint_io, "a.ckpt")
 
 
+def test_a_plugin_that_sharded_checkpoints_do_not_support_is_named() -> None:
+    class Own(TorchCheckpointIO):
+        pass
+
+    for io in (Own(), AsyncCheckpointIO(Own())):
+        with pytest.raises(piper.PiperError, match=r"does not support the checkpoint plugin Own\. Remove it"):
+            checkpoints.check_target("a.ckpt", None, io)
+    checkpoints.check_target("a.ckpt", None, AsyncCheckpointIO(TorchCheckpointIO()))
+
+
 def test_a_file_is_in_permanent_storage_before_it_gets_its_name(tmp_path: Path) -> None:
     """The flush of a whole file, and only then the rename."""
     path, calls = tmp_path / "a.ckpt", []

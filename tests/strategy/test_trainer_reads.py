@@ -186,7 +186,7 @@ REFUSED: dict[str, tuple[Callable[[Any], float], str]] = {
     "call": (lambda t: t.own(), r"calls self.trainer.own\(\)"),
     "exchange": (
         lambda t: t.strategy.reduce(0.5),
-        r"calls self.trainer.strategy.reduce\(\).*joins the samples of all processes, remove it",
+        r"calls self.trainer.strategy.reduce\(\).*To join the samples of all processes, use piper.gather_samples",
     ),
     "operator": (lambda t: t.own @ 0.5, "uses __matmul__ of self.trainer.own"),
     "copy": (lambda t: copy.copy(t.own)._step, "uses a copy of self.trainer.own"),

@@ -129,9 +129,9 @@ def _refuse_changed_parameters(
             name = canonical[desc.mutated_input.target.removeprefix("module.")]
             raise CaptureError(
                 f"{'the step' if node is None else own_line(node)}: the step changes the parameter {name} in place. In a "
-                "captured step only the optimizer changes parameters. Change it in a hook, such as "
-                "on_train_batch_start. With ZeRO-3, this hook has only shards, in trainer.optimizers[0].param_groups"
-                " [PIPER-C003]"
+                "captured step only the optimizer changes parameters. Change it in a hook, such as on_train_batch_start. "
+                "If the program shards the parameter, change the shards in trainer.optimizers[0].param_groups there "
+                "[PIPER-C003]"
             )
 
 

@@ -204,7 +204,7 @@ def refusal(error: BaseException | None = None, decides: bool = False) -> Captur
     )
     return CaptureError(
         f"{user_line(error)}: this line needs the value of a tensor{use}. Tensors have no values while the step is "
-        f"captured. {fix}, or move it to a hook. Computing with .item() and logging it is fine [PIPER-C001]"
+        f"captured. {fix}, or move it to a hook [PIPER-C001]"
     )
 
 

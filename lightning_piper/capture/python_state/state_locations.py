@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from lightning_piper.capture.proxies.deferred_numbers import is_deferred
 from lightning_piper.capture.proxies.numbers import NumberProxy
 from lightning_piper.capture.python_state.object_content import (
     ENVIRONMENT,
@@ -363,11 +364,12 @@ class Guard:
     @property
     def written_anew(self) -> bool:
         """Whether an immutable value of a dict's entry, such as a number or a text, was replaced by another
-        immutable value, or an environment variable was set for the first time. Read this only if the guard
-        does not hold."""
-        at = self.place
+        immutable value, or an environment variable was set for the first time. A number that a tensor has does not
+        count. Read this only if the guard does not hold."""
+        at, now = self.place, self.place.get()
         fixed = _is_fixed(self.value) or (self.value is MISSING and type(at.owner) is ENVIRONMENT)
-        return at.item and not at.path and at.name is not ALL and fixed and _is_fixed(at.get())
+        known = _is_fixed(now) and not is_deferred(now)
+        return at.item and not at.path and at.name is not ALL and fixed and known
 
     def release(self) -> None:
         """Stop keeping the value alive. Call it when the trace has ended: from then on, `form` is enough."""

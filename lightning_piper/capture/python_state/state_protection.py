@@ -92,6 +92,13 @@ def check_unchanged(module: nn.Module, before: list[Attribute], step: str) -> No
     }
     now = attributes(module)
     names = {(id(part), name) for _, part, name, _, _ in now}
+    parts = {id(part) for _, part, *_ in before}
+    created = next((path for path, part, *_ in now if id(part) not in parts), None)
+    if created is not None:
+        raise CaptureError(
+            f"{step} creates the submodule {member(created)}, but a captured step has only the submodules from before "
+            "the step. Create it in __init__ [PIPER-C003]"
+        )
     for path, part, name, _, _ in before:
         if (id(part), name) not in names:
             raise changes(step, member(f"{path}.{name}" if path else name))
@@ -139,7 +146,7 @@ def changes(step: str, where: str) -> CaptureError:
     return CaptureError(
         f"{step} changes {where}. Python code runs only while the step is captured, so later steps would not "
         f"repeat the change. Change it in a hook, such as on_{phase}_batch_end. If it is a tensor that the step computes, "
-        "it may be a buffer instead (register_buffer) [PIPER-C003]"
+        "write it into a buffer instead (register_buffer, copy_) [PIPER-C003]"
     )
 
 

@@ -132,10 +132,10 @@ class ObjectReads:
         def call(*args: Any, **kwargs: Any) -> Any:
             name = where.rpartition(".")[2]
             if name in _JOINING:
-                advice = "If the call joins the samples of all processes, remove it: the step computes from the whole batch"
                 self.refuse(
                     f"calls {where}()",
-                    f"{advice}. Otherwise, make it in a hook, such as on_train_batch_start",
+                    "To join the samples of all processes, use piper.gather_samples. Otherwise call it in a hook, such as "
+                    "on_train_batch_start",
                 )
             if name not in READING:
                 self.refuse(f"calls {where}()")

@@ -397,8 +397,9 @@ class TracedStep(nn.Module):
         if not self._runs:
             raise CaptureError(
                 f"{user_line()}: self.log({name!r}) is called in the backward pass, by a hook. A captured "
-                "step can log only in its forward pass. Log piper.grad_norm(self, 2) in on_after_backward. Only an "
-                "uncaptured step can log other gradients: PiperStrategy(capture='never') [PIPER-C007]"
+                "step can log only in its forward pass. Log the gradients of parameters in on_before_optimizer_step: "
+                "self.log_dict(piper.grad_norm(self, 2)). Only an uncaptured step can log other gradients: "
+                "PiperStrategy(capture='never') [PIPER-C007]"
             )
         made = next((name for name, x in call.items() if holds_deferred(x)), None)
         if made is not None:
@@ -526,9 +527,8 @@ def _communicates(step: str) -> CaptureError:
     """Return the error for a step that communicates with other processes."""
     error = CaptureError(
         f"{user_line()}: {step} communicates with other processes (torch.distributed), which a captured step "
-        "cannot do. If the call joins the samples of all processes, remove it, because a captured step "
-        "computes from the whole batch. Otherwise communicate in a hook, such as on_train_batch_end"
-        " [PIPER-C010]"
+        "cannot do. To join the samples of all processes, use piper.gather_samples. Otherwise communicate in a hook, "
+        "such as on_train_batch_end [PIPER-C010]"
     )
     error.communicates = True
     return error

@@ -166,10 +166,10 @@ class InPart:
 def _said(error: CaptureError, step: PartlyCaptured) -> str:
     """Return the warning for the user."""
     return (
-        f"training_step is captured in part: {error}. Consequences: {step.executed}, once for each "
-        "microbatch, in the region of the last captured call. Attributes that it sets on the module stay in "
-        "that process. The loss counts as a mean over samples, so another loss differs from one device's. To get "
-        "an error instead, use PiperStrategy(capture='always') [PIPER-W002]"
+        f"training_step is captured in part. Reason: {error}. Consequences: {step.executed}, once for each microbatch. "
+        "Attributes that it sets on the module stay in the process that runs it. Piper takes the loss as a mean over "
+        "samples. Any other loss gives another result than on one device. To get an error instead, use "
+        "PiperStrategy(capture='always') [PIPER-W002]"
     )
 
 
