@@ -20,6 +20,7 @@ import torch
 import torchmetrics
 from lightning.pytorch.utilities.memory import is_oom_error
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import random_split
 
 from lightning_piper.capture import capture
@@ -293,6 +294,47 @@ def test_a_parameter_is_replaced() -> None:
         lambda self, x, h, loss, batch_idx: setattr(self.first, "weight", nn.Parameter(torch.ones(6, 8)))
     )
     assert said.startswith("training_step replaces the parameter self.first.weight,") and "in a hook" in said
+
+
+PARAMETER_CHANGES: dict[str, Callable[..., Any]] = {
+    "requires_grad": lambda self, *_: setattr(self.first.weight, "requires_grad", False),
+    "hook": lambda self, *_: self.first.weight.register_hook(torch.neg) and None,
+}
+
+
+@pytest.mark.parametrize("change", PARAMETER_CHANGES)
+def test_a_parameter_is_changed_for_the_next_steps(change: str) -> None:
+    said = message(PARAMETER_CHANGES[change])
+    assert "requires_grad of the parameter self.first.weight, or registers a gradient hook on it" in said
+
+
+def within_hooks(pack: Callable[..., Any], unpack: Callable[..., Any]) -> Callable[..., Any]:
+    def end(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return loss.square()
+
+    return end
+
+
+def test_hooks_of_saved_tensors() -> None:
+    """A trace ignores them, so they may not change values."""
+    said = message(within_hooks(lambda x: x, lambda x: 2.0 * x))
+    assert "enters saved_tensors_hooks" in said and "test_errors.py" in said
+
+
+def offloaded(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Tensor:
+    self.first.requires_grad_(False)
+    hook = self.second.weight.register_hook(torch.neg)
+    with torch.autograd.graph.save_on_cpu():
+        loss = loss + checkpoint(torch.square, h, use_reentrant=False).mean()
+    self.first.requires_grad_(True)
+    hook.remove()
+    return loss
+
+
+def test_a_step_may_undo_its_changes_of_parameters_and_use_the_hooks_of_torch() -> None:
+    step = capture(Probe(offloaded), regression(8))
+    step.at(8)
 
 
 def test_a_parameter_is_created() -> None:

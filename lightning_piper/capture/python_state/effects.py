@@ -87,7 +87,8 @@ _EFFECTS = (
 
 @contextlib.contextmanager
 def refusing_effects(step: str, namespaces: Iterable[Namespace] = ()) -> Iterator[None]:
-    """Within this context, the calls in `_EFFECTS` raise an error in this thread.
+    """Within this context, the calls in `_EFFECTS`, and hooks of the user for saved tensors, raise an error in this
+    thread.
 
     `logging`, torch and Piper may have effects, and so may installed packages, as `_Packages` says. Calls by other
     functions of Python's library count as calls of their caller. `trainer_proxy` refuses calls of `self.logger`.
@@ -97,7 +98,9 @@ def refusing_effects(step: str, namespaces: Iterable[Namespace] = ()) -> Iterato
         namespaces: globals dicts, each with names that the step calls (`from os import remove`).
     """
     checked: dict[int, Any] = {}  # id of a function -> the function that checks its calls
+    saving = torch.autograd.graph.saved_tensors_hooks
     with contextlib.ExitStack() as stack:
+        stack.enter_context(checked_calls(saving, "__enter__", partial(_check_saved_tensors_hooks, step)))
         for effect in _EFFECTS:
             module = sys.modules.get(effect.module)  # a module that nobody has imported has no callers
             owner = module if effect.kind is None else getattr(module, effect.kind, None)
@@ -115,6 +118,18 @@ def refusing_effects(step: str, namespaces: Iterable[Namespace] = ()) -> Iterato
                 stack.callback(globals_.__setitem__, name, globals_[name])
                 globals_[name] = checked[id(globals_[name])]
         yield
+
+
+def _check_saved_tensors_hooks(step: str, entered: torch.autograd.graph.saved_tensors_hooks) -> None:
+    """Raise a `CaptureError` if the step enters `saved_tensors_hooks`, because a trace ignores these hooks. The hooks
+    of torch, such as in `checkpoint` and `save_on_cpu`, do not change values."""
+    hooks = (entered.pack_hook, entered.unpack_hook)
+    if all(str(getattr(x, "__module__", "")).partition(".")[0] == "torch" for x in hooks):
+        return
+    raise CaptureError(
+        f"{user_line()}: {step} enters saved_tensors_hooks, but the backward pass of a captured step does not call such "
+        "hooks. To save memory, use torch.utils.checkpoint or the directive Recompute [PIPER-C003]"
+    )
 
 
 def _check(step: str, effect: _Effect, name: str, *args: Any, **kwargs: Any) -> None:

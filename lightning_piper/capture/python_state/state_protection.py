@@ -35,7 +35,8 @@ def attributes(module: nn.Module) -> list[Attribute]:
     """Return the attributes of the module and its submodules. Parameters and buffers are among them.
     Submodules, and attributes for the own use of torch, such as hooks, are not.
 
-    Lists, dicts, sets, numbers, texts and None are compared by content, and other values by identity."""
+    Lists, dicts, sets, numbers, texts and None are compared by content, and other values by identity. A parameter is
+    also compared by `requires_grad` and whether it has gradient hooks."""
     found: list[Attribute] = []
     for path, part in module.named_modules():
         skipped = {"_parameters", "_buffers", "_modules", "training"} | _torch.recomputed(part)
@@ -53,6 +54,8 @@ def attributes(module: nn.Module) -> list[Attribute]:
                 form = [_entry(x) for x in value]
             elif issubclass(kind, dict):
                 form = [(k, _entry(v)) for k, v in value.items()]
+            elif isinstance(value, nn.Parameter):
+                form = (id(value), value.requires_grad, _torch.has_gradient_hooks(value))
             elif is_deferred(value) or isinstance(value, torch.Tensor):
                 form = id(value)
             elif isinstance(value, _COMPARED):
@@ -117,6 +120,11 @@ def check_unchanged(module: nn.Module, before: list[Attribute], step: str) -> No
             raise CaptureError(
                 f"{step} creates the parameter {where}, but a captured step has only the parameters from before the "
                 "step. Create it in __init__ [PIPER-C003]"
+            )
+        if name in part._parameters and value is was:
+            raise CaptureError(
+                f"{step} changes requires_grad of the parameter {where}, or registers a gradient hook on it, but later "
+                "steps would not repeat this. Do it in a hook, such as on_train_batch_start [PIPER-C003]"
             )
         if name in part._parameters:
             raise CaptureError(
