@@ -159,7 +159,9 @@ def _check_tag(tag: object, function: str) -> None:
         )
 
 
-_NO_MODULES = "It has no submodules. Write piper.annotate in its forward method"
+def _has_forward(module: nn.Module) -> bool:
+    """Return whether hooks can run for a module. They do not run for containers such as `nn.ModuleList`."""
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
 def annotate_modules(model: nn.Module, tag: str, groups: Sequence[Sequence[str]]) -> list[RemovableHandle]:
@@ -201,12 +203,16 @@ def annotate_modules(model: nn.Module, tag: str, groups: Sequence[Sequence[str]]
         for pattern in patterns:
             found = [name for name in names if name and fnmatch.fnmatchcase(name, pattern)]
             if not found:
-                own = [name for name in names if name]
+                own = [name for name, module in names.items() if name and _has_forward(module)]
                 some = f"{', '.join(own[:8])}{', ...' if len(own) > 8 else ''}"
+                fix = (
+                    f"Give a pattern of its modules: {some}"
+                    if own
+                    else "Write piper.annotate in its forward method"
+                )
                 raise CaptureError(
                     f"annotate_modules({tag!r}): groups[{index}] pattern {shown(pattern)} matches no module of "
-                    f"{type(model).__name__}. {f'Give a pattern of its modules: {some}' if own else _NO_MODULES}"
-                    " [PIPER-C013]"
+                    f"{type(model).__name__}. {fix} [PIPER-C013]"
                 )
             for name in found:
                 if chosen.setdefault(name, index) != index:

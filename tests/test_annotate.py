@@ -224,7 +224,7 @@ def test_a_capture_that_fails_inside_of_a_module_leaves_no_context_open(
     [
         (
             [["layers.0"], ["layers.7"]],
-            r"groups\[1\] pattern 'layers.7' matches no module of Net. Give a pattern of its modules: layers, ",
+            r"groups\[1\] pattern 'layers.7' matches no module of Net. Give a pattern of its modules: layers.0, ",
         ),
         (
             [["layers.*"], ["head", "*.1"]],
@@ -238,6 +238,17 @@ def test_wrong_groups_are_refused_and_leave_no_hook(groups: Any, says: str) -> N
     with pytest.raises(CaptureError, match=says):
         annotate_modules(net, "PP", groups)
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in net.modules())
+
+
+def test_a_container_is_not_offered_as_a_pattern() -> None:
+    for model, fix in (
+        (Net(), r"Give a pattern of its modules: layers\.0, layers\.1, layers\.2, head \["),
+        (nn.ModuleList(), r"Write piper\.annotate in its forward method"),
+    ):
+        with pytest.raises(CaptureError, match=fix):
+            annotate_modules(model, "PP", [["decoder"]])
+    annotate_modules(net := Net(), "PP", [["layers.0", "layers.1", "layers.2"], ["head"]])
+    assert tags(net) == [{"PP": 0}, {"PP": 1}]
 
 
 def test_annotate_modules_refuses_a_reserved_tag() -> None:

@@ -102,10 +102,10 @@ class TensorSharding(Sharding):
 def check_tensors(directive: TensorSharding) -> None:
     """Check the fields `params`, `values` and `attention`. Raise an error if one is not
     valid."""
-    for field in ("params", "values"):
-        given: Any = getattr(directive, field, None)
-        if given is None:
-            continue
+    fields: dict[str, Any] = {"params": directive.weights, "values": directive.values}
+    if directive.values is None:
+        del fields["values"]
+    for field, given in fields.items():
         if not isinstance(given, Mapping) or not all(
             isinstance(k, str) and _is_placement(v) for k, v in given.items()
         ):

@@ -84,7 +84,8 @@ class Place(Directive):
             self.refuse(
                 "devices",
                 f"{shown(self.devices)} is a mesh without names of its axes",
-                'name its axes, such as axes=["dp", "tp"], or give one list of devices [PIPER-D003]',
+                "give one list of devices, or axes with one name for each of its "
+                f"{len(_shape(self.devices))} dimensions [PIPER-D003]",
             )
         else:
             self.check_device_list("devices", self.devices)

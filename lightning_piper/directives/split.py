@@ -175,7 +175,7 @@ class Split(Directive):
         units = len(part) // unit
         if units < count:
             if not dag.program.partial:
-                self._refuse_few(len(part), replicas if dag.replicas == 1 else 1)
+                self._refuse_few(dag, len(part) * dag.replicas)
             dag.program.absent.setdefault(self.dim_name, set()).update(range(units, count))
             count = units
         small, larger = divmod(units, count)
@@ -183,26 +183,20 @@ class Split(Directive):
         starts = [part.start + sum(sizes[:i]) for i in range(count + 1)]
         return [Slice(a, b) for a, b in itertools.pairwise(starts)]
 
-    def _refuse_few(self, samples: int, replicas: int) -> NoReturn:
-        """Raise the error for a batch with too few samples: each replica needs a sample for each microbatch."""
-        count = self.num_microbatches
+    def _refuse_few(self, dag: TrainingDAG, samples: int) -> NoReturn:
+        """Raise the error for too few samples of all replicas: each replica needs a sample for each microbatch."""
+        count, replicas = self.num_microbatches, dag.program.replicas
         found = f"{counted(samples, 'sample')} cannot be split into {counted(count, 'microbatch')}"
-        if samples % replicas:
-            self.refuse(
-                "num_microbatches",
-                f"{found} for each of {replicas} replicas",
-                f"give a batch of {count * replicas} samples over all replicas ({count} for each replica) [PIPER-D012]",
+        if replicas > 1:
+            found += f" for each of {replicas} replicas"
+        fixes = []
+        if samples >= replicas and samples % replicas == 0:
+            fixes.append(f"at most {counted(samples // replicas, 'microbatch')}")
+        if replicas > 1:
+            fixes.append(
+                f"a batch of {count * replicas} samples over all replicas ({count} for each replica)"
             )
-        if replicas == 1:
-            self.refuse(
-                "num_microbatches", found, f"give at most {counted(samples, 'microbatch')} [PIPER-D012]"
-            )
-        self.refuse(
-            "num_microbatches",
-            f"{found} for each of {replicas} replicas",
-            f"give at most {counted(samples // replicas, 'microbatch')}, or a batch of {count * replicas} samples "
-            f"over all replicas ({count} for each replica) [PIPER-D012]",
-        )
+        self.refuse("num_microbatches", found, f"give {', or '.join(fixes)} [PIPER-D012]")
 
     def _check(self, dag: TrainingDAG, chunks: list[Chunk]) -> None:
         """Check that the selected chunks can be split.

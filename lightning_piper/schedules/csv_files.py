@@ -228,8 +228,8 @@ def _action(index: int, condition: object, tag: str, dim_name: str) -> Action:
     if len(given) != 3 or type(stage) is not int or type(microbatch) is not int or kind not in _LETTERS:
         raise DirectiveError(
             f"to_csv: directive {index} (order): field 'filters': {shown(condition)} is not one cell. Give "
-            f"one stage, one microbatch and one pass, such as {{{tag!r}: 0, {dim_name!r}: 0, 'PASS': 'F'}}"
-            " [PIPER-D021]"
+            f"one stage, one microbatch and one pass, such as {{{tag!r}: 0, {dim_name!r}: 0, 'PASS': 'F'}}, or the "
+            "names of other tags (tag=, dim_name=) [PIPER-D021]"
         )
     return Action(stage, str(kind), microbatch)
 

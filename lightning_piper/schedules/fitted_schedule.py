@@ -191,7 +191,7 @@ def _check_room(chain: Chain, limits: Sequence[int | None]) -> None:
         least = sum(chain.costs[s].static + chain.costs[s].saved for s in own)
         needed.append(least)
         if limit is not None and least > limit:
-            short.append(f"rank {rank} needs at least {counted(least, 'byte')}, but has {limit:,}")
+            short.append(f"rank {rank} needs memory={least}, but has {limit}")
     if short:
         more = f"; and {counted(len(short) - 8, 'more rank')}" if len(short) > 8 else ""
         raise DirectiveError(f"fitted: {'; '.join(short[:8])}{more}. Give memory={max(needed)} [PIPER-D022]")

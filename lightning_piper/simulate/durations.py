@@ -260,8 +260,7 @@ def _most_specific(chunk: Chunk, found: list[_Entry]) -> Number:
     """
     if not found:
         raise SimulationError(
-            f"durations: {_name(chunk)} has no duration. Give one for {chunk.kind!r} or {chunk.label!r}"
-            " [PIPER-T001]"
+            f"durations: {_name(chunk)} has no duration. Give one for {chunk.kind!r} [PIPER-T001]"
         )
     if len(found) > 1 and found[-1][0] == found[-2][0]:
         one, other = found[-2][1], found[-1][1]

@@ -13,7 +13,7 @@ from torch import nn
 import lightning_piper as piper
 from lightning_piper import Place
 from lightning_piper.directives import parse
-from lightning_piper.schedules import Action, dualpipev, from_csv
+from lightning_piper.schedules import Action, dualpipev, fitted, from_csv, gpipe, to_csv
 from lightning_piper.schedules.timing import StageCosts, timed
 from tests.directives.test_fixes import BOTH, Parts, compiled, place
 from tests.errors import dividing
@@ -81,6 +81,26 @@ def weighed(denominator: Callable[[int], int], microbatches: int) -> object:
 
 def sharded(*program: Any) -> object:
     return piper.compile(Ends(), torch.randn(4, 4), list(program))
+
+
+def few(samples: int, microbatches: int) -> object:
+    program = [*TWO, piper.Replicate(), piper.Split(microbatches)]
+    return piper.compile(Parts(), torch.randn(samples, 4), program)
+
+
+def across(*filters: Any) -> object:
+    return compiled(
+        place({"PP": 0}, 0),
+        place({"PP": "-"}, 0),
+        place({"PP": 1}, 1),
+        piper.Split(2),
+        piper.Order(filters=filters),
+    )
+
+
+def orders(*passes: str) -> piper.Order:
+    first: list[Any] = [{"PP": 1, "PASS": each} for each in passes]
+    return piper.Order(filters=[*first, {"PP": 0, "PASS": passes[-1]}] if len(passes) == 1 else first)
 
 
 def inside(changed: str, after: str = "rows * score") -> object:
@@ -232,6 +252,99 @@ CASES: dict[str, tuple[Callable[[], object], str, Callable[[], object]]] = {
         lambda: weighed(lambda n: max(n, 3), 4),
         r"Divide by len\(x\), or declare .*: piper\.mean\(values, mask\.sum\(\)\) \[PIPER-C012\]",
         lambda: weighed(lambda n: n, 4),
+    ),
+    "a mesh without axes": (
+        lambda: parse([Place([[[0, 1], [2, 3]]])]),
+        r"mesh without names of its axes\. Give one list of devices, or axes with one name for each of its 3 dimensions",
+        lambda: parse([Place([[[0, 1], [2, 3]]], axes=["dp", "cp", "tp"]), Place([0, 1, 2, 3])]),
+    ),
+    "too few names of axes": (
+        lambda: parse([Place([[0, 1], [2, 3]], axes=["dp"])]),
+        r"has 1 name, but \[\[0, 1\], \[2, 3\]\] has 2 dimensions\. Give one name for each level of lists",
+        lambda: parse([Place([[0, 1], [2, 3]], axes=["dp", "tp"])]),
+    ),
+    "devices with a gap": (
+        lambda: compiled(place({"PP": 0}, 3), place({"PP": 1}, 1), place({"PP": "-"}, 1)),
+        r"regions on devices 1, 3\. Use devices 0 to 1, without gaps",
+        lambda: compiled(place({"PP": 0}, 0), place({"PP": 1}, 1), place({"PP": "-"}, 1)),
+    ),
+    "passes on two devices": (
+        lambda: compiled(place({"PASS": "F"}, 0), place({"PASS": "B"}, 1)),
+        r"but F\[PP=0\] is on 0\. Place all passes of a microbatch on the same device",
+        lambda: compiled(place({"PASS": "F"}, 0), place({"PASS": "B"}, 0)),
+    ),
+    "other groups": (
+        lambda: compiled(*TWO, piper.Replicate(devices=[2, 3])),
+        r"on which F\[PP=0\] is placed\. Give the place and the replicate the same groups",
+        lambda: compiled(*TWO, piper.Replicate(devices=[0, 1])),
+    ),
+    "a device at two positions": (
+        lambda: parse([piper.Replicate(devices=[[0, 1], [1, 2]])]),
+        r"replica 1 in one group and replica 0 in another\. Give the device the same position in all groups",
+        lambda: parse([piper.Replicate(devices=[[0, 1], [2, 1]])]),
+    ),
+    "a size of groups": (
+        lambda: compiled(*TWO, piper.Replicate(zero=1, shard_size=3)),
+        r"2 replicas cannot be divided into groups of 3\. Give 2 \[",
+        lambda: compiled(*TWO, piper.Replicate(zero=1, shard_size=2)),
+    ),
+    "few samples for replicas": (
+        lambda: few(6, 4),
+        r"6 samples cannot be split into 4 microbatches for each of 2 replicas\. Give at most 3 microbatches, or a batch of 8",
+        lambda: (few(6, 3), few(8, 4)),
+    ),
+    "one sample": (
+        lambda: few(1, 1),
+        r"the batch has 1 sample, which cannot .* over 2 replicas\. Give a multiple of 2 samples \[",
+        lambda: few(2, 1),
+    ),
+    "one pass of a region": (
+        lambda: compiled(*ONE, piper.Split(2, filter={"PASS": "F"})),
+        r"selects F\[PP=0\] but not B\[PP=0\]\. Select both",
+        lambda: compiled(*ONE, piper.Split(2, filter={"PASS": ["F", "B"]})),
+    ),
+    "an order across devices": (
+        lambda: across({"PP": 0, "MB": 1, "PASS": "F"}, {"PP": 1, "MB": 0, "PASS": "F"}),
+        r"but no data flows from one to the other\. Name chunks of one device, or chunks of which one reads",
+        lambda: (
+            across({"PP": 0, "MB": 1, "PASS": "F"}, {"PP": 0, "MB": 0, "PASS": "B"}),
+            across({"PP": 0, "MB": 0, "PASS": "F"}, {"PP": 1, "MB": 0, "PASS": "F"}),
+        ),
+    ),
+    "B and its parts": (
+        lambda: compiled(*ONE, orders("B"), orders("BI", "BW")),
+        r"but directive 1 orders it as B\. Name BI and BW in all orders, or B in all of them",
+        lambda: (compiled(*ONE, orders("BI"), orders("BI", "BW")), compiled(*ONE, orders("B"))),
+    ),
+    "a fetch before the values": (
+        lambda: compiled(*ONE, piper.Offload(ahead={"PASS": "F"})),
+        r"before the values to fetch have been stored\. Give a number of chunks instead, such as ahead=1",
+        lambda: compiled(*ONE, piper.Offload(ahead=1)),
+    ),
+    "a part of B": (
+        lambda: compiled(*ONE, piper.Offload(filter={"PASS": "BI"})),
+        r"B\[PP=1\] is not split\. Put an order that names BI or BW before this directive",
+        lambda: compiled(*ONE, orders("BI", "BW"), piper.Offload(filter={"PASS": "BI"})),
+    ),
+    "recomputed twice": (
+        lambda: compiled(*ONE, piper.Recompute(), piper.Recompute(filter={"PP": 0})),
+        r"already recomputes the values of B\[PP=0\] .*\. Recompute each region only once",
+        lambda: compiled(*ONE, piper.Recompute(filter={"PP": 1}), piper.Recompute(filter={"PP": 0})),
+    ),
+    "no pass": (
+        lambda: from_csv(",\n,"),
+        r"the schedule has no pass\. Give a row of actions such as '0F0,0B0' for each rank",
+        lambda: from_csv("0F0,0B0"),
+    ),
+    "other tags": (
+        lambda: to_csv(gpipe(2, 2, tag="S")),
+        r"\{'S': 0, 'MB': 0, 'PASS': 'F'\} is not one cell\. .*, or the names of other tags \(tag=, dim_name=\)",
+        lambda: to_csv(gpipe(2, 2, tag="S"), tag="S"),
+    ),
+    "little memory": (
+        lambda: fitted([StageCosts(1, 1, 1, saved=5)] * 2, 2, memory=[9, 3]),
+        r"rank 1 needs memory=5, but has 3\. Give memory=5 \[",
+        lambda: fitted([StageCosts(1, 1, 1, saved=5)] * 2, 2, memory=5),
     ),
     "a module without a batch": (
         lambda: piper.parallel(pp=2, module=Parts()),

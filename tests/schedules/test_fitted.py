@@ -138,11 +138,11 @@ def test_slow_links_change_the_order() -> None:
         (([EVEN] * 2, 4, None, [1]), "memory=[1] for 2 ranks"),
         (
             ([StageCosts(1, 1, 1, saved=10, static=7)] * 4, 4, V, [34, 33]),
-            "rank 1 needs at least 34 bytes, but has 33. Give memory=34",
+            "rank 1 needs memory=34, but has 33. Give memory=34",
         ),
         (
             ([StageCosts(1, 1, 1, saved=10)] * 20, 4, None, 9),
-            "rank 0 needs at least 10 bytes, but has 9; rank 1 needs",
+            "rank 0 needs memory=10, but has 9; rank 1 needs",
         ),
     ],
 )

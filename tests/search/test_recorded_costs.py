@@ -109,3 +109,8 @@ def test_refusals(tmp_path: Path) -> None:
     path.write_text(json.dumps({key: value for key, value in step.items() if key != "durations"}))
     with pytest.raises(PiperError, match="not a valid recording"):
         from_recording(tmp_path, workload, STAGES)
+    path.write_text(json.dumps(step))
+    from_recording(tmp_path, workload, STAGES)
+    (tmp_path / "piper" / "plan.json").unlink()
+    with pytest.raises(PiperError, match=r"not a valid recording \(FileNotFoundError: .*Record again"):
+        from_recording(tmp_path, workload, STAGES)

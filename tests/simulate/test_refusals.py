@@ -63,7 +63,7 @@ def test_a_function_gets_the_chunk() -> None:
 
 
 BAD = {
-    "missing": ({"F": 1}, r"%\d+ B\[PP=1,MB=0\] has no duration. Give one for 'B' or 'B\[PP=1,MB=0\]'"),
+    "missing": ({"F": 1}, r"%\d+ B\[PP=1,MB=0\] has no duration. Give one for 'B' \["),
     "ambiguous": ({"B": 2, "F[PP=0]": 1, "F[MB=0]": 2}, r"'F\[PP=0\]' and 'F\[MB=0\]' are equally specific "
                                                         r"for %\d+ F\[PP=0,"),
     "twice": ({"F[PP=0,MB=0]": 1, "F[MB=0,PP=0]": 1}, r"'F\[PP=0,MB=0\]' and 'F\[MB=0,PP=0\]' are the same "

@@ -418,8 +418,7 @@ def _buckets(
                 raise Conflict(
                     f"for this batch, the step uses {name} on devices over which it is not sharded: an earlier "
                     "batch with another layout (shapes, Python values) sharded it over other devices",
-                    "let the step use parameters in the same regions for all batches, or remove the shard_* "
-                    "options",
+                    "let the step use parameters in the same regions for all batches, or give zero=0",
                 )
             kept.setdefault(bucket, set()).add(name)
         else:
