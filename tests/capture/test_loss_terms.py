@@ -452,11 +452,17 @@ NOT_SEEN: dict[str, Loss] = {
     "a Dice loss": lambda m, p, y, r: (
         1 - 2 * (p.sigmoid()[:, 0] * r[1]).sum() / (p.sigmoid()[:, 0].sum() + r[1].sum())
     ),
+    "the largest": lambda m, p, y, r: p.max(),
+    "minus twice the smallest": lambda m, p, y, r: -2 * p.amin(),
 }
 
 
 @pytest.mark.parametrize(
-    "name", ["a root", *(pytest.param(name, marks=pytest.mark.long) for name in NOT_SEEN if name != "a root")]
+    "name",
+    [
+        name if name in ("a root", "the largest") else pytest.param(name, marks=pytest.mark.long)
+        for name in NOT_SEEN
+    ],
 )
 def test_what_is_no_sum_of_means_is_verified_except(name: str) -> None:
     with torch.random.fork_rng():

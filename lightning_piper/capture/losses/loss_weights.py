@@ -145,7 +145,6 @@ class _LossWeighting:
         # denominator, `WHOLE_BATCH`, "max" or "min" -> index of the term
         self.kinds: dict[Any, int] = {}
         self.assumed, self.size = False, size
-        self._extremes = False  # whether a term of the loss is a maximum or a minimum
         self.terms: list[Term] = []
         # term with the weighing `RATIO` -> its denominator
         self._denominators: dict[Term, Expression] = {}
@@ -231,15 +230,13 @@ class _LossWeighting:
         value weights cannot combine.
 
         Weights can combine a ratio, and a value that follows from the batch alone. They cannot if the weights of
-        the loss are assumed, or if a term of the loss is a maximum or a minimum.
+        the loss are assumed.
         """
         if self._met is None:
             surely = {
                 node: at
                 for node, at in curved.items()
-                if self.assumed
-                or self._extremes
-                or (self.found.is_trained(node) and self.found.of(node).reduction != LINEAR)
+                if self.assumed or (self.found.is_trained(node) and self.found.of(node).reduction != LINEAR)
             }
             self._met = first_cross_sample(losses, surely)
 
@@ -366,18 +363,17 @@ class _LossWeighting:
 
         A result without known weights is one term: a logged value as its `reduce_fx` says, and a loss as a mean
         over samples. For such a loss, `assumed` becomes True, unless the loss reads samples only through gathered
-        values.
+        values. A loss that is a maximum has no weights, because the gradients of only one part would count.
         """
         found = self.found.of(node) if isinstance(node, Node) and not self._alike else Combination(WHOLE)
         if found.reduction == LINEAR:
             return {self._term(found.denominator): node}
-        if found.reduction in (MAX, MIN):
-            self._extremes |= made.kind == Kind.LOSS
+        is_loss = made.kind == Kind.LOSS
+        if found.reduction in (MAX, MIN) and not is_loss:
             return {self._extreme(found.reduction.value): node}
         if found.reduction == MIXED and (kinds := self._kinds_in(node)) is not None:
             parts = ((term, self._part(node, term)) for term in kinds)
             return {term: part for term, part in parts if part is not None}
-        is_loss = made.kind == Kind.LOSS
         if is_loss and node in self._after_gathers:
             # The loss reads samples only through gathered values.
             return {self._term(WHOLE_BATCH): node}
