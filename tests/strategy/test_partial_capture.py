@@ -311,6 +311,11 @@ class Replaced(Counting):
         self.body.first.bias = nn.Parameter(torch.zeros(8))
 
 
+class Clipped(Counting):
+    def counted(self) -> None:
+        self.body.first.weight.data.clamp_(-1, 1)
+
+
 class Again(Branch):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)["loss"]
@@ -354,6 +359,7 @@ REFUSED = {
         piper.PiperError,
         "reads 'body.first.weight', which belongs to a module whose call is captured",
     ),
+    Clipped: (piper.PiperError, "training_step reads 'body.first.weight'"),
     Noisy: (piper.CaptureError, "draws random numbers before it calls a captured module"),
     Skipped: (piper.PiperError, "training_step returned None"),
     WithoutLoss: (piper.PiperError, "training_step returns a dict as its loss"),

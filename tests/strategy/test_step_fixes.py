@@ -56,6 +56,11 @@ CASES: dict[str, tuple[Step, str, Step]] = {
         r"x\.index_select\(0, index\.reshape\(1\)\)",
         ("loss = loss + h.index_select(0, (y.sum() > 0).long().reshape(1)).mean()",),
     ),
+    "an array": (
+        ("self.seen.append(h.detach().numpy())",),
+        r"Compute with tensors, or make the array in a hook",
+        ("pass", hook(END, "self.seen.append(outputs['loss'].detach().numpy())")),
+    ),
     "a mask": (
         ("loss = loss + h[h > 0].mean()",),
         r"Use torch\.where, a product with a mask",

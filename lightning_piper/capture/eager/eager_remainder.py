@@ -558,7 +558,7 @@ def _detached(nested: Any) -> Any:
 
 class CapturedValue(torch.Tensor):
     """A tensor without values, which uncaptured code must not read. All torch functions raise a `PiperError`
-    for it, except attribute getters, `numel`, `size`, `dim` and `is_floating_point`.
+    for it, except `numel`, `size`, `dim`, `is_floating_point`, and getters of attributes that are not tensors.
 
     Attributes:
         problem: a tuple of one text: which value this is, and why the code must not read it.
@@ -568,11 +568,13 @@ class CapturedValue(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run attribute getters and functions that return the shape or the kind of dtype. Raise a
-        `PiperError` for all other functions."""
+        """Run functions that return the shape or the kind of dtype, and getters of attributes other than tensors.
+        Raise a `PiperError` for all other functions."""
         with torch._C.DisableTorchFunctionSubclass():
             if func.__name__ == "__get__" or func.__name__ in ("numel", "size", "dim", "is_floating_point"):
-                return func(*args, **(kwargs or {}))
+                answer = func(*args, **(kwargs or {}))
+                if not isinstance(answer, torch.Tensor):  # an attribute such as `data` is a tensor
+                    return answer
         found = next(
             (x for x in _torch.tree_flatten((args, kwargs))[0] if isinstance(x, CapturedValue)), None
         )

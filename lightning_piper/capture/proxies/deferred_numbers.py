@@ -45,6 +45,7 @@ _SIZED = (
 # the globals of some code, and the global names that the code calls
 Namespace = tuple[dict[str, Any], set[str]]
 _CONVERSIONS = (torch.tensor, torch.as_tensor, torch.asarray)
+_ARRAYS = (torch.Tensor.numpy, torch.Tensor.__array__)
 _TEXTS = (torch.Tensor.__format__, torch.Tensor.__repr__, torch.Tensor.__str__)
 # dtype of a deferred number -> class of the Python number
 _CLASSES: dict[torch.dtype, type] = {
@@ -64,12 +65,17 @@ def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     needs a value raises torch's own error. Conversions to tensors (`torch.tensor`) accept deferred numbers.
 
     Raises:
-        CaptureError: `bool` was called on a tensor without values, or its text is not only shown.
+        CaptureError: `bool` or `numpy` was called on a tensor without values, or its text is not only shown.
     """
     if function in _CONVERSIONS and args and (holds_deferred(args[0]) or holds_number(args[0])):
         return _made(args[0], *args[1:], **kwargs)
     if function in _TEXTS and _torch.is_traced(args[0]):
         return text_of_value()
+    if function in _ARRAYS and _torch.is_traced(args[0]):
+        raise CaptureError(
+            f"{user_line()}: this line makes a numpy array of a tensor, but tensors have no values while the step is "
+            "captured. Compute with tensors, or make the array in a hook [PIPER-C001]"
+        )
     try:
         return function(*args, **kwargs)
     except _torch.WITHOUT_VALUES:
