@@ -363,7 +363,7 @@ def _entered_again(dag: TrainingDAG, ordered: Cycle) -> Cause:
             return (
                 f"the step enters {region.label} at {before.source} and, after other regions, again at "
                 f"{region.source}",
-                "Give the second part its own index, or order the parts by another tag",
+                "Give the second part the index of the part before it",
             )
     return None
 

@@ -88,6 +88,29 @@ def few(samples: int, microbatches: int) -> object:
     return piper.compile(Parts(), torch.randn(samples, 4), program)
 
 
+def smaller(samples: int) -> object:
+    program = [*TWO, piper.Split(4), piper.Replicate()]
+    return piper.compile(Parts(), torch.randn(8, 4), program).at(samples)
+
+
+class Entered(Parts):
+    def __init__(self, *stages: int) -> None:
+        super().__init__()
+        self.stages = stages
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for stage, layer in zip(self.stages, self.layers, strict=False):
+            with piper.annotate("PP", stage):
+                batch = layer(batch).tanh()
+        with piper.annotate("PP", self.stages[-1]):
+            return batch.square().mean()
+
+
+def entered(*stages: int) -> object:
+    order = piper.Order(filters=[{"PP": i, "PASS": "F"} for i in (0, 1)])
+    return piper.compile(Entered(*stages), torch.randn(4, 4), [*ONE, order])
+
+
 def across(*filters: Any) -> object:
     return compiled(
         place({"PP": 0}, 0),
@@ -297,6 +320,16 @@ CASES: dict[str, tuple[Callable[[], object], str, Callable[[], object]]] = {
         lambda: few(1, 1),
         r"the batch has 1 sample, which cannot .* over 2 replicas\. Give a multiple of 2 samples \[",
         lambda: few(2, 1),
+    ),
+    "a smaller batch": (
+        lambda: smaller(3),
+        r"The first batch had 8 samples\. Leave out .* DataLoader\(drop_last=True\), or give a multiple of 2 samples \[",
+        lambda: (smaller(2), smaller(4)),
+    ),
+    "a stage entered again": (
+        lambda: entered(0, 1, 0),
+        r"The step enters PP=0 at .*, again at .*\. Give the second part the index of the part before it",
+        lambda: entered(0, 1, 1),
     ),
     "one pass of a region": (
         lambda: compiled(*ONE, piper.Split(2, filter={"PASS": "F"})),

@@ -147,6 +147,11 @@ CASES: dict[str, tuple[Callable[[], object], str, Callable[[], object]]] = {
         r"shape \[4, 4\], which does not have a dimension 2\. Give it dimension 0 or 1",
         lambda: (weights({"fc.weight": 0}), weights({"fc.weight": 1})),
     ),
+    "a bias without its weight": (
+        lambda: weights({"fc.bias": 0}),
+        r"cannot work on shards of fc\.bias as S\(0\) along .tp., with fc\.weight whole\. Leave fc\.bias out of params",
+        lambda: (weights({"fc.bias": 0, "fc.weight": 0}), weights({"fc.weight": 0})),
+    ),
     "a norm of shards": (
         lambda: weights({"fc.weight": 0, "norm.weight": 0}),
         r"cannot work on shards of norm\.weight as S\(0\).*\. Leave norm\.weight out of params",

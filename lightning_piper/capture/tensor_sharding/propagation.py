@@ -546,6 +546,8 @@ class Propagation:
         held = {self.param_of(x): self.held[x] for x in tensors_of(node) if x in self.fixed}
         self.refused = [name for name, placement in held.items() if placement != R]
         read = ", ".join(f"{name} as {held[name]}" for name in self.refused) or "its inputs"
+        settled = [x for x in tensors_of(node) if x in self.fixed - self.free and self.held[x] == R]
+        whole = ", ".join(dict.fromkeys(map(self.param_of, settled)))
         said = ", ".join(name for name in self.refused if name in self.division.params)
         unsaid = ", ".join(name for name in self.refused if name not in self.division.params)
         if said:
@@ -555,7 +557,8 @@ class Propagation:
         else:
             fix = "Shard other tensors, or another dimension"
         return CaptureError(
-            f"{own_line(node)}: {node.target} cannot work on shards of {read} along {self.division.axis!r}. {fix} "
+            f"{own_line(node)}: {node.target} cannot work on shards of {read} along {self.division.axis!r}"
+            f"{f', with {whole} whole' if whole else ''}. {fix} "
             "[PIPER-C019]"
         )
 

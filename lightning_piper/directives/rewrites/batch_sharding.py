@@ -88,13 +88,13 @@ def _refuse_uneven(dag: TrainingDAG, replicas: int, directive: Directive, chunk:
         )
     least = replicas * max(len(parts) for parts in dag.slices().values())
     advice = f"give a multiple of {replicas} samples"
-    if dag.size < least > replicas:
-        advice += f", at least {least}"
     if dag.program.partial:
         advice = (
             f"the first batch had {dag.step.size} samples. Leave out a smaller last batch of an epoch with "
             f"DataLoader(drop_last=True), or {advice}"
         )
+    elif dag.size < least > replicas:
+        advice += f", at least {least}"
     directive.refuse(
         "devices", f"the batch has {counted(dag.size, 'sample')}, {evenly}", f"{advice} [PIPER-D012]"
     )
