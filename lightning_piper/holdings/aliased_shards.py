@@ -119,8 +119,8 @@ class AliasedShards(Ownership):
         assert held is not None
         return held
 
-    def restore(self, received: bool = True) -> None:
-        """Move each parameter that is in a bucket into new memory. The values are here, whatever `received` says."""
+    def _put_back(self) -> None:
+        """Move each parameter that is in a bucket into new memory."""
         for name, view in self._views.items():
             if self._get(name).data_ptr() == view.data_ptr():
                 self._get(name).data = view.clone()

@@ -89,10 +89,10 @@ class Copy(Ownership):
                 {prefix + n: self._get(name).detach() for n, name in canonical.items() if prefix + n in state}
             )
 
-    def restore(self, received: bool = True) -> None:
+    def _put_back(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        super().restore(received)
+        super()._put_back()
 
 
 def averages_each_element(update: Callable[[nn.Module, nn.Module], None]) -> bool:

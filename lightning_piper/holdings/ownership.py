@@ -395,21 +395,29 @@ class Ownership:
         if not self._stays:
             self.restore()
 
-    def restore(self, received: bool = True) -> None:
+    def restore(self) -> None:
         """Give every process the whole module again, in the same parameter objects, because optimizers may
         refer to them. Collective. The received values are in host memory. Gradients are dropped, unless every
-        process had all tensors whole. In one process, parameters in buckets get memory of their own. Without
-        `received`, tensors of other processes get no values, because these processes may be lost."""
+        process had all tensors whole. In one process, parameters in buckets get memory of their own."""
+        if not self.whole:
+            if not self.tensor_map.is_replicated:
+                for held in self.owned_params.values():
+                    held.grad = None  # frees memory for the received tensors
+            self._receive(range(self._world.size))
+        self._put_back()
+
+    def abandon(self) -> None:
+        """Give this process its parameter objects again after the loss of a process. Not collective. Tensors that
+        are not whole here get no values."""
+        for name in self._pieces:
+            self._set(name, empty_like(self._get(name), self._device if name in self._before else "meta"))
+        self._put_back()
+
+    def _put_back(self) -> None:
+        """Put the original tensor objects back into the module, with the values that the module has now."""
         self._module.__dict__.pop(PARTS, None)
         if not self.whole:
             keeps = self.tensor_map.is_replicated  # If every process has all tensors whole, gradients stay.
-            if not keeps:
-                for held in self.owned_params.values():
-                    held.grad = None  # frees memory for the received tensors
-            if received:
-                self._receive(range(self._world.size))
-            for name in () if received else self._pieces:
-                self._set(name, empty_like(self._get(name), self._device if name in self._before else "meta"))
             for name, tensor in self._before.items():
                 found = self._get(name)
                 tensor.data, tensor.grad = found.data, found.grad if keeps else None

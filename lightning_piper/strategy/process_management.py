@@ -341,7 +341,7 @@ class OverProcesses(_lightning.Strategy):
         self._failed = True
         end_fit(trainer)
         if isinstance(self.phase, Ended):
-            self.phase.fit.ownership.restore(received=False)
+            self.phase.fit.ownership.abandon()
         dist.destroy_process_group()
         if not self.is_global_zero:
             return self._spares.join(self.global_rank)

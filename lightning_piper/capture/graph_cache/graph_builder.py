@@ -182,7 +182,7 @@ class OperationNotes:
 
         Args:
             function, args, kwargs: the operation, and its arguments.
-            made: its result: a tensor, or a list or tuple of tensors and None.
+            made: its result: a tensor, a list or tuple of tensors and None, or None.
             called: the line of the function that the backward pass runs (`line_in_backward`).
 
         Raises:
@@ -194,7 +194,7 @@ class OperationNotes:
         if _torch_calls.is_taken_apart(function, args, kwargs):
             raise NotBuildable(str(function))
         results = made if isinstance(made, list | tuple) else [made]
-        if made is None or not all(x is None or isinstance(x, torch.Tensor) for x in results):
+        if not all(x is None or isinstance(x, torch.Tensor) for x in results):
             raise NotBuildable(f"{function} gives a {type(made).__name__}")
         target, changed = function, None
         if function._schema.is_mutable:
@@ -352,7 +352,7 @@ class _GraphBuilder:
                 self._fresh = id(made)
         else:
             # a gradient that was not requested is None
-            items = ((i, x) for i, x in enumerate(made) if x is not None)
+            items = ((i, x) for i, x in enumerate(made or ()) if x is not None)
             for (i, x), storage in zip(items, storages, strict=True):
                 item = self._graph.call_function(operator.getitem, (node, i))
                 self._mark(item, x, call.marks)
