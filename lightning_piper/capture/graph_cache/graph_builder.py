@@ -182,7 +182,7 @@ class OperationNotes:
 
         Args:
             function, args, kwargs: the operation, and its arguments.
-            made: its result: a tensor, a list or tuple of tensors and None, or None.
+            made: its result: a tensor, None, or a list or tuple of both.
             called: the line of the function that the backward pass runs (`line_in_backward`).
 
         Raises:
