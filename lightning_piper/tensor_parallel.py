@@ -27,7 +27,8 @@ def tensor_parallel(module: nn.Module, batch: Any, degree: int, *, sequence: boo
 
     The program shards the columns of one weight matrix and the rows of the next weight matrix, if all
     operations between their two products can work on shards. Examples are the heads of an attention, and a
-    gated product. All other weights stay whole.
+    gated product. It also shards the rows of embedding tables and the columns of output heads, if no operation
+    needs their whole result. All other weights stay whole.
 
     Args:
         module: A LightningModule. Its parameters may be on the meta device.
