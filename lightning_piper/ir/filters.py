@@ -124,8 +124,11 @@ def selecting(dag: TrainingDAG, regions: Collection[int]) -> str:
             wanted = sorted({tags[tag] for tags in inside})
             if all(tags.get(tag) not in wanted for tags in outside):
                 return json.dumps({tag: wanted if len(wanted) > 1 else wanted[0]})
-    conditions = dict.fromkeys(json.dumps(_without(tags, outside)) for tags in inside)
-    return " and ".join(conditions)
+    conditions: list[Filter] = []
+    for tags in sorted(inside, key=len):  # a filter with few tags may select regions with more tags
+        if not any(matches(condition, tags) for condition in conditions):
+            conditions.append(_without(tags, outside))
+    return " and ".join(map(json.dumps, conditions))
 
 
 def _without(tags: Mapping[str, int], outside: Sequence[Mapping[str, int]]) -> dict[str, object]:
