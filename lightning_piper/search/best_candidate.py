@@ -170,18 +170,30 @@ def _none_exists(space: Space) -> NoProgram:
         if space.all_devices
         else f"on {counted(space.devices, 'device')}"
     )
-    fewer = range(space.devices - 1, 0, -1) if space.all_devices else ()
-    possible = next((n for n in fewer if _some_program(replace(space, devices=n))), None)
-    if possible is not None:
-        fix = f"Give {counted(possible, 'device')}"
-    elif others := [name for name in SEARCHED if _some_program(replace(space, schedules=(name,)))]:
-        fix = f"Give one of these schedules: {', '.join(others)}"
-    else:
-        fix = "Give a batch with more samples"
+    fix = _fix(space)
     return NoProgram(
         f"search: no program {on} exists for {counted(samples, 'sample')} and {counted(blocks, 'block')}. {fix} "
         "[PIPER-P003]"
     )
+
+
+def _fix(space: Space) -> str:
+    """Return how to change the arguments of a search so that a program exists, as a sentence without its period."""
+    numbers = range(space.devices, 0, -1) if space.all_devices else (space.devices,)
+    for wider, words in (
+        (space, []),
+        (replace(space, ranks=None), ["leave ranks out"]),
+        (replace(space, ranks=None, schedules=tuple(SEARCHED)), ["leave schedules and ranks out"]),
+    ):
+        found = next((n for n in numbers if _some_program(replace(wider, devices=n))), None)
+        if found is not None:
+            fewer = [f"give {counted(found, 'device')}"] if found != space.devices else []
+            fix = " and ".join([*words, *fewer])
+            return fix[0].upper() + fix[1:]
+        others = [name for name in SEARCHED if _some_program(replace(space, schedules=(name,)))]
+        if wider is space and others:
+            return f"Give one of these schedules: {', '.join(others)}"
+    return "Give a batch with more samples"
 
 
 def _some_program(space: Space) -> bool:

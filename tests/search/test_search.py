@@ -545,6 +545,40 @@ def test_everything_that_fits_nowhere_is_told() -> None:
         best_of(chain(), hardware, 1, 10**6, schedules=("zbv",))
 
 
+@pytest.mark.parametrize(
+    ("devices", "given", "says", "fixed"),
+    [
+        (7, {"all_devices": True}, r"all 7 devices exists for 4 samples .*\. Give 6 devices \[", (6, {})),
+        (
+            2,
+            {"all_devices": True, "ranks": 1, "schedules": ("zbv",)},
+            r"Give one of these schedules: gpipe, one_f_one_b",
+            (2, {"schedules": ("gpipe",)}),
+        ),
+        (
+            3,
+            {"all_devices": True, "ranks": 1, "schedules": ("dualpipev",)},
+            r"Leave ranks out and give 2 devices \[",
+            (2, {"ranks": None}),
+        ),
+        (
+            3,
+            {"all_devices": True, "ranks": 1, "schedules": ("dualpipev",), "samples": 1},
+            r"Leave schedules and ranks out \[",
+            (3, {"ranks": None, "schedules": None}),
+        ),
+    ],
+)
+def test_the_fix_for_a_program_that_cannot_exist_works(
+    devices: int, given: dict[str, Any], says: str, fixed: tuple[int, dict[str, Any]]
+) -> None:
+    fields, hardware = dict(given), problem(0).hardware
+    workload = chain(samples=fields.pop("samples", 4))
+    with pytest.raises(SearchError, match=says):
+        best_of(workload, hardware, devices, 10**9, **fields)
+    best_of(workload, hardware, fixed[0], 10**9, **{**fields, **fixed[1]})
+
+
 @pytest.mark.parametrize("per_rank", [2, 3])
 def test_interleaved_stages_are_written_on_their_ranks(per_rank: int) -> None:
     layout = Layout("interleaved_one_f_one_b", per_rank, 2, 1, 1, 1, 2, True)
