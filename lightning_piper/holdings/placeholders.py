@@ -119,8 +119,8 @@ class ParameterPlaceholder(Placeholder, nn.Parameter):
         if tensor is not None and not isinstance(tensor, accepted):
             raise PiperError(
                 f"PiperStrategy: the gradient of {_name(self)!r} cannot be replaced here, because this process does not "
-                "have all of it. Replace the gradients that this process has: those of the parameters in "
-                "trainer.optimizers[0].param_groups [PIPER-S007]"
+                "have all of it. Replace the gradients of the parameters in trainer.optimizers[0].param_groups instead "
+                "[PIPER-S007]"
             )
         nn.Parameter.grad.__set__(self, tensor)  # type: ignore[union-attr]
 

@@ -88,8 +88,8 @@ class RemoteGradient(torch.Tensor):
         raise PiperError(
             f"PiperStrategy: {_name([*args, *kwargs.values()])}this process does not have the whole gradient. "
             "For norms, use lightning_piper.grad_norm(module, norm_type). For clipping, use "
-            "Trainer(gradient_clip_val=...). For other work, read the gradients that this process has: those of the "
-            "parameters in trainer.optimizers[0].param_groups [PIPER-S007]"
+            "Trainer(gradient_clip_val=...). For other work, read the gradients of the parameters in "
+            "trainer.optimizers[0].param_groups, which this process has [PIPER-S007]"
         )
 
     def __repr__(self) -> str:  # type: ignore[override]

@@ -349,8 +349,8 @@ class OverProcesses(_lightning.Strategy):
         if found:
             warnings.warn(
                 f"PiperStrategy: rank {lost} was lost. A spare replaces it, and the fit continues from the copies in "
-                f"memory, before batch {self._copies.number}. {counted(len(self._spares.waiting), 'spare')} left "
-                "[PIPER-W033]",
+                f"memory, before batch {self._copies.number}. The run has {counted(len(self._spares.waiting), 'spare')} "
+                "left [PIPER-W033]",
                 stacklevel=2,
             )
         return found
