@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from lightning.pytorch import LightningModule
 from torch import nn
 
@@ -64,6 +65,21 @@ class Ends(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.down(self.up(batch).relu()).square().mean()
+
+
+class Measured(Parts):
+    def __init__(self, what: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.what, self.measure = what, torchmetrics.MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        h = self.layers[0](batch)
+        self.measure(self.what(h.detach()))
+        return h.square().mean()
+
+
+def measured(what: Callable[[torch.Tensor], torch.Tensor]) -> object:
+    return piper.compile(Measured(what), torch.randn(4, 4), [piper.Split(2)])
 
 
 class Weighed(Parts):
@@ -270,6 +286,11 @@ CASES: dict[str, tuple[Callable[[], object], str, Callable[[], object]]] = {
         lambda: weighed(lambda n: n - 1, 4),
         r"A denominator such as len\(x\) - 1 is 0 with 1 sample: use larger microbatches",
         lambda: weighed(lambda n: n - 1, 2),
+    ),
+    "a metric of pairs of samples": (
+        lambda: measured(lambda h: h @ h.T),
+        r"self\.measure gets a tensor of shape \[4, 4\] for 4 samples, .*Pass tensors of which exactly one dimension grows",
+        lambda: measured(lambda h: h.square().sum(1)),
     ),
     "a least denominator": (
         lambda: weighed(lambda n: max(n, 3), 4),

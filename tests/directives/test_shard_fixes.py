@@ -14,7 +14,7 @@ from lightning_piper import Place, Replicate, ShardExperts, ShardSequences, Shar
 from lightning_piper.capture import capture
 from lightning_piper.compiler import compile_step
 from lightning_piper.directives import parse
-from tests.directives.test_fixes import BOTH, Lone, compiled, place
+from tests.directives.test_fixes import BOTH, Lone, Parts, compiled, place
 from tests.directives.test_more_fixes import WEIGHT, sharded
 from tests.errors import dividing
 
@@ -70,10 +70,10 @@ def selected(condition: Any) -> object:
     return compiled(TENSORS, ShardWeights(filter=condition, params=params))
 
 
-def sequences(*dims: int) -> object:
-    directives = [ShardSequences(values={"*": d}, axis=a) for d, a in zip(dims, ("cp", "c2"), strict=False)]
+def sequences(*dims: int, label: str = "*") -> object:
+    directives = [ShardSequences(values={label: d}, axis=a) for d, a in zip(dims, ("cp", "c2"), strict=False)]
     mesh = Place(devices=FOUR, axes=["cp", "c2"]) if len(dims) > 1 else Place(devices=[0, 1], axes=["cp"])
-    return piper.compile(Lone(), torch.randn(2, 4, 4), [mesh, *directives])
+    return piper.compile(Parts(), torch.randn(2, 4, 4), [mesh, *directives])
 
 
 CASES: dict[str, tuple[Callable[[], object], str, Callable[[], object]]] = {
@@ -182,6 +182,16 @@ CASES: dict[str, tuple[Callable[[], object], str, Callable[[], object]]] = {
         ),
         r"is placed on \[0, 1, 2, 3\]\. Choose groups so that some of them together have exactly these devices",
         lambda: sharded(Place(devices=[0, 1, 2, 3]), ShardWeights(params=WEIGHT, devices=FOUR), Replicate()),
+    ),
+    "a label without a region": (
+        lambda: sequences(1, label="PP=7"),
+        r"'PP=7' matches no region\. Give a label or pattern of regions, such as PP=0, untagged",
+        lambda: sequences(1, label="PP=0"),
+    ),
+    "a dimension without values": (
+        lambda: sequences(5),
+        r"have at most 3 dimensions\. Name another dimension: positions are dimension 1 of",
+        lambda: sequences(1),
     ),
     "one dimension along two axes": (
         lambda: sequences(1, 1),
