@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import (
 __all__ = [
     "OperationWatch",
     "TorchDispatchMode",
-    "changed_arguments",
+    "aliased_arguments",
     "is_innermost",
     "modes_are_active",
     "schema_of",
@@ -39,20 +39,20 @@ def schema_of(operation: Any) -> Any:
 
 
 @cache
-def _changed(operation: Any) -> Mapping[str, int] | None:
-    """Return name -> position of each argument that the operation changes. None for an operator without a schema."""
+def _aliased(operation: Any) -> Mapping[str, int] | None:
+    """Return name -> position of each argument of `aliased_arguments`. None for an operator without a schema."""
     if not hasattr(operation, "_schema"):
         return None
     arguments = enumerate(operation._schema.arguments)
-    return {x.name: i for i, x in arguments if x.alias_info is not None and x.alias_info.is_write}
+    return {x.name: i for i, x in arguments if x.alias_info is not None}
 
 
-def changed_arguments(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments of a call that an operation changes, as far as its schema says. Without a schema, return
-    all arguments."""
-    if (changed := _changed(operation)) is None:
+def aliased_arguments(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments of a call that an operation changes or of which its result is an alias, as far as its schema
+    says. Without a schema, return all arguments."""
+    if (aliased := _aliased(operation)) is None:
         return [*args, *kwargs.values()]
-    return [args[i] if i < len(args) else kwargs.get(name) for name, i in changed.items()]
+    return [args[i] if i < len(args) else kwargs.get(name) for name, i in aliased.items()]
 
 
 def modes_are_active() -> bool:

@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_piper.accelerators._torch_dispatch import (
     OperationWatch,
-    changed_arguments,
+    aliased_arguments,
     is_innermost,
     modes_are_active,
 )
@@ -66,7 +66,8 @@ class LateCopies:
     """The copies of the tensors of one checkpoint.
 
     Between `watch` and `unwatch`, an operation of the calling thread that changes memory waits until this memory is
-    copied. So users' hooks may change every tensor.
+    copied. So does an operation that makes an alias of it, such as `detach`, because numpy could change the alias. So
+    users' hooks may change every tensor.
 
     Args:
         memory: The memory of the copies. The copies of the previous checkpoint end.
@@ -167,12 +168,12 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 class _WriteWatch(OperationWatch):
-    """The mode in which operations wait before they change memory that is still to be copied."""
+    """The mode in which operations wait before they change memory that is still to be copied, or make an alias of it."""
 
     def __init__(self, copies: LateCopies) -> None:
         super().__init__()
         self._copies = copies
 
     def before(self, operation: Any, args: Any, kwargs: Any) -> None:
-        if changed := changed_arguments(operation, args, kwargs):
-            self._copies.wait_for(tree_leaves(changed))
+        if aliased := aliased_arguments(operation, args, kwargs):
+            self._copies.wait_for(tree_leaves(aliased))

@@ -101,13 +101,19 @@ class Release(L.Callback):
 class Writes(L.Callback):
     """Changes this process's parameters and states in one hook, after the checkpoint of the first step."""
 
-    def __init__(self, hook: str) -> None:
+    def __init__(self, hook: str, as_arrays: bool) -> None:
         setattr(self, hook, self.write)
+        self.as_arrays = as_arrays
 
     def write(self, trainer: L.Trainer, *args: Any) -> None:
         if trainer.global_step != 1:
             return
         (optimizer,) = trainer.optimizers
+        if self.as_arrays:
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    param.detach().numpy()[...] *= 0.5
+            return
         with torch.no_grad():
             for group in optimizer.param_groups:
                 torch._foreach_mul_(group["params"], 0.5)  # type: ignore[attr-defined]
@@ -154,11 +160,13 @@ HOOKS = ["on_train_batch_end", "on_train_batch_start", "on_before_zero_grad", "o
          "on_before_optimizer_step"]  # fmt: skip
 
 
-@pytest.mark.parametrize("hook", HOOKS)
-def test_a_hook_that_changes_weights_waits_for_the_copy(hook: str, tmp_path: Path) -> None:
-    """`on_before_optimizer_step` comes after the wait of the update."""
+@pytest.mark.parametrize(
+    ("hook", "as_arrays"), [*((hook, False) for hook in HOOKS), ("on_train_batch_start", True)]
+)
+def test_a_hook_that_changes_weights_waits_for_the_copy(hook: str, as_arrays: bool, tmp_path: Path) -> None:
+    """`on_before_optimizer_step` comes after the wait of the update. numpy changes memory without an operation."""
     model, program = IN_ONE_PROCESS["zero1"]
-    save(tmp_path / "now", model, program, "sharded", None, [Writes(hook)])
+    save(tmp_path / "now", model, program, "sharded", None, [Writes(hook, as_arrays)])
     expected = content(tmp_path / "now" / "1.ckpt", "sharded")
     for watches in (True, False):
         folder = tmp_path / f"watched {watches}"
@@ -166,7 +174,7 @@ def test_a_hook_that_changes_weights_waits_for_the_copy(hook: str, tmp_path: Pat
             latest(),
             mock.patch.object(LateCopies, "watch", LateCopies.watch if watches else lambda self: None),
         ):
-            save(folder, model, program, "sharded", AsyncCheckpointIO(), [Writes(hook)])
+            save(folder, model, program, "sharded", AsyncCheckpointIO(), [Writes(hook, as_arrays)])
         found = equal(content(folder / "1.ckpt", "sharded"), expected)
         assert found == (watches or hook == "on_before_optimizer_step")
 
@@ -176,8 +184,9 @@ class Replaces(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
         if trainer.global_step == 1:
-            for param in module.parameters():
-                param.data = param.data * 0.5
+            with torch.no_grad():
+                for param in module.parameters():
+                    param.data = param * 0.5
 
 
 def test_new_memory_of_a_parameter_waits_for_the_copy(tmp_path: Path) -> None:
