@@ -14,6 +14,7 @@ This module relies on these names of torchmetrics (tested with 1.9):
 - `_persistent` says which states a checkpoint contains.
 - `_reductions` and `_is_synced` tell `sync` how to merge states.
 - `_update_count` is the value of `update_count` and `update_called`.
+- `_defaults` has the names of the states, and `_computed` is the kept result.
 """
 
 from __future__ import annotations
@@ -40,6 +41,21 @@ from lightning_piper.processes.world import World
 Ranks = tuple[int, ...]
 _MISSING = object()
 _UPDATING = ("forward", "update")
+
+
+def metric_states(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return the states that this process has of the metric objects of a module, by the name of the object."""
+    return {
+        name: {key: getattr(each, key) for key in (*states, "_update_count", "_computed")}
+        for name, each in module.named_modules()
+        if isinstance(states := getattr(each, "_defaults", None), dict) and hasattr(each, "_update_count")
+    }
+
+
+def restore_metric_states(module: nn.Module, states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Restore the result of `metric_states`."""
+    for name, state in states.items():
+        _set(module.get_submodule(name), state)
 
 
 def owners_of(dag: TrainingDAG) -> dict[str, Ranks]:

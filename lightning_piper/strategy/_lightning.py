@@ -274,7 +274,7 @@ def log_apart(trainer: pl.Trainer, step: str, captures: Sequence[Compiled], repl
 
     Args:
         step: Name of the running step.
-        captures: The captures of this step.
+        captures: The captures of this step; empty if it has run uncaptured since the fit began.
         replicas: The number of replicas that draw batches of their own.
     """
     logs = [log for compiled in captures for log in compiled.dag.code.logs]
@@ -284,7 +284,7 @@ def log_apart(trainer: pl.Trainer, step: str, captures: Sequence[Compiled], repl
     if step == "training_step":
         results = trainer.fit_loop.epoch_loop._results
         trainer.fit_loop.epoch_loop.val_loop._results.clear()
-    for metric in results.values() if results is not None else ():
+    for metric in results.values() if captures and results is not None else ():
         if metric.meta.fx != step or not metric.is_tensor:
             continue
         metric.meta.sync.should = replicas > 1 and metric.meta.name in synced

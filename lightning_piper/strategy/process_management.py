@@ -49,7 +49,12 @@ from lightning_piper.strategy.checks import checked_backend
 from lightning_piper.strategy.loading.data import agree_on_loader
 from lightning_piper.strategy.loading.loaders import Loaders
 from lightning_piper.strategy.phases import Ended, Fitting, Idle, Phase, copied
-from lightning_piper.strategy.spares._lightning import SpareLauncher, end_fit
+from lightning_piper.strategy.spares._lightning import (
+    SpareLauncher,
+    end_fit,
+    random_numbers,
+    restore_random_numbers,
+)
 from lightning_piper.strategy.spares.checks import check_spares
 
 T = TypeVar("T")
@@ -268,7 +273,8 @@ class OverProcesses(_lightning.Strategy):
             progress = partial(_lightning.progress_of, self.lightning_module.trainer)
             host = HERE if self.num_nodes == 1 else environment.main_address
             self._watch = FailureWatch(self.world, host, self.started, progress)
-            if self._spares is not None and self._spares.generation < self._spare_count:
+            may_replace = self._spares is not None and self._spares.generation < self._spare_count
+            if self._copies is not None and may_replace:
                 self._watch.replaces = self._timeout.total_seconds()
             self._termination = Termination(self.global_rank, self._watch, SIGTERMException)
 
@@ -305,6 +311,8 @@ class OverProcesses(_lightning.Strategy):
                 end_spare()
             os.environ["LOCAL_RANK"] = str(rank)
             del os.environ[SPARE]
+        # Hooks such as `setup`, which run again, draw the same random numbers again.
+        begun = random_numbers()
         try:
             while True:
                 try:
@@ -312,6 +320,7 @@ class OverProcesses(_lightning.Strategy):
                 except Exception as error:
                     if not self._replaced(trainer, error):
                         raise
+                restore_random_numbers(begun)
                 path = MEMORY
         finally:
             self._copies = None

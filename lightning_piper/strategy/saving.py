@@ -51,10 +51,11 @@ from lightning_piper.strategy.loading.other_optimizer import naming_optimizers
 from lightning_piper.strategy.phases import Eager, Ended, Fitting, Idle, Starting
 from lightning_piper.strategy.process_management import Requeue
 from lightning_piper.strategy.spares import _lightning as spares
+from lightning_piper.strategy.spares.module_state import restore_modes
 
-# Entries that only a copy in memory has: other state of the fit, whether each module is in training mode, and the names
-# of tensors that the module's state dict does not have.
-OUTSIDE, MODES, BESIDE = "outside", "modes", "beside"
+# Entries that only a copy in memory has: other state of the fit, which has the reason why its step runs uncaptured, and
+# the names of tensors that the module's state dict does not have.
+OUTSIDE, EAGER, BESIDE = "outside", "eager", "beside"
 OF_REPLICA = ("state_dict", "optimizer_states")  # entries of a checkpoint that differ between local replicas
 
 
@@ -185,8 +186,8 @@ class SavingStrategy(EvaluatingStrategy):
             restored.sharded = Loading(opened, world, beside) if opened.tensors else None
             restored.outside = content.pop(OUTSIDE)
             assert self.lightning_module is not None
-            for each, training in zip(self.lightning_module.modules(), content.pop(MODES), strict=True):
-                each.training = training  # the process may have left a validation
+            # the process may have left a validation
+            restore_modes(self.lightning_module, restored.outside["module"])
             self._loaders.load(restored.take_entry(content))
             return content
         place, sharded = found_at(checkpoint_path, self.checkpoint_io, world)
@@ -310,7 +311,10 @@ class SavingStrategy(EvaluatingStrategy):
         self._at_end.callback(spares.before_batches(trainer, partial(self._keep_copy, trainer)))
         if trainer.ckpt_path == MEMORY:
             spares.continue_with_batch(trainer)
-            spares.restore_outside(trainer, self._restored.outside)
+            outside = self._restored.outside
+            spares.restore_outside(trainer, outside)
+            assert isinstance(self.phase, Starting)
+            self.phase.eager = self.phase.eager or outside[EAGER]
 
     def _keep_copy(self, trainer: pl.Trainer) -> None:
         """Keep a copy of this process's part of the fit's state in memory, at the start of each batch that does not continue
@@ -323,7 +327,8 @@ class SavingStrategy(EvaluatingStrategy):
         phase, copies = self.phase, self._copies
         assert copies is not None and self._watch is not None
         if isinstance(phase, Starting) and trainer.ckpt_path == MEMORY:
-            spares.restore_random_numbers(self._restored.outside)
+            # Lightning draws random numbers until here.
+            spares.restore_random_numbers(self._restored.outside["random"])
         continues = isinstance(phase, Starting) or batches.current.ready % trainer.accumulate_grad_batches
         if continues or self._watch.replaces is None:  # the run has no spare any more
             return
@@ -338,15 +343,16 @@ class SavingStrategy(EvaluatingStrategy):
             )
         copies.wait()
         self.on_train_end()  # reads the positions of loaders
-        modes = [each.training for each in trainer.lightning_module.modules()]
         self._in_memory = True
         try:
-            content = spares.content_of_checkpoint(trainer) | {MODES: modes, BESIDE: []}
+            content = spares.content_of_checkpoint(trainer) | {BESIDE: []}
         finally:
             self._in_memory = False
-        content[OUTSIDE] = spares.outside_checkpoint(trainer)
+        captured = isinstance(phase, Fitting)
+        eager = None if captured else "it ran uncaptured when a process was lost"
+        content[OUTSIDE] = spares.outside_checkpoint(trainer, gradients=not captured) | {EAGER: eager}
         content |= own_entry(phase.left.seed, self._loaders.content(self._drawing))
-        ranges = self._own_ranges(phase.fit, content) if isinstance(phase, Fitting) else []
+        ranges = self._own_ranges(phase.fit, content) if captured else []
         check_values(content)
         copies.keep(self.global_rank, content, ranges, batches.total.ready, self._steady_memory())
 

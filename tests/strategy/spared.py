@@ -15,12 +15,15 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torchmetrics import MeanMetric
 
 import lightning_piper as piper
 from lightning_piper.checkpoint.memory_copy import MemoryCopies
 from lightning_piper.processes.spares import SPARE, SPARES
+from lightning_piper.strategy.process_management import OverProcesses
 from lightning_piper.strategy.spares._lightning import outside_checkpoint
+from lightning_piper.strategy.spares.module_state import state_beside
 from tests.distributed.processes import PATIENCE
 from tests.strategy.fitting import trainer, values
 
@@ -37,14 +40,27 @@ MOMENTS = ("data", "forward", "update", "validation", "save")
 
 
 class Net(L.LightningModule):
-    """Trains with dropout, batch statistics of the whole batch, and a learning rate that follows steps and validations."""
+    """Trains with dropout, batch statistics of the whole batch, and a learning rate that follows steps and validations.
+    Logs values of whole epochs, and draws a random number in `setup`. May begin to train a parameter in the second
+    epoch."""
 
-    def __init__(self, uncaptured: bool = False, stages: bool = False) -> None:
+    shift: Tensor
+
+    def __init__(self, uncaptured: bool = False, stages: bool = False, unfreezes: bool = False) -> None:
         super().__init__()
         torch.manual_seed(3)
         norm = nn.LayerNorm(8) if stages else nn.BatchNorm1d(8)
         self.first, self.norm, self.second = nn.Linear(8, 8), norm, nn.Linear(8, 1)
         self.uncaptured = uncaptured
+        self.first.bias.requires_grad_(not unfreezes)
+        self.errors, self.validated = MeanMetric(), MeanMetric()
+
+    def setup(self, stage: str) -> None:
+        self.shift = torch.rand(())
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.first.bias.requires_grad_(True)
 
     def forward(self, x: Tensor) -> Tensor:
         with piper.annotate("PP", 0):
@@ -58,12 +74,21 @@ class Net(L.LightningModule):
             x = torch.dropout(x, 0.2, True)
         elif float(x.sum().detach()) == 0.5:
             x = x + 1
-        loss = (self(x) - y).square().mean()
-        self.log("loss", loss)
+        error = self(x) - y
+        loss = error.square().mean()
+        self.errors(error.detach().abs())
+        self.log("loss", loss, on_epoch=True, sync_dist=True)
+        self.log("error", self.errors, on_step=False, on_epoch=True)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("validated", (self(batch[0]) - batch[1]).square().mean(), sync_dist=True)
+        error = self(batch[0]) - batch[1]
+        self.log("validated", error.square().mean(), sync_dist=True)
+        self.validated.update(error.abs())
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("mean", self.validated.compute())
+        self.validated.reset()
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -74,7 +99,7 @@ class Net(L.LightningModule):
 
 
 class Manual(Net):
-    """Trains with two optimizers and manual optimization."""
+    """Trains with two optimizers and manual optimization, which adds the gradients of two batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,12 +108,11 @@ class Manual(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = (self(batch[0]) - batch[1]).square().mean()
         optimizers: Any = self.optimizers()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
         self.manual_backward(loss)
-        for optimizer in optimizers:
+        for optimizer in optimizers if batch_idx % 2 else ():
             optimizer.step()
-        self.log("loss", loss)
+            optimizer.zero_grad()
+        self.log("loss", loss, sync_dist=True)
         return loss.detach()
 
     def configure_optimizers(self) -> Any:
@@ -113,6 +137,25 @@ class Counting(L.Callback):
         self.calls += event == "call"
         if self.calls == self.last:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class History(L.Callback):
+    """Keeps the logged values of all validations and epochs in its state."""
+
+    def __init__(self) -> None:
+        self.logged: list[dict[str, float]] = []
+
+    def on_validation_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if not trainer.sanity_checking:
+            self.logged.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+    on_train_epoch_end = on_validation_end
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"logged": self.logged}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.logged = state["logged"]
 
 
 class Losing(L.Callback):
@@ -182,6 +225,17 @@ class Alive:
         return self.ended
 
 
+def without(kind: str) -> None:
+    """Do not restore a part of the state."""
+    if kind == "other random numbers":
+        OverProcesses._run_with_spares.__globals__["restore_random_numbers"] = lambda state: None
+    elif kind == "no sums":
+        outside_checkpoint.__globals__["_restore_logged_in_epoch"] = lambda trainer, state: None
+    elif kind in ("no metrics", "no gradients"):
+        beside, part = state_beside, kind.removeprefix("no ")
+        outside_checkpoint.__globals__["state_beside"] = lambda *given: {**beside(*given), part: {}}
+
+
 def train(rank: int, folder: Path, size: int, moment: str, kind: str = "") -> dict[str, Any]:
     """Train on `size` processes. Ranks from `size` on are spares. The last rank is lost at a moment; at no moment if
     `moment` is empty.
@@ -196,6 +250,7 @@ def train(rank: int, folder: Path, size: int, moment: str, kind: str = "") -> di
         os.environ |= {"LOCAL_RANK": "1", SPARE: str(rank - size)}
     if kind == "saved again":
         outside_checkpoint.__globals__["SAVED"] = ()
+    without(kind)
     if kind == "changed copy":
         take = MemoryCopies.take
 
@@ -217,16 +272,22 @@ def train(rank: int, folder: Path, size: int, moment: str, kind: str = "") -> di
     counting = Counting()
     often: Any = {"every_n_train_steps": 1} if kind.startswith("saved") else {"monitor": "validated"}
     save = ModelCheckpoint(folder / "saved", filename="{step}", save_top_k=1, **often)
+    manual = kind in ("manual", "no gradients")
     degrees = PROGRAMS.get(kind, {"dp": size})
     strategy = piper.PiperStrategy(**degrees, spares=spares, timeout=PATIENCE)
+    callbacks = [history := History(), save]
     fit, record = trainer(
         strategy,
-        [save, losing] if lost else [save, counting] if rank == size - 1 and not moment else [save],
+        [*callbacks, losing]
+        if lost
+        else [*callbacks, counting]
+        if rank == size - 1 and not moment
+        else callbacks,
         devices=size,
         max_steps=-1,
         max_epochs=EPOCHS,
         precision="64-true",
-        sync_batchnorm=kind != "manual",
+        sync_batchnorm=not manual,
         val_check_interval=2,
         accumulate_grad_batches=accumulated,
         enable_checkpointing=True,
@@ -235,7 +296,14 @@ def train(rank: int, folder: Path, size: int, moment: str, kind: str = "") -> di
         launcher: Any = fit.strategy.launcher
         launcher.procs[:] = [Alive() for _ in range(size - 1)]
         launcher.waiting[:] = [Alive(1 if kind == "dead spare" else None) for _ in range(spares)]
-    module = Manual() if kind == "manual" else Net(kind.startswith("uncaptured"), kind.startswith("stages"))
+    special = kind.startswith("uncaptured"), kind.startswith("stages"), kind.endswith("unfreezes")
+    module = Manual() if manual else Net(*special)
+
+    def shifted(samples: Any) -> Any:
+        x, y = default_collate(samples)
+        return x + module.shift, y
+
+    loader.collate_fn = shifted
     if lost and isinstance(losing, Losing):
         losing.in_data(fit, loader)
     torch.manual_seed(9)
@@ -255,6 +323,7 @@ def train(rank: int, folder: Path, size: int, moment: str, kind: str = "") -> di
         "rate": fit.optimizers[0].param_groups[0]["lr"],
         "calls": counting.calls,
         "score": save.best_model_score,
+        "logged": history.logged,
         "files": sorted(path.name for path in (folder / "saved").iterdir()),
         "told": [str(each.message) for each in told if "[PIPER-W033]" in str(each.message)],
     }

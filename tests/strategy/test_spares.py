@@ -13,6 +13,8 @@ from tests.distributed.processes import Ended, launch_trainings, run_ranks
 from tests.strategy.scenarios import equal
 from tests.strategy.spared import MOMENTS, train
 
+RESULTS = ("steps", "rate", "score", "logged")
+
 
 def lose(folder: Path, size: int, moment: str, kind: str = "") -> list[Ended]:
     """Train with one spare, and lose the last rank."""
@@ -27,9 +29,7 @@ def check(ends: list[Ended], wanted: dict[str, Any]) -> None:
     for end in (*ends[:lost], ends[-1]):
         assert isinstance(end.result, dict), "\n".join(each.said[-3000:] for each in ends)
         assert equal(end.result["values"], wanted["values"])
-        assert [end.result[each] for each in ("steps", "rate", "score")] == [
-            wanted[each] for each in ("steps", "rate", "score")
-        ]
+        assert [end.result[each] for each in RESULTS] == [wanted[each] for each in RESULTS]
     assert equal(ends[0].result["losses"], wanted["losses"])
     assert len(ends[0].result["told"]) == 1 and f"rank {lost}" in ends[0].result["told"][0]
 
@@ -54,7 +54,19 @@ def test_a_changed_copy_changes_the_result(wanted, tmp_path):
     assert equal(ends[0].result["values"], ends[2].result["values"])
 
 
-@pytest.mark.parametrize("kind, moment", [("accumulated", "validation"), ("uncaptured", "update")])
+@pytest.mark.parametrize("moment, kind", [
+    ("validation", "no metrics"), ("update", "no sums"), ("update", "other random numbers"), ("update", "no gradients"),
+])  # fmt: skip
+def test_state_that_is_not_restored_changes_the_result(moment, kind, wanted, tmp_path):
+    if kind == "no gradients":
+        wanted = undisturbed(tmp_path / "undisturbed", 2, "manual")[0]
+    result = lose(tmp_path / "lost", 2, moment, kind)[0].result
+    assert not equal(result["values"], wanted["values"]) or result["logged"] != wanted["logged"]
+
+
+@pytest.mark.parametrize("kind, moment", [
+    ("accumulated", "validation"), ("uncaptured", "update"), ("unfreezes", "update"),
+])  # fmt: skip
 def test_three_processes(kind, moment, tmp_path):
     check(lose(tmp_path / "lost", 3, moment, kind), undisturbed(tmp_path / "undisturbed", 3, kind)[0])
 

@@ -16,6 +16,10 @@ on.
   has saved this step. If it has, it does not save the step once more.
 - `_collect_rng_states` and `_set_rng_states`: the states of the random numbers of torch, Python and NumPy.
 - `_callback_metrics`, `_logged_metrics` and `_progress_bar_metrics` of `_logger_connector`: the latest logged values.
+  `_first_loop_iter`: whether this is the first batch of the epoch, so that its values begin new sums; None before it.
+- `_results` of the loop over batches: key of a value that the epoch logs -> `_ResultMetric`. It has the `meta` data of
+  the call of `log` (`_Metadata`, with a `_Sync`). If the value is a tensor, its states (`_defaults`) are the sums of the
+  epoch so far. Otherwise, `value` is a metric object of the module, at `metric_attribute`.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from subprocess import Popen
 from typing import Any
 
@@ -35,11 +40,13 @@ from lightning.fabric.strategies.launchers.subprocess_script import (
 )
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from lightning_piper.processes.spares import SPARE, SPARES
+from lightning_piper.strategy.spares.module_state import State, restore_beside, state_beside
 
-LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics", "_first_loop_iter")
 SAVED = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
 
 
@@ -128,29 +135,65 @@ def content_of_checkpoint(trainer: pl.Trainer) -> dict[str, Any]:
     return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
 
 
-def outside_checkpoint(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return the state of a fit that a checkpoint does not have, but on which the next steps depend."""
+def outside_checkpoint(trainer: pl.Trainer, gradients: bool) -> State:
+    """Return the state of a fit that a checkpoint does not have, but on which the next steps depend.
+
+    Args:
+        trainer: The Trainer.
+        gradients: As for `state_beside`.
+    """
     callbacks = map(vars, trainer.checkpoint_callbacks)
     return {
-        "logged": {name: dict(getattr(trainer._logger_connector, name)) for name in LOGGED},
+        "module": state_beside(trainer.lightning_module, gradients),
+        "logged": {name: getattr(trainer._logger_connector, name) for name in LOGGED},
+        "epoch": _logged_in_epoch(trainer),
         "saved": [{name: own[name] for name in SAVED if name in own} for own in callbacks],
         "stops": trainer.should_stop,
-        "random": _collect_rng_states(False),
+        "random": random_numbers(),
     }
 
 
 def restore_outside(trainer: pl.Trainer, state: Mapping[str, Any]) -> None:
     """Restore the result of `outside_checkpoint`. Call this in `on_train_start`."""
+    restore_beside(trainer.lightning_module, state["module"])
     vars(trainer._logger_connector).update(state["logged"])
+    _restore_logged_in_epoch(trainer, state["epoch"])
     for each, saved in zip(trainer.checkpoint_callbacks, state["saved"], strict=True):
         vars(each).update(saved)
     trainer.should_stop = state["stops"]
 
 
+def _logged_in_epoch(trainer: pl.Trainer) -> dict[str, State]:
+    """Return the values that the epoch has logged so far, without the function that sums a value over processes."""
+    found = {}
+    for key, each in trainer.fit_loop.epoch_loop._results.items():
+        if not each.has_reset:
+            meta = {**vars(each.meta), "_sync": {**vars(each.meta.sync), "fn": None, "_fn": None}}
+            names = (*each._defaults, "_update_count", "_computed")
+            found[key] = {"meta": meta, "sums": {name: getattr(each, name) for name in names}}
+    return found
+
+
+def _restore_logged_in_epoch(trainer: pl.Trainer, state: Mapping[str, State]) -> None:
+    results = trainer.fit_loop.epoch_loop._results
+    results.clear()
+    for key, found in state.items():
+        sync = {name: x for name, x in found["meta"]["_sync"].items() if name not in ("fn", "_fn")}
+        meta = _Metadata(**{**found["meta"], "_sync": _Sync(fn=trainer.strategy.reduce, **sync)})
+        results[key] = each = _ResultMetric(meta, "value" in found["sums"])
+        vars(each).update(found["sums"])
+        if not each.is_tensor:
+            each.value = attrgetter(meta.metric_attribute)(trainer.lightning_module)
+
+
+def random_numbers() -> State:
+    """Return the states of the random numbers of this process."""
+    return _collect_rng_states(False)
+
+
 def restore_random_numbers(state: Mapping[str, Any]) -> None:
-    """Restore the random numbers of the result of `outside_checkpoint`. Call this before the fit draws its first batch,
-    because Lightning draws random numbers until then."""
-    _set_rng_states(dict(state["random"]))
+    """Restore the result of `random_numbers`."""
+    _set_rng_states(dict(state))
 
 
 def end_fit(trainer: pl.Trainer) -> None:

@@ -1,0 +1,43 @@
+"""The state of a module that its state dict does not have, but on which the next steps depend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from lightning_piper.session.metric_objects import metric_states, restore_metric_states
+
+State = dict[str, Any]
+
+
+def state_beside(module: nn.Module, gradients: bool) -> State:
+    """Return the modes of all modules, which parameters are trained, and the states of metric objects.
+
+    Args:
+        module: The module.
+        gradients: Whether to return the gradients, too. An uncaptured step may accumulate them over batches.
+    """
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    return {
+        "modes": [each.training for each in module.modules()],
+        "trained": {name: p.requires_grad for name, p in parameters.items()},
+        "gradients": {name: p.grad for name, p in parameters.items() if gradients and p.grad is not None},
+        "metrics": metric_states(module),
+    }
+
+
+def restore_modes(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Restore the modes of the result of `state_beside`."""
+    for each, training in zip(module.modules(), state["modes"], strict=True):
+        each.training = training
+
+
+def restore_beside(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Restore the result of `state_beside`."""
+    restore_modes(module, state)
+    for name, p in module.named_parameters(remove_duplicate=False):
+        p.requires_grad_(state["trained"][name])
+        p.grad = state["gradients"].get(name)
+    restore_metric_states(module, state["metrics"])
