@@ -182,7 +182,7 @@ def _steps(folder: Path, compiled: Compiled) -> list[Mapping[str, Any]]:
             float(step["step_time"])
             for device in compiled.plans if same else ():
                 [float(step["devices"][str(device)][what]) for what in ("busy", "exposed", "bubble")]
-        except (OSError, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             found_there = f"{type(error).__name__}: {error}"
             raise PiperError(
                 f"{str(path)!r} or its plan is not a valid recording ({found_there}). Record again with "

@@ -112,5 +112,5 @@ def test_refusals(tmp_path: Path) -> None:
     path.write_text(json.dumps(step))
     from_recording(tmp_path, workload, STAGES)
     (tmp_path / "piper" / "plan.json").unlink()
-    with pytest.raises(PiperError, match=r"not a valid recording \(FileNotFoundError: .*Record again"):
+    with pytest.raises(PiperError, match=r"cannot be read as a recording: .* Record again"):
         from_recording(tmp_path, workload, STAGES)

@@ -63,7 +63,7 @@ def from_recording(
     for path in paths:
         try:
             sizes.add(_read(path, read_json(path), tag, found, None if len(stages) > 1 else 0))
-        except (OSError, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise PiperError(
                 f"{str(path)!r} or its plan is not a valid recording ({type(error).__name__}: {error}). "
                 "Record again with PiperStrategy(profile=...) [PIPER-R002]"
