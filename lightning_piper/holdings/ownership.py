@@ -218,23 +218,18 @@ class Ownership:
         end like all other tensors. All processes call this method with the same program. Return whether any
         device, in any process, drops a tensor.
         """
-        restricted = self.tensor_map.restrict(compiled, self._changes(compiled))
+        params = self.params
+
+        def changes(name: str, device: int) -> bool:
+            return params[name].requires_grad if name in params else name in compiled.written_on(device)
+
+        restricted = self.tensor_map.restrict(compiled, changes)
         for own in (self, *self.copies):
             own.tensor_map.holder_groups = self.tensor_map.holder_groups
             for name in restricted:
                 if not own.tensor_map.holds_whole(name, self._world.rank):
                     own._replace_by_placeholder(name)
         return bool(restricted)
-
-    def _changes(self, compiled: Compiled) -> Callable[[str, int], bool]:
-        """Return a function of a tensor's name and a device: whether a step of the program changes the tensor
-        on the device."""
-        params = self.params
-
-        def changes(name: str, device: int) -> bool:
-            return params[name].requires_grad if name in params else name in compiled.written_on(device)
-
-        return changes
 
     def _absent(self, known: Known) -> tuple[set[str], bool]:
         """Return the names of the tensors that have no values on rank 0, or that are in `known`. Also return
@@ -301,10 +296,9 @@ class Ownership:
         """In the one process that has all devices, make the parameters of each bucket views of a flat tensor.
 
         In `shards`, each device gets its shard of that tensor, or the whole flat tensor if the device keeps
-        the bucket gathered between steps.
-        A bucket whose parameters are divided along an axis (`degree` above 1) gets a flat tensor of its own
-        for each part. `refresh` copies the parameters into these tensors. Every other tensor moves to the
-        device whole.
+        the bucket gathered between steps. A bucket whose parameters are divided along an axis (`degree` above 1)
+        gets a flat tensor of its own for each part. `refresh` copies the parameters into these tensors. Every
+        other tensor moves to the device whole.
 
         Raises:
             PiperError: A parameter is in two buckets.
@@ -432,8 +426,7 @@ class Ownership:
         elif self._world.size == 1:
             # One process never drops a tensor, but its sharded parameters are views of flat tensors.
             for bucket in dict.fromkeys(bucket for shards in self.shards.values() for bucket in shards):
-                for name in bucket.names:
-                    tensor = self._get(name)
+                for tensor in map(self._get, bucket.names):
                     tensor.data = tensor.data.clone()
 
     def held_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
@@ -587,11 +580,9 @@ class Ownership:
         """Return the elements `start:stop`, which this process holds, in one dimension. They are its local
         shard of the tensor if it has one, otherwise these elements of the whole tensor."""
         shard = self._local_shards.get(name)
-        return (
-            flattened(self._get(name).detach(), self.tensor_map.specs[name])[start:stop]
-            if shard is None
-            else shard.detach()
-        )
+        if shard is not None:
+            return shard.detach()
+        return flattened(self._get(name).detach(), self.tensor_map.specs[name])[start:stop]
 
     def _move(self, part: torch.Tensor | None, source: int, target: int, into: torch.Tensor | None) -> None:
         if source == target == self._world.rank:
