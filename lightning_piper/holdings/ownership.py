@@ -14,7 +14,7 @@ parameter cannot be a view of the flat tensors of several parts. The devices hav
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
