@@ -157,6 +157,18 @@ class Twice(torch.autograd.Function):
         return gradient * 2
 
 
+class Same(torch.autograd.Function):
+    """A function that returns its argument. C++ code makes a view of it, outside of any call."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * 2
+
+
 def third(block: Block, x: Tensor, y: Tensor, kept: dict[str, Tensor]) -> Tensor:
     return y * 2 if block.index == 2 else y
 
@@ -199,6 +211,8 @@ OTHERS = {
     "its input": lambda block, x, y, kept: x,
     "two results": lambda block, x, y, kept: (y, y * 2),
     "a function with its own gradient": lambda block, x, y, kept: Twice.apply(y),
+    "such a function of an input": lambda block, x, y, kept: y + Same.apply(x),
+    "such a function in one block": lambda block, x, y, kept: Same.apply(y) if block.index == 2 else y,
     "a hook of a tensor": lambda block, x, y, kept: (y.register_hook(lambda g: g * 2), y)[1],
     "a property of the graph": lambda block, x, y, kept: y * (2.0 if x.is_leaf else 3.0),
 }

@@ -29,6 +29,7 @@ from lightning_piper.capture.torch_private import _torch, _torch_calls
 from lightning_piper.capture.user_code.source import line_in_backward
 from lightning_piper.common.limits import OPERATIONS
 from lightning_piper.errors import LongStepError
+from lightning_piper.ir._torch_functions import without_torch_function
 
 # Types whose values are equal if their `repr` is equal.
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format)
@@ -368,7 +369,13 @@ class _OperationLog(_torch.TorchDispatchMode):
         Raises:
             LongStepError: the forward pass is too long; see `long_steps_refused`.
         """
-        kwargs = kwargs or {}
+        # The C++ code of an autograd.Function calls operations while the modes of `block_replay.py` are active. An error
+        # of such a mode in here could end the process.
+        with without_torch_function():
+            return self._dispatched(function, args, kwargs or {})
+
+    def _dispatched(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """See `__torch_dispatch__`."""
         if self._muted:
             return function(*args, **kwargs)
         # Such an operation needs no record, because the properties are recorded with the tensor.
