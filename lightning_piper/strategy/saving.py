@@ -51,6 +51,7 @@ from lightning_piper.strategy.loading.other_optimizer import naming_optimizers
 from lightning_piper.strategy.phases import Eager, Ended, Fitting, Idle, Starting
 from lightning_piper.strategy.process_management import Requeue
 from lightning_piper.strategy.spares import _lightning as spares
+from lightning_piper.strategy.spares.checks import check_callbacks
 from lightning_piper.strategy.spares.module_state import restore_modes
 
 # Entries that only a copy in memory has: other state of the fit, which has the reason why its step runs uncaptured, and
@@ -307,7 +308,12 @@ class SavingStrategy(EvaluatingStrategy):
 
     def _keep_copies(self, trainer: pl.Trainer) -> None:
         """Keep a copy of the fit's state at the start of each batch until the end of the run. If the fit continues from
-        such a copy, begin with the batch of the copy."""
+        such a copy, begin with the batch of the copy.
+
+        Raises:
+            PiperError: A callback supports no spares.
+        """
+        check_callbacks(trainer, self._spare_count)
         self._at_end.callback(spares.before_batches(trainer, partial(self._keep_copy, trainer)))
         if trainer.ckpt_path == MEMORY:
             spares.continue_with_batch(trainer)
@@ -317,8 +323,10 @@ class SavingStrategy(EvaluatingStrategy):
             self.phase.eager = self.phase.eager or outside[EAGER]
 
     def _keep_copy(self, trainer: pl.Trainer) -> None:
-        """Keep a copy of this process's part of the fit's state in memory, at the start of each batch that does not continue
-        an accumulation, from the second batch on. Collective.
+        """Keep a copy of this process's part of the fit's state in memory, at the start of each batch from the second
+        batch on. Collective.
+
+        A batch that continues an accumulation, or that begins with a new parameter group, does not have a copy.
 
         Raises:
             PiperError: Another process does not have the state of this process's replica.
@@ -330,7 +338,11 @@ class SavingStrategy(EvaluatingStrategy):
             # Lightning draws random numbers until here.
             spares.restore_random_numbers(self._restored.outside["random"])
         continues = isinstance(phase, Starting) or batches.current.ready % trainer.accumulate_grad_batches
-        if continues or self._watch.replaces is None:  # the run has no spare any more
+        # A hook has added a parameter group, which the batch distributes.
+        added = isinstance(phase, Fitting) and len(self.optimizers[0].param_groups) > len(
+            phase.fit.optimizer.names
+        )
+        if continues or added or self._watch.replaces is None:  # the run has no spare any more
             return
         sharding = next((x for x in self.optimizers if hasattr(x, "consolidate_state_dict")), None)
         if sharding is not None or (not isinstance(phase, Fitting) and phase.left.optimizers):
@@ -365,7 +377,9 @@ class SavingStrategy(EvaluatingStrategy):
             self._copied = tensor_map.holder_groups, names
         saved = {tensor_map.canonical.get(name, name) for name in content["state_dict"]}
         content[BESIDE] = [name for name in tensor_map.specs if name not in saved]
-        copies = [] if self._averages is None else self._averages.ranges(referenced(content))
+        # the keys of averages are `averages.NUMBER.NAME`
+        own = {key for key in referenced(content) if key.split(".", 2)[-1] in self._copied[1]}
+        copies = [] if self._averages is None else self._averages.ranges(own)
         return own_ranges(fit.ownership, fit.optimizer, self._copied[1]) + copies
 
     def _rounds_entry(self, checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:

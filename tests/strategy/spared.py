@@ -13,7 +13,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 from torchmetrics import MeanMetric
@@ -35,6 +35,10 @@ PROGRAMS: dict[str, dict[str, int]] = {
     "zero3": {"dp": 2, "zero": 3},
     "stages": {"pp": 2, "microbatches": 2},
     "stages of replicas": {"pp": 2, "dp": 2, "microbatches": 2},
+}
+AVERAGING: dict[str, Callable[[], L.Callback]] = {
+    "averages": EMAWeightAveraging,
+    "stochastic averages": lambda: StochasticWeightAveraging(swa_lrs=1e-2),
 }
 MOMENTS = ("data", "forward", "update", "validation", "save")
 
@@ -275,7 +279,12 @@ def train(rank: int, folder: Path, size: int, moment: str, kind: str = "") -> di
     manual = kind in ("manual", "no gradients")
     degrees = PROGRAMS.get(kind, {"dp": size})
     strategy = piper.PiperStrategy(**degrees, spares=spares, timeout=PATIENCE)
-    callbacks = [history := History(), save]
+    special = kind.startswith("uncaptured"), kind.startswith("stages"), kind.endswith("unfreezes")
+    module = Manual() if manual else Net(*special)
+    callbacks: list[L.Callback] = [history := History(), save]
+    if kind in AVERAGING:
+        callbacks.append(AVERAGING[kind]())
+        module.double()
     fit, record = trainer(
         strategy,
         [*callbacks, losing]
@@ -296,8 +305,6 @@ def train(rank: int, folder: Path, size: int, moment: str, kind: str = "") -> di
         launcher: Any = fit.strategy.launcher
         launcher.procs[:] = [Alive() for _ in range(size - 1)]
         launcher.waiting[:] = [Alive(1 if kind == "dead spare" else None) for _ in range(spares)]
-    special = kind.startswith("uncaptured"), kind.startswith("stages"), kind.endswith("unfreezes")
-    module = Manual() if manual else Net(*special)
 
     def shifted(samples: Any) -> Any:
         x, y = default_collate(samples)

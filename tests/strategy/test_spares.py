@@ -66,6 +66,7 @@ def test_state_that_is_not_restored_changes_the_result(moment, kind, wanted, tmp
 
 @pytest.mark.parametrize("kind, moment", [
     ("accumulated", "validation"), ("uncaptured", "update"), ("unfreezes", "update"),
+    ("averages", "update"),
 ])  # fmt: skip
 def test_three_processes(kind, moment, tmp_path):
     check(lose(tmp_path / "lost", 3, moment, kind), undisturbed(tmp_path / "undisturbed", 3, kind)[0])
@@ -111,6 +112,7 @@ def test_without_a_spare_the_run_ends_with_its_error(kind, lost, tmp_path):
 @pytest.mark.parametrize("kind, words", [
     ("uncaptured zero1", "state of an uncaptured step is sharded"),
     ("validates", "which must be fit, but it is validate"),
+    ("stochastic averages", "does not support StochasticWeightAveraging"),
 ])  # fmt: skip
 def test_refusals(kind, words, tmp_path):
     for end in run_ranks(3, train, tmp_path, tmp_path, 2, "", kind, joined=False)[:2]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 
-from lightning_piper.common.lightning_packages import is_exactly
+from lightning_piper.common.lightning_packages import is_a, is_exactly
 from lightning_piper.common.limits import shown
 from lightning_piper.errors import PiperError
 from lightning_piper.processes.spares import SPARES
@@ -57,3 +59,17 @@ def check_spares(environment: ClusterEnvironment, processes: int, nodes: int, de
         found = "this system does not have memory that processes share as files. Use Linux"
     if found is not None:
         raise PiperError(f"PiperStrategy(spares=...): {found}, or remove spares [PIPER-S003]")
+
+
+def check_callbacks(trainer: pl.Trainer, spares: int) -> None:
+    """Check that the callbacks of a fit can continue in the middle of an epoch.
+
+    Raises:
+        PiperError: A callback continues only at the start of an epoch.
+    """
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    if any(is_a(each, StochasticWeightAveraging) for each in callbacks):
+        raise PiperError(
+            f"PiperStrategy(spares={spares}) does not support StochasticWeightAveraging, which continues only at the start "
+            "of an epoch. Use EMAWeightAveraging, or remove spares [PIPER-S002]"
+        )
