@@ -73,12 +73,15 @@ class Setting(NamedTuple):
 
 
 @cache
+def _captured(size: str, stages: int) -> CapturedStep:
+    batch = torch.zeros(1, LENGTH + 1, dtype=torch.long, device="meta")
+    return capture(on_meta(size, stages), batch)
+
+
 def captured(setting: Setting, stages: int) -> CapturedStep:
-    """Return the step of a model with `stages` stages, without data."""
+    """Return the step of a model with `stages` stages, without data. Settings of one model share their traces."""
     samples = setting.replicas * setting.microbatches * setting.samples
-    return capture(
-        on_meta(setting.size, stages), torch.zeros(samples, LENGTH + 1, dtype=torch.long, device="meta")
-    )
+    return _captured(setting.size, stages).resized(samples)
 
 
 @cache
