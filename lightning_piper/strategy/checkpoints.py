@@ -355,10 +355,9 @@ def of_files(io: CheckpointIO, path: str | Path) -> TorchCheckpointIO | None:
 
 def _inside(io: CheckpointIO) -> CheckpointIO:
     """Return the plugin inside of Lightning's own `AsyncCheckpointIO`, or the given plugin."""
-    found: CheckpointIO = (
-        io.checkpoint_io if is_exactly(io, AsyncCheckpointIO) and not _is_changed(io) else io
-    )  # type: ignore[attr-defined]
-    return found
+    if is_exactly(io, AsyncCheckpointIO) and not _is_changed(io):
+        return io.checkpoint_io  # type: ignore[attr-defined, no-any-return]
+    return io
 
 
 def _is_changed(io: CheckpointIO) -> bool:

@@ -364,7 +364,7 @@ class SavingStrategy(EvaluatingStrategy):
         eager = None if captured else "it ran uncaptured when a process was lost"
         content[OUTSIDE] = spares.outside_checkpoint(trainer, gradients=not captured) | {EAGER: eager}
         content |= own_entry(phase.left.seed, self._loaders.content(self._drawing))
-        ranges = self._own_ranges(phase.fit, content) if captured else []
+        ranges = self._own_ranges(phase.fit, content) if isinstance(phase, Fitting) else []
         check_values(content)
         copies.keep(self.global_rank, content, ranges, batches.total.ready, self._steady_memory())
 

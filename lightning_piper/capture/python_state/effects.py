@@ -128,7 +128,7 @@ def _check_saved_tensors_hooks(step: str, entered: torch.autograd.graph.saved_te
         return
     raise CaptureError(
         f"{user_line()}: {step} enters saved_tensors_hooks, but the backward pass of a captured step does not call such "
-        "hooks. To save memory, use torch.utils.checkpoint or the directive Recompute [PIPER-C003]"
+        "hooks. To save memory, use the directive Recompute or Offload [PIPER-C003]"
     )
 
 

@@ -183,6 +183,7 @@ def _restore_logged_in_epoch(trainer: pl.Trainer, state: Mapping[str, State]) ->
         results[key] = each = _ResultMetric(meta, "value" in found["sums"])
         vars(each).update(found["sums"])
         if not each.is_tensor:
+            assert meta.metric_attribute is not None  # Lightning knows where the metric object is
             each.value = attrgetter(meta.metric_attribute)(trainer.lightning_module)
 
 
