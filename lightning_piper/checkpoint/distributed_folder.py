@@ -187,8 +187,8 @@ def _unreadable(path: Path, error: BaseException, weights_only: bool) -> PiperEr
         )
     if isinstance(error, AttributeError) and not weights_only:  # of the method that restores the object
         return PiperError(
-            f"{path} has an object that cannot be read: {error}. Convert it in a script whose classes are the classes "
-            "of the training [PIPER-K007]"
+            f"{path} has an object that cannot be read: {error}. Convert it in a script that defines or imports its "
+            "class in the same way as the training did [PIPER-K007]"
         )
     if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
         return PiperError(

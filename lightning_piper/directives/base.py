@@ -241,6 +241,8 @@ class Directive:
                 advice = "put an order that names BI or BW before this directive"
                 if self.op not in AFTER_SPLITS:
                     advice = "leave PASS out of the filter"
+                    if self.op == "place":
+                        advice = f"name B instead, or {advice}"
                 self.refuse(field, f"{nothing}: {chunk.label} is not split", f"{advice} [PIPER-D008]")
             if chunk.kind in SPLIT_BACKWARD and not named and matches(condition, {**chunk.tags, "PASS": "B"}):
                 by = f"{nothing}: directive {chunk.origin} has split B into BI and BW, such as {chunk.label}"

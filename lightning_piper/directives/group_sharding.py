@@ -104,10 +104,13 @@ class Sharding(Directive):
             found[meshes[where]] = chunk
         if len(found) > 1:
             shown = " and ".join(f"{chunk.label} on {list(chunk.devices)}" for chunk in found.values())
+            if len({mesh.size(self.axis) for mesh in found}) > 1:
+                different = f"{shown} have different numbers of devices along {self.axis!r}"
+                self.refuse("devices", different, "give all groups the same number [PIPER-D005]")
             self.refuse(
                 "devices",
                 f"{shown} have their devices at different positions along {self.axis!r}",
-                "list the devices and the axes in the same order in all groups [PIPER-D005]",
+                "give all groups meshes of one shape, with the devices and the axes in the same order [PIPER-D005]",
             )
         return next(iter(found))
 

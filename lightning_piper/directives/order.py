@@ -172,10 +172,13 @@ class Order(Directive):
             return self.select(dag, field, condition, index)
         found = copies(dag, condition)
         if not found and not names_absent(dag, condition):
+            advice = (
+                "correct the tags of this filter" if copies(dag, {}) else "add an offload of these chunks"
+            )
             self.refuse(
                 field,
                 f"{describe(condition)} matches nothing",
-                "add an offload of these chunks, or remove this filter [PIPER-D004]",
+                f"{advice}, or remove this filter [PIPER-D004]",
             )
         return found
 

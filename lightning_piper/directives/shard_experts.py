@@ -209,9 +209,9 @@ class ShardExperts(Sharding):
         if any(out.names[0].startswith("change") for out in direct):
             self.refuse(
                 "filter",
-                f"{label} reads or makes tensors that another directive shards along another dimension",
-                "shard the parameters that read these tensors along another dimension, or leave them out of "
-                "params [PIPER-D016]",
+                f"{label} has a change of sharding inside, which another directive needs",
+                "change the dimension of the parameters of this region in that directive's params, or leave them out "
+                "[PIPER-D016]",
             )
         names = ", ".join(out.names[0] for out in direct[:3])
         if enters:

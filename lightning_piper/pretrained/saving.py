@@ -256,8 +256,10 @@ def _keys(model: Any) -> dict[str, str]:
         if name not in tensors or tensors[name].dtype not in NAMES:
             found, advice = (
                 (
-                    f"has the dtype {tensors[name].dtype}, which the files cannot hold",
-                    "Convert it to a dtype such as float32 or int64",
+                    f"has the dtype {tensors[name].dtype}, which Piper does not write",
+                    "Store it as real numbers (torch.view_as_real)"
+                    if tensors[name].dtype.is_complex
+                    else "Convert it to a dtype such as float32 or int64",
                 )
                 if name in tensors
                 else (

@@ -325,9 +325,9 @@ class Executor:
         if lost:
             names = sorted(name for bucket, *_ in lost for name in bucket.names)
             raise ExecutionError(
-                f"device {self.plan.device}: gradients of {', '.join(names[:3])} were accumulated from "
-                "another batch, whose plan sums them over other devices than the plan of this batch. Give all batches "
-                "of an accumulation the same shapes (for example, drop_last=True in the DataLoader) [PIPER-X005]"
+                f"device {self.plan.device} has accumulated gradients of {', '.join(names[:3])}, to which the plan of "
+                "this batch cannot add. Give all batches of an accumulation the same shapes (for example, "
+                "drop_last=True in the DataLoader) [PIPER-X005]"
             )
 
     def advance(self) -> bool:

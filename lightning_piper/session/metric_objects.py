@@ -251,9 +251,9 @@ class MetricObjects:
             if ranks and ranks != known.owners:
                 here, there = (",".join(map(str, x)) for x in (ranks, known.owners))
                 raise PiperError(
-                    f"self.{name} is updated on device {here} in one step, and on device {there} in another. "
-                    "Give each step its own metric object, or compute its arguments in the same annotated "
-                    "region [PIPER-C008]"
+                    f"self.{name} is updated on device {here} in one method (such as training_step), and on device "
+                    f"{there} in another method (such as validation_step). Give each method its own metric object, or "
+                    "compute the metric's arguments in the same annotated region [PIPER-C008]"
                 )
             return
         ranks = ranks or self._world.first_ranks

@@ -379,9 +379,9 @@ def _dependent_samples(compiled: Compiled) -> Iterator[str]:
     if code.assumed and not compiled.step.executed:
         where = "" if code.meet is None else f" (it mixes samples in {code.meet})"
         yield (
-            "the loss is not a sum of means, sums, and ratios whose denominators depend only on the "
-            f"batch{where}. Piper averages its values on microbatches and replicas as means over samples, so "
-            f"the loss may differ from that of all {dag.size} samples [PIPER-W006]"
+            f"the loss is not a sum of means{where}, so Piper cannot combine it exactly from parts of the batch. It "
+            "averages the losses of the parts, weighted by their numbers of samples, which may differ from the loss of "
+            f"all {dag.size} samples [PIPER-W006]"
         )
     elif code.meet is not None:
         apart = "Each microbatch or replica sees only its own samples, so"

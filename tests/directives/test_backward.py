@@ -224,7 +224,7 @@ def test_transfers_carry_the_gradients_of_inputs() -> None:
         (
             [{"op": "place", "filter": {"PP": 1, "PASS": "BI"}, "devices": [0]}],
             "directive 0 (place): field 'filter': {PP: 1, PASS: BI} matches nothing: B[PP=1] is not split. "
-            "Leave PASS out of the filter",
+            "Name B instead, or leave PASS out of the filter",
         ),
         (
             [split(2), order(bw(1, 0), bi(1, 0))],

@@ -217,7 +217,7 @@ CASES: dict[str, tuple[Callable[[], object], str, Callable[[], object]]] = {
     ),
     "a whole backward pass": (
         lambda: compiled(place({"PASS": "BI"}, 0)),
-        r"B\[PP=1\] is not split\. Leave PASS out of the filter",
+        r"B\[PP=1\] is not split\. Name B instead, or leave PASS out of the filter",
         lambda: compiled(*ONE),
     ),
     "a group of devices": (

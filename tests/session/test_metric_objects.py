@@ -112,7 +112,7 @@ def test_parts_of_a_collection_are_claimed_once():
     objects.claim(net, {"some": (1,)})
     assert [net.some["a"].compute, net.some["b"].compute] == computes
     with pytest.raises(
-        PiperError, match=r"self.some.a is updated on device 0 in one step, and on device 1 in another"
+        PiperError, match=r"self.some.a is updated on device 0 in one method .*, and on device 1 in another"
     ):
         objects.claim(net, {"some.a": (0,)})
 

@@ -50,20 +50,19 @@ def ring_sharding(writer: Decomposer, node: Node) -> Sharded | None:
     mask: Any = node.kwargs.get("attn_mask")
     why, fix = None, ""
     if held != [part] * 3:
-        why, fix = "keys and values are not sharded like the queries", "leave attention= out"
+        why = "its keys and values are not sharded like its queries"
+        fix = "If no other attention uses the ring, leave attention= out"
     elif argument(node, 6 if backward else 3, 0.0):
-        why, fix = "the attention has dropout", "set its dropout to 0"
+        why, fix = "it has dropout", "To use ring attention, set its dropout to 0"
     elif mask is not None and not mask.meta["val"].is_floating_point():
         why = "its mask is not a floating-point mask that is added"
-        fix = "give a mask with 0 for a position to read, and -inf for any other position"
+        fix = "To use ring attention, give a mask with 0 for a position to read, and -inf for any other position"
     if why is None:
         return part
     if not backward:
-        instead = "Piper gathers the keys and values instead, or exchanges sequence shards for heads"
-        advice = fix if why.startswith("keys") else f"to use ring attention, {fix}"
         warnings.warn(
-            f"{own_line(node)}: attention='ring' does not apply, because {why}. {instead}. "
-            f"{advice[0].upper()}{advice[1:]} [PIPER-W020]",
+            f"{own_line(node)}: attention='ring' does not apply to this attention, because {why}. This attention uses "
+            f"the default communication instead. {fix} [PIPER-W020]",
             stacklevel=2,
         )
     return None

@@ -61,11 +61,13 @@ def shard_batch(dag: TrainingDAG, mesh: Mesh, directive: Directive) -> None:
 
 def _refuse_statistics(dag: TrainingDAG, directive: Directive, local: Sequence[str]) -> NoReturn:
     """Raise an error for buffers whose values would differ between the replicas."""
+    own = [name for name in local if name.rsplit(".", 1)[-1] not in RUNNING]
+    local = own or local
     found = (
         f"each replica would update {', '.join(local[:3])} from its own samples, so the values would differ between "
         "replicas"
     )
-    if not all(name.rsplit(".", 1)[-1] in RUNNING for name in local):
+    if own:
         accepted = "compute the values from the samples of all replicas (piper.gather_samples)"
         directive.refuse("filter", found, f"{accepted} [PIPER-D011]")
     advice = "replace batch norms by nn.SyncBatchNorm (Trainer(sync_batchnorm=True))"
