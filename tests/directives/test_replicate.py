@@ -10,10 +10,13 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
+from torch import nn
 
 import lightning_piper as piper
+from lightning_piper.capture import capture
 from lightning_piper.capture.eager.eager_reference import Outcome
 from lightning_piper.directives import parse, replicas_of
 from lightning_piper.errors import DirectiveError, VerificationError
@@ -200,6 +203,24 @@ def test_refuses_buffers_that_change() -> None:
         r".*GroupNorm",
     ):
         dag_of(captured("conv").step, [placed(), replicate()])
+
+
+class Averaged(L.LightningModule):
+    """A step that updates a batch norm's statistics and a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("average", torch.zeros(4))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.average.mul_(0.9).add_(batch.mean(0))
+        return self.norm(batch).square().mean()  # type: ignore[no-any-return]
+
+
+def test_the_remedy_for_buffers_of_the_module_does_not_name_statistics() -> None:
+    with pytest.raises(DirectiveError, match=r"would update average from .*gather_samples"):
+        dag_of(capture(Averaged(), torch.randn(8, 4)), [placed(), replicate()])
 
 
 @pytest.mark.parametrize("verify", [True, False])

@@ -49,9 +49,10 @@ def inside(added: str) -> tuple[str, str]:
     return dividing.GELU, f"{dividing.GELU}; {added}"
 
 
-def meshes(*axes: list[str]) -> object:
+def meshes(*axes: list[str], last: list[list[int]] = FOUR) -> object:
     conditions: list[Any] = [{"EP": "-"}, {"EP": 0}, {"EP": 1}]
-    places = [Place(devices=FOUR, axes=a, filter=each) for a, each in zip(axes, conditions, strict=True)]
+    given = zip(axes, conditions, (FOUR, FOUR, last), strict=True)
+    places = [Place(devices=devices, axes=a, filter=each) for a, each, devices in given]
     return experts(*places, Replicate(), ShardExperts(), changes=(TWICE,))
 
 
@@ -124,8 +125,13 @@ CASES: dict[str, tuple[Callable[[], object], str, Callable[[], object]]] = {
     ),
     "meshes of experts in two orders": (
         lambda: meshes(["dp", "ep"], ["dp", "ep"], ["ep", "dp"]),
-        r"at different positions along 'ep'\. List the devices and the axes in the same order in all groups",
+        r"at different positions along 'ep'\. Give all groups meshes of one shape, with the devices and the axes in the same order",
         lambda: meshes(["dp", "ep"], ["dp", "ep"], ["dp", "ep"]),
+    ),
+    "meshes of experts of two sizes": (
+        lambda: meshes(*[["dp", "ep"]] * 3, last=[[0, 1, 2, 3]]),
+        r"have different numbers of devices along 'ep'\. Give all groups the same number",
+        lambda: meshes(*[["dp", "ep"]] * 3),
     ),
     "a device in two groups": (
         lambda: experts(*EXPERTS, ShardExperts(devices=[[0, 1], [1, 2]])),
