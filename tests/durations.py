@@ -2,7 +2,7 @@
 within minutes.
 
 With PIPER_ONE_OF_EACH, as in continuous integration, each test of which all cases are long runs with its
-shortest case, if this case takes at most 6 s.
+shortest case, if this case takes at most 3 s.
 
 `make durations` records all tests into durations.json: the seconds of a test, and of a fixture that several
 tests share. They are processor seconds of this process and of the processes that it has started, because
@@ -25,7 +25,7 @@ from tests.seconds import seconds
 
 FILE = Path(__file__).with_name("durations.json")
 LIMIT = 0.4  # a test is long if it takes longer than this, or if its shared fixture does
-LIMIT_OF_ONE = 6.0  # with PIPER_ONE_OF_EACH, a case that takes longer than this does not run
+LIMIT_OF_ONE = 3.0  # with PIPER_ONE_OF_EACH, a case that takes longer than this does not run
 KEPT = 0.3  # seconds below which a test is not recorded
 RECORD = "PIPER_RECORD_DURATIONS"
 ONE_OF_EACH = "PIPER_ONE_OF_EACH"
