@@ -408,12 +408,16 @@ CASES: dict[str, tuple[Callable[[], object], str, Callable[[], object]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_fix_of_a_message_works(name: str) -> None:
-    wrong, says, fixed = CASES[name]
+def check_fix(wrong: Callable[[], object], says: str, fixed: Callable[[], object]) -> None:
+    """Check that a mistake gives a message, and that the fix in the message works."""
     with pytest.raises(piper.PiperError, match=says):
         wrong()
     fixed()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_fix_of_a_message_works(name: str) -> None:
+    check_fix(*CASES[name])
 
 
 def test_a_long_schedule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

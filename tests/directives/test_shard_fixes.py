@@ -15,7 +15,7 @@ from lightning_piper.capture import capture
 from lightning_piper.compiler import compile_step
 from lightning_piper.directives import parse
 from tests.directives.test_fixes import BOTH, Lone, Parts, compiled, place
-from tests.directives.test_more_fixes import WEIGHT, sharded
+from tests.directives.test_more_fixes import WEIGHT, check_fix, sharded
 from tests.errors import dividing
 
 EXPERTS = [place({}, *BOTH), Replicate()]
@@ -209,7 +209,4 @@ CASES: dict[str, tuple[Callable[[], object], str, Callable[[], object]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_fix_of_a_message_works(name: str) -> None:
-    wrong, says, fixed = CASES[name]
-    with pytest.raises(piper.PiperError, match=says):
-        wrong()
-    fixed()
+    check_fix(*CASES[name])

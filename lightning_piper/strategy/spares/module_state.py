@@ -17,7 +17,7 @@ def state_beside(module: nn.Module, gradients: bool) -> State:
 
     Args:
         module: The module.
-        gradients: Whether to return the gradients, too. An uncaptured step may accumulate them over batches.
+        gradients: Whether to return the gradients as well. An uncaptured step may accumulate them over batches.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     return {
