@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.nodeid.partition("[")[0] in launched:
             continue
-        if _taken(item, recorded) > LIMIT:
+        if _taken(item, recorded) > LIMIT and not item.get_closest_marker("quick"):
             item.add_marker("long")
     if ONE_OF_EACH in os.environ:
         kept = _one_of_each(items, recorded, launched)

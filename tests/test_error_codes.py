@@ -8,9 +8,13 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import pytest
+
 from lightning_piper import errors
 from tests.prose import RULES
 from tests.test_warnings import literal, pattern, texts, trees
+
+pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[1]
 CLASSES = {name for name, cls in vars(errors).items() if isinstance(cls, type)} | {"NoRoom"}

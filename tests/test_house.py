@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import pytest
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parents[1] / "lightning_piper"
 
 # The sub-packages of each package, in an order in which each one imports only sub-packages before it. A file

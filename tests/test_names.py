@@ -8,6 +8,10 @@ import ast
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parents[1] / "lightning_piper"
 
 # A file may not be named by one of these words alone, nor may its name end in one of them.

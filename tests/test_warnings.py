@@ -10,7 +10,11 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 import lightning_piper
+
+pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(lightning_piper.__file__).parent
