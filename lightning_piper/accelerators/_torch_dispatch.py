@@ -39,18 +39,21 @@ def schema_of(operation: Any) -> Any:
 
 
 @cache
-def _aliased(operation: Any) -> Mapping[str, int] | None:
+def _aliased(operation: Any, changed: bool) -> Mapping[str, int] | None:
     """Return name -> position of each argument of `aliased_arguments`. None for an operator without a schema."""
     if not hasattr(operation, "_schema"):
         return None
     arguments = enumerate(operation._schema.arguments)
-    return {x.name: i for i, x in arguments if x.alias_info is not None}
+    found = [(x, i) for i, x in arguments if x.alias_info is not None]
+    return {x.name: i for x, i in found if x.alias_info.is_write or not changed}
 
 
-def aliased_arguments(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+def aliased_arguments(
+    operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], changed: bool = False
+) -> list[Any]:
     """Return the arguments of a call that an operation changes or of which its result is an alias, as far as its schema
-    says. Without a schema, return all arguments."""
-    if (aliased := _aliased(operation)) is None:
+    says. With `changed`, return only those that it changes. Without a schema, return all arguments."""
+    if (aliased := _aliased(operation, changed)) is None:
         return [*args, *kwargs.values()]
     return [args[i] if i < len(args) else kwargs.get(name) for name, i in aliased.items()]
 

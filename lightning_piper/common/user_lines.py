@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import linecache
 import re
 import sys
@@ -16,6 +17,7 @@ from importlib.metadata import (
     requires,
 )
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -86,6 +88,13 @@ def user_line(error: BaseException | None = None) -> str:
 def shown_line(file: str, number: int) -> str:
     """Return a line of a file as `file:line (code)`, the form of `user_line`."""
     return f"{file}:{number} ({linecache.getline(file, number).strip()})"
+
+
+def defined_at(function: Any) -> str:
+    """Return ` (file:line)` of the definition of a Python function or method, to append to a message; "" for another
+    callable."""
+    code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+    return "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
 
 
 def user_frame() -> str:

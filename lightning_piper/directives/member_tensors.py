@@ -372,13 +372,18 @@ def _check_divided(directive: TensorSharding, dag: TrainingDAG) -> None:
         if output.kind == Kind.ACTIVATION
     }
     dims = {_part(said).dim for said in (directive.values or {}).values()}
+    written = directive.written_for is not None
+    if dims and not ranks and not directive.weights and not dag.forward_only:
+        found = "the step is one region, so it has no values between regions to shard"
+        advice = f"annotate parts of the step, such as the layers{', or leave cp out' if written else ''}"
+        directive.refuse("values", found, f"{advice} [PIPER-D017]")
     if dims and ranks and min(dims) >= max(ranks):
         found = (
             f"no region outputs a value with a dimension {min(dims)}, because the outputs of all regions have "
             f"at most {counted(max(ranks), 'dimension')}"
         )
         advice = "name another dimension: positions are dimension 1 of [samples, positions, features]"
-        if directive.written_for is not None:
+        if written:
             advice = "leave cp out, because the step has no sequences to shard"
         directive.refuse("values", found, f"{advice} [PIPER-D017]")
 

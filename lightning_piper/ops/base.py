@@ -23,6 +23,7 @@ import torch
 
 from lightning_piper.common.limits import shown
 from lightning_piper.common.units import counted
+from lightning_piper.common.user_lines import defined_at
 from lightning_piper.errors import ExecutionError, PiperError, VerificationError
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.dag import TrainingDAG
@@ -92,7 +93,7 @@ def parts_of(exchange: Exchange, state: Any, members: int) -> Sequence[Any]:
         returned = f"{shown(parts)}, which is not a list" if found is None else counted(found, "part")
         raise ExecutionError(
             f"parts() of {kind} returns {returned}, for {counted(members, 'member')}. Return a list with one part for "
-            "each member, in their order [PIPER-D019]"
+            f"each member, in their order{defined_at(exchange.parts)} [PIPER-D019]"
         )
     return parts
 
@@ -376,8 +377,8 @@ def problems_with(facts: Facts, node: Node) -> list[str]:
     for problem in problems:
         if problem is found or not isinstance(problem, str):
             raise VerificationError(
-                f"the static rule of {_kind(node)} gives {shown(problem)}. Let it yield sentences, or give []"
-                " [PIPER-D019]"
+                f"the static rule of {_kind(node)} gives {shown(problem)}. Let it yield sentences, or give "
+                f"[]{defined_at(operation_of(node).check)} [PIPER-D019]"
             )
     return problems
 
@@ -403,7 +404,8 @@ def made_by(run: Reference, node: Node, outputs: Sequence[int]) -> list[list[Hel
                 f"the reference semantics of {_kind(node)} give no list of tensors for group rank {group_rank}, output "
                 f"{i}. Return a list of tensors for each group rank (there "
                 f"{'is' if len(run.group_ranks) == 1 else 'are'} {len(run.group_ranks)}) and each output (there "
-                f"{'is' if len(node.outputs) == 1 else 'are'} {len(node.outputs)}) [PIPER-D019]"
+                f"{'is' if len(node.outputs) == 1 else 'are'} {len(node.outputs)})"
+                f"{defined_at(operation_of(node).interpret)} [PIPER-D019]"
             )
     return made
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from typing import Any
 
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 
 import lightning_piper as piper
 from lightning_piper import Replicate, ShardExperts, ShardWeights, Split
+from lightning_piper.degrees import Degrees
 from lightning_piper.directives import member_tensors
 from lightning_piper.errors import CaptureError, DirectiveError, VerificationError
+from lightning_piper.ir.values import Kind
 from lightning_piper.ops.communication.all_to_all import AllToAll
 from lightning_piper.ops.communication.redistribute import CutOut, Redistribute
 from lightning_piper.ops.update import Update
@@ -247,6 +250,34 @@ def test_a_dimension_that_no_value_has_is_refused():
         match="field 'values': no region outputs a value with a dimension 5, because the outputs of all regions have at most 3",
     ):
         compiled_for([grid(cp=2), sequences(values={"*": 5})])
+
+
+class Plain(L.LightningModule):
+    """A model of sequences, with or without annotations."""
+
+    def __init__(self, annotated: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.annotated = nn.Linear(8, 8), nn.Linear(8, 8), annotated
+
+    def training_step(self, batch, batch_idx):
+        with piper.annotate("LAYER", 0) if self.annotated else contextlib.nullcontext():
+            hidden = self.first(batch).relu()
+        with piper.annotate("LAYER", 1) if self.annotated else contextlib.nullcontext():
+            return self.last(hidden).square().mean()
+
+
+@pytest.mark.parametrize("ends", ["", ", or leave cp out"], ids=["directives", "degrees"])
+def test_sequences_of_a_step_of_one_region_are_refused(ends):
+    program, batch = [grid(cp=2), sequences(None)], torch.randn(4, 6, 8)
+    if ends:
+        program = [*Degrees(cp=2, dp=1).program().directives]
+    with pytest.raises(
+        DirectiveError, match=f"one region.*Annotate parts of the step, such as the layers{ends} \\["
+    ):
+        piper.compile(Plain(False), batch, program)
+    compiled = piper.compile(Plain(True), batch, program)
+    values = [x for node in compiled.dag.nodes.values() for x in node.outputs if x.kind == Kind.ACTIVATION]
+    assert (4, 3, 8) in {tuple(x.tensors[0].shape) for x in values}
 
 
 def test_members_are_no_replicas():

@@ -230,6 +230,8 @@ def test_what_a_function_gives_is_looked_at(
     with pytest.raises(error) as caught:
         executors()
     assert says in str(caught.value)
+    if "PIPER-D019" in str(caught.value):
+        assert f"({__file__}:{function.__code__.co_firstlineno}) [" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +250,9 @@ def test_an_exchange_has_a_part_for_each_member(change: Callable[[Any], Any], re
     ):
         run_local(executors()[1], [torch.ones(4, 4).double()], seed=0)
     says = f"parts() of {__name__}.Exchange returns {returned}, for 2 members. Return a list with one part for each member"
-    assert says in str(caught.value) and "linesum" in str(caught.value)
+    assert (
+        says in str(caught.value) and "linesum" in str(caught.value) and f"({__file__}:" in str(caught.value)
+    )
 
 
 @pytest.mark.parametrize(

@@ -316,6 +316,31 @@ class Clipped(Counting):
         self.body.first.weight.data.clamp_(-1, 1)
 
 
+class Doubled(Branch):
+    """A model whose step changes its own parameter once, after autograd has used it."""
+
+    def loss(self, out: Tensor, target: Tensor) -> Tensor:
+        loss = super().loss(out, target)
+        self.change(self.temperature)
+        return loss
+
+    def change(self, x: nn.Parameter) -> None:
+        x.data.mul_(2)
+
+
+class DoubledOnce(Doubled):
+    def change(self, x: nn.Parameter) -> None:
+        with torch.no_grad():
+            torch._foreach_mul_([x], 2.0)
+
+
+class Read(Doubled):
+    """The control: it only reads the parameter's data, and changes a copy."""
+
+    def change(self, x: nn.Parameter) -> None:
+        x.data.clone().mul_(2)
+
+
 class Again(Branch):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)["loss"]
@@ -367,6 +392,8 @@ REFUSED = {
     Normed: (piper.PiperError, "changes the buffer norm.num_batches_tracked in code that runs uncaptured"),
     Counting: (piper.PiperError, "changes the buffer count in code that runs uncaptured"),
     Pointed: (piper.PiperError, "changes the buffer count in code that runs uncaptured"),
+    Doubled: (piper.PiperError, "(x.data.mul_(2)): training_step changes the parameter temperature"),
+    DoubledOnce: (piper.PiperError, "(torch._foreach_mul_([x], 2.0)): training_step changes the parameter"),
     Replaced: (piper.PiperError, "changes the parameter body.first.bias in code that runs uncaptured"),
     Again: (
         piper.PiperError,
@@ -388,6 +415,15 @@ def test_what_the_rest_may_not_do_is_refused(kind):
     assert words in "\n".join([str(found.value), *getattr(found.value, "__notes__", [])])
     if kind is Raising:
         assert any("F[PP=1,MB=0]" in note for note in found.value.__notes__)
+
+
+@pytest.mark.filterwarnings("ignore:training_step is captured in part")
+def test_the_rest_may_read_what_it_may_not_change():
+    module, alone = Read().double(), made("Branch", parts=4)
+    module.load_state_dict(alone.state_dict())
+    fit(module, local(program("Branch")))
+    fit(alone, "auto")
+    assert far(module, alone) < ROUNDING
 
 
 def test_a_program_may_refuse_it():

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from lightning_piper.capture.eager.outer_calls import Key, replacing_outermost
+from lightning_piper.capture.eager.write_watch import TensorWriteWatch
 from lightning_piper.capture.metrics.metric_objects import metric_objects
 from lightning_piper.capture.proxies.batch import BatchSpec
 from lightning_piper.capture.proxies.opaque_content import Carried
@@ -108,6 +109,7 @@ class EagerRemainder:
     ) -> None:
         self._module, self._batch_spec, self._context, self._history = module, batch_spec, context, history
         self.trained, self.others, self._names = tuple(trained), tuple(others), names
+        self._params = {names[name] for name, _ in module.named_parameters(remove_duplicate=False)}
         self.everywhere = False
         self.captured: set[str] = set()
         self.returned: dict[Key, CallResult] = {}
@@ -185,10 +187,14 @@ class EagerRemainder:
             self._context(),
             self._calls(given),
             self._communication_refused(),
+            TensorWriteWatch(own) as watch,
         ):
             step: Any = self._module.training_step
             batch = self._batch_spec.rebuild(leaves, partial(self._carried, leaves, samples))
-            return self._loss(step(*arguments(step, batch, self._history.batch_idx, None)), samples)
+            loss = self._loss(step(*arguments(step, batch, self._history.batch_idx, None)), samples)
+        for name, line in watch.written.items():
+            raise self._changes(name, f"{line}: ")
+        return loss
 
     def _updates(self) -> dict[str, int]:
         """Return name of each outermost metric object in the module -> number of its updates so far, with the
@@ -277,7 +283,6 @@ class EagerRemainder:
         Raises:
             PiperError: the code has changed such a tensor.
         """
-        own = dict(self._module.named_parameters(remove_duplicate=False))
         names = [name for name, now in zip(self.trained, params, strict=True) if now]
         names += [
             name
@@ -285,7 +290,7 @@ class EagerRemainder:
             if now
         ]
         if names:
-            raise _changes(names[0], names[0] in own)
+            raise self._changes(names[0])
         if any(returned) or any(others):
             made = [(key, each) for key, found in self.returned.items() for each in found.trained]
             changed = {True: iter(returned), False: iter(others)}
@@ -295,6 +300,18 @@ class EagerRemainder:
                 "backward pass of this call may need the unchanged result. Change a clone of the result "
                 "(x = x.clone()) [PIPER-C022]"
             )
+
+    def _changes(self, name: str, where: str = "") -> PiperError:
+        """Return the error for a change of a parameter or buffer in uncaptured code."""
+        what, fix = (
+            ("parameter", "Change it")
+            if name in self._params
+            else ("buffer", f"{_ANNOTATE} Otherwise change it")
+        )
+        return PiperError(
+            f"{where}training_step changes the {what} {name} in code that runs uncaptured. Piper would repeat the change "
+            f"for each microbatch. {fix} in a hook, such as on_train_batch_end [PIPER-C003]"
+        )
 
     def _loss(self, made: Any, samples: int) -> torch.Tensor:
         """Return the loss from the step's return value, as a scalar. If the return value is a dict, add its
@@ -374,21 +391,15 @@ class EagerRemainder:
                 buffer, or other memory to a tensor in `own` (`x.data = ...`).
         """
         kept = [(store, name, store[name]) for store, name, _, _ in self._places]
-        parameters = {
-            full
-            for (_, _, x), (_, _, full, _) in zip(kept, self._places, strict=True)
-            if isinstance(x, torch.nn.Parameter)
-        }
         data = {full: x.data_ptr() for full, x in own.items()}
         try:
             for store, name, full, stand_in in self._places:
                 store[name] = own.get(full, stand_in)
             yield
             for store, name, full, stand_in in self._places:
-                if store.get(name) is not own.get(full, stand_in) or (
-                    full in own and own[full].data_ptr() != data[full]
-                ):
-                    raise _changes(full, full in parameters)
+                moved = full in own and own[full].data_ptr() != data[full]
+                if moved or store.get(name) is not own.get(full, stand_in):
+                    raise self._changes(full)
         finally:
             for store, name, tensor in kept:
                 store[name] = tensor
@@ -492,15 +503,6 @@ def _problem_of_log(name: str, value: Any, number: bool) -> str:
     return (
         f"self.log({name!r}) gets {kind_of(value)}, in code that runs uncaptured. "
         f"{'Log this object in a hook, such as on_train_batch_end' if metric else 'Log a number'}"
-    )
-
-
-def _changes(name: str, is_parameter: bool) -> PiperError:
-    """Return the error for a change of a parameter or buffer in uncaptured code."""
-    what, fix = ("parameter", "Change it") if is_parameter else ("buffer", f"{_ANNOTATE} Otherwise change it")
-    return PiperError(
-        f"training_step changes the {what} {name} in code that runs uncaptured. Piper would repeat the change "
-        f"for each microbatch. {fix} in a hook, such as on_train_batch_end [PIPER-C003]"
     )
 
 
