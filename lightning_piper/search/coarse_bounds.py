@@ -40,6 +40,9 @@ class Coarse:
         self._works = functools.cache(self._works_of)
         self._sums = functools.cache(self._sums_of)
         self._busiest = functools.cache(self._busiest_of)
+        # Many layouts differ only in numbers that do not matter for these.
+        self._times = functools.cache(self._time_of)
+        self._memories = functools.cache(self._memory_of)
 
     def _sums_of(self, samples: int, tensor: int, split: bool) -> _Sums:
         forward, inputs, weights = map(list, zip(*self._works(samples, tensor), strict=True))
@@ -80,13 +83,21 @@ class Coarse:
         for every rank r of n, with work w on each of m microbatches. So W(r) = w(0) + ... + w(r) is at most
         (1 - 1/m) W(r - 1) + time/m, and the total work is at most (1 - (1 - 1/m)^n) time.
         """
-        shape, m = SEARCHED[layout.schedule], layout.microbatches
-        samples = self._space.workload.samples // layout.replicas // m
-        sums = self._sums(samples, layout.tensor, shape.split)
-        busiest = self._busiest(samples, layout.tensor, layout.ranks)
-        found: Number = max(m * sums.work / layout.ranks, m * busiest, sums.path + (m - 1) * sums.longest)
-        if not shape.split and layout.per_rank == 1:
-            left = Fraction(m - 1, m) ** layout.ranks
+        samples = self._space.workload.samples // layout.replicas // layout.microbatches
+        split, single = SEARCHED[layout.schedule].split, layout.per_rank == 1
+        return self._times(samples, layout.microbatches, layout.tensor, layout.ranks, split, single)
+
+    def _time_of(
+        self, samples: int, microbatches: int, tensor: int, ranks: int, split: bool, single: bool
+    ) -> Number:
+        m, sums, busiest = (
+            microbatches,
+            self._sums(samples, tensor, split),
+            self._busiest(samples, tensor, ranks),
+        )
+        found: Number = max(m * sums.work / ranks, m * busiest, sums.path + (m - 1) * sums.longest)
+        if not split and single:
+            left = Fraction(m - 1, m) ** ranks
             found = max(
                 found, sums.work / (1 - left if isinstance(sums.work, Fraction | int) else float(1 - left))
             )
@@ -96,17 +107,16 @@ class Coarse:
         """Return a lower bound of the bytes of the fullest device: the mean over the ranks of the bytes of
         parameters, gradients and optimizer states. All stages have the highest ZeRO level that the space
         allows. Activations do not count."""
-        params = self._model.params(layout.tensor, layout.routed)
+        level = max(self._space.levels_of(layout))[0]
+        return self._memories(layout.tensor, layout.routed, layout.shard_size, layout.ranks, level)
+
+    def _memory_of(self, tensor: int, routed: int, shard_size: int, ranks: int, level: int) -> Number:
+        params, states = self._model.params(tensor, routed), self._space.workload.states
         every = ((0, len(self._space.workload.blocks)),)
-        n, level, states = (
-            layout.shard_size,
-            max(self._space.levels_of(layout))[0],
-            self._space.workload.states,
-        )
 
         def nbytes(shared: bool, trained: bool = True) -> int:
-            whole, routed = params.of(every, trained=trained)
-            return whole // n + routed // (n // layout.routed) if shared else whole + routed
+            rest, of_experts = params.of(every, trained=trained)
+            return rest // shard_size + of_experts // (shard_size // routed) if shared else rest + of_experts
 
         parts = nbytes(level == 3, trained=False), nbytes(level > 1), states * nbytes(level > 0)
-        return sum(parts) * (1 + self._space.margin) / layout.ranks
+        return sum(parts) * (1 + self._space.margin) / ranks

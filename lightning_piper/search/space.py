@@ -258,6 +258,22 @@ class Space:
         sharded in all of its stages or in none. Of the stages on one device that use it, either all keep it
         gathered between its uses (level < 3), or none does.
         """
+        return self._counted(layout)[0]
+
+    def _counted(self, layout: Layout) -> tuple[list[tuple[int, ...]], int]:
+        """Return the results of `levels_of` and `candidates`. They are cached, because many layouts differ only in
+        numbers that do not matter here."""
+        key = layout._replace(
+            replicas=min(layout.replicas, 2), tensor=1, routed=1, microbatches=1, data_inside=True
+        )
+        key = key._replace(groups=min(layout.groups, 2))
+        found = self._known_counts.get(key)
+        if found is None:
+            sets = self._level_sets(key)
+            found = self._known_counts[key] = sets, self._count(key, sets)
+        return found
+
+    def _level_sets(self, layout: Layout) -> list[tuple[int, ...]]:
         if layout.replicas == 1:
             return [(0,)]
         apart, meet = bool(self._tied), self._meet(layout)
@@ -265,6 +281,10 @@ class Space:
         for level in sorted(set(self.levels), reverse=True):
             found.setdefault((apart and level > 0, meet and level == 3), []).append(level)
         return [tuple(levels) for levels in found.values() if layout.groups == 1 or any(levels)]
+
+    @functools.cached_property
+    def _known_counts(self) -> dict[Layout, tuple[list[tuple[int, ...]], int]]:
+        return {}
 
     @functools.cached_property
     def _tied(self) -> list[list[int]]:
@@ -298,12 +318,15 @@ class Space:
 
     def candidates(self, layout: Layout) -> int:
         """Return the number of candidates with this layout."""
+        return self._counted(layout)[1]
+
+    def _count(self, layout: Layout, sets: Sequence[tuple[int, ...]]) -> int:
         # How many stages recompute and how many offload; then the levels, which never rise along the chain.
         kept = math.comb(layout.stages + 2, 2)
         shared = sum(
             math.comb(layout.stages + len(levels) - 1, layout.stages)
             - (layout.groups > 1 and not levels[-1])  # without the choice of level 0 for all stages
-            for levels in self.levels_of(layout)
+            for levels in sets
         )
         return shared * kept * self.cuts(layout)
 
