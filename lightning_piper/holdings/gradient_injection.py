@@ -163,7 +163,8 @@ class GradientInjection:
             or not (read or self._last.factor.device.type == "cpu")
         ):
             return None
-        return float(self._last.factor) / self._last.scale
+        last = self._last
+        return (float(last.factor) if last.number is None else last.number) / last.scale
 
     def check(self, last: _PendingGradients) -> None:
         """Check that `last` and the batches whose gradients the plan returns with `last` had the same factor.
@@ -188,6 +189,7 @@ class _PendingGradients:
 
     Attributes:
         factor: The factor that `backward` passed; None before `backward` ran.
+        number: The factor as a number; None if it is in GPU memory.
     """
 
     def __init__(
@@ -201,6 +203,7 @@ class _PendingGradients:
     ) -> None:
         self.value, self.scale, self._closing, self._nonlinear = value, scale, closing, nonlinear
         self.factor: torch.Tensor | None = None
+        self.number: float | None = None
         self._grads: list[torch.Tensor] | None = grads
         self._injection = injection
 
@@ -224,7 +227,8 @@ class _PendingGradients:
             self._check_factor(factor, self._nonlinear)
         self._injection.mark()
         # Reading a value on a GPU would make the host wait for it. Multiplying by one does not.
-        if factor.device.type != "cpu" or factor.item() != self.scale:
+        self.number = factor.item() if factor.device.type == "cpu" else None
+        if self.number != self.scale:
             scale(grads, factor.double() / self.scale)
         if self._closing is not None:
             scale(

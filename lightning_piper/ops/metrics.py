@@ -395,8 +395,9 @@ def bind_merge(instruction: Merge, on: Binding) -> Bound:
     weight, made, factor_of = _weights(instruction, device)
     index, extremes = _folded(instruction, device)
     # Whether every element of the vector has one value, so that there is nothing to sum.
-    each_once = index.shape[0] == 1 and index[0].tolist() == list(range(size))
-    zero = torch.zeros(1, dtype=torch.float64, device=device)
+    each_once = index.tolist() == [list(range(len(weight) - 1))] and count > 0
+    # `index` then does not name the appended zero
+    weight, zero = (weight[:-1], []) if each_once else (weight, [weight.new_zeros(1)])
 
     def merge() -> None:
         values = [slots[read.slot][0] for read in reads]
@@ -405,15 +406,16 @@ def bind_merge(instruction: Merge, on: Binding) -> Bound:
             if read.last:
                 slots[read.slot] = None
         if len({(x.dtype, x.shape) for x in values}) == 1:
-            flat = torch.cat([torch.stack(values).double().flatten(), zero])
+            flat = torch.stack(values).double().flatten()
+            flat = torch.cat([flat, *zero]) if zero else flat
         else:
-            flat = torch.cat([*(x.double().flatten() for x in values), zero])
+            flat = torch.cat([*(x.double().flatten() for x in values), *zero])
         if factors:
             by = weight.index_put((made,), torch.stack(factors)[factor_of])
             weighted = torch.where(by == 0, 0.0, flat * by)  # a ratio with a denominator of 0 is not finite
         else:
             weighted = flat * weight
-        first, *rest = (weighted[:size],) if each_once else weighted[index].unbind()
+        first, *rest = (weighted,) if each_once else weighted[index].unbind()
         for row in rest:
             first = first + row
         for at, where, extreme in extremes:

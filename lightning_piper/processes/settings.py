@@ -3,6 +3,7 @@ be equal on all processes."""
 
 from __future__ import annotations
 
+from operator import is_
 from typing import Any
 
 import torch
@@ -43,19 +44,27 @@ class Watched:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._found: tuple[str, Settings] | None = None
+        self._found: tuple[str, Settings] = ("", ())
+        # the factor of the last call as text, and its options; without options if one of them may change in place
+        self._factor, self._objects = "", list[Any]()
 
     def __call__(self, factor: float | None, read: bool = True) -> Settings:
         """Return `settings_of` the optimizer. If nothing has changed, return the object of the last call.
 
         If an option is a tensor, the settings are computed in each call.
         """
+        objects, text = [x for options in self._options() for x in options.values()], repr(factor)
+        unchanged = text == self._factor and len(objects) == len(self._objects)
+        if unchanged and all(map(is_, objects, self._objects)):
+            return self._found[1]
         values = [x for options in self._options() for key, x in options.items() if key not in _NAMES]
+        fixed = all(isinstance(y, _PLAIN) for x in values for y in (x if isinstance(x, tuple) else (x,)))
+        self._objects, self._factor = objects if fixed else [], text
         if any(isinstance(x, torch.Tensor) for x in values):
             # The text of a tensor does not show every element and digit.
             return settings_of(self._optimizer, factor, read)
         now = repr((values, factor))
-        if self._found is None or self._found[0] != now:
+        if self._found[0] != now:
             self._found = (now, settings_of(self._optimizer, factor, read))
         return self._found[1]
 

@@ -21,7 +21,13 @@ import torch.distributed as dist
 
 from lightning_piper.ops.base import Bound, Bundle, Exchange, Slots, parts_of
 from lightning_piper.runtime.messages import Messages, PendingWork
-from lightning_piper.runtime.same_machine.shared_memory import DIRECT, SharedMessages, SharedSum
+from lightning_piper.runtime.same_machine.shared_memory import (
+    DIRECT,
+    PIECE,
+    DividedSum,
+    SharedMessages,
+    SharedSum,
+)
 
 # Returns the value of a collective. The argument is the second entry of the pair that the start of the
 # collective left in the slot.
@@ -44,11 +50,12 @@ class Members:
         ranks: The rank of each member in the communicator, in the order of the members.
         native: Whether the backend has an operation for each kind of collective. NCCL does, gloo does not.
         own: The position of this process among the members.
+        wait_alike: Whether the members may wait for each other in the wait for a sum (`DividedSum`).
     """
 
     def __init__(self, messages: Messages, ranks: list[int], rank: int, native: bool) -> None:
         self.messages, self.group = messages, messages.group
-        self.ranks, self.native = ranks, native
+        self.ranks, self.native, self.wait_alike = ranks, native, False
         self.own = ranks.index(rank)
 
     @property
@@ -76,14 +83,15 @@ class Members:
         """Start an all-reduce of `x`, which has the same shape on each member. All members get the same bits.
 
         Returns:
-            The work, and the tensor that will hold the sum when the work is done. This tensor is `x` itself,
-            unless the other members read `x` where it lies. Do not use `x` for anything else.
+            The work, and the tensor that will hold the sum when the work is done. It may be `x` itself. Do not use `x`
+            for anything else.
         """
         if x.is_complex():
             work, total = self.add_up(torch.view_as_real(x))
             return work, torch.view_as_complex(total)
         if isinstance(self.messages, SharedMessages) and x.nbytes > DIRECT and x.is_contiguous():
-            shared = SharedSum(self.messages, self.ranks, self.own, x)
+            kind = DividedSum if self.wait_alike and x.nbytes > PIECE else SharedSum
+            shared = kind(self.messages, self.ranks, self.own, x)
             return shared, shared.total
         few = x.nbytes * (len(self.ranks) - 1) <= FEW
         return _Sum(self, x) if few and not self.native else self.group.allreduce([x]), x

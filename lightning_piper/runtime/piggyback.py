@@ -16,14 +16,16 @@ gradients' dtype. Integers up to 255 are exact in every dtype, and so is the sum
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
+from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ops.base import Bound, Bundle, Exchange, Slots
 from lightning_piper.plan.instructions import (
     AllReduceInstruction,
     Collective,
+    Irecv,
     Merge,
     SendInstruction,
     WaitWork,
@@ -50,31 +52,25 @@ class Piggyback:
             exchange digests, or has not received them yet.
 
     Args:
-        sums: All sums of the plan over processes, in order.
-        metrics_sum, gradients_sum: The sum of the metrics, and the sum of gradients that carries it. Both are
-            in `sums`.
-        replicas, replica: The number of processes, and the index of this process.
+        plan: The plan of this process.
+        metrics_sum, gradients_sum: The sum of the metrics, and the sum of gradients that carries it.
     """
 
     def __init__(
-        self,
-        sums: Sequence[Collective],
-        metrics_sum: AllReduceInstruction,
-        gradients_sum: Collective,
-        replicas: int,
-        replica: int,
+        self, plan: Plan, metrics_sum: AllReduceInstruction, gradients_sum: AllReduceInstruction
     ) -> None:
         assert gradients_sum.bucket is not None
         self.metrics_node, self.gradients_node = metrics_sum.node, gradients_sum.node
-        self._sums = [each for each in sums if each is not metrics_sum]
-        self._numel, self._dtype, self._reported = (
-            gradients_sum.bucket.numel,
-            gradients_sum.bucket.dtype,
-            metrics_sum.tensors[0].numel,
-        )
+        # the starts of all other sums, and the waits for them, in order
+        self._sums = [
+            each
+            for each in plan.instructions
+            if isinstance(each, AllReduceInstruction | WaitWork) and each.node != metrics_sum.node
+        ]
+        self._bucket, self._reported = gradients_sum.bucket, metrics_sum.tensors[0].numel
         # The bits of the metrics, and then a digest for each replica.
-        self._message = torch.zeros(self._reported + replicas, dtype=torch.int64)
-        self._digest = self._message[self._reported + replica]
+        self._message = torch.zeros(self._reported + plan.replicas, dtype=torch.int64)
+        self._digest = self._message[self._reported + plan.replica]
         self._bytes = self._message.view(torch.uint8)
         self._received: Bundle = ()  # the summed metrics of this step
         self._on = False  # whether this step sums gradients, so that their message carries the metrics
@@ -116,35 +112,57 @@ class Piggyback:
 
         def start() -> None:
             (flat,) = exchange.bring()
-            message = torch.cat([flat, self._bytes.to(self._dtype)])
+            numel = self.room(self._bucket)
+            if flat.untyped_storage().nbytes() >= numel * flat.itemsize:
+                message = flat.as_strided((numel,), (1,))
+            else:
+                message = torch.cat([flat, flat.new_empty(numel - len(flat))])
+            message[len(flat) :] = self._bytes
             work, total = members.add_up(message)
             slots[into] = ([work], (total,))
 
         return start
 
+    def room(self, bucket: Bucket) -> int:
+        """Return how many elements a flat tensor of this bucket needs with its part of the message."""
+        return bucket.numel + (len(self._bytes) if bucket == self._bucket else 0)
+
     def finish_gradients(self, values: Bundle) -> Bundle:
         """Return the summed gradients, a view of the summed message. Also store the message's metrics for
         `finish_metrics`, and set `agreed`."""
         (message,) = values
-        found = message[self._numel :].to(torch.uint8).view(torch.int64)
+        numel = self._bucket.numel
+        found = message[numel:].to(torch.uint8).view(torch.int64)
         digests = found[self._reported :].tolist()
         self.agreed = digests.count(digests[0]) == len(digests)
         self._received = (found[: self._reported].view(torch.float64),)
-        return (message[: self._numel],)
+        return (message[:numel],)
 
     def vote_abort(self, members_of: Callable[[Collective], Members]) -> None:
         """Take part, with zeros, in the sums of a step that this process cannot run but other processes may
         run. The zero digest makes the step void for all processes. `members_of` returns the members of a
         sum."""
-        works = []
+        works = {}
         for each in self._sums:
-            assert each.bucket is not None
-            more = self._message.numel() * 8 if each.node == self.gradients_node else 0
-            works.append(
-                members_of(each).add_up(torch.zeros(each.bucket.numel + more, dtype=each.bucket.dtype))[0]
-            )
-        for work in works:
-            work.wait()
+            if isinstance(each, AllReduceInstruction):
+                assert each.bucket is not None
+                zeros = torch.zeros(self.room(each.bucket), dtype=each.bucket.dtype)
+                works[each.node], _ = members_of(each).add_up(zeros)
+            else:
+                works.pop(each.node).wait()
+
+
+def only_sums(plan: Plan) -> bool:
+    """Return whether the processes of a plan communicate only by all-reduces over all replicas. All processes then have
+    equal lists of instructions."""
+    sums = [each for each in plan.instructions if isinstance(each, Collective)]
+    return (
+        not any(isinstance(each, SendInstruction | Irecv) for each in plan.instructions)
+        and all(
+            isinstance(each, AllReduceInstruction) and len(each.members) == plan.replicas for each in sums
+        )
+        and len({each.members for each in sums}) == 1
+    )
 
 
 def piggyback_of(plan: Plan, device: torch.device) -> Piggyback | None:
@@ -154,37 +172,27 @@ def piggyback_of(plan: Plan, device: torch.device) -> Piggyback | None:
     small bucket of gradients. The sum of this bucket must start after the sum of the metrics starts, and its
     wait must come before the wait for the metrics.
     """
-    if (
-        device.type != "cpu"
-        or plan.replicas < 2
-        or any(isinstance(each, SendInstruction) for each in plan.instructions)
-    ):
+    if device.type != "cpu" or plan.replicas < 2 or not only_sums(plan):
         return None
-    sums = [each for each in plan.instructions if isinstance(each, Collective)]
-    reported = [each for each in sums if isinstance(each, AllReduceInstruction) and each.bucket is None]
+    sums = [each for each in plan.instructions if isinstance(each, AllReduceInstruction)]
+    reported = [each for each in sums if each.bucket is None]
     merges = [each for each in plan.instructions if isinstance(each, Merge)]
     if len(reported) != 1 or len(merges) != 1 or not merges[0].counts:
         return None
-    if [read.slot for read in reported[0].reads] != [merges[0].into]:
-        return None
-    (metrics_sum,), last = reported, _wait(plan, reported[0])
+    (metrics_sum,) = reported
+    last = _wait(plan, metrics_sum)
     if (
-        len(metrics_sum.members) != plan.replicas
+        [read.slot for read in metrics_sum.reads] != [merges[0].into]
         or len(metrics_sum.tensors) != 1
         or metrics_sum.tensors[0].dtype != torch.float64
+        or metrics_sum.tensors[0].numel + plan.replicas > CAPACITY
     ):
-        return None
-    if metrics_sum.tensors[0].numel + plan.replicas > CAPACITY or not all(
-        isinstance(each, AllReduceInstruction) for each in sums
-    ):
-        return None
-    if any(each.members != metrics_sum.members for each in sums):
         return None
     first = plan.instructions.index(metrics_sum)
     for each in sums:
         small = each.bucket is not None and each.bucket.numel <= SMALL and each.bucket.dtype.is_floating_point
         if small and first < plan.instructions.index(each) and _wait(plan, each) < last:
-            return Piggyback(sums, metrics_sum, each, plan.replicas, plan.replica)
+            return Piggyback(plan, metrics_sum, each)
     return None
 
 

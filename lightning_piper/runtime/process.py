@@ -26,7 +26,7 @@ from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.collectives import Finish, Members, bind_collective, bind_single_member
 from lightning_piper.runtime.groups import local_group
 from lightning_piper.runtime.messages import Messages, PendingWork
-from lightning_piper.runtime.piggyback import Piggyback, piggyback_of
+from lightning_piper.runtime.piggyback import Piggyback, only_sums, piggyback_of
 from lightning_piper.runtime.same_machine.shared_blocks import shared_blocks
 from lightning_piper.runtime.same_machine.shared_memory import SharedMessages, messages_of
 from lightning_piper.runtime.wire import packer, unpacker
@@ -95,6 +95,7 @@ class ProcessTransport:
         self._device, self._timeout = device, timeout
         self._groups: dict[Group, Messages] = {}  # (members, stream) -> messages between the members
         self._channels: dict[Channel, Messages] = {}  # (sender, receiver) -> messages from one to the other
+        self._all: Members | None = None  # the members of an exchange between two steps
         self.connect(plans)
 
     def connect(self, plans: Mapping[int, Plan]) -> None:
@@ -140,7 +141,7 @@ class ProcessTransport:
         """Destroy the communicators. Collective over the devices that share them."""
         for messages in [*self._channels.values(), *self._groups.values()]:
             messages.close()
-        self._channels, self._groups = {}, {}
+        self._channels, self._groups, self._all = {}, {}, None
 
     def endpoint(self, plan: Plan, device: torch.device) -> ProcessEndpoint:
         missing: list[object] = [c for c in plan.channels if c not in self._channels]
@@ -150,7 +151,7 @@ class ProcessTransport:
                 f"device {plan.device}: {missing[0]} is not connected. Call connect with the plans on every "
                 "rank [PIPER-X001]"
             )
-        return ProcessEndpoint(self, device, piggyback_of(plan, device))
+        return ProcessEndpoint(self, device, piggyback_of(plan, device), only_sums(plan))
 
     def members(self, key: Group) -> Members:
         messages = self._groups[key]
@@ -159,6 +160,14 @@ class ProcessTransport:
             messages, ranks, dist.get_rank(messages.group), dist.get_backend(messages.group) != HOST
         )
 
+    def _between_steps(self) -> Members:
+        """Return all devices as members. The first call makes a communicator, and is collective."""
+        if self._all is None:
+            key = tuple(sorted(self._ranks)), "between steps"
+            self._connect_group(key)
+            self._all = self.members(key)
+        return self._all
+
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of a small tensor over all devices, between two steps. The sum may use the
         memory of `x`. The first call makes a communicator. Collective.
@@ -166,10 +175,8 @@ class ProcessTransport:
         Raises:
             ExecutionError: The exchange failed.
         """
-        key = tuple(sorted(self._ranks)), "between steps"
         try:
-            self._connect_group(key)
-            members = self.members(key)
+            members = self._between_steps()
             if isinstance(members.messages, SharedMessages):  # few processes on one machine
                 work, total = members.add_up(x)
                 work.wait()
@@ -177,7 +184,7 @@ class ProcessTransport:
             dist.all_reduce(x, group=members.group)
         except RuntimeError as error:
             raise ExecutionError(
-                f"device {self._own}: the exchange of all devices before an update failed: {error}. Look for the "
+                f"device {self._own}: the exchange of all devices between two steps failed: {error}. Look for the "
                 "first error in the logs of the other processes [PIPER-X001]"
             ) from error
         return x
@@ -202,14 +209,22 @@ class ProcessEndpoint:
     Attributes:
         piggyback: The metrics and digests that travel in the messages of gradients; None if the plan does
             not allow it.
+
+    Args:
+        wait_alike: See `Members`.
     """
 
     hands_over = False
 
     def __init__(
-        self, transport: Communicators, device: torch.device, piggyback: Piggyback | None = None
+        self,
+        transport: Communicators,
+        device: torch.device,
+        piggyback: Piggyback | None = None,
+        wait_alike: bool = False,
     ) -> None:
         self._transport, self._device, self.piggyback = transport, device, piggyback
+        self._wait_alike = wait_alike
         # node of a send -> (works, packed message, sent value) for each tensor
         self._sent: dict[int, list[tuple[list[PendingWork], torch.Tensor, torch.Tensor]]] = {}
         # node of a collective -> function that makes its value when its works are done
@@ -220,9 +235,12 @@ class ProcessEndpoint:
         self._read_in_place: set[Bucket] = set()
 
     def flat(self, bucket: Bucket) -> torch.Tensor:
+        numel = bucket.numel if self.piggyback is None else self.piggyback.room(bucket)
         if bucket in self._read_in_place:
-            return bucket.without_gaps(shared_blocks().empty(bucket.numel, bucket.dtype))
-        return bucket.empty(self._device)
+            flat = shared_blocks().empty(numel, bucket.dtype)
+        else:
+            flat = torch.empty(numel, dtype=bucket.dtype, device=self._device)
+        return bucket.without_gaps(flat[: bucket.numel])
 
     def reset(self) -> None:
         for sent in self._sent.values():
@@ -306,6 +324,7 @@ class ProcessEndpoint:
         members read them. After that, the backend carries the all-reduces.
         """
         members, bucket = self._transport.members(instruction.group), instruction.bucket
+        members.wait_alike = self._wait_alike
         if exchange.kind == "all_reduce" or instruction.sums:
             self._summed += instruction.nbytes
             if self._summed > MOST:

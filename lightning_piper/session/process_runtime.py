@@ -306,6 +306,13 @@ class ProcessRuntime:
         memory of `x`. Collective."""
         return x if self._transport is None else self._transport.sum(x)
 
+    def announce(self, flag: bool) -> bool:
+        """Return the flag that rank 0 of the run passed, between two steps. Return True also if this runtime cannot
+        carry the flag without a wait of the host, or not to all processes. Collective."""
+        if self._settings.everywhere is not None or self._world.device.type != "cpu":
+            return True
+        return bool(self.sum(torch.tensor([int(flag and self._world.rank == 0)])))
+
     @contextlib.contextmanager
     def run_watched(
         self, prepared: Prepared, see: See, leaves: Sequence[torch.Tensor], seed: int, scale: float

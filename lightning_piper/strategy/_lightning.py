@@ -59,6 +59,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
+from operator import attrgetter
 from subprocess import Popen
 from types import FrameType
 from typing import Any
@@ -128,20 +129,18 @@ class Strategy(ParallelStrategy):
         """The number of processes on this machine; 0 before the devices are known."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
-    @property
-    def _lightning_module(self) -> pl.LightningModule | None:
-        module: pl.LightningModule | None = vars(self).get("_lightning_module")
-        return module
-
-    @_lightning_module.setter
-    def _lightning_module(self, module: pl.LightningModule | None) -> None:
+    def _set_module(self, module: pl.LightningModule | None) -> None:
         if module is not None and module._compiler_ctx is not None:
             import_module(f"{package_of(module)}.utilities.compile").to_uncompiled(module)
             rank_zero_warn(
                 "PiperStrategy ignores torch.compile(module). For compiled kernels, use PiperStrategy(compile=True). If a "
                 "step runs uncaptured, compile submodules instead, such as self.net = torch.compile(self.net) [PIPER-W019]"
             )
-        vars(self)["_lightning_module"] = module
+        self._module_of_run = module
+
+    # A step reads it about 50 times, so the getter is not a Python function.
+    _lightning_module = property(attrgetter("_module_of_run"), _set_module)  # type: ignore[assignment]
+    _module_of_run: pl.LightningModule | None = None
 
     def _configure_launcher(self) -> None:
         self.configure_launcher()
@@ -305,6 +304,7 @@ def take_sigterm(
     handler: Callable[[int, FrameType | None], object],
     due: Callable[[], str | None],
     meets: Callable[[], bool],
+    announce: Callable[[bool], bool],
 ) -> Callable[[], object] | None:
     """Replace the Trainer's SIGTERM handler. Handlers that were installed before the Trainer's stay.
 
@@ -314,6 +314,8 @@ def take_sigterm(
             batch, or None.
         meets: Called before each batch on every rank; returns whether all processes communicate now. If not, the
             end waits for a later batch.
+        announce: Called then on every rank with its `received_sigterm`; returns whether rank 0 may have passed True,
+            so that all processes must communicate as in Lightning.
 
     Returns:
         A function after which rank 0 no longer calls `due`; None if the Trainer's handler is not installed.
@@ -331,7 +333,8 @@ def take_sigterm(
         if trainer.is_global_zero and (why := due()) is not None:
             rank_zero_info(why)
             trainer._signal_connector.received_sigterm = True
-        type(loop)._broadcast_sigterm_tensor(loop)
+        if announce(trainer.received_sigterm):
+            type(loop)._broadcast_sigterm_tensor(loop)
 
     vars(loop)["_broadcast_sigterm_tensor"] = tell
     return lambda: vars(loop).pop("_broadcast_sigterm_tensor", None)

@@ -84,6 +84,7 @@ class Fit:
         optimizer: The sharded optimizer.
         in_part: Runs steps that are captured in part.
         evaluation: Runs all steps except the training step; None if Lightning runs them.
+        announce: `ProcessRuntime.announce` of the fit's runtime.
         report: Rank 0's report of the verification by execution; None if no program was run.
         recording: Records the steps; None if they are not recorded.
 
@@ -147,6 +148,7 @@ class Fit:
         module, settings, world = self._module, self.before.settings, self.world
         self.before.close(failed=False)
         self._runtime = ProcessRuntime(settings, world)
+        self.announce = self._runtime.announce
         self.in_part = InPart(module, settings, world, self._runtime.metric_objects)
         self.programs = Programs(module, self._runtime, settings, world, instead=self.in_part.compiled)
         rank_zero_info("PiperStrategy captures training_step with the first batch")
@@ -282,11 +284,7 @@ class Fit:
         self.recording = recording_of(profile, self._module.trainer, self.world, self.report)
 
     def arrive(self, batch: Any) -> None:
-        """Accept the next batch.
-
-        Args:
-            batch: The batch on this process's device.
-        """
+        """Accept the next batch, which is on this process's device."""
         leaves = self._batch_spec.leaves_of(batch)
         self._leaves, self._batch_spec = flatten(batch) if leaves is None else (leaves, self._batch_spec)
         self._fresh, self._compared = True, False

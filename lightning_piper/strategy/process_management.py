@@ -376,7 +376,7 @@ class OverProcesses(_lightning.Strategy):
         if self._termination is None:
             return
         handle, due = self._termination.handle, self._termination.due
-        given_back = _lightning.take_sigterm(trainer, handle, due, self._meets)
+        given_back = _lightning.take_sigterm(trainer, handle, due, self._meets, self._announce)
         if given_back is not None:
             self._termination.begin()
             self._at_end.callback(given_back)
@@ -386,6 +386,10 @@ class OverProcesses(_lightning.Strategy):
         exchange."""
         rounds = self.phase.rounds if isinstance(self.phase, Fitting) else None
         return rounds is None or rounds.is_between
+
+    def _announce(self, flag: bool) -> bool:
+        """Return rank 0's flag, or True if only the default group can tell it. Collective."""
+        return not isinstance(self.phase, Fitting) or self.phase.fit.announce(flag)
 
     def _end_run(self) -> None:
         """Restore the objects that the run has replaced, such as Lightning's handler. Stop the watches for

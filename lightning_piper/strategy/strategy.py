@@ -51,7 +51,7 @@ from lightning_piper.strategy.checks import (
 from lightning_piper.strategy.fit import Fit
 from lightning_piper.strategy.guard import NanGuard
 from lightning_piper.strategy.loading.other_optimizer import naming_optimizers
-from lightning_piper.strategy.loading.skipped_epochs import check_skips
+from lightning_piper.strategy.loading.skipped_epochs import check_skips, returns_only_none
 from lightning_piper.strategy.phases import Eager, Ended, Fitting, Idle, Left, Starting, over
 from lightning_piper.strategy.process_management import Requeue
 from lightning_piper.strategy.saving import SavingStrategy
@@ -262,8 +262,9 @@ class PiperStrategy(SavingStrategy):
             PiperError: The module's hook of the same name has returned -1 on some processes only. Or an error of the
                 capture.
         """
-        if self.lightning_module is not None and self.world.size > 1:
-            check_skips(self.lightning_module, self.world, batch_idx)
+        module = self.lightning_module
+        if module is not None and not returns_only_none(module.on_train_batch_start) and self.world.size > 1:
+            check_skips(module, self.world, batch_idx)
         if isinstance(self.phase, Fitting):
             self._arrive(self.phase, batch)
         elif isinstance(self.phase, Starting):

@@ -43,8 +43,9 @@ def _shared() -> SharedMessages:
     return messages
 
 
-def sums(rank: int) -> list[torch.Tensor]:
+def sums(rank: int, wait_alike: bool) -> list[torch.Tensor]:
     members = Members(_shared(), ORDER, rank, native=False)
+    members.wait_alike = wait_alike
     made = [values(rank, dtype, numel) for dtype in DTYPES for numel in sizes(dtype)]
     sums = [members.add_up(x) for x in made]  # all sums are in flight at once
     for work, _ in sums:
@@ -57,11 +58,12 @@ def _taken() -> int:
     return sum(not block.free for block in shared_blocks()._at.values())
 
 
-def sums_in_place(rank: int) -> list[tuple[torch.Tensor, torch.Tensor, bool, int]]:
+def sums_in_place(rank: int, wait_alike: bool) -> list[tuple[torch.Tensor, torch.Tensor, bool, int]]:
     """Sum tensors in memory that the other ranks read. Returns the sum, the summed tensor, whether the sum is
     in the tensor's place, and the number of blocks that it took.
     """
     members, found = Members(_shared(), ORDER, rank, native=False), []
+    members.wait_alike = wait_alike
     for dtype in DTYPES:
         numel = sizes(dtype)[-1]
         x = shared_blocks().empty(numel, dtype)

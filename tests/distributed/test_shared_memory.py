@@ -19,8 +19,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_sums_are_added_in_the_order_of_the_members(tmp_path: Path) -> None:
-    found = launch(work.SIZE, work.sums, tmp_path)
+@pytest.mark.parametrize("wait_alike", [False, True])
+def test_sums_are_added_in_the_order_of_the_members(tmp_path: Path, wait_alike: bool) -> None:
+    found = launch(work.SIZE, work.sums, tmp_path, wait_alike)
     cases = [(dtype, numel) for dtype in work.DTYPES for numel in work.sizes(dtype)]
     reordered = 0
     for (dtype, numel), ranks in zip(cases, zip(*found, strict=True), strict=True):
@@ -32,13 +33,22 @@ def test_sums_are_added_in_the_order_of_the_members(tmp_path: Path) -> None:
 
 
 def test_what_others_read_in_place_is_not_copied_nor_changed(tmp_path: Path) -> None:
-    found = launch(work.SIZE, work.sums_in_place, tmp_path)
+    found = launch(work.SIZE, work.sums_in_place, tmp_path, False)
     for dtype, ranks in zip(work.DTYPES, zip(*found, strict=True), strict=True):
         parts = [work.values(rank, dtype, work.sizes(dtype)[-1]) for rank in range(work.SIZE)]
         for (total, x, same_place, blocks), part in zip(ranks, parts, strict=True):
             assert torch.equal(total, parts[2] + parts[0] + parts[1]), dtype
             assert torch.equal(x, part) and not same_place
             assert blocks == 1, "for the sum alone"
+
+
+def test_the_sum_takes_the_place_of_the_terms_if_all_members_wait_alike(tmp_path: Path) -> None:
+    found = launch(work.SIZE, work.sums_in_place, tmp_path, True)
+    for dtype, ranks in zip(work.DTYPES, zip(*found, strict=True), strict=True):
+        parts = [work.values(rank, dtype, work.sizes(dtype)[-1]) for rank in range(work.SIZE)]
+        for total, x, same_place, blocks in ranks:
+            assert torch.equal(total, parts[2] + parts[0] + parts[1]), dtype
+            assert torch.equal(x, total) and same_place and blocks == 0
 
 
 def test_a_part_that_is_sent_again_is_copied(tmp_path: Path) -> None:

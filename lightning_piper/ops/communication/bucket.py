@@ -123,7 +123,7 @@ def bind_pack(instruction: PackInstruction, on: Binding) -> Bound:
         if source.last:
             slots[source.slot] = None
         flat = slots[into][0] if there else new(bucket)
-        views = bucket.views(flat)
+        views = bucket.views(flat) if others or absent else ()
         for index, i in others:
             views[index].copy_(bundle[i])
         for index in absent:

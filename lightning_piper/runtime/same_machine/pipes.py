@@ -29,7 +29,7 @@ MOST = 2**12  # maximum bytes of a message; Linux writes this many atomically
 _full = weakref.WeakSet["Outbox"]()
 
 
-def _bytes_of(x: torch.Tensor) -> memoryview:
+def bytes_of(x: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor."""
     return x.view(-1).view(torch.uint8).numpy().data
 
@@ -102,7 +102,7 @@ class Outbox(_End):
         Raises:
             RuntimeError: The process at the other end is gone.
         """
-        message = _bytes_of(x)
+        message = bytes_of(x)
         self.write()
         if self._unsent or not self._written(message):
             self._unsent.append(bytes(message))
@@ -166,7 +166,7 @@ class Inbox(_End):
     def receive(self, into: torch.Tensor) -> Expected:
         """Return a work that receives the next message into `into`, a contiguous tensor of the message's
         size, at most `MOST` bytes. `wait` of the work fills the tensor. An empty tensor receives nothing."""
-        expected = Expected(self, _bytes_of(into))
+        expected = Expected(self, bytes_of(into))
         if expected.room:
             self._expected.append(expected)
         return expected

@@ -128,6 +128,11 @@ class SharedBlocks:
         """Return whether a tensor lies in a block."""
         return x.untyped_storage().data_ptr() in self._at
 
+    def sends(self, x: torch.Tensor, readers: Collection[int]) -> bool:
+        """Return whether `lay` makes the tensor itself the message for these ranks."""
+        block = self._at.get(x.untyped_storage().data_ptr())
+        return block is not None and block.sends(readers)
+
     def lay(self, x: torch.Tensor, readers: Collection[int]) -> torch.Tensor:
         """Make a contiguous tensor a message for these ranks to read, and return the note of the message.
 

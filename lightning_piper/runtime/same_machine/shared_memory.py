@@ -21,7 +21,7 @@ from torch.distributed.constants import default_pg_timeout
 from lightning_piper.errors import ExecutionError
 from lightning_piper.runtime.messages import Messages, PendingWork
 from lightning_piper.runtime.same_machine.machine import machine
-from lightning_piper.runtime.same_machine.pipes import MOST, Inbox, Outbox, pipes_for, writing_end
+from lightning_piper.runtime.same_machine.pipes import MOST, Inbox, Outbox, bytes_of, pipes_for, writing_end
 from lightning_piper.runtime.same_machine.shared_blocks import NAME, NOTE, READERS, shared_blocks
 
 DIRECT = MOST  # maximum bytes of a message that the pipe itself carries
@@ -56,7 +56,7 @@ class Incoming:
         Raises:
             ExecutionError: The sender's memory ends before the message does.
         """
-        room = into.view(torch.uint8).numpy().data
+        room = bytes_of(into)
         while room:
             count = os.preadv(self._file, [room], self._at)
             if not count:
@@ -66,6 +66,16 @@ class Incoming:
                 )
             room, self._at = room[count:], self._at + count
         return into
+
+    def skip(self, nbytes: int) -> None:
+        """Skip the next bytes."""
+        self._at += nbytes
+
+    def replace(self, piece: torch.Tensor) -> None:
+        """Write a flat tensor over the bytes that were read last, which the sender then has in its tensor."""
+        left = bytes_of(piece)
+        while left:
+            left = left[os.pwrite(self._file, left, self._at - len(left)) :]
 
     def done(self) -> None:
         """Allow the sender to reuse its memory."""
@@ -209,7 +219,7 @@ def _opened(machine: int, process: int, file: int, token: int) -> int | None:
 
 
 class SharedSum:
-    """An all-reduce that adds the members' tensors in order, part by part as it reads them.
+    """An all-reduce that adds the members' tensors in order, piece by piece as it reads them.
 
     Args:
         messages: The messages between the members.
@@ -223,28 +233,86 @@ class SharedSum:
     """
 
     def __init__(self, messages: SharedMessages, ranks: Sequence[int], own: int, x: torch.Tensor) -> None:
-        self._x, self._own, self._last = x.view(-1), own, len(ranks) - 1
-        self.total = (
-            shared_blocks().empty(x.numel(), x.dtype).view(x.shape) if shared_blocks().holds(x) else x
-        )
+        self._others = [rank for i, rank in enumerate(ranks) if i != own]
+        self._messages, self._own, self._count = messages, own, len(ranks)
+        self._x, self.total = x.view(-1), self._room(x)
         self._incoming = {i: messages.incoming(rank) for i, rank in enumerate(ranks) if i != own}
-        self._sent = messages.send(x, [rank for i, rank in enumerate(ranks) if i != own])
+        self._sent = messages.send(self._laid(x), self._others)
+
+    def _room(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the tensor for the sum."""
+        blocks = shared_blocks()
+        return blocks.empty(x.numel(), x.dtype).view(x.shape) if blocks.holds(x) else x
+
+    def _laid(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the tensor that the other members read."""
+        return x
 
     def wait(self) -> None:
         """Wait for the terms of all ranks, and add them up piece by piece."""
         for incoming in self._incoming.values():
             incoming.arrive()
-        numel = PIECE // self._x.element_size()
-        rooms = [torch.empty(min(numel, len(self._x)), dtype=self._x.dtype) for _ in range(2)]
-        for own, into in zip(self._x.split(numel), self.total.view(-1).split(numel), strict=True):
-            first, other = (room[: len(own)] for room in rooms)
-            total = self._term(0, own, first)
-            for i in range(1, self._last + 1):
-                total = torch.add(total, self._term(i, own, other), out=into if i == self._last else first)
+        self._add(self._x, self.total.view(-1))
         for incoming in self._incoming.values():
             incoming.done()
         for work in self._sent:
             work.wait()
 
+    def _add(self, x: torch.Tensor, total: torch.Tensor) -> None:
+        """Add the terms of all members to a range of the sum. `x` is this member's term."""
+        numel = PIECE // x.element_size()
+        first = torch.empty(min(numel, len(x)), dtype=x.dtype)
+        other = torch.empty_like(first) if self._count > 2 else first  # of two terms, one is this member's
+        for own, into in zip(x.split(numel), total.split(numel), strict=True):
+            added = self._term(0, own, first)
+            for i in range(1, self._count):
+                out = into if i == self._count - 1 else first[: len(own)]
+                added = torch.add(added, self._term(i, own, other), out=out)
+            self._added(into)
+
+    def _added(self, piece: torch.Tensor) -> None:
+        """Called when a piece of the sum is complete."""
+
     def _term(self, member: int, own: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-        return own if member == self._own else self._incoming[member].read(room)
+        return own if member == self._own else self._incoming[member].read(room[: len(own)])
+
+
+class DividedSum(SharedSum):
+    """An all-reduce in which each member adds up one part of the tensors, and writes it into the tensors of the other
+    members. So there is one tensor for the terms and the sum, and fewer bytes move.
+
+    The bits are the bits of `SharedSum`. But `wait` also waits until all members wait. So all members must start
+    their sums, and wait for them, in one order, and must not wait for anything else.
+    """
+
+    def _room(self, x: torch.Tensor) -> torch.Tensor:
+        blocks = shared_blocks()
+        if blocks.sends(x, self._others):
+            return x
+        return blocks.empty(x.numel(), x.dtype).view(x.shape).copy_(x)
+
+    def _laid(self, x: torch.Tensor) -> torch.Tensor:
+        return self.total
+
+    def wait(self) -> None:
+        """Wait for the terms of all ranks, add up this member's part, and wait for all other parts."""
+        total = self.total.view(-1)
+        begin, end = (len(total) * i // self._count for i in (self._own, self._own + 1))
+        for incoming in self._incoming.values():
+            incoming.arrive()
+            incoming.skip(begin * total.element_size())
+        self._add(total[begin:end], total[begin:end])
+        for incoming in self._incoming.values():
+            incoming.done()
+        done = [torch.zeros(1, dtype=torch.uint8) for _ in self._incoming]
+        works = [self._messages.receive(x, rank) for x, rank in zip(done, self._others, strict=True)]
+        for work in [
+            *self._sent,
+            *self._messages.send(torch.zeros(1, dtype=torch.uint8), self._others),
+            *works,
+        ]:
+            work.wait()
+
+    def _added(self, piece: torch.Tensor) -> None:
+        for incoming in self._incoming.values():
+            incoming.replace(piece)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
+from types import CodeType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,13 +19,11 @@ from lightning_piper.strategy import _lightning
 
 def check_skips(module: pl.LightningModule, world: World, batch_idx: int) -> None:
     """Check that all processes skip the rest of the epoch, or none of them. A process that skips it alone would leave
-    the other processes waiting in their next step. Collective, unless the module's hook can return only None.
+    the other processes waiting in their next step. Collective.
 
     Raises:
         PiperError: Some processes skip the rest of the epoch.
     """
-    if returns_only_none(module.on_train_batch_start):
-        return
     skips = _lightning.skips_epoch()
     if not world.decide(skips, all=False):
         return
@@ -39,7 +39,12 @@ def check_skips(module: pl.LightningModule, world: World, batch_idx: int) -> Non
 def returns_only_none(function: Callable[..., Any]) -> bool:
     """Return whether a function, by its bytecode, can return only None. False also if this is not clear."""
     code = getattr(function, "__code__", None)
-    if code is None or code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE):
+    return code is not None and _returns_only_none(code)
+
+
+@cache
+def _returns_only_none(code: CodeType) -> bool:
+    if code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE):
         return False
     for before, each in pairwise(dis.get_instructions(code)):
         if each.opname == "RETURN_CONST" and each.argval is not None:
