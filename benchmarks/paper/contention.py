@@ -60,6 +60,6 @@ def r6(model: str) -> None:
             trace = simulated(setting, made, setting.hardware(alone=links).network(made.plans))
             alone, during, count = slowdown(trace)
             ratio = f"{during / alone:.2f}" if during else ""
-            yield [name, 1e3 * alone, 1e3 * during, count, ratio, PAPER, float(trace.end)]
+            yield [name, 1e3 * alone, 1e3 * during if count else "", count, ratio, PAPER, float(trace.end)]
 
     show([model, "alone ms", "during a sum ms", "exchanges", "ratio", "paper", "step s"], rows())
