@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_piper.capture import CapturedStep, capture
 from lightning_piper.capture.tensor_sharding.shardable_params import find_params
+from lightning_piper.common.garbage_collection import uncollected
 from lightning_piper.common.limits import integer, shown
 from lightning_piper.common.units import counted
 from lightning_piper.directives import Directive, Place, ShardWeights
@@ -79,7 +80,8 @@ def weights_to_shard(
     """
     step.at(step.size)  # generates the code, which says which parameters the step reads
     dims = {name: Sharded(dim) for name, dim in values.items()}
-    params = find_params(step.joint_graph, AXIS, number, dims)
+    with uncollected():
+        params = find_params(step.joint_graph, AXIS, number, dims)
     if not params:
         others = (n for n in OTHERS if n != number and find_params(step.joint_graph, AXIS, n, dims))
         _, names = step.joint_graph()

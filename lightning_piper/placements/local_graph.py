@@ -14,6 +14,7 @@ from lightning_piper.errors import CaptureError
 from lightning_piper.ir.values import Placement, Sharded
 from lightning_piper.placements.placement_changes import CHANGE, part_shape
 from lightning_piper.placements.ring import PARTS
+from lightning_piper.placements.rule import operation_key, tensors_of
 
 aten = torch.ops.aten
 # Operation -> the position of the argument that is the shape of the operation's output.
@@ -60,14 +61,20 @@ def localize(graph: Graph, held: Mapping[Node, Any], degree: int) -> None:
         WrongShape: An operation on shards does not make the shapes that its rule implies.
     """
     modes = (getattr(node.meta.get("val"), "fake_mode", None) for node in graph.nodes)
+    known: dict[object, Any] = {}
     with next((mode for mode in modes if mode is not None), contextlib.nullcontext()):
         for node in graph.nodes:
             if node.op != "output":
-                _localize(node, held, degree)
+                _localize(node, held, degree, known)
 
 
-def _localize(node: Node, held: Mapping[Node, Any], degree: int) -> None:
-    """Change one node's arguments and its `val` to the arguments and the value of a member."""
+def _localize(node: Node, held: Mapping[Node, Any], degree: int, known: dict[object, Any]) -> None:
+    """Change one node's arguments and its `val` to the arguments and the value of a member.
+
+    Args:
+        known: an operation with the specs of its inputs -> its value. Equal operations share a value, because fake
+            tensors have no data.
+    """
     value: Any = node.meta.get("val")
     placement: Any = held.get(node)
     if node.op == "placeholder" and isinstance(value, torch.Tensor) and placement is not None:
@@ -92,9 +99,13 @@ def _localize(node: Node, held: Mapping[Node, Any], degree: int) -> None:
         node.args = (node.args[0], _fewer(node.args[1], degree), *node.args[2:])
     # Compute the value on the member's inputs, and check its shape.
     if any(p is not None and not _same(p) for p in _tuple(placement)) or _reads_parts(node, held):
-        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
-        # A view of a shard with gaps in memory fails. `reshape` copies such a shard.
-        made = (aten.reshape.default if target in RESHAPES else target)(*args, **kwargs)
+        inputs = tensors_of(node)
+        specs = tuple((x.meta["val"].stride(), x.meta["val"].device) for x in inputs)
+        if (key := (operation_key(node, inputs), specs)) not in known:
+            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
+            # A view of a shard with gaps in memory fails. `reshape` copies such a shard.
+            known[key] = (aten.reshape.default if target in RESHAPES else target)(*args, **kwargs)
+        made = known[key]
         for whole, part, share in zip(_tuple(value), _tuple(made), _tuple(placement), strict=True):
             if isinstance(whole, torch.Tensor) and tuple(part.shape) != part_shape(
                 tuple(whole.shape), share, degree

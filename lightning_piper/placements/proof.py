@@ -23,7 +23,7 @@ from lightning_piper.placements.attention import ATTENTION
 from lightning_piper.placements.chunked_scores import CHUNKED, SCORES_OF_PART, with_classes
 from lightning_piper.placements.local_graph import SHAPED, SPLIT, WrongShape, localize
 from lightning_piper.placements.ring import ATTEND, ATTEND_BACKWARD, NUMBERS, PARTS
-from lightning_piper.placements.rule import Rule, made_by, shape_of, tensors_of
+from lightning_piper.placements.rule import Rule, made_by, operation_key, shape_of, tensors_of
 from lightning_piper.placements.views import regrouped
 from lightning_piper.placements.vocabulary import LOOKUPS, SIZES
 
@@ -43,12 +43,12 @@ def prove(node: Node, rule: Rule, degree: int) -> None:
     """
     if all(str(p) == "R" for p in rule.inputs):
         return
-    asked = (_key(node.target, node.args, node.kwargs, tensors_of(node)), rule, degree)
+    asked = (operation_key(node, tensors_of(node)), rule, degree)
     if asked in _proved:
         return
     graph, inputs, rule = _single_operation(node, rule, degree)
     call = next(n for n in graph.nodes if n.op == "call_function")
-    key = (_key(node.target, call.args, call.kwargs, inputs), rule, degree)
+    key = (operation_key(call, inputs), rule, degree)
     found = None
     if key not in _proved:
         try:
@@ -62,13 +62,6 @@ def prove(node: Node, rule: Rule, degree: int) -> None:
             "its output placement. Otherwise, report this [PIPER-D019]"
         )
     _proved.update((asked, key))
-
-
-def _key(target: Any, args: Any, kwargs: Any, inputs: Sequence[Node]) -> tuple[object, ...]:
-    """Return a key of an operation: equal for two calls that differ only in the values of their tensors."""
-    numbers = {x: i for i, x in enumerate(inputs)}
-    shapes = tuple((tuple(x.meta["val"].shape), x.meta["val"].dtype) for x in inputs)
-    return str(target), str(torch.fx.node.map_arg((args, kwargs), lambda x: numbers.get(x, x.name))), shapes
 
 
 def difference(graph: Graph, inputs: Sequence[Node], rule: Rule, degree: int) -> str | None:

@@ -34,6 +34,18 @@ def tensors_of(node: Node) -> list[Node]:
     return [x for x in found if isinstance(x.meta.get("val"), torch.Tensor)]
 
 
+def operation_key(node: Node, inputs: Sequence[Node]) -> tuple[object, ...]:
+    """Return a key of an operation: equal for two calls that differ only in the values of their tensors.
+
+    Args:
+        inputs: `tensors_of(node)`.
+    """
+    numbers = {x: i for i, x in enumerate(inputs)}
+    shapes = tuple((tuple(x.meta["val"].shape), x.meta["val"].dtype) for x in inputs)
+    arguments = torch.fx.node.map_arg((node.args, node.kwargs), lambda x: numbers.get(x, x.name))
+    return node.target, str(arguments), shapes
+
+
 def shape_of(node: Node) -> tuple[int, ...]:
     return tuple(int(size) for size in node.meta["val"].shape)
 

@@ -43,9 +43,11 @@ def extract(
     # Each of these dicts has inputs of one kind: placeholder of the joint graph -> name or index. `current`
     # has the buffers that the step changes and that the pass does not receive from another pass.
     given = [node for nodes in p.inputs.values() for node in nodes]
-    params = {n: name for n, name in names.params.items() if n in p.reads}
-    constant = {n: name for n, name in names.buffers.items() if n in p.reads and n not in state}
-    current = {n: name for n, name in names.buffers.items() if n in p.reads and n in state and n not in given}
+    read = sorted(n for n in p.reads if n.op == "placeholder")  # in the order of the joint graph
+    params = {n: names.params[n] for n in read if n in names.params}
+    buffers = {n: names.buffers[n] for n in read if n in names.buffers}
+    constant = {n: name for n, name in buffers.items() if n not in state}
+    current = {n: name for n, name in buffers.items() if n in state and n not in given}
     batch = {n: i for n, i in names.batch.items() if n in p.reads}
     seeds = {n: term for n, term in names.tangents.items() if n in p.reads}
 

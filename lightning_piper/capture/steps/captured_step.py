@@ -342,30 +342,31 @@ class CapturedStep:
             return dataclasses.replace(self.at(self.batch_spec.size, degrees), size=size)
         if (size, degrees) not in self._codes:
             with uncollected():
-                found = (None if degrees else self._by_substitution(size)) or self._traced(size, degrees)
-            self._check_sharing(found)
-            if self._codes or self._whole is not None:
-                first = (
-                    next(iter(self._codes.values())) if self._whole is None else self._whole.at(size, degrees)
-                )
-                try:
-                    same_structure(first, found)
-                except CaptureError:
-                    # If the step has changed since the capture, even at the first size, this error is more
-                    # precise.
-                    self.retrace()
-                    raise
-                # Drop split passes that differ from those at the first size, for example because they read
-                # other parameters. If a program asks for a dropped pass, `StepCode.code_of` raises an error.
-                split = first.split_passes
-                alike = {
-                    key: p
-                    for key, p in found.split_passes.items()
-                    if key in split and public(p[0]) == public(split[key][0])
-                }
-                found = dataclasses.replace(found, split_passes=alike)
-            self._codes[size, degrees] = found
+                self._codes[size, degrees] = self._new_code(size, degrees)
         return self._codes[size, degrees]
+
+    def _new_code(self, size: int, degrees: tuple[int, ...]) -> StepCode:
+        """Return new code for `size` samples; see `at`."""
+        found = (None if degrees else self._by_substitution(size)) or self._traced(size, degrees)
+        self._check_sharing(found)
+        if not self._codes and self._whole is None:
+            return found
+        first = next(iter(self._codes.values())) if self._whole is None else self._whole.at(size, degrees)
+        try:
+            same_structure(first, found)
+        except CaptureError:
+            # If the step has changed since the capture, even at the first size, this error is more precise.
+            self.retrace()
+            raise
+        # Drop split passes that differ from those at the first size, for example because they read other
+        # parameters. If a program asks for a dropped pass, `StepCode.code_of` raises an error.
+        split = first.split_passes
+        alike = {
+            key: p
+            for key, p in found.split_passes.items()
+            if key in split and public(p[0]) == public(split[key][0])
+        }
+        return dataclasses.replace(found, split_passes=alike)
 
     def depends_on_size(self, size: int) -> bool:
         """Return whether the step's Python code computes another function for `size` samples than for the

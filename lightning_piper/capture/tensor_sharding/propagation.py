@@ -34,7 +34,7 @@ from lightning_piper.placements.choice import choose
 from lightning_piper.placements.chunked_scores import SCORES_OF
 from lightning_piper.placements.placement_changes import CHANGE, PLACEMENTS, PlacementMap, change_of
 from lightning_piper.placements.proof import prove
-from lightning_piper.placements.rule import made_by, shape_of, tensors_of
+from lightning_piper.placements.rule import Rule, made_by, operation_key, shape_of, tensors_of
 from lightning_piper.placements.rules import rules_for
 
 aten = torch.ops.aten
@@ -171,6 +171,7 @@ class Propagation:
         self.changes = PlacementWriter(graph, division.axis, division.degree, self.held, said, self._beside)
         self._pinned = constraint_lookup(graph, division.values)
         self.along: set[tuple[int, Sharded]] = set()
+        self._rules: dict[tuple[object, ...], Rule] = {}  # `_situation` -> the rule, which is proved
         self.decomposer = Decomposer(graph, division, self.held, self.gone, self.place, self.changes.changed)
 
     @property
@@ -221,10 +222,10 @@ class Propagation:
         if node.target is CHANGE:  # a change along another axis
             self.held[node] = self.held[node.all_input_nodes[0]]
             return
-        if not tensors_of(node):
+        inputs = tensors_of(node)
+        if not inputs:
             self.held[node] = self._as_made(node)
             return
-        inputs = tensors_of(node)
         if inputs[0] in self.free and (
             node.target is CAST or (node.target in PERMUTATIONS and inputs[0] in self.sought)
         ):
@@ -240,10 +241,8 @@ class Propagation:
             node.replace_input_with(inputs[0], self.changes.changed(inputs[0], R, node))
         elif node.target in RESHAPES and (part := self._is_for_rows(node)) is not None:
             node.replace_input_with(inputs[0], self.changes.changed(inputs[0], part, node))
-        inputs = tensors_of(node)
-        for (
-            x
-        ) in inputs:  # if an earlier reader needed the sum of partial sums, this reader also reads the sum
+        # If an earlier reader needed the sum of partial sums, this reader also reads the sum.
+        for x in tensors_of(node):
             if self.held[x] == P and (total := self.changes.made(x, R, node)) is not None:
                 node.replace_input_with(x, total)
         inputs = tensors_of(node)
@@ -256,12 +255,14 @@ class Propagation:
             return
         if self._without_bias(node):
             return
-        sought = self.sought if node.target in PRODUCTS else {}
-        about = (self.degree, self.fixed, self.free, self.along, sought)
-        rule = choose(node, self.held, self.elsewhere, *about, self.division.attention)
+        situation = self._situation(node, inputs)
+        rule = known = self._rules.get(situation)
+        if rule is None:
+            sought = self.sought if node.target in PRODUCTS else {}
+            about = (self.degree, self.fixed, self.free, self.along, sought)
+            rule = choose(node, self.held, self.elsewhere, *about, self.division.attention)
         if rule is None:
             raise self._refusal(node)
-        inputs = tensors_of(node)
         # Give each input the placement of the rule: choose it for a free parameter, change it for a value.
         for x, wanted in dict(zip(inputs, rule.inputs, strict=True)).items():
             if x in self.free:
@@ -272,10 +273,22 @@ class Propagation:
                 node.replace_input_with(x, self.changes.changed(x, wanted, node))
         if self.decomposer.write(node):  # try again, because the node may read shards after the changes
             return
-        prove(node, rule, self.degree)
+        if known is None:
+            prove(node, rule, self.degree)
+            self._rules[situation] = rule
         self.held[node] = rule.outputs if isinstance(node.meta.get("val"), list | tuple) else rule.outputs[0]
         if node.target in VIEWS and all(x in self.fixed for x in inputs):
             self.fixed.add(node)
+
+    def _situation(self, node: Node, inputs: Sequence[Node]) -> tuple[object, ...]:
+        """Return all that the choice of a rule for an operation depends on: the operation, and for each of its
+        inputs the placements along all axes and whether Piper may choose them. Layers that repeat have equal
+        situations, so Piper chooses and proves a rule once for all of them."""
+        made = tuple((x.shape, x.dtype) if isinstance(x, torch.Tensor) else None for x in made_by(node))
+        others = [each.held for each in self.axes if each is not self]
+        along_others = tuple(held.get(x) for held in others for x in (*inputs, node))
+        about = tuple((self.held[x], x in self.fixed, x in self.free, self.sought.get(x)) for x in inputs)
+        return operation_key(node, inputs), made, about, along_others, frozenset(self.along)
 
     def _note_change(self, x: Node, wanted: Placement, reader: Node) -> None:
         """Record that an operation of the forward pass reads a shard replicated, or a partial sum as a shard."""
