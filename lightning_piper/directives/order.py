@@ -260,7 +260,7 @@ class Order(Directive):
         Raises:
             DirectiveError: There is a cycle. The message shows the cycle, its cause if known, or both.
         """
-        if nx.is_directed_acyclic_graph(dag.graph):
+        if len(dag.in_order()) == len(dag.graph):
             return
         cycle = nx.find_cycle(dag.graph)
         steps = []

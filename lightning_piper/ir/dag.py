@@ -196,6 +196,18 @@ class TrainingDAG:
             node = self.nodes[ref[0]]
         return node, ref[1]
 
+    def in_order(self) -> list[int]:
+        """Return the ids of the nodes, each after all nodes for which it waits. Nodes on a cycle, and nodes that
+        wait for them, are missing."""
+        after, missing = dict(self.graph.adjacency()), dict(self.graph.in_degree())
+        order = [node for node, count in missing.items() if not count]
+        for node in order:  # the loop reaches the nodes that it appends
+            for user in after[node]:
+                missing[user] -= 1
+                if not missing[user]:
+                    order.append(user)
+        return order
+
     def of_type(self, kind: type[N]) -> Iterator[N]:
         return (node for node in self.nodes.values() if isinstance(node, kind))
 

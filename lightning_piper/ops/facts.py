@@ -9,6 +9,7 @@ from functools import cached_property
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Node, Ref
+from lightning_piper.ir.regions import PassKey
 from lightning_piper.ir.values import Kind, Slice, TensorSpec, Value
 
 # An `Origin` says which output of which pass a value is: (region, pass, output index). `Contributions` are
@@ -25,6 +26,7 @@ class Facts:
         origins: The pass and output that each value comes from.
         parts: The samples that went into each value.
         buckets: Bucket -> why it does not fit the step, or None if it fits.
+        outputs: Pass and number of samples -> outputs of chunks that fit this pass.
     """
 
     def __init__(self, dag: TrainingDAG) -> None:
@@ -32,6 +34,7 @@ class Facts:
         self.origins: dict[Ref, Origin] = {}
         self.parts: dict[Ref, Contributions] = {}
         self.buckets: dict[Bucket, str | None] = {}
+        self.outputs: dict[tuple[PassKey, int], list[tuple[Value, ...]]] = {}
 
     @cached_property
     def gradients(self) -> Mapping[str, Sequence[Origin]]:

@@ -25,7 +25,8 @@ def incomplete(facts: Facts, final: bool) -> Iterable[str]:
     """
     dag = facts.dag
     groups: dict[str, set[tuple[int, ...]]] = {}
-    for chunk in dag.of_type(Chunk):
+    # One chunk for each pass and tuple of devices, which may be long. Chunks of other microbatches share both.
+    for chunk in {(chunk.key, id(chunk.devices)): chunk for chunk in dag.of_type(Chunk)}.values():
         for name in dag.interface(chunk).params + dag.interface(chunk).state:
             groups.setdefault(name, set()).add(chunk.devices)
     yield from _passes(facts)

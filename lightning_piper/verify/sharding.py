@@ -134,11 +134,16 @@ def shards(facts: Facts, updated: Updates) -> Iterable[str]:
                 )
     # (bucket that a chunk gathers, bucket of the gradient) -> whether both have the same shards
     fitting: dict[tuple[Bucket, Bucket], bool] = {}
+    # `id` of a tuple of devices, and a parameter that chunks read there -> its gradient there, or None. To hash the
+    # tuple for each chunk would cost more than the check.
+    gradients: dict[tuple[int, str], Value | None] = {}
     for chunk in dag.of_type(Chunk):
         names, here = dag.interface(chunk).params, kept.get(chunk.devices, {})
         for name, ref in zip(names, chunk.params or (None,) * len(names), strict=True):
-            updates = updated.get(name, {})
-            gradient = dag.value(updates[chunk.devices].inputs[0]) if chunk.devices in updates else None
+            if (at := (id(chunk.devices), name)) not in gradients:
+                update = updated.get(name, {}).get(chunk.devices)
+                gradients[at] = None if update is None else dag.value(update.inputs[0])
+            gradient = gradients[at]
             if ref is None:
                 if name in here or (gradient is not None and isinstance(gradient.placement, Sharded)):
                     yield (

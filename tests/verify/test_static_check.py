@@ -501,3 +501,15 @@ def test_a_parameter_that_another_device_only_reads_is_updated_there() -> None:
             check(dag)
     one = apply_program(build_dag(step), gpipe(2, 2, devices=[0, 0]))
     assert [u.devices for u in updates(one, "first.weight")] == [(0,)]
+
+
+@pytest.mark.parametrize("microbatch", [0, 1])
+def test_equal_outputs_of_one_microbatch_do_not_prove_those_of_another(microbatch):
+    dag = base("one device")
+    check(dag)
+    wrong = next(c for c in dag.of_type(Chunk) if c.kind == "F" and c.tags["MB"] == microbatch)
+    value = wrong.outputs[0]
+    twice = dataclasses.replace(value.tensors[0], shape=tuple(2 * size for size in value.tensors[0].shape))
+    dag.change(wrong, outputs=(dataclasses.replace(value, tensors=(twice,)), *wrong.outputs[1:]))
+    with pytest.raises(VerificationError, match=rf"F\[PP=0,MB={microbatch}\].* declares .* its code makes"):
+        check(dag)
