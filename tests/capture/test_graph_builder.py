@@ -30,6 +30,7 @@ class Net(L.LightningModule):
         self.second.weight, self.between = self.first.weight, between
         self.third.bias.requires_grad_(False)
         self.register_buffer("scale", torch.ones(4))
+        self.register_buffer("spread", torch.ones(4))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         with piper.annotate("PP", 0):
@@ -133,11 +134,72 @@ def changed_buffer(net: Net, x: Tensor) -> Tensor:
     return x + net.scale
 
 
-OTHERS: dict[str, Callable[[Net, Tensor], Tensor]] = {
-    "a view is changed": changed_view,
+def average(net: Net, x: Tensor) -> Tensor:
+    net.scale.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+    net.scale.copy_(net.scale.detach() * 2)
+    return x * net.scale
+
+
+def changed_rows(net: Net, x: Tensor) -> Tensor:
+    net.scale[1] = 3.0
+    net.scale[2:] = x.detach()[0, 2:]
+    net.spread.index_copy_(0, torch.tensor([1]), x.detach()[0, :1])
+    return x * net.scale + net.spread
+
+
+def shifted(net: Net, x: Tensor) -> Tensor:
+    y = x.detach().new_zeros(x.shape)
+    y[:, 1:] = x.detach()[:, :-1].clone()
+    y[:, 0] = 3.0
+    return y + x
+
+
+def residual(net: Net, x: Tensor) -> Tensor:
+    y = F.conv2d(x[:, None, None], net.third.weight[:, :1, None, None])
+    y = F.batch_norm(y, net.scale, net.spread, training=True).mean((2, 3))
+    y += x
+    return F.relu(y, inplace=True)
+
+
+def annotated_views(net: Net, x: Tensor) -> Tensor:
+    x = x * 2
+    x += 1.0
+    with piper.annotate("PP", 1):
+        y, z = x.view(-1), x.detach()
+        x.mul_(0.5)
+    with piper.annotate("PP", 2):
+        return y.view(4, 4) * 3.0 + z
+
+
+def changed_data(net: Net, x: Tensor) -> Tensor:
+    x = x * 2
+    x.data.mul_(3.0)
+    return x
+
+
+def changed_chunks(net: Net, x: Tensor) -> Tensor:
+    x = x * 2
+    x += 1.0
+    a, b = x.chunk(2, -1)
+    return torch.cat([b, a], -1)
+
+
+CHANGING: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "what has a view is changed": changed_below_a_view,
     "a buffer is changed": changed_buffer,
+    "a buffer is changed twice": average,
+    "rows of buffers are changed": changed_rows,
     "what is kept is made in place": kept_in_place,
+    "numbers are shifted": shifted,
+    "batch norm": residual,
+    "batch norm in evaluation": lambda net, x: F.batch_norm(x, net.scale, net.spread),
+    "views in other regions": annotated_views,
+}
+
+OTHERS: dict[str, Callable[[Net, Tensor], Tensor]] = {
+    "a view with a gradient is changed": changed_view,
+    "a view of a view is changed": changed_data,
+    "what is cut into several views was changed": changed_chunks,
 }
 
 
@@ -178,17 +240,18 @@ def graphs(
 
 
 @pytest.mark.parametrize(("kind", "name"), [
-    *((kind, "training_step") for kind in PLAIN | DIFFERENTIABLE),
-    *((kind, "validation_step") for kind in PLAIN),
+    *((kind, "training_step") for kind in PLAIN | DIFFERENTIABLE | CHANGING),
+    *((kind, "validation_step") for kind in PLAIN | CHANGING),
 ])  # fmt: skip
 def test_graph_of_a_tracing_run_is_that_of_a_trace(kind, name, monkeypatch):
-    traced, made, traces = graphs(Net((PLAIN | DIFFERENTIABLE)[kind]), torch.zeros(4, 4), name, monkeypatch)
+    net = Net((PLAIN | DIFFERENTIABLE | CHANGING)[kind])
+    traced, made, traces = graphs(net, torch.zeros(4, 4), name, monkeypatch)
     assert made == traced
     assert traces == 0
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_steps_that_change_what_has_other_names_are_traced(kind, monkeypatch):
+def test_other_changes_are_traced(kind, monkeypatch):
     traced, made, traces = graphs(Net(OTHERS[kind]), torch.zeros(4, 4), "training_step", monkeypatch)
     assert made == traced
     assert traces == 1

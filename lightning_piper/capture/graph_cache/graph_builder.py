@@ -4,19 +4,20 @@ Usually these operations determine the graph, so no full trace is needed. The ru
 (`OperationNotes`), because the graph may be known already: to make its nodes takes as long as a fifth of the
 run.
 
-    operation, arguments, results --> node            add_(x, 1) on memory without another alias --> add(x, 1)
+    operation, arguments, results --> node        y = x.view(-1); x.add_(1); y * 2 --> add(x, 1).view(-1) * 2
 
-A full trace runs a step twice, with each operation under several wrappers, to find operations that change
-aliased memory, and to rewrite them as operations without side effects. Most steps have no such operations, so
-their operations already are the graph. A step with such an operation is traced in full. Both ways give the
-same graph, node by node (`tests/capture/test_graph_builder.py` checks this).
+A full trace runs a step twice, with each operation under several wrappers, to rewrite operations that change memory
+as operations without side effects. The builder applies the same rules as the trace. After a change, each other
+tensor on this memory is made again from the changed value, with the operations of its view. The new value of a
+buffer is an output of the graph. A step with other changes, such as the change of a view that has a gradient, is
+traced in full. Both ways give the same graph, node by node (`tests/capture/test_graph_builder.py` checks this).
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,12 +26,18 @@ import torch.fx.traceback as fx_traceback
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
+from lightning_piper.capture.graph_cache.functional_variants import functional_variant, without_defaults
 from lightning_piper.capture.graph_cache.serialization import is_constant
 from lightning_piper.capture.torch_private import _torch, _torch_calls
 from lightning_piper.capture.user_code.source import CALLED_KEY
 
 FORWARD, BACKWARD = "is_forward", "is_backward"
 aten = torch.ops.aten
+# Operation that makes a view -> operation that puts a changed view back.
+_SCATTERS = {
+    aten.select.int: aten.select_scatter.default,
+    aten.slice.Tensor: aten.slice_scatter.default,
+}
 
 
 class NotBuildable(Exception):
@@ -59,10 +66,10 @@ class NotedOperation(NamedTuple):
     Attributes:
         function, args, kwargs: the operation, and its arguments.
         target: the operation of the graph: the functional variant, if `function` changes its first argument.
-        made: its result.
-        changed: storage of the changed argument; None if the operation does not change an argument.
-        storages: storages of the tensors in `made`, in their order.
-        marks: the metadata of its nodes.
+        made: the result of `target`. The changed arguments stand for their new values in a tuple of results.
+        changed: The changed arguments, each with its storage.
+        storages: The storages of the tensors in `made`, in their order.
+        marks: The metadata of its nodes.
     """
 
     function: Any
@@ -70,9 +77,52 @@ class NotedOperation(NamedTuple):
     kwargs: Mapping[str, Any]
     target: Any
     made: Any
-    changed: int | None
+    changed: tuple[tuple[torch.Tensor, int], ...]
     storages: tuple[int, ...]
     marks: _Marks
+
+
+class _ViewOperation(NamedTuple):
+    """An operation that makes a view, with its arguments after the tensor."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(eq=False)
+class _Memory:
+    """The memory of one or more tensors.
+
+    Attributes:
+        node: The node of its current content.
+        whole: The tensor that has all of it.
+        may_change: Whether a graph can express a change.
+        changes: The number of changes up to now.
+    """
+
+    node: Node
+    whole: torch.Tensor
+    may_change: bool
+    changes: int = 0
+
+
+@dataclass(eq=False)
+class _Value:
+    """A tensor of the run in the graph.
+
+    Attributes:
+        node: The node of its value when its memory had been changed `changes` times.
+        memory: Its memory.
+        marks: The metadata of nodes that make the tensor again. None for the tensors that a block gets or returns.
+        views: The operations that make the tensor from the whole memory. None if they are not known.
+    """
+
+    node: Node
+    memory: _Memory
+    marks: _Marks | None = None
+    views: tuple[_ViewOperation, ...] | None = ()
+    changes: int = 0
 
 
 @dataclass(frozen=True)
@@ -108,7 +158,7 @@ class NotedBlock:
         before, base: The sequence numbers that stand for `notes.first` in operations without and with a gradient.
         end: The sequence number of operations that add gradients.
         made, tangent, gradients: Its result, the gradient of the result, and the gradients of `tensors`.
-        nodes, names: As in `_GraphBuilder`, but with tensors of `notes`.
+        values, memory: As in `_GraphBuilder`, but with tensors of `notes`.
     """
 
     notes: BlockNotes
@@ -120,8 +170,8 @@ class NotedBlock:
     made: torch.Tensor | None = None
     tangent: torch.Tensor | None = None
     gradients: Sequence[torch.Tensor | None] = ()
-    nodes: dict[int, Node] = field(default_factory=dict)
-    names: dict[int, set[int]] = field(default_factory=dict)
+    values: dict[int, _Value] = field(default_factory=dict)
+    memory: dict[int, _Memory] = field(default_factory=dict)
 
     def marks(self, marks: _Marks, at: int | None) -> _Marks:
         """Return the marks of an operation of the block, from those in `notes`. `at` is the index of a forward
@@ -142,15 +192,18 @@ class OperationNotes:
 
     Args:
         module: the module that runs. Its parameters and buffers are the first inputs of the graph.
-        inputs: the arguments of the module.
-        joint: whether the graph has a backward pass.
+        inputs: The arguments of the module.
+        joint: Whether the graph has a backward pass.
+        is_block: Whether the module is a repeated block, which must not change its inputs.
 
     Raises:
         NotBuildable: two inputs are one tensor.
     """
 
-    def __init__(self, module: nn.Module, inputs: Sequence[torch.Tensor], joint: bool) -> None:
-        self.joint = joint
+    def __init__(
+        self, module: nn.Module, inputs: Sequence[torch.Tensor], joint: bool, is_block: bool = False
+    ) -> None:
+        self.joint, self._is_block = joint, is_block
         self.start = _torch_calls.sequence_now()  # autograd's sequence number before the first operation
         self.forward: list[NotedOperation | NotedBlock] = []
         self.backward: list[NotedOperation | NotedBlock] = []
@@ -196,9 +249,22 @@ class OperationNotes:
         results = made if isinstance(made, list | tuple) else [made]
         if not all(x is None or isinstance(x, torch.Tensor) for x in results):
             raise NotBuildable(f"{function} gives a {type(made).__name__}")
-        target, changed = function, None
-        if function._schema.is_mutable:
-            target, changed = _without_change(function, args, kwargs), _torch.storage_id(args[0])
+        target: Any = function
+        changes: tuple[Any, ...] = ()
+        if function is aten._native_batch_norm_legit.default:
+            target, changes = aten._native_batch_norm_legit_functional.default, args[3:5]
+            made = (*made, *changes)
+        elif function._schema.is_mutable:
+            if (variant := functional_variant(function, args, kwargs)) is None:
+                raise NotBuildable(str(function))
+            (target, made), changes = variant, args[:1]
+        changed = tuple((x, _torch.storage_id(x)) for x in changes)
+        for x, storage in changed:
+            of_input = storage in self.storages
+            # A batch norm does not give a gradient to its statistics.
+            differentiable = len(changes) == 1 and _is_differentiable(args, kwargs)
+            if (of_input and self._is_block) or (differentiable and (of_input or x._is_view())):
+                raise NotBuildable(f"{function} of an input or of a view with a gradient")
         storages = tuple(_torch.storage_id(x) for x in results if x is not None)
         calls = self.forward if self.tangent is None else self.backward
         calls.append(
@@ -225,7 +291,7 @@ class OperationNotes:
 
         Raises:
             NotBuildable: (by the returned function) the graph cannot have one of the operations, for example
-                because it changes memory with an alias. Or a result or a gradient comes from an operation
+                because it changes a tensor of the batch. Or a result or a gradient comes from an operation
                 that was not noted.
         """
         return partial(_GraphBuilder(self).graph, results, gradients, self.marks())
@@ -241,13 +307,11 @@ class _GraphBuilder:
     def __init__(self, notes: OperationNotes) -> None:
         self._notes, self._phase = notes, FORWARD
         # of the step, or of the block that is being added:
-        self._nodes: dict[int, Node] = {}  # `id` of a tensor -> the node of its current value
-        self._names: dict[int, set[int]] = {}  # id of a storage -> ids of the tensors that share it
+        self._values: dict[int, _Value] = {}  # by `id` of the tensor
+        self._memory: dict[int, _Memory] = {}  # by id of the storage
         # `id` of the previous operation's result if it is a newly created tensor: the operation read no
         # tensors, or only the properties of one (`zeros_like`). Otherwise None.
         self._fresh: int | None = None
-        # `id` of the tensor that the previous operation changed in place. None if it did not change a tensor.
-        self._changed: int | None = None
         self._constants = 0  # the number of constants
 
     def graph(
@@ -263,19 +327,23 @@ class _GraphBuilder:
             marks: the metadata of a constant that is a result.
         """
         self._graph, notes, joint = Graph(GraphModule({}, Graph())), self._notes, self._notes.joint
+        self._inputs: list[Node] = []
         for i, ((x, desc), storage) in enumerate(zip(notes.primals, notes.storages, strict=True), 1):
             self._input(x, storage, f"primals_{i}" if joint else f"arg{i - 1}_1", desc)
         for call in notes.forward:
             self._add(call)
         if (tangent := notes.tangent) is not None:
             self._phase = BACKWARD
-            with self._graph.inserting_after(self._nodes[id(notes.primals[-1][0])]):
+            with self._graph.inserting_after(self._inputs[-1]):
                 desc = _torch.TangentAOTInput(_torch.PlainAOTOutput(0))
                 self._input(tangent, _torch.storage_id(tangent), "tangents_1", desc)
         for call in notes.backward:
             self._add(call)
-        outputs: list[Any] = [self._node(x, marks) for x in results]
-        about: list[Any] = [_torch.PlainAOTOutput(i) for i in range(len(results))]
+        changed = [(x, desc) for x, desc in notes.primals if self._values[id(x)].memory.changes]
+        outputs: list[Any] = [self._current(x).node for x, _ in changed]
+        outputs += [self._node(x, marks) if is_constant(x) else self._current(x).node for x in results]
+        about: list[Any] = [_torch.InputMutationAOTOutput(desc) for _, desc in changed]
+        about += [_torch.PlainAOTOutput(i) for i in range(len(results))]
         for x, desc in notes.primals if joint else ():
             gradient = gradients.get(id(x))
             outputs.append(None if gradient is None else self._node(gradient, marks))
@@ -292,7 +360,10 @@ class _GraphBuilder:
         node.meta = {"desc": desc, "val": x, "seq_nr": self._notes.start}
         if self._notes.joint:
             node.meta["partitioner_tag"] = self._phase
-        self._made(node, x, storage)
+        memory = self._memory.setdefault(storage, _Memory(node, x, isinstance(desc, _torch.BufferAOTInput)))
+        memory.may_change &= memory.whole is x
+        self._values[id(x)] = _Value(node, memory, _Marks(self._notes.start, None, False, ""))
+        self._inputs.append(node)
 
     def _add_block(self, block: NotedBlock) -> None:
         """Add the nodes of a block, in the current pass.
@@ -300,18 +371,26 @@ class _GraphBuilder:
         Raises:
             NotBuildable: see `_add`.
         """
-        notes, outer, names = block.notes, self._nodes, self._names
+        notes, outer, memory = block.notes, self._values, self._memory
         forward = self._phase == FORWARD
         read = zip(notes.tensors, block.tensors, strict=True) if forward else [(notes.tangent, block.tangent)]
-        made = [(notes.made, block.made)] if forward else zip(notes.gradients, block.gradients, strict=True)
-        block.nodes |= {id(x): outer[id(own)] for x, own in read}
-        self._nodes, self._names = block.nodes, block.names
+        made: list[tuple[torch.Tensor | None, torch.Tensor | None]] = [(notes.made, block.made)]
+        if not forward:
+            made = list(zip(notes.gradients, block.gradients, strict=True))
+        for x, own in read:
+            assert x is not None and own is not None
+            known = self._current(own)
+            storage = _torch.storage_id(x)
+            block.memory.setdefault(storage, _Memory(known.node, x, may_change=False))
+            block.values[id(x)] = _Value(known.node, block.memory[storage], None, None)
+        self._values, self._memory = block.values, block.memory
         for i, call in enumerate(notes.forward if forward else notes.backward):
             self._add(call._replace(marks=block.marks(call.marks, i if forward else None)))
-        self._nodes, self._names = outer, names
-        for x, own in made:
-            if own is not None:
-                self._made(block.nodes[id(x)], own, _torch.storage_id(own))
+        nodes = [None if x is None else self._current(x).node for x, _ in made]
+        self._values, self._memory = outer, memory
+        for node, (_, own) in zip(nodes, made, strict=True):
+            if node is not None and own is not None:
+                self._made(node, own, _torch.storage_id(own))
 
     def _add(self, call: NotedOperation | NotedBlock) -> None:
         """Add the node of an operation. A detach directly after the creation of a tensor gets no node.
@@ -323,50 +402,82 @@ class _GraphBuilder:
             self._add_block(call)
             return
         function, args, kwargs, target, made, storages = *call[:5], call.storages
-        fresh, changed, self._fresh, self._changed = self._fresh, self._changed, None, None
-        if function is aten.detach.default and changed == id(args[0]):
-            raise NotBuildable("a result that a backward pass needs was made in place")
+        fresh, self._fresh = self._fresh, None
         if function is aten.detach.default and fresh == id(args[0]):
             # torch detaches each newly created tensor, but a trace does not record this.
-            self._made(self._nodes[fresh], made, *storages)
+            self._values[id(made)] = replace(self._values[fresh])
             return
         leaves = _torch.tree_leaves((args, kwargs))
         nodes = {id(x): self._node(x, call.marks) for x in leaves if isinstance(x, torch.Tensor)}
-        if call.changed is not None:
-            self._check_names(call, call.changed)
+        for x, _ in call.changed:
+            self._check_change(x)
         target = aten.lift_fresh_copy.default if target is aten.lift_fresh.default else target
         arguments, named = _torch.tree_map(
             lambda x: nodes[id(x)] if isinstance(x, torch.Tensor) else x,
-            _without_defaults(function, args, kwargs),
+            without_defaults(function, args, kwargs),
         )
-        name = self._graph._target_to_str(target.overloadpacket.__name__)
-        node = self._graph.create_node("call_function", target, arguments, named, name)
-        self._mark(node, made, call.marks)
-        if call.changed is not None:
-            # The new node is the value of every tensor that shares the changed memory.
-            self._nodes |= dict.fromkeys(self._names[call.changed], node)
-            self._changed = id(args[0])
+        node = self._call(target, arguments, named, made, call.marks)
+        if call.changed and isinstance(made, torch.Tensor):
+            self._change(args[0], node, call.marks)
         elif isinstance(made, torch.Tensor):
-            self._made(node, made, *storages)
+            views = self._views(call, target, arguments, named)
+            self._made(node, made, *storages, call.marks, views)
             if not nodes or function.overloadpacket.__name__.endswith("_like"):
                 self._fresh = id(made)
         else:
-            # a gradient that was not requested is None
-            items = ((i, x) for i, x in enumerate(made or ()) if x is not None)
-            for (i, x), storage in zip(items, storages, strict=True):
-                item = self._graph.call_function(operator.getitem, (node, i))
-                self._mark(item, x, call.marks)
-                self._made(item, x, storage)
+            self._add_items(call, node)
 
-    def _check_names(self, call: NotedOperation, storage: int) -> None:
-        """Check that an operation changes only its first argument.
+    def _add_items(self, call: NotedOperation, node: Node) -> None:
+        """Add the nodes of the tensors that an operation returns in a list or tuple."""
+        changed = {id(x) for x, _ in call.changed}
+        storages = iter(call.storages)
+        for i, x in enumerate(call.made or ()):
+            item = self._graph.call_function(operator.getitem, (node, i))
+            self._mark(item, x, call.marks)
+            if id(x) in changed:
+                self._change(x, item, call.marks)
+            elif x is not None:  # a gradient that was not requested is None
+                self._made(item, x, next(storages), call.marks)
+
+    def _call(self, target: Any, args: Any, kwargs: Any, made: Any, marks: _Marks) -> Node:
+        """Add the node of an operation with this result."""
+        name = self._graph._target_to_str(target.overloadpacket.__name__)
+        node = self._graph.create_node("call_function", target, args, dict(kwargs), name)
+        self._mark(node, made, marks)
+        return node
+
+    def _views(
+        self, call: NotedOperation, target: Any, args: Any, kwargs: Any
+    ) -> tuple[_ViewOperation, ...] | None:
+        """Return the operations that make the result of an operation from the memory of its first argument. None if
+        they are not known, or if the result has memory of its own."""
+        known = self._values.get(id(call.args[0])) if call.args else None
+        if known is None or known.views is None or known.memory is not self._memory.get(call.storages[0]):
+            return None
+        return (*known.views, _ViewOperation(target, args[1:], kwargs))
+
+    def _check_change(self, x: torch.Tensor) -> None:
+        """Check that the graph can express a change of a tensor.
 
         Raises:
-            NotBuildable: the argument is an input or constant of the graph, or has aliases.
+            NotBuildable: It cannot.
         """
-        node = self._nodes[id(call.args[0])]
-        if node.op != "call_function" or any(self._nodes[x] is not node for x in self._names[storage]):
-            raise NotBuildable(f"{call.function} of what has other names")
+        known = self._values[id(x)]
+        of_view = known.views is None or len(known.views) > 1 or any(
+            view.target not in _SCATTERS for view in known.views
+        )  # fmt: skip
+        if of_view or not known.memory.may_change:
+            raise NotBuildable("a change of an input, or of a view of a view")
+
+    def _change(self, x: torch.Tensor, node: Node, marks: _Marks) -> None:
+        """Record that a node is the new value of a tensor, and so changes the memory of the tensor."""
+        known = self._values[id(x)]
+        memory = known.memory
+        for view in known.views or ():
+            args = (memory.node, node, *view.args)
+            node = self._call(_SCATTERS[view.target], args, view.kwargs, memory.whole, marks)
+        memory.node, memory.changes = node, memory.changes + 1
+        self._node(x, marks)
 
     def _mark_backward(self) -> None:
         """Copy annotations and lines from the forward pass to the backward pass. The first forward operation
@@ -393,76 +504,66 @@ class _GraphBuilder:
         if marks.called:
             node.meta[CALLED_KEY] = marks.called
 
-    def _made(self, node: Node, x: torch.Tensor, storage: int) -> None:
-        """Record that a tensor is the value of a node."""
-        self._nodes[id(x)] = node
-        self._names.setdefault(storage, set()).add(id(x))
+    def _made(
+        self, node: Node, x: torch.Tensor, storage: int, marks: _Marks | None = None,
+        views: tuple[_ViewOperation, ...] | None = None,
+    ) -> None:  # fmt: skip
+        """Record that a tensor is the value of a new node with this metadata. If its memory is known, `views` make it
+        from there."""
+        if (memory := self._memory.get(storage)) is None:
+            memory, views = self._memory.setdefault(storage, _Memory(node, x, may_change=True)), ()
+        elif memory.changes and views is None:
+            raise NotBuildable("one of several views of memory that has changed")
+        self._values[id(x)] = _Value(node, memory, marks, views)
 
-    def _node(self, x: torch.Tensor, marks: _Marks) -> Node:
-        """Return the node of a tensor. A constant without a node gets a new node with this metadata.
+    def _current(self, x: torch.Tensor) -> _Value:
+        """Return what is known of a tensor.
 
         Raises:
-            NotBuildable: The tensor is not a constant, and no operation of the graph made it.
+            NotBuildable: An operation has changed its memory since, or no operation of the graph made it.
         """
-        node = self._nodes.get(id(x))
-        if node is None:
+        known = self._values.get(id(x))
+        if known is None or known.changes != known.memory.changes:
+            raise NotBuildable("a tensor that was made elsewhere, or whose memory has changed")
+        return known
+
+    def _node(self, x: torch.Tensor, marks: _Marks) -> Node:
+        """Return the node of the current value of a tensor. If the memory of the tensor has changed, add the nodes
+        that make it again, with this metadata. Also add the node of a constant that does not have one.
+
+        Raises:
+            NotBuildable: The tensor is not a constant, and no operation of the graph made it. Or the graph
+                cannot make it again.
+        """
+        known = self._values.get(id(x))
+        if known is None:
             if not is_constant(x):
                 raise NotBuildable("a tensor that was made elsewhere")
             name, self._constants = f"_tensor_constant{self._constants}", self._constants + 1
             setattr(self._graph.owning_module, name, x)
-            node = self._nodes[id(x)] = self._graph.create_node("get_attr", name)
+            node = self._graph.create_node("get_attr", name)
             self._mark(node, x, marks)
-        return node
+            self._values[id(x)] = _Value(node, _Memory(node, x, may_change=False))
+            return node
+        if known.changes != known.memory.changes:
+            if known.views is None or known.marks is None:
+                raise NotBuildable("a tensor whose memory has changed")
+            known.node, known.changes = known.memory.node, known.memory.changes
+            for i, view in enumerate(known.views, 1):
+                # The run keeps only the last view.
+                made = x if i == len(known.views) else _made_by(view, known.node.meta["val"])
+                args = (known.node, *view.args)
+                known.node = self._call(view.target, args, view.kwargs, made, known.marks)
+        return known.node
 
 
-def _without_change(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the functional variant of an operation that has changed its first argument: `aten.add.Tensor`
-    for `aten.add_.Tensor`.
-
-    Raises:
-        NotBuildable: there is no such variant, or its result has another layout than the argument.
-    """
-    name = function.overloadpacket.__name__
-    writes = [x.alias_info is not None and x.alias_info.is_write for x in function._schema.arguments]
-    packet = (
-        getattr(aten, name[:-1], None)
-        if function.namespace == "aten" and name[-1:] == "_" != name[-2:-1]
-        else None
-    )
-    target = getattr(packet, function._overloadname, None)
-    if target is None or target._schema.is_mutable or writes != [True] + [False] * (len(writes) - 1):
-        raise NotBuildable(str(function))
-    made = target(*args, **kwargs)
-    if not isinstance(made, torch.Tensor) or _layout(made) != _layout(args[0]):
-        raise NotBuildable(f"{target} makes another tensor than {function}")
-    return target
+def _is_differentiable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether autograd records an operation with these arguments."""
+    leaves = _torch.tree_leaves((args, kwargs))
+    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
 
 
-def _layout(x: torch.Tensor) -> tuple[Any, ...]:
-    return x.shape, x.stride(), x.dtype, x.device
-
-
-def _without_defaults(
-    function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments as torch passes them to a tracer: without arguments that equal their defaults,
-    wherever possible."""
-    arguments = function._schema.arguments
-    placed, named = list(args), dict(kwargs)
-    by_position = [x for x in arguments if not x.kwarg_only]
-    for x in by_position[len(placed) :]:
-        if x.name not in named and not x.has_default_value():
-            break
-        placed.append(named.pop(x.name, x.default_value))
-    while placed and _is_default(by_position[len(placed) - 1], placed[-1]):
-        placed.pop()
-    return tuple(placed), {
-        x.name: named[x.name] for x in arguments if x.name in named and not _is_default(x, named[x.name])
-    }
-
-
-def _is_default(argument: Any, given: Any) -> bool:
-    if not argument.has_default_value() or isinstance(given, torch.Tensor):
-        return False
-    default = argument.default_value
-    return type(given) is type(default) and bool(given == default)
+def _made_by(view: _ViewOperation, x: torch.Tensor) -> torch.Tensor:
+    """Return the view of a tensor without data."""
+    made: torch.Tensor = view.target(x, *view.args, **view.kwargs)
+    return made

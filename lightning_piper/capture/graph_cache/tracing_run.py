@@ -126,15 +126,17 @@ class _OperationLog(_torch.TorchDispatchMode):
     Args:
         own, step, inputs: see `log_operations`.
         joint: whether the step has a backward pass.
+        is_block: see `OperationNotes`.
     """
 
     def __init__(
-        self, own: torch.device, step: nn.Module, inputs: Sequence[torch.Tensor], joint: bool
-    ) -> None:
+        self, own: torch.device, step: nn.Module, inputs: Sequence[torch.Tensor], joint: bool,
+        is_block: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls: OperationNotes | None = None  # None if the operations do not determine the graph
         with contextlib.suppress(NotBuildable):
-            self._calls = OperationNotes(step, inputs, joint)
+            self._calls = OperationNotes(step, inputs, joint, is_block)
         self._own, self._goes_back, self._count = own, False, 0
         self._hash = hashlib.sha256()
         self._numbers: dict[int, int] = {}  # id of a tensor -> its number
@@ -260,7 +262,7 @@ class _OperationLog(_torch.TorchDispatchMode):
 
     def alone(self, block: nn.Module, inputs: Sequence[torch.Tensor]) -> _OperationLog:
         """Return a new log for the operations of a block alone, with these inputs."""
-        return _OperationLog(self._own, block, inputs, True)
+        return _OperationLog(self._own, block, inputs, True, is_block=True)
 
     def differentiate(
         self, made: torch.Tensor, tensors: Sequence[torch.Tensor]
