@@ -168,6 +168,20 @@ class ProcessTransport:
             self._all = self.members(key)
         return self._all
 
+    def any(self, flag: bool) -> bool:
+        """Return whether any device's process passes True, between two steps. Waits for all of them. Collective.
+
+        Raises:
+            ExecutionError: The exchange failed.
+        """
+        try:
+            messages = self._between_steps().messages
+            if isinstance(messages, SharedMessages):
+                return messages.any(flag)
+        except RuntimeError as error:
+            raise self._failed(error) from error
+        return bool(self.sum(torch.tensor([int(flag)])))
+
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of a small tensor over all devices, between two steps. The sum may use the
         memory of `x`. The first call makes a communicator. Collective.
@@ -183,11 +197,15 @@ class ProcessTransport:
                 return total
             dist.all_reduce(x, group=members.group)
         except RuntimeError as error:
-            raise ExecutionError(
-                f"device {self._own}: the exchange of all devices between two steps failed: {error}. Look for the "
-                "first error in the logs of the other processes [PIPER-X001]"
-            ) from error
+            raise self._failed(error) from error
         return x
+
+    def _failed(self, error: RuntimeError) -> ExecutionError:
+        """Return the error of an exchange between two steps."""
+        return ExecutionError(
+            f"device {self._own}: the exchange of all devices between two steps failed: {error}. Look for the "
+            "first error in the logs of the other processes [PIPER-X001]"
+        )
 
     def channel(self, channel: Channel, end: int) -> tuple[Messages, int]:
         """Return the messages of a channel, and a rank in its communicator: the rank of the sender (`end` 0)

@@ -110,7 +110,7 @@ def arriving(sums: int, arrived: list[int]) -> Iterator[None]:
         (incoming,) = under_way[0]._incoming.values()
         unread = array.array("i", [0])
         fcntl.ioctl(incoming._work._inbox.file, termios.FIONREAD, unread)
-        return min(unread[0] // incoming._note.nbytes, len(under_way))
+        return min(unread[0] // (incoming._note.itemsize * len(incoming._note)), len(under_way))
 
     class Watched(SharedSum):
         def __init__(self, *args: Any) -> None:

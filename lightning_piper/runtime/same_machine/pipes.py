@@ -102,7 +102,10 @@ class Outbox(_End):
         Raises:
             RuntimeError: The process at the other end is gone.
         """
-        message = bytes_of(x)
+        return self.send_bytes(bytes_of(x))
+
+    def send_bytes(self, message: memoryview) -> list[Outbox]:
+        """Send bytes like `send`."""
         self.write()
         if self._unsent or not self._written(message):
             self._unsent.append(bytes(message))
@@ -166,7 +169,11 @@ class Inbox(_End):
     def receive(self, into: torch.Tensor) -> Expected:
         """Return a work that receives the next message into `into`, a contiguous tensor of the message's
         size, at most `MOST` bytes. `wait` of the work fills the tensor. An empty tensor receives nothing."""
-        expected = Expected(self, bytes_of(into))
+        return self.receive_bytes(bytes_of(into))
+
+    def receive_bytes(self, into: memoryview) -> Expected:
+        """Receive bytes like `receive`."""
+        expected = Expected(self, into)
         if expected.room:
             self._expected.append(expected)
         return expected

@@ -14,8 +14,10 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+from array import array
 from collections.abc import Collection
 from functools import cache
+from typing import TypeAlias
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -25,8 +27,8 @@ from lightning_piper.runtime.same_machine.mapped_memory import Mapped
 
 READERS = 8  # maximum processes of a communicator
 HEAD = 64  # bytes of a block before the message: READERS numbers
-# Length of a note: offset of the block in the file, number of the message in the block, offset of the data.
-NOTE = 3
+# offset of the block in the file, number of the message in the block, offset of the data
+Note: TypeAlias = "array[int]"
 NAME = "lightning_piper"
 
 
@@ -63,7 +65,7 @@ class _SharedBlock:
         self._lent = StorageWeakRef(made.untyped_storage())
         return made
 
-    def lay(self, x: torch.Tensor, readers: Collection[int]) -> torch.Tensor:
+    def lay(self, x: torch.Tensor, readers: Collection[int]) -> Note:
         """Copy a contiguous tensor into this block as a message, and return the message's note."""
         self._next()
         self._bytes[: x.nbytes].view(x.dtype).copy_(x.view(-1))
@@ -74,11 +76,11 @@ class _SharedBlock:
         only one message."""
         return self._readers.isdisjoint(readers)
 
-    def note(self, at: int, readers: Collection[int]) -> torch.Tensor:
+    def note(self, at: int, readers: Collection[int]) -> Note:
         """Return the note of a message that begins `at` bytes after the head. The block is not free again
         until these readers have read the message."""
         self._readers.update(readers)
-        return torch.tensor([self._begin, self._number, self._begin + HEAD + at])
+        return array("q", (self._begin, self._number, self._begin + HEAD + at))
 
     def give_back(self) -> None:
         """Return the pages to the kernel, if the system supports this. Then the block reads as zeros."""
@@ -133,7 +135,7 @@ class SharedBlocks:
         block = self._at.get(x.untyped_storage().data_ptr())
         return block is not None and block.sends(readers)
 
-    def lay(self, x: torch.Tensor, readers: Collection[int]) -> torch.Tensor:
+    def lay(self, x: torch.Tensor, readers: Collection[int]) -> Note:
         """Make a contiguous tensor a message for these ranks to read, and return the note of the message.
 
         If the tensor lies in a block, the message is the tensor itself, so do not change the tensor any more.

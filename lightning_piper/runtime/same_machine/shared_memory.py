@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+from array import array
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import cache
@@ -22,7 +23,7 @@ from lightning_piper.errors import ExecutionError
 from lightning_piper.runtime.messages import Messages, PendingWork
 from lightning_piper.runtime.same_machine.machine import machine
 from lightning_piper.runtime.same_machine.pipes import MOST, Inbox, Outbox, bytes_of, pipes_for, writing_end
-from lightning_piper.runtime.same_machine.shared_blocks import NAME, NOTE, READERS, shared_blocks
+from lightning_piper.runtime.same_machine.shared_blocks import NAME, READERS, Note, shared_blocks
 
 DIRECT = MOST  # maximum bytes of a message that the pipe itself carries
 PIECE = 2**18  # Bytes to read before adding. So few bytes stay in a cache.
@@ -41,14 +42,14 @@ class Incoming:
         reader: The rank of this process, which selects its number in the head of the block.
     """
 
-    def __init__(self, work: PendingWork, note: torch.Tensor, file: int, reader: int) -> None:
+    def __init__(self, work: PendingWork, note: Note, file: int, reader: int) -> None:
         self._work, self._note, self._file, self._reader = work, note, file, reader
-        self._block = self._at = 0
+        self._at = 0
 
     def arrive(self) -> None:
         """Wait until the message has arrived."""
         self._work.wait()
-        self._block, _, self._at = self._note.tolist()
+        self._at = self._note[2]
 
     def read(self, into: torch.Tensor) -> torch.Tensor:
         """Fill a flat tensor with the next bytes of the message. Returns the tensor.
@@ -79,9 +80,8 @@ class Incoming:
 
     def done(self) -> None:
         """Allow the sender to reuse its memory."""
-        os.pwrite(
-            self._file, self._note[1:2].numpy().tobytes(), self._block + self._reader * self._note.itemsize
-        )
+        block, number, _ = self._note
+        os.pwrite(self._file, array("q", (number,)), block + self._reader * self._note.itemsize)
 
 
 class _Into:
@@ -117,8 +117,10 @@ class SharedMessages(Messages):
         self._inboxes, self._outboxes = inboxes, outboxes
 
     def send(self, x: torch.Tensor, ranks: Sequence[int]) -> list[PendingWork]:
-        message = x if x.nbytes <= DIRECT or not ranks else shared_blocks().lay(x, ranks)
-        return [work for rank in ranks for work in self._outboxes[rank].send(message)]
+        if not ranks:
+            return []
+        message = bytes_of(x) if x.nbytes <= DIRECT else _bytes(shared_blocks().lay(x, ranks))
+        return [work for rank in ranks for work in self._outboxes[rank].send_bytes(message)]
 
     def receive(self, into: torch.Tensor, rank: int) -> PendingWork:
         return (
@@ -134,8 +136,24 @@ class SharedMessages(Messages):
 
     def incoming(self, rank: int) -> Incoming:
         """Return the next message from this rank, of more than `DIRECT` bytes, to read in parts."""
-        note = torch.zeros(NOTE, dtype=torch.int64)
-        return Incoming(self._inboxes[rank].receive(note), note, self._files[rank], self._own)
+        note = array("q", (0, 0, 0))
+        work = self._inboxes[rank].receive_bytes(_bytes(note))
+        return Incoming(work, note, self._files[rank], self._own)
+
+    def any(self, flag: bool) -> bool:
+        """Return whether a member passes True. Waits for all members. Collective."""
+        rooms = [bytearray(1) for _ in self._inboxes]
+        inboxes = zip(self._inboxes.values(), rooms, strict=True)
+        works: list[PendingWork] = [inbox.receive_bytes(memoryview(room)) for inbox, room in inboxes]
+        message = memoryview(bytes([flag]))
+        works += [work for outbox in self._outboxes.values() for work in outbox.send_bytes(message)]
+        for work in works:
+            work.wait()
+        return flag or any(room[0] for room in rooms)
+
+
+def _bytes(note: Note) -> memoryview:
+    return memoryview(note).cast("B")
 
 
 def messages_of(group: dist.ProcessGroup, timeout: timedelta | None = None) -> Messages:
@@ -260,10 +278,11 @@ class SharedSum:
 
     def _add(self, x: torch.Tensor, total: torch.Tensor) -> None:
         """Add the terms of all members to a range of the sum. `x` is this member's term."""
-        numel = PIECE // x.element_size()
-        first = torch.empty(min(numel, len(x)), dtype=x.dtype)
+        numel = min(PIECE // x.element_size(), len(x))
+        first = torch.empty(numel, dtype=x.dtype)
         other = torch.empty_like(first) if self._count > 2 else first  # of two terms, one is this member's
-        for own, into in zip(x.split(numel), total.split(numel), strict=True):
+        for begin in range(0, len(x), numel):
+            own, into = (x, total) if numel == len(x) else (y[begin : begin + numel] for y in (x, total))
             added = self._term(0, own, first)
             for i in range(1, self._count):
                 out = into if i == self._count - 1 else first[: len(own)]
@@ -274,7 +293,9 @@ class SharedSum:
         """Called when a piece of the sum is complete."""
 
     def _term(self, member: int, own: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-        return own if member == self._own else self._incoming[member].read(room[: len(own)])
+        if member == self._own:
+            return own
+        return self._incoming[member].read(room if len(room) == len(own) else room[: len(own)])
 
 
 class DividedSum(SharedSum):
@@ -304,13 +325,8 @@ class DividedSum(SharedSum):
         self._add(total[begin:end], total[begin:end])
         for incoming in self._incoming.values():
             incoming.done()
-        done = [torch.zeros(1, dtype=torch.uint8) for _ in self._incoming]
-        works = [self._messages.receive(x, rank) for x, rank in zip(done, self._others, strict=True)]
-        for work in [
-            *self._sent,
-            *self._messages.send(torch.zeros(1, dtype=torch.uint8), self._others),
-            *works,
-        ]:
+        self._messages.any(False)  # all other parts are here
+        for work in self._sent:
             work.wait()
 
     def _added(self, piece: torch.Tensor) -> None:
