@@ -1,6 +1,6 @@
 """Injects faults into processes of a training run and checks the outcome.
 
-    `python benchmarks/faults.py [count] [seed] [behind]`
+    `python benchmarks/faults.py [count] [seed] [behind | spares]`
 
 The training is PP2 x DP2 with ZeRO-3 and ZeRO-1 stages on four processes. A fault is a random rank, kind and
 moment. After each fault, all other processes must end in time and name the right rank, and no process and no
@@ -9,17 +9,23 @@ undisturbed one. With `behind`, checkpoints are written asynchronously. See `tes
 
 Prints the seconds from each fault until the last other process ended, by kind and moment. The exit status is
 1 if anything was wrong.
+
+With `spares`, `count` trainings of several programs each lose processes at random moments, which spares replace. Each
+training must end bitwise like an undisturbed one. See `tests/strategy/series.py`.
 """
 
 from __future__ import annotations
 
+import random
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from tests.strategy import series
 from tests.strategy.faults import KINDS, MOMENTS, Outcome, draw, inject, undisturbed
 
 
@@ -53,6 +59,28 @@ def main(count: int, seed: int, behind: bool) -> int:
     return bool(wrong)
 
 
+def with_spares(count: int, seed: int) -> int:
+    chance, wanted, all_lost, all_wrong = random.Random(seed), dict[str, Any](), 0, 0
+    with tempfile.TemporaryDirectory() as folder:
+        for i in range(count):
+            kind, size = series.TRAININGS[i % len(series.TRAININGS)]
+            if kind not in wanted:
+                wanted[kind] = series.undisturbed(Path(folder, "undisturbed", kind), kind, size)
+            began = time.monotonic()
+            losses = series.draw(size, 5, chance)
+            lost, wrong = series.suffer(Path(folder, str(i)), kind, size, losses, wanted[kind])
+            all_lost, all_wrong = all_lost + lost, all_wrong + bool(wrong)
+            taken = time.monotonic() - began
+            print(f"{i}: {kind}, {size} processes: {lost} lost ({taken:.0f} s)", flush=True)
+            for text in wrong:
+                print(f"   WRONG: {text}\n   {losses}", flush=True)
+    print(f"\n{all_lost} processes lost in {count} trainings, {all_wrong} trainings with something wrong")
+    return bool(all_wrong)
+
+
 if __name__ == "__main__":
     given = [int(text) for text in sys.argv[1:] if text.isdigit()]
-    sys.exit(main(given[0] if given else 8, given[1] if given[1:] else 0, "behind" in sys.argv))
+    number, first = given[0] if given else 8, given[1] if given[1:] else 0
+    sys.exit(
+        with_spares(number, first) if "spares" in sys.argv else main(number, first, "behind" in sys.argv)
+    )

@@ -6,6 +6,8 @@ This file relies on:
 - `_world.pg_map`: each group -> its backend and its store.
 - `_world.pg_group_ranks`: each group -> the ranks of its members.
 - `_get_default_timeout`: the default timeout of a backend.
+- `_world.group_count`: the number of groups so far, by which the members find each other. `destroy_process_group` sets it to
+  0, but only if the default group exists.
 - `old_hook` in `_distributed_excepthook`: the `sys.excepthook` from before the creation of the default group.
 """
 
@@ -51,6 +53,14 @@ def new_group_of_members(
         default.bound_device_id = bound
     c10d._world.pg_group_ranks[group] = {member: i for i, member in enumerate(ranks)}
     return group
+
+
+def destroy_all_groups() -> None:
+    """Destroy all groups of this process, so that it can create a default group with processes that have not had one. The
+    creation of the default group may have failed."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    c10d._world.group_count = 0
 
 
 def keep_all_groups() -> None:

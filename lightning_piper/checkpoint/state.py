@@ -149,11 +149,17 @@ def own_ranges(
 ) -> list[TensorRange]:
     """Return the ranges of these tensors that this process holds, and the ranges of their states."""
     specs = ownership.tensor_map.specs
-    found = [(f"state_dict.{part.name}", part) for part in ownership.local_shards(replicas=True)]
-    found += [(f"{OPTIMIZER}.{part.name}.{part.key}", part) for part in optimizer.local_shards(replicas=True)]
-    return [
-        TensorRange(key, p.shape, p.start, p.stop, p.tensor, specs[p.name].dim_order, specs[p.name].runs)
-        for key, p in found
+    return ranges_of(ownership, "state_dict", names) + [
+        TensorRange(
+            f"{OPTIMIZER}.{p.name}.{p.key}",
+            p.shape,
+            p.start,
+            p.stop,
+            p.tensor,
+            specs[p.name].dim_order,
+            specs[p.name].runs,
+        )
+        for p in optimizer.local_shards(replicas=True)
         if p.name in names
     ]
 
@@ -195,10 +201,15 @@ def tensor_ranges_of(
     return [part for part in tensor_ranges if part.key in keys]
 
 
-def ranges_of(ownership: Ownership, prefix: str) -> list[TensorRange]:
+def ranges_of(ownership: Ownership, prefix: str, names: Collection[str] | None = None) -> list[TensorRange]:
     """Return the ranges of a distributed module's tensors that this process holds.
 
     The key of a range is the prefix, a dot, and the tensor's canonical name.
+
+    Args:
+        ownership: The distribution of the module.
+        prefix: The beginning of the keys.
+        names: Canonical names of tensors; None for all tensors.
     """
     specs = ownership.tensor_map.specs
     return [
@@ -212,6 +223,7 @@ def ranges_of(ownership: Ownership, prefix: str) -> list[TensorRange]:
             specs[p.name].runs,
         )
         for p in ownership.local_shards(replicas=True)
+        if names is None or p.name in names
     ]
 
 

@@ -5,10 +5,7 @@ shard: a one-dimensional parameter that is a view of the flat tensor from which 
 module, every tensor that is not whole on this process becomes a placeholder: a tensor of the same shape on
 the `meta` device. So summaries, `configure_optimizers` and later captures see the whole module.
 
-One process with all devices has every tensor once: parameters in buckets are views of one flat tensor, and
-every device has its shard of that tensor. Parameters divided along an axis are an exception, because one
-parameter cannot be a view of the flat tensors of several parts. The devices have copies of the parts, which
-`refresh` updates from the module's whole parameters before each step.
+One process with all devices has every tensor once (`SharedTensors`).
 """
 
 from __future__ import annotations
@@ -34,8 +31,8 @@ from lightning_piper.holdings.materialization import (
     tensor_at,
 )
 from lightning_piper.holdings.placeholders import stand_in
-from lightning_piper.holdings.tensor_map import LocalShard, TensorMap, buckets_of_parameters
-from lightning_piper.ir.buckets import Bucket, packed
+from lightning_piper.holdings.tensor_map import LocalShard, SharedTensors, TensorMap
+from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.values import flattened, view_as
 from lightning_piper.processes.world import RANK_ZERO, World, fill, on_host
 from lightning_piper.runtime import local_shards_of
@@ -79,8 +76,7 @@ class Ownership:
         self._before: dict[str, torch.Tensor] = {}
         # (name, placeholder, version of the placeholder) of each sharded parameter
         self._versions: list[Version] = []
-        # with all devices in one process: (bucket, part) -> flat tensor of this part of divided parameters
-        self._parts: dict[tuple[Bucket, int], torch.Tensor] = {}
+        self._shared = SharedTensors(self.places, compiled, world.device)
 
     def __deepcopy__(self, memo: object) -> None:
         """Return None, because a copy of the module is not distributed."""
@@ -143,7 +139,7 @@ class Ownership:
         initial values itself.
 
         One process ignores the arguments. Its tensors, which must have values, move to the device
-        (`_lay_together`).
+        (`SharedTensors.lay`).
 
         Args:
             seed: Seed of initial values.
@@ -157,7 +153,7 @@ class Ownership:
                 a parameter is in two buckets.
         """
         if self._world.size == 1:
-            self._lay_together()
+            self.shards = self._shared.lay(self.tensor_map.holder_groups)
             return
         self._make_local_shards()
         absent, self._stays = self._absent(known) if before is None else (set(), True)
@@ -292,53 +288,9 @@ class Ownership:
                     self._local_shards[name].copy_(shard)
         return made
 
-    def _lay_together(self) -> None:
-        """In the one process that has all devices, make the parameters of each bucket views of a flat tensor.
-
-        In `shards`, each device gets its shard of that tensor, or the whole flat tensor if the device keeps
-        the bucket gathered between steps. A bucket whose parameters are divided along an axis (`degree` above 1)
-        gets a flat tensor of its own for each part. `refresh` copies the parameters into these tensors. Every
-        other tensor moves to the device whole.
-
-        Raises:
-            PiperError: A parameter is in two buckets.
-        """
-        flats: dict[Bucket, torch.Tensor] = {}
-        laid: set[str] = set()
-        for bucket, _ in buckets_of_parameters(self._compiled):
-            if bucket in flats or bucket.degree > 1:
-                continue
-            flats[bucket] = packed(bucket, {n: self._get(n).detach() for n in bucket.names}, self._device)
-            for name, view in zip(bucket.names, bucket.views(flats[bucket]), strict=True):
-                if name in laid:
-                    raise PiperError(
-                        f"parameter {name!r} is in two buckets. If you wrote a directive, put it into one bucket. "
-                        "Otherwise, report this [PIPER-S011]"
-                    )
-                laid.add(name)
-                self._get(name).data = view
-        for name in self.tensor_map.holder_groups:
-            if name not in laid:
-                tensor = self._get(name)
-                tensor.data = tensor.data.to(self._device)
-        for device, plan in self._compiled.plans.items():
-            own = self.shards[device] = {}
-            for bucket, kept in plan.shards.items():
-                if bucket.degree > 1:
-                    part = (bucket, bucket.part_of(plan.group_rank))
-                    flat = self._parts[part] = self._parts.get(part, bucket.empty(self._device))
-                else:
-                    flat = flats[bucket]
-                own[bucket] = flat if kept else flat.chunk(bucket.members)[bucket.member(plan.group_rank)]
-        self.refresh()
-
-    @torch.no_grad()
     def refresh(self) -> None:
-        """Before a step, copy the module's parameters that are divided along an axis into the parts of the
-        devices."""
-        for (bucket, part), flat in self._parts.items():
-            for name, view in zip(bucket.names, bucket.views(flat), strict=True):
-                view.copy_(bucket.cut(name, self._get(name), part))
+        """Before a step, update the copies of parts that the devices of one process have."""
+        self._shared.refresh()
 
     def _make_local_shards(self) -> None:
         """Allocate this process's shards. The local shards in them are parameters like the whole parameters. Raise a
@@ -425,9 +377,7 @@ class Ownership:
             self.whole = True
         elif self._world.size == 1:
             # One process never drops a tensor, but its sharded parameters are views of flat tensors.
-            for bucket in dict.fromkeys(bucket for shards in self.shards.values() for bucket in shards):
-                for tensor in map(self._get, bucket.names):
-                    tensor.data = tensor.data.clone()
+            self._shared.separate(self.shards)
 
     def held_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """Return, as a one-dimensional copy, the elements of `whole`, a whole parameter, that belong to this process's

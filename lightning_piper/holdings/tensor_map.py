@@ -7,14 +7,15 @@ holder groups.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
-from lightning_piper.ir.buckets import Bucket
+from lightning_piper.holdings.materialization import Place, tensor_at
+from lightning_piper.ir.buckets import Bucket, packed
 from lightning_piper.ir.values import TensorSpec, view_as
 from lightning_piper.ops.communication.gather import Parameters
 from lightning_piper.processes.world import RANK_ZERO
@@ -219,3 +220,84 @@ def buckets_of_parameters(compiled: Compiled) -> Iterator[tuple[Bucket, tuple[in
         bucket = node.outputs[0].bucket
         assert bucket is not None
         yield bucket, node.devices
+
+
+class SharedTensors:
+    """The tensors of a module in the one process that has all devices.
+
+    The process has every tensor once: parameters in buckets are views of one flat tensor, and every device has its shard
+    of that tensor. Parameters divided along an axis are an exception, because one parameter cannot be a view of the flat
+    tensors of several parts. The devices have copies of the parts, which `refresh` updates from the module's whole
+    parameters before each step.
+
+    Args:
+        places: As of `Ownership`.
+        compiled: The training program.
+        device: The device of the tensors.
+    """
+
+    def __init__(self, places: Mapping[str, list[Place]], compiled: Compiled, device: torch.device) -> None:
+        self._places, self._compiled, self._device = places, compiled, device
+        # (bucket, part) -> flat tensor of this part of divided parameters
+        self._parts: dict[tuple[Bucket, int], torch.Tensor] = {}
+
+    def lay(self, names: Iterable[str]) -> dict[int, dict[Bucket, torch.Tensor]]:
+        """Make the parameters of each bucket views of a flat tensor, and return `shards` of `Ownership`.
+
+        Each device gets its shard of the flat tensor, or the whole flat tensor if the device keeps the bucket gathered
+        between steps. A bucket whose parameters are divided along an axis (`degree` above 1) gets a flat tensor of its
+        own for each part. Every other tensor moves to the device whole.
+
+        Args:
+            names: Canonical names of all tensors.
+
+        Raises:
+            PiperError: A parameter is in two buckets.
+        """
+        flats: dict[Bucket, torch.Tensor] = {}
+        laid: set[str] = set()
+        for bucket, _ in buckets_of_parameters(self._compiled):
+            if bucket in flats or bucket.degree > 1:
+                continue
+            values = {n: self._get(n).detach() for n in bucket.names}
+            flats[bucket] = packed(bucket, values, self._device)
+            for name, view in zip(bucket.names, bucket.views(flats[bucket]), strict=True):
+                if name in laid:
+                    raise PiperError(
+                        f"parameter {name!r} is in two buckets. If you wrote a directive, put it into one bucket. "
+                        "Otherwise, report this [PIPER-S011]"
+                    )
+                laid.add(name)
+                self._get(name).data = view
+        for name in names:
+            if name not in laid:
+                tensor = self._get(name)
+                tensor.data = tensor.data.to(self._device)
+        shards: dict[int, dict[Bucket, torch.Tensor]] = {}
+        for device, plan in self._compiled.plans.items():
+            own = shards[device] = {}
+            for bucket, kept in plan.shards.items():
+                if bucket.degree > 1:
+                    part = (bucket, bucket.part_of(plan.group_rank))
+                    flat = self._parts[part] = self._parts.get(part, bucket.empty(self._device))
+                else:
+                    flat = flats[bucket]
+                own[bucket] = flat if kept else flat.chunk(bucket.members)[bucket.member(plan.group_rank)]
+        self.refresh()
+        return shards
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Before a step, copy the module's parameters that are divided along an axis into the parts of the devices."""
+        for (bucket, part), flat in self._parts.items():
+            for name, view in zip(bucket.names, bucket.views(flat), strict=True):
+                view.copy_(bucket.cut(name, self._get(name), part))
+
+    def separate(self, shards: Mapping[int, Mapping[Bucket, torch.Tensor]]) -> None:
+        """Give the parameters in these shards memory of their own."""
+        for bucket in dict.fromkeys(bucket for own in shards.values() for bucket in own):
+            for tensor in map(self._get, bucket.names):
+                tensor.data = tensor.data.clone()
+
+    def _get(self, name: str) -> torch.Tensor:
+        return tensor_at(self._places[name])

@@ -46,7 +46,7 @@ from lightning_piper import runtime
 from lightning_piper.capture.python_state.name_scan import is_users
 from lightning_piper.common.user_lines import shown_line
 from lightning_piper.errors import PiperError
-from lightning_piper.processes import agreement
+from lightning_piper.processes import agreement, spares
 from lightning_piper.processes.background import AWAITED, MEETING
 from lightning_piper.processes.progress import Progress, parted
 from lightning_piper.processes.reachability import LOST, OFTEN, is_lost, keep_asking
@@ -69,6 +69,7 @@ SILENT = "it does not answer: the process is stopped, or its machine or network 
 # Paths of the code in which a thread is only while it communicates.
 WAITING_IN = tuple(str(Path(str(module.__file__)).parent) for module in (dist, runtime)) + (
     str(agreement.__file__),
+    str(spares.__file__),
 )
 
 Message = dict[str, Any]
@@ -113,7 +114,9 @@ class FailureWatch:
         self._judging: threading.Thread | None = None
         if server is not None:
             self._judging = threading.Thread(
-                target=_Judge(server, world.size, token).run, name="piper-failure-judge", daemon=True
+                target=_Judge(server, world.size, token, self._children).run,
+                name="piper-failure-judge",
+                daemon=True,
             )
             self._judging.start()
         self._line = _connect(host if server is None else _own_address(server), port)
@@ -239,6 +242,7 @@ class _Judge:
         server: The socket to which the processes connect.
         size: Number of processes.
         token: Secret text by which the processes of this run identify themselves.
+        children: Rank -> process that rank 0 has started.
 
     Attributes:
         lines: Open connection -> rank.
@@ -251,8 +255,10 @@ class _Judge:
         verdict: The message with the verdict; None before there is a verdict.
     """
 
-    def __init__(self, server: socket.socket, size: int, token: str) -> None:
-        self._server, self._size, self._token = server, size, token
+    def __init__(
+        self, server: socket.socket, size: int, token: str, children: Mapping[int, Popen[Any]]
+    ) -> None:
+        self._server, self._size, self._token, self._children = server, size, token, children
         self.lines: dict[Connection, int] = {}
         self.strangers: dict[socket.socket, bytes] = {}
         self.awaited = set(range(size))
@@ -285,6 +291,9 @@ class _Judge:
                         self.strangers[in_forks(self._server.accept()[0], socket.socket.close)] = b""
                 elif isinstance(ready, socket.socket):
                     self._greeting(ready)
+            for rank in self.awaited & self._children.keys():
+                if self._children[rank].poll() is not None:
+                    self._judge(rank, GONE)
             for line, rank in [*self.lines.items()]:
                 if is_lost(line.fileno()):
                     self._drop(line)

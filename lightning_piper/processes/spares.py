@@ -1,17 +1,20 @@
 """Spares: processes that run the script up to `fit` and wait there, to replace processes of the run that are lost.
 
-Rank 0 starts the spares with the other processes. Its store connects all of them for the whole run. When a process is
-lost, the other processes meet at the store with a spare that takes the lost rank. They are then a new generation: they
-connect again, under new names in the store.
+Rank 0 starts the spares with the other processes. Its store connects all of them for the whole run. When processes are
+lost, the other processes meet at the store with spares that take the lost ranks. They are then a new generation: they
+connect again, through another store of rank 0. If a process is lost meanwhile, rank 0 breaks that store's connections,
+and the next generation begins.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from datetime import timedelta
 from subprocess import Popen
 from typing import Any, NoReturn
@@ -19,14 +22,14 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from lightning_piper.errors import PiperError
-from lightning_piper.runtime.connections import keep_connections
+from lightning_piper.runtime.connections import break_connections, keep_connections
 
 # Variables of the environment: in each process, the number of spares that rank 0 has started; in a spare, its index.
 SPARES, SPARE = "LIGHTNING_PIPER_SPARES", "LIGHTNING_PIPER_SPARE"
 OFTEN = 0.005  # seconds between two looks of rank 0 at the store
 _LONG = timedelta(days=20)  # a spare waits as long as the run; the store does not take a longer time
 _FILES = "lightning_piper copies"
-_OVER, _MEET, _STOP = "over", "meet", "stop"
+_OVER, _STOP = "over", "stop"
 
 
 class Spares:
@@ -34,11 +37,14 @@ class Spares:
 
     Args:
         host, port: Address of rank 0's store.
+        size: Number of processes of the run.
+        count: Number of spares that rank 0 has started.
         is_rank_zero: Whether this process has the store.
         timeout: Timeout of communication.
 
     Attributes:
-        generation: How many processes have been replaced.
+        generation: How often the processes have met.
+        left: Number of spares that wait, as of the last meeting.
         waiting: The spares that wait, on rank 0.
         files: For each rank, the descriptors of two anonymous files for the copies of its state. All processes share
             these files. Rank 0 has made them, so they stay if another process is lost.
@@ -47,13 +53,15 @@ class Spares:
         PiperError: This process cannot open rank 0's files.
     """
 
-    def __init__(self, host: str, port: int, size: int, is_rank_zero: bool, timeout: timedelta) -> None:
+    def __init__(
+        self, host: str, port: int, size: int, count: int, is_rank_zero: bool, timeout: timedelta
+    ) -> None:
         self._store = dist.TCPStore(
             host, port, is_master=is_rank_zero, wait_for_workers=False, timeout=timeout
         )
         keep_connections(port)
-        self.generation = 0
-        self._timeout = timeout
+        self.generation, self.left = 0, count
+        self._host, self._is_rank_zero, self._timeout = host, is_rank_zero, timeout
         self._first = 0  # index of the first spare that waits
         self.waiting: list[Popen[Any]] = []
         self.files = [(os.memfd_create(_FILES), os.memfd_create(_FILES)) for _ in range(size * is_rank_zero)]
@@ -71,10 +79,38 @@ class Spares:
                 "one user on one machine, or remove spares [PIPER-S003]"
             ) from error
 
-    @property
     def group_store(self) -> dist.Store:
-        """The store for the process groups of this generation."""
-        return dist.PrefixStore(f"generation {self.generation}", self._store)
+        """Make the store for the process groups of this generation. Collective."""
+        key = f"port of generation {self.generation}"
+        port = 0 if self._is_rank_zero else int(self._store.get(key))
+        store = dist.TCPStore(
+            self._host, port, is_master=self._is_rank_zero, wait_for_workers=False, timeout=self._timeout
+        )
+        if self._is_rank_zero:
+            self._store.set(key, str(store.port))
+        return store
+
+    @contextlib.contextmanager
+    def connecting(self, others: Sequence[Popen[Any]]) -> Iterator[None]:
+        """On rank 0, break connections inside of this context if one of the other processes has ended, because no process
+        must wait for it. Before the first generation, Lightning's observer ends the run."""
+        if not self._is_rank_zero or not self.generation:
+            yield
+            return
+        over = threading.Event()
+
+        def look() -> None:
+            while not over.wait(OFTEN):
+                if any(other.poll() is not None for other in others):
+                    break_connections()
+
+        watching = threading.Thread(target=look, name="piper-spares-watch", daemon=True)
+        watching.start()
+        try:
+            yield
+        finally:
+            over.set()
+            watching.join()
 
     def wait_for_rank(self) -> int | None:
         """Return the rank that this spare takes. None if the run has ended without it."""
@@ -98,8 +134,27 @@ class Spares:
             for file in self.files.pop():
                 os.close(file)
 
-    def take(self, rank: int) -> Popen[Any] | None:
-        """Give a rank to the next spare, and return its process. None if no spare is left. Rank 0 calls it."""
+    def replace(self, others: list[Popen[Any]], lost: Collection[int] = ()) -> list[int] | None:
+        """Give the ranks of processes that have ended to spares. Rank 0 calls it.
+
+        Args:
+            others: The other processes, in the order of their ranks. Spares replace processes in this list.
+            lost: Ranks that are lost, even if their processes have not ended yet.
+
+        Returns:
+            The ranks. None if the run has too few spares; then `join` returns False.
+        """
+        ranks = [r for r, other in enumerate(others, 1) if r in lost or other.poll() is not None]
+        for rank in ranks:
+            spare = self._take(rank)
+            if spare is None:
+                self.refuse()
+                return None
+            others[rank - 1] = spare
+        return ranks
+
+    def _take(self, rank: int) -> Popen[Any] | None:
+        """Give a rank to the next spare, and return its process. None if no spare is left."""
         while self.waiting:
             spare, key = self.waiting.pop(0), f"spare {self._first}"
             self._first += 1
@@ -108,25 +163,30 @@ class Spares:
                 return spare
         return None
 
-    def gather(self, others: Sequence[Popen[Any]]) -> bool:
+    def gather(self, others: list[Popen[Any]]) -> list[int] | None:
         """Wait until all other processes have called `join`, and begin a new generation. Rank 0 calls it.
 
         Args:
-            others: The other processes, in the order of their ranks.
+            others: The other processes, in the order of their ranks. If one of them ends, a spare replaces it.
 
         Returns:
-            False if one of them has ended; then `join` also returns False.
+            The ranks that spares have taken meanwhile. None if the run has too few spares, or a process does not call
+            `join` in time; then `join` returns False.
         """
         keys = [self._key(rank) for rank in range(1, len(others) + 1)]
         ends = time.monotonic() + self._timeout.total_seconds()
+        found: list[int] = []
         while not self._store.check(keys):
-            if any(other.poll() is not None for other in others) or time.monotonic() > ends:
+            ranks = self.replace(others)
+            if ranks is None or time.monotonic() > ends:
                 self.refuse()
-                return False
+                return None
+            found += ranks
             time.sleep(OFTEN)
-        self._store.set(self._key("answer"), _MEET)
+        self.left = len(self.waiting)
+        self._store.set(self._key("answer"), str(self.left))
         self.generation += 1
-        return True
+        return found
 
     def refuse(self) -> None:
         """Let `join` return False on the other processes, because the run cannot continue. Rank 0 calls it."""
@@ -137,10 +197,12 @@ class Spares:
         self._store.set(self._key(rank), "")
         try:
             self._store.wait([self._key("answer")], self._timeout)
-            if self._store.get(self._key("answer")).decode() == _STOP:
-                return False
+            answer = self._store.get(self._key("answer")).decode()
         except dist.DistError:  # rank 0 is gone
             return False
+        if answer == _STOP:
+            return False
+        self.left = int(answer)
         self.generation += 1
         return True
 

@@ -15,17 +15,19 @@ OFTEN = 0.0005  # seconds between two looks of `wait_for`
 _FILES = Path("/proc/self/fd")
 
 _made: dict[str, int] = {}  # text that identifies a socket -> its file descriptor when the socket was made
+_before: dict[str, int] | None = None  # inside of `noted_connections`: the sockets from before
 _kept: set[int] = set()  # ports whose connections stay
 
 
 @contextlib.contextmanager
 def noted_connections() -> Iterator[None]:
     """Note the sockets that this block makes, such as the sockets of a new group."""
-    before = _sockets()
+    global _before
+    before = _before = _sockets()
     try:
         yield
     finally:
-        now = _sockets()
+        now, _before = _sockets(), None
         for name in [*_made]:
             if now.get(name) != _made[name]:  # closed
                 del _made[name]
@@ -40,7 +42,7 @@ def keep_connections(port: int) -> None:
 def break_connections() -> None:
     """Break the noted connections that are still open. Operations that wait for a message raise a RuntimeError."""
     for name, file in _sockets().items():
-        if _made.get(name) == file:
+        if _made.get(name) == file or (_before is not None and name not in _before):
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file)) as found:
                 # `getpeername` raises an error for a socket that listens. gloo aborts the process if it is broken.
                 if _kept.isdisjoint((found.getpeername()[1], found.getsockname()[1])):

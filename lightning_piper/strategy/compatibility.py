@@ -226,11 +226,11 @@ class Averages:
     def _refer(self, prefix: str) -> Refer | None:
         return (lambda name: reference(f"{prefix}.{name}")) if self._in_ranges() else None
 
-    def ranges(self, keys: Collection[str]) -> list[TensorRange]:
-        """Return this process's part of the copies' tensors that are saved under these keys."""
-        return [
-            x for prefix, found in self._copies.items() for x in ranges_of(found, prefix) if x.key in keys
-        ]
+    def ranges(self, keys: Collection[str], names: Collection[str] | None = None) -> list[TensorRange]:
+        """Return this process's part of the copies' tensors with these canonical names that are saved under these keys.
+        None stands for all names."""
+        ranges = (x for prefix, found in self._copies.items() for x in ranges_of(found, prefix, names))
+        return [x for x in ranges if x.key in keys]
 
     def release(self) -> None:
         """Restore the callbacks' own hooks, at the end of the run. A hook that the user has set on a callback

@@ -22,7 +22,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_piper.batch_norms import plain_batch_norms
-from lightning_piper.checkpoint.state import referenced
 from lightning_piper.common.module_copies import end_copies
 from lightning_piper.directives import replicas_of
 from lightning_piper.directives.base import set_degrees
@@ -229,17 +228,17 @@ class Starting:
         if self.kept is not None and self.standalone.world.is_rank_zero:
             self.kept.unlink(missing_ok=True)
 
-    def load(self, state: State, optimizer: Optimizer, module: nn.Module) -> None:
+    def load(self, state: State, optimizer: Optimizer, module: nn.Module, in_ranges: bool) -> None:
         """Load an optimizer's state from a checkpoint. The optimizer gets the state immediately, so that
-        hooks can read and change it. If the state is in a sharded checkpoint, or the module is on the meta
-        device, the optimizer gets only the parameter groups now, and the full state at the first batch.
+        hooks can read and change it. If the processes read the state in ranges (`in_ranges`), or the module is on
+        the meta device, the optimizer gets only the parameter groups now, and the full state at the first batch.
 
         Raises:
             PiperError: The state has different parameter groups.
         """
         self.names = parameter_names_in(optimizer, module, self.names)
         check_groups(self.names, state)
-        self.resumes = not referenced(state) and not is_on_meta(module)
+        self.resumes = not in_ranges and not is_on_meta(module)
         self.later = None if self.resumes else state
         optimizer.load_state_dict(state if self.resumes else {**state, "state": {}})
 

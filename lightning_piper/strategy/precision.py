@@ -39,7 +39,7 @@ class LossScaling:
     """The loss scale of `16-mixed`. All processes decide together whether gradients overflowed.
 
     During a fit over several processes, a scaler that communicates replaces the plugin's own scaler. The
-    replacement takes over the settings and the current scale.
+    replacement takes over the settings, the current scale, and the number of steps since the scale changed.
 
     Raises:
         PiperError: The optimizer is fused, and would detect overflows only in this process's gradients.
@@ -56,16 +56,11 @@ class LossScaling:
                 "only the gradients of its own process for overflows, so the other processes would not skip "
                 "the step. Remove fused=True, or use 'bf16-mixed' [PIPER-S004]"
             )
-        own = self._own
-        self._plugin.scaler = ShardedGradScaler(
-            world.device.type,
-            init_scale=own.get_scale(),
-            growth_factor=own.get_growth_factor(),
-            backoff_factor=own.get_backoff_factor(),
-            growth_interval=own.get_growth_interval(),
-            enabled=own.is_enabled(),
-            process_group=torch.distributed.group.WORLD,
-        )
+        everywhere = torch.distributed.group.WORLD
+        enabled = self._own.is_enabled()
+        self._plugin.scaler = ShardedGradScaler(world.device.type, enabled=enabled, process_group=everywhere)
+        if enabled:
+            self._plugin.scaler.load_state_dict(self._own.state_dict())
 
     @property
     def scale(self) -> float:

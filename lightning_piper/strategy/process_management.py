@@ -8,6 +8,7 @@ import os
 import signal
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from subprocess import Popen
@@ -23,6 +24,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from lightning_piper.accelerators._torch_groups import destroy_all_groups
 from lightning_piper.accelerators.kinds import check_kind
 from lightning_piper.checkpoint.memory_copy import MEMORY, MemoryCopies
 from lightning_piper.common.lightning_packages import is_a
@@ -228,7 +230,7 @@ class OverProcesses(_lightning.Strategy):
         if starts and self.num_processes > 1:
             check_script()
         if spares:
-            run, watched = self._run_with_spares, lambda: self._watch is not None
+            run, watched = self._run_with_spares, self._is_watched
             self.launch_with(SpareLauncher(environment, self.num_processes, spares, run, watched))
         elif starts and self.num_processes * self.num_nodes > 1:
             self.launch_script()
@@ -261,22 +263,23 @@ class OverProcesses(_lightning.Strategy):
         if self.num_nodes > 1:
             check_address(environment.main_address)
         end_groups_at_exit(default=not dist.is_initialized())
-        store = (
-            store_of_attempt(environment.main_address, environment.main_port, self._timeout)
-            if self._spares is None
-            else self._spares.group_store
-        )
-        with noted_connections():
-            _lightning.connect(environment, backend, timeout=self._timeout, store=store)
-        if self.world_size > 1:
-            assert self.lightning_module is not None
-            progress = partial(_lightning.progress_of, self.lightning_module.trainer)
-            host = HERE if self.num_nodes == 1 else environment.main_address
-            self._watch = FailureWatch(self.world, host, self.started, progress)
-            may_replace = self._spares is not None and self._spares.generation < self._spare_count
-            if self._copies is not None and may_replace:
-                self._watch.replaces = self._timeout.total_seconds()
-            self._termination = Termination(self.global_rank, self._watch, SIGTERMException)
+        spares = self._spares
+        with nullcontext() if spares is None else spares.connecting(self.started):
+            with noted_connections():
+                store = (
+                    store_of_attempt(environment.main_address, environment.main_port, self._timeout)
+                    if spares is None
+                    else spares.group_store()
+                )
+                _lightning.connect(environment, backend, timeout=self._timeout, store=store)
+            if self.world_size > 1:
+                assert self.lightning_module is not None
+                progress = partial(_lightning.progress_of, self.lightning_module.trainer)
+                host = HERE if self.num_nodes == 1 else environment.main_address
+                self._watch = FailureWatch(self.world, host, self.started, progress)
+                if self._copies is not None and spares is not None and spares.left:
+                    self._watch.replaces = self._timeout.total_seconds()
+                self._termination = Termination(self.global_rank, self._watch, SIGTERMException)
 
     def _run_with_spares(
         self, trainer: pl.Trainer, enter: Callable[[str | None], T], waiting: list[Popen[Any]]
@@ -301,7 +304,8 @@ class OverProcesses(_lightning.Strategy):
             )
         assert self.cluster_environment is not None
         address = self.cluster_environment.main_address, self.cluster_environment.main_port
-        self._spares = spares = Spares(*address, self.world_size, self.is_global_zero, self._timeout)
+        counts = self.world_size, self._spare_count
+        self._spares = spares = Spares(*address, *counts, self.is_global_zero, self._timeout)
         self._copies = MemoryCopies(spares.files, self._is_lost)
         spares.waiting = waiting
         path = None
@@ -312,7 +316,7 @@ class OverProcesses(_lightning.Strategy):
             os.environ["LOCAL_RANK"] = str(rank)
             del os.environ[SPARE]
         # Hooks such as `setup`, which run again, draw the same random numbers again.
-        begun = random_numbers()
+        begun, accumulated = random_numbers(), trainer.accumulate_grad_batches
         try:
             while True:
                 try:
@@ -321,48 +325,57 @@ class OverProcesses(_lightning.Strategy):
                     if not self._replaced(trainer, error):
                         raise
                 restore_random_numbers(begun)
+                trainer.accumulate_grad_batches = accumulated  # a callback may have changed it
                 path = MEMORY
         finally:
             self._copies = None
             spares.end()
+
+    def _is_watched(self) -> bool:
+        """Return whether this strategy ends the run, or replaces a process, if a process fails."""
+        again = self._spares is not None and self._spares.generation > 0
+        return self._watch is not None or (self._copies is not None and again)
 
     def _is_lost(self) -> bool:
         """Return whether a process of the run has failed."""
         return self._watch is None or self._watch.judged
 
     def _replaced(self, trainer: pl.Trainer, error: Exception) -> bool:
-        """After an error of a fit, return whether a process was lost and a spare has replaced it. Then the fit can run
+        """After an error of a fit, return whether processes were lost and spares have replaced them. Then the fit can run
         again. All processes that are left call this method."""
         assert self._spares is not None and self._copies is not None
-        if self._watch is None:
-            return False
-        self._watch.report(error)
-        lost, spare = self._watch.lost, None
+        lost = None
+        if self._watch is not None:
+            self._watch.report(error)
+            lost = self._watch.lost
+        # Without a watch, a process was lost while the processes connected again.
+        replaceable = waited(error) and (self._watch is None or lost not in (None, RANK_ZERO))
+        ranks: list[int] | None = []
         if self.is_global_zero:
-            if lost is not None and waited(error) and self._copies.number >= 0:
-                spare = self._spares.take(lost)
-            if lost is None or spare is None:
+            if replaceable and self._copies.number >= 0:
+                ranks = self._spares.replace(self.started, () if lost is None else (lost,))
+            if not ranks:
                 self._spares.refuse()
                 return False
-            self.started[lost - 1] = spare
-        elif lost in (None, RANK_ZERO) or not waited(error):
+        elif not replaceable:
             return False
         self._failed = True
         end_fit(trainer)
         if isinstance(self.phase, Ended):
             self.phase.fit.ownership.abandon()
-        dist.destroy_process_group()
+        destroy_all_groups()
         if not self.is_global_zero:
             return self._spares.join(self.global_rank)
-        found = self._spares.gather(self.started)
-        if found:
-            warnings.warn(
-                f"PiperStrategy: rank {lost} was lost. A spare replaces it, and the fit continues from the copies in "
-                f"memory, before batch {self._copies.number}. The run has {counted(len(self._spares.waiting), 'spare')} "
-                "left [PIPER-W033]",
-                stacklevel=2,
-            )
-        return found
+        more = self._spares.gather(self.started)
+        if not ranks or more is None:
+            return False
+        warnings.warn(
+            f"PiperStrategy: spares replace the lost ranks {sorted({*ranks, *more})}. The fit continues from the copies in "
+            f"memory, before batch {self._copies.number}. The run has {counted(self._spares.left, 'spare')} left "
+            "[PIPER-W033]",
+            stacklevel=2,
+        )
+        return True
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)

@@ -142,10 +142,17 @@ class SavingStrategy(EvaluatingStrategy):
             _lightning.move_optimizers(self.optimizers, self.root_device)
         else:
             assert isinstance(self.phase, Starting) and self.lightning_module is not None
-            self.phase.load(states[0], self.optimizers[0], self.lightning_module)
+            ranges = self._has_ranges(states[0])
+            self.phase.load(states[0], self.optimizers[0], self.lightning_module, ranges)
+
+    def _has_ranges(self, state: State) -> bool:
+        """Return whether the processes read an optimizer's state in ranges. In a copy in memory, the state of a process that
+        holds no parameters is empty."""
+        restored = self._restored
+        return restored.sharded is not None and (bool(restored.outside) or bool(referenced(state)))
 
     def _load_optimizer(self, fit: Fit, state: State) -> None:
-        if self._restored.sharded is not None and referenced(state):
+        if self._restored.sharded is not None and self._has_ranges(state):
             self._restored.sharded.optimizer(state, fit.optimizer, fit.ownership.tensor_map)
         else:
             fit.optimizer.load_full_state(state)
@@ -377,10 +384,9 @@ class SavingStrategy(EvaluatingStrategy):
             self._copied = tensor_map.holder_groups, names
         saved = {tensor_map.canonical.get(name, name) for name in content["state_dict"]}
         content[BESIDE] = [name for name in tensor_map.specs if name not in saved]
-        # the keys of averages are `averages.NUMBER.NAME`
-        own = {key for key in referenced(content) if key.split(".", 2)[-1] in self._copied[1]}
-        copies = [] if self._averages is None else self._averages.ranges(own)
-        return own_ranges(fit.ownership, fit.optimizer, self._copied[1]) + copies
+        names = self._copied[1]
+        copies = [] if self._averages is None else self._averages.ranges(referenced(content), names)
+        return own_ranges(fit.ownership, fit.optimizer, names) + copies
 
     def _rounds_entry(self, checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the state of local SGD for a checkpoint, complete on rank 0. It has the anchor and the outer

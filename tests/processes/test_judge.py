@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -52,7 +53,8 @@ class Ranks:
     def __init__(self) -> None:
         server = _listen(HERE)
         self.port = server.getsockname()[1]
-        self.judge = _Judge(server, 3, TOKEN)
+        self.children: dict[int, Any] = {}
+        self.judge = _Judge(server, 3, TOKEN, self.children)
         self.thread = threading.Thread(target=self.judge.run, daemon=True)
         self.thread.start()
         self.lines: dict[int, Connection] = {}
@@ -121,6 +123,13 @@ def test_the_one_whose_line_breaks_comes_before_those_who_noticed(ranks):
     ranks.hear(0)  # the judge has it
     ranks.lines.pop(2).close()
     assert ranks.verdict(0) == ranks.verdict(1) == (2, GONE)
+
+
+def test_a_child_that_ends_before_it_connects_is_gone(ranks):
+    ranks.connect(0, 1)
+    ranks.children[2] = mock.Mock(poll=lambda: -9)
+    assert ranks.verdict(0) == ranks.verdict(1) == (2, GONE)
+    ranks.connect(2)  # so that the judge ends
 
 
 def test_the_one_whose_machine_does_not_answer_comes_before_those_who_noticed(ranks, monkeypatch):
@@ -247,7 +256,7 @@ def look(
 @pytest.fixture
 def judge() -> Iterator[_Judge]:
     server = _listen(HERE)
-    yield _Judge(server, 2, TOKEN)
+    yield _Judge(server, 2, TOKEN, {})
     server.close()
 
 

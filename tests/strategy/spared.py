@@ -2,45 +2,67 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 from torchmetrics import MeanMetric
 
 import lightning_piper as piper
-from lightning_piper.checkpoint.memory_copy import MemoryCopies
+from lightning_piper.checkpoint.late_copies import LateCopies
+from lightning_piper.checkpoint.memory_copy import MemoryCopies, MemoryCopy
 from lightning_piper.processes.spares import SPARE, SPARES
 from lightning_piper.strategy.process_management import OverProcesses
 from lightning_piper.strategy.spares._lightning import outside_checkpoint
 from lightning_piper.strategy.spares.module_state import state_beside
+from tests import tensors
+from tests.axes import EXPERTS, HEADS, columns, everywhere, sequences, sparse
 from tests.distributed.processes import PATIENCE
 from tests.strategy.fitting import trainer, values
 
 EPOCHS, BATCHES, LOST_IN = 3, 4, 5  # the process is lost in the batch with this number, in all epochs
 PROGRAMS: dict[str, dict[str, int]] = {
-    "zero1": {"dp": 2, "zero": 1},
-    "uncaptured zero1": {"dp": 2, "zero": 1},
-    "zero2": {"dp": 2, "zero": 2},
-    "zero3": {"dp": 2, "zero": 3},
-    "stages": {"pp": 2, "microbatches": 2},
+    "zero1": {"zero": 1},
+    "uncaptured zero1": {"zero": 1},
+    "zero2": {"zero": 2},
+    "zero3": {"zero": 3},
+    "stages": {"pp": 2, "dp": 1, "microbatches": 2},
+    "stages frozen": {"pp": 2, "dp": 1, "microbatches": 2},
     "stages of replicas": {"pp": 2, "dp": 2, "microbatches": 2},
 }
-AVERAGING: dict[str, Callable[[], L.Callback]] = {
+ALONG_AXES: dict[str, tuple[Callable[[], Any], list[Any]]] = {
+    "sequences": (tensors.decoder, [tensors.grid(cp=2, tp=2), columns(), sequences()]),
+    "experts": (sparse, [tensors.grid(ep=2, tp=2), columns(params=HEADS), EXPERTS, everywhere(4)]),
+}
+CALLBACKS: dict[str, Callable[[], L.Callback]] = {
+    "accumulates later": lambda: GradientAccumulationScheduler({0: 1, 1: 2}),
     "averages": EMAWeightAveraging,
     "stochastic averages": lambda: StochasticWeightAveraging(swa_lrs=1e-2),
 }
 MOMENTS = ("data", "forward", "update", "validation", "save")
+# The copy is under way, or made but not complete; between two batches, or epochs; at any time from the begin of a batch.
+MORE = ("step", "copy", "copied", "between", "epoch", "soon", "connecting")
+# Entries of the result of `train` that a loss does not change.
+RESULTS = ("steps", "rate", "scale", "score", "logged")
+BEFORE_BATCH = ("data", "copy", "copied")
 
 
 class Net(L.LightningModule):
@@ -50,13 +72,16 @@ class Net(L.LightningModule):
 
     shift: Tensor
 
-    def __init__(self, uncaptured: bool = False, stages: bool = False, unfreezes: bool = False) -> None:
+    def __init__(
+        self, uncaptured: bool = False, norms: bool = False, unfreezes: bool = False, frozen: bool = False
+    ) -> None:
         super().__init__()
         torch.manual_seed(3)
-        norm = nn.LayerNorm(8) if stages else nn.BatchNorm1d(8)
+        norm = nn.LayerNorm(8) if norms else nn.BatchNorm1d(8)
         self.first, self.norm, self.second = nn.Linear(8, 8), norm, nn.Linear(8, 1)
         self.uncaptured = uncaptured
         self.first.bias.requires_grad_(not unfreezes)
+        self.second.requires_grad_(not frozen)
         self.errors, self.validated = MeanMetric(), MeanMetric()
 
     def setup(self, stage: str) -> None:
@@ -162,11 +187,37 @@ class History(L.Callback):
         self.logged = state["logged"]
 
 
-class Losing(L.Callback):
-    """Kills its process at a moment of a batch, or of the validation or the save after it."""
+@dataclass(frozen=True)
+class Loss:
+    """The loss of a process, which happens once in a training.
 
-    def __init__(self, moment: str, signaled: str = "SIGKILL") -> None:
-        self.moment, self.signaled = moment, signaled
+    Attributes:
+        rank: Its rank.
+        moment: A moment of a batch, or of the validation or the save after it: one of `MOMENTS`, or `MORE`.
+        batch: The batch's number, in all epochs.
+        position: For "step", the instruction of the plan. For "soon" and "connecting", the processor time from the begin
+            of the batch, or of the next connection, to the loss, in milliseconds.
+        after: The number of another loss that happens before; None if there is no such loss.
+    """
+
+    rank: int
+    moment: str
+    batch: int = LOST_IN
+    position: int = 1
+    after: int | None = None
+
+
+class Losing(L.Callback):
+    """Kills its process at moments.
+
+    Args:
+        losses: The losses of all processes.
+        folder: A folder of the training.
+        signaled: The signal that the processes get.
+    """
+
+    def __init__(self, losses: Sequence[Loss], folder: Path, signaled: str = "SIGKILL") -> None:
+        self.losses, self.folder, self.signaled = losses, folder, signaled
 
     def lose(self) -> None:
         """Send the signal to this process. Like Ctrl-C, SIGINT goes to all processes of the training, also spares."""
@@ -175,10 +226,45 @@ class Losing(L.Callback):
         for process in [os.getpid()] if alone else map(int, all_ranks):
             os.kill(process, signal.Signals[self.signaled])
 
-    def at(self, trainer: L.Trainer, moment: str) -> None:
-        done = trainer.fit_loop.epoch_loop.batch_progress.total.ready - (moment != "data")
-        if self.moment == moment and done == LOST_IN and not trainer.sanity_checking:
-            self.lose()
+    def at(self, trainer: L.Trainer, moment: str, here: Callable[[Loss], bool] = lambda loss: True) -> None:
+        """Lose this process now, or soon, if this is the moment of a loss."""
+        done = trainer.fit_loop.epoch_loop.batch_progress.total.ready - (moment not in BEFORE_BATCH)
+        for number, loss in enumerate(self.losses):
+            rank = int(os.environ["LOCAL_RANK"])  # the Trainer of a spare knows its rank later
+            is_now = (loss.rank, loss.moment) == (rank, moment) and not trainer.sanity_checking
+            is_next = loss.after is None or self.marked(loss.after).exists()
+            if not is_now or not is_next or (loss.batch != done and moment != "connecting") or not here(loss):
+                continue
+            with contextlib.suppress(FileExistsError):
+                self.marked(number).touch(exist_ok=False)
+                if loss.position and moment in ("soon", "connecting"):
+                    signal.setitimer(signal.ITIMER_PROF, loss.position / 1e3)
+                else:
+                    self.lose()
+
+    def marked(self, number: int) -> Path:
+        """The file that exists after a loss."""
+        return self.folder / f"lost {number}"
+
+    def watch(self, trainer: L.Trainer) -> None:
+        """Look for losses also while processes connect, or make copies."""
+        connect, write, make = OverProcesses.setup_environment, MemoryCopy.write, LateCopies.make
+
+        def connecting(strategy: Any) -> None:
+            self.at(trainer, "connecting")
+            connect(strategy)
+
+        def writing(*given: Any) -> Any:
+            found = write(*given)
+            self.at(trainer, "copy")
+            return found
+
+        def making(late: Any) -> None:
+            make(late)
+            self.at(trainer, "copied")
+
+        OverProcesses.setup_environment = connecting  # type: ignore[method-assign]
+        MemoryCopy.write, LateCopies.make = writing, making  # type: ignore[method-assign]
 
     def in_data(self, fit: L.Trainer, loader: DataLoader[Any]) -> None:
         collate = loader.collate_fn
@@ -190,18 +276,28 @@ class Losing(L.Callback):
         loader.collate_fn = collating
 
     def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+        self.at(trainer, "soon")
         phase: Any = trainer.strategy.phase  # type: ignore[attr-defined]
         for prepared in phase.fit.programs._prepared.values() if hasattr(phase, "fit") else ():
             prepared.executors[0].observer = lambda code, source: self.instead(trainer, code)
 
     def instead(self, trainer: L.Trainer, code: list[Callable[[], Any]]) -> list[Callable[[], Any]]:
-        """The instructions of a plan, of which one may lose the process."""
+        """The instructions of a plan, which may lose the process."""
 
-        def failing() -> Any:
-            self.at(trainer, "forward")
-            return code[1]()
+        def failing(place: int) -> Any:
+            self.at(trainer, "step", lambda loss: loss.position % len(code) == place)
+            if place == 1:
+                self.at(trainer, "forward")
+            return code[place]()
 
-        return [code[0], failing, *code[2:]]
+        places = {1, *(loss.position % len(code) for loss in self.losses if loss.moment == "step")}
+        return [partial(failing, place) if place in places else run for place, run in enumerate(code)]
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self.at(trainer, "between")
+
+    def on_train_epoch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self.at(trainer, "epoch")
 
     def on_before_optimizer_step(self, trainer: L.Trainer, *args: Any) -> None:
         self.at(trainer, "update")
@@ -220,13 +316,47 @@ def samples(count: int) -> tuple[Tensor, ...]:
 
 
 class Alive:
-    """Stands for a process that another process has started."""
+    """Stands for a process that another process has started.
 
-    def __init__(self, ended: int | None = None) -> None:
-        self.ended = ended
+    Args:
+        ended: Its exit status; None if it runs.
+        number: The file with its number, which the process writes as soon as it runs; None if it never ends.
+    """
+
+    def __init__(self, ended: int | None = None, number: Path | None = None) -> None:
+        self.ended, self.number = ended, number
 
     def poll(self) -> int | None:
+        if self.number is not None and self.number.exists() and (number := self.number.read_text()):
+            status = Path("/proc", number, "stat")
+            is_alive = status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+            self.ended = None if is_alive else -signal.SIGKILL
         return self.ended
+
+
+def become(rank: int, size: int, folder: Path) -> int:
+    """Make this process a spare if its rank is not one of `size` ranks. Return the number of spares."""
+    spares = int(os.environ["WORLD_SIZE"]) - size
+    Path(folder, f"number {rank}").write_text(str(os.getpid()))
+    os.environ[SPARES] = str(spares)
+    if rank >= size:
+        os.environ |= {"LOCAL_RANK": "1", SPARE: str(rank - size)}
+    return spares
+
+
+def launched(fit: L.Trainer, size: int, spares: int, folder: Path | None, ended: int | None = None) -> None:
+    """Let the launcher of rank 0 know the other processes, as if it had started them.
+
+    Args:
+        fit: The Trainer.
+        size, spares: Number of ranks, and of spares.
+        folder: The folder with their numbers. None: they never end.
+        ended: The exit status of spares; None if they run.
+    """
+    numbers = [None if folder is None else folder / f"number {each}" for each in range(size + spares)]
+    launcher: Any = fit.strategy.launcher
+    launcher.procs[:] = [Alive(number=number) for number in numbers[1:size]]
+    launcher.waiting[:] = [Alive(ended, number) for number in numbers[size:]]
 
 
 def without(kind: str) -> None:
@@ -240,18 +370,18 @@ def without(kind: str) -> None:
         outside_checkpoint.__globals__["state_beside"] = lambda *given: {**beside(*given), part: {}}
 
 
-def train(rank: int, folder: Path, size: int, moment: str, kind: str = "") -> dict[str, Any]:
+def train(
+    rank: int, folder: Path, size: int, moment: str, kind: str = "", losses: Sequence[Loss] = ()
+) -> dict[str, Any]:
     """Train on `size` processes. Ranks from `size` on are spares. The last rank is lost at a moment; at no moment if
     `moment` is empty.
 
     Args:
         moment: One of `MOMENTS`, or the number of a call, see `Counting`.
         kind: What is special about the training. The name of a signal: it goes to rank 0.
+        losses: Losses in place of a moment, of ranks and spares that have taken their ranks.
     """
-    spares = int(os.environ["WORLD_SIZE"]) - size
-    os.environ[SPARES] = str(spares)
-    if rank >= size:
-        os.environ |= {"LOCAL_RANK": "1", SPARE: str(rank - size)}
+    spares = become(rank, size, folder)
     if kind == "saved again":
         outside_checkpoint.__globals__["SAVED"] = ()
     without(kind)
@@ -267,23 +397,28 @@ def train(rank: int, folder: Path, size: int, moment: str, kind: str = "") -> di
 
         MemoryCopies.take = changed  # type: ignore[method-assign]
     accumulated = 2 if kind in ("accumulated", "saved", "saved again") else 1
-    data = TensorDataset(*samples(BATCHES * 4 * size))
+    is_scaled = kind == "replicas scaled"
+    data = TensorDataset(*(x.float() if is_scaled else x for x in samples(BATCHES * 4 * size)))
     loader = DataLoader(data, batch_size=4, shuffle=True)
     signaled = kind if kind.startswith("SIG") else "SIGKILL"
-    losing: Any = Counting(int(moment)) if moment.isdigit() else Losing(moment, signaled)
     last = 0 if kind == "rank 0" or kind == signaled else size - 1
-    lost = moment and rank == last
+    once = Losing(losses or [Loss(last, moment)], folder, signaled)
+    losing: Any = Counting(int(moment)) if moment.isdigit() else once
+    lost = bool(losses) or (moment and rank == last)
     counting = Counting()
     often: Any = {"every_n_train_steps": 1} if kind.startswith("saved") else {"monitor": "validated"}
     save = ModelCheckpoint(folder / "saved", filename="{step}", save_top_k=1, **often)
     manual = kind in ("manual", "no gradients")
-    degrees = PROGRAMS.get(kind, {"dp": size})
+    degrees = {"dp": size} | PROGRAMS.get(kind, {})
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    scaled: Any = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=scaler)]}
     strategy = piper.PiperStrategy(**degrees, spares=spares, timeout=PATIENCE)
-    special = kind.startswith("uncaptured"), kind.startswith("stages"), kind.endswith("unfreezes")
+    norms = kind.startswith(("replicas", "zero", "stages"))
+    special = kind.startswith("uncaptured"), norms, kind == "unfreezes", kind == "stages frozen"
     module = Manual() if manual else Net(*special)
     callbacks: list[L.Callback] = [history := History(), save]
-    if kind in AVERAGING:
-        callbacks.append(AVERAGING[kind]())
+    if kind in CALLBACKS:
+        callbacks.append(CALLBACKS[kind]())
         module.double()
     fit, record = trainer(
         strategy,
@@ -295,16 +430,14 @@ def train(rank: int, folder: Path, size: int, moment: str, kind: str = "") -> di
         devices=size,
         max_steps=-1,
         max_epochs=EPOCHS,
-        precision="64-true",
+        **scaled if is_scaled else {"precision": "64-true"},
         sync_batchnorm=not manual,
         val_check_interval=2,
         accumulate_grad_batches=accumulated,
         enable_checkpointing=True,
     )
-    if spares:
-        launcher: Any = fit.strategy.launcher
-        launcher.procs[:] = [Alive() for _ in range(size - 1)]
-        launcher.waiting[:] = [Alive(1 if kind == "dead spare" else None) for _ in range(spares)]
+    if spares and rank == 0:
+        launched(fit, size, spares, folder if losses else None, 1 if kind == "dead spare" else None)
 
     def shifted(samples: Any) -> Any:
         x, y = default_collate(samples)
@@ -313,6 +446,7 @@ def train(rank: int, folder: Path, size: int, moment: str, kind: str = "") -> di
     loader.collate_fn = shifted
     if lost and isinstance(losing, Losing):
         losing.in_data(fit, loader)
+        losing.watch(fit)
     torch.manual_seed(9)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -328,9 +462,33 @@ def train(rank: int, folder: Path, size: int, moment: str, kind: str = "") -> di
         "losses": record.losses[-1:],
         "steps": fit.global_step,
         "rate": fit.optimizers[0].param_groups[0]["lr"],
+        "scale": scaler.get_scale(),
         "calls": counting.calls,
         "score": save.best_model_score,
         "logged": history.logged,
         "files": sorted(path.name for path in (folder / "saved").iterdir()),
         "told": [str(each.message) for each in told if "[PIPER-W033]" in str(each.message)],
     }
+
+
+class Launched(L.Callback):
+    """Calls `launched`."""
+
+    def __init__(self, *given: Any) -> None:
+        self.given = given
+
+    def setup(self, trainer: L.Trainer, module: Any, stage: str) -> None:
+        launcher: Any = trainer.strategy.launcher
+        if trainer.is_global_zero and not launcher.waiting:
+            launched(trainer, *self.given)
+
+
+def train_along_axes(rank: int, folder: Path, name: str, losses: Sequence[Loss]) -> dict[str, Any]:
+    """Train on four processes that have parts of tensors, sequences or experts."""
+    spares = become(rank, 4, folder)
+    make, program = ALONG_AXES[name]
+    module, losing = make(), Losing(losses, folder)
+    strategy = piper.PiperStrategy(program, spares=spares, timeout=PATIENCE)
+    callbacks = [losing, *([Launched(4, spares, None)] if spares else [])]
+    tensors.fit(module, strategy, devices=4, max_epochs=2, callbacks=callbacks)
+    return {"values": values(module)}

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from tests.distributed.processes import Ended, launch_trainings, run_ranks
+from tests.strategy import series
 from tests.strategy.scenarios import equal
-from tests.strategy.spared import MOMENTS, train
-
-RESULTS = ("steps", "rate", "score", "logged")
+from tests.strategy.spared import ALONG_AXES, MOMENTS, RESULTS, Loss, train, train_along_axes
 
 
 def lose(folder: Path, size: int, moment: str, kind: str = "") -> list[Ended]:
@@ -31,7 +30,7 @@ def check(ends: list[Ended], wanted: dict[str, Any]) -> None:
         assert equal(end.result["values"], wanted["values"])
         assert [end.result[each] for each in RESULTS] == [wanted[each] for each in RESULTS]
     assert equal(ends[0].result["losses"], wanted["losses"])
-    assert len(ends[0].result["told"]) == 1 and f"rank {lost}" in ends[0].result["told"][0]
+    assert len(ends[0].result["told"]) == 1 and f"lost ranks [{lost}]" in ends[0].result["told"][0]
 
 
 def undisturbed(folder: Path, size: int, kind: str = "") -> list[dict[str, Any]]:
@@ -66,7 +65,7 @@ def test_state_that_is_not_restored_changes_the_result(moment, kind, wanted, tmp
 
 @pytest.mark.parametrize("kind, moment", [
     ("accumulated", "validation"), ("uncaptured", "update"), ("unfreezes", "update"),
-    ("averages", "update"),
+    ("averages", "update"), ("accumulates later", "update"), ("replicas scaled", "update"),
 ])  # fmt: skip
 def test_three_processes(kind, moment, tmp_path):
     check(lose(tmp_path / "lost", 3, moment, kind), undisturbed(tmp_path / "undisturbed", 3, kind)[0])
@@ -74,11 +73,47 @@ def test_three_processes(kind, moment, tmp_path):
 
 @pytest.mark.parametrize("kind, size, moment", [
     ("zero1", 2, "validation"), ("zero2", 2, "update"), ("zero3", 2, "forward"), ("stages", 2, "forward"),
+    ("stages frozen", 2, "forward"),
     ("stages of replicas", 4, "update"),
 ])  # fmt: skip
 def test_a_spare_gets_shards_and_stages(kind, size, moment, tmp_path):
     """Only the lost process had its shards, or its stage."""
     check(lose(tmp_path / "lost", size, moment, kind), undisturbed(tmp_path / "undisturbed", size, kind)[0])
+
+
+@pytest.mark.parametrize("name", ALONG_AXES)
+def test_a_spare_gets_parts_along_axes(name, tmp_path):
+    """Processes have parts of tensors and sequences, or of experts."""
+    wanted = launch_trainings(4, train_along_axes, tmp_path, tmp_path, name, [])[0]
+    lost = [Loss(3, "update")]
+    ends = run_ranks(5, train_along_axes, tmp_path / "lost", tmp_path / "lost", name, lost, joined=False)
+    assert ends[3].exitcode == -signal.SIGKILL, ends[3].said[-3000:]
+    for end in (*ends[:3], ends[4]):
+        assert isinstance(end.result, dict) and equal(end.result["values"], wanted["values"]), end.said[
+            -3000:
+        ]
+
+
+@pytest.fixture(scope="module")
+def of_three(tmp_path_factory) -> dict[str, Any]:
+    return series.undisturbed(tmp_path_factory.mktemp("undisturbed"), "replicas", 3)
+
+
+@pytest.mark.parametrize("ranks, moment, after", [
+    ((1, 2), "update", None), ((1, 2), "connecting", 0), ((2, 2), "connecting", 0),
+])  # fmt: skip
+def test_several_processes_are_lost(ranks, moment, after, of_three, tmp_path):
+    """Two processes are lost at once, or the second one before the processes have connected again."""
+    losses = [Loss(ranks[0], "update"), Loss(ranks[1], moment, position=0, after=after)]
+    assert series.suffer(tmp_path, "replicas", 3, losses, of_three) == (2, [])
+
+
+def test_two_losses_and_one_spare(of_three, tmp_path):
+    """The run ends with its error."""
+    losses = [Loss(1, "update"), Loss(2, "update")]
+    lost, wrong = series.suffer(tmp_path, "replicas", 3, losses, of_three, spares=1)
+    assert lost == 2 and any("The first process to fail was rank" in each for each in wrong)
+    assert not any("hangs" in each for each in wrong)
 
 
 @pytest.mark.parametrize("seed", [1])

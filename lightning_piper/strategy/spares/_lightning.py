@@ -149,6 +149,7 @@ def outside_checkpoint(trainer: pl.Trainer, gradients: bool) -> State:
         "epoch": _logged_in_epoch(trainer),
         "saved": [{name: own[name] for name in SAVED if name in own} for own in callbacks],
         "stops": trainer.should_stop,
+        "accumulates": trainer.accumulate_grad_batches,
         "random": random_numbers(),
     }
 
@@ -160,7 +161,7 @@ def restore_outside(trainer: pl.Trainer, state: Mapping[str, Any]) -> None:
     _restore_logged_in_epoch(trainer, state["epoch"])
     for each, saved in zip(trainer.checkpoint_callbacks, state["saved"], strict=True):
         vars(each).update(saved)
-    trainer.should_stop = state["stops"]
+    trainer.should_stop, trainer.accumulate_grad_batches = state["stops"], state["accumulates"]
 
 
 def _logged_in_epoch(trainer: pl.Trainer) -> dict[str, State]:
