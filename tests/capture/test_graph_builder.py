@@ -161,6 +161,11 @@ def residual(net: Net, x: Tensor) -> Tensor:
     return F.relu(y, inplace=True)
 
 
+def drawn_in_place(net: Net, x: Tensor) -> Tensor:
+    x = F.leaky_relu(F.dropout(x * 1, 0.1, training=True, inplace=True), 0.1, inplace=True)
+    return x + torch.empty_like(x).normal_() * torch.empty_like(x).uniform_(0, 1)
+
+
 def annotated_views(net: Net, x: Tensor) -> Tensor:
     x = x * 2
     x += 1.0
@@ -191,6 +196,7 @@ CHANGING: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "rows of buffers are changed": changed_rows,
     "what is kept is made in place": kept_in_place,
     "numbers are shifted": shifted,
+    "numbers are drawn in place": drawn_in_place,
     "batch norm": residual,
     "batch norm in evaluation": lambda net, x: F.batch_norm(x, net.scale, net.spread),
     "views in other regions": annotated_views,

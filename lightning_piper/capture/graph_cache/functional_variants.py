@@ -9,6 +9,11 @@ from typing import Any
 import torch
 
 aten = torch.ops.aten
+# Operation that changes its first argument -> functional variant, if the names do not follow the rule.
+_OTHER_NAMES = {
+    aten.bernoulli_.float: aten.bernoulli.p,
+    aten.normal_.default: aten.normal_functional.default,
+}
 
 
 def functional_variant(
@@ -24,7 +29,7 @@ def functional_variant(
         if function.namespace == "aten" and name[-1:] == "_" != name[-2:-1]
         else None
     )
-    target = getattr(packet, function._overloadname, None)
+    target = _OTHER_NAMES.get(function, getattr(packet, function._overloadname, None))
     if target is None or target._schema.is_mutable or writes != [True] + [False] * (len(writes) - 1):
         return None
     made = target(*args, **kwargs)
