@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_piper.errors import PiperError
 from lightning_piper.processes.agreement import _checksum
-from lightning_piper.processes.settings import always_alike, check_alike, settings_of
+from lightning_piper.processes.settings import Watched, always_alike, check_alike, settings_of
 from lightning_piper.processes.world import World, together
 
 
@@ -61,6 +61,31 @@ def test_processes_that_train_in_other_ways(other, says):
     check_alike([one, settings_of(torch.optim.SGD(params, 0.1), 1.0)])
     with pytest.raises(PiperError, match=says):
         check_alike([one, settings_of(*other(params))])
+
+
+def test_settings_are_computed_again_only_when_an_option_has_changed():
+    optimizer = torch.optim.Adam(nn.Linear(2, 2).parameters(), 0.1)
+    watched, (group,) = Watched(optimizer), optimizer.param_groups
+
+    def current(factor: float = 1.0) -> bool:
+        return watched(factor) == settings_of(optimizer, factor)
+
+    first = watched(1.0)
+    assert watched(1.0) is first and current()
+    for key, value in [
+        ("lr", 0.2),
+        ("lr", 1),
+        ("lr", 1.0),
+        ("betas", (0.9, 0.5)),
+        ("amsgrad", True),
+        ("new", [1, 2]),
+    ]:
+        group[key] = value
+        assert watched(1.0) is not first and current(), key
+        first = watched(1.0)
+    group["new"].append(3)  # the same list with another content
+    assert watched(1.0) is not first and current()
+    assert current(0.5) and current(1.0)
 
 
 def test_replicas_that_update_their_own_parameters_may_have_options_of_their_own():
