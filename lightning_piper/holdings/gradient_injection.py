@@ -157,13 +157,9 @@ class GradientInjection:
         Args:
             read: Whether to read the factor even from GPU memory, which makes the host wait.
         """
-        if (
-            self._last is None
-            or self._last.factor is None
-            or not (read or self._last.factor.device.type == "cpu")
-        ):
-            return None
         last = self._last
+        if last is None or last.factor is None or not (read or last.number is not None):
+            return None
         return (float(last.factor) if last.number is None else last.number) / last.scale
 
     def check(self, last: _PendingGradients) -> None:

@@ -139,7 +139,7 @@ class Strategy(ParallelStrategy):
         self._module_of_run = module
 
     # A step reads it about 50 times, so the getter is not a Python function.
-    _lightning_module = property(attrgetter("_module_of_run"), _set_module)  # type: ignore[assignment]
+    _lightning_module = property(attrgetter("_module_of_run"), _set_module)
     _module_of_run: pl.LightningModule | None = None
 
     def _configure_launcher(self) -> None:

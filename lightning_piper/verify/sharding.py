@@ -141,8 +141,8 @@ def shards(facts: Facts, updated: Updates) -> Iterable[str]:
         names, here = dag.interface(chunk).params, kept.get(chunk.devices, {})
         for name, ref in zip(names, chunk.params or (None,) * len(names), strict=True):
             if (at := (id(chunk.devices), name)) not in gradients:
-                update = updated.get(name, {}).get(chunk.devices)
-                gradients[at] = None if update is None else dag.value(update.inputs[0])
+                made = updated.get(name, {}).get(chunk.devices)
+                gradients[at] = None if made is None else dag.value(made.inputs[0])
             gradient = gradients[at]
             if ref is None:
                 if name in here or (gradient is not None and isinstance(gradient.placement, Sharded)):

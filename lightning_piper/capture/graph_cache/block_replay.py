@@ -403,7 +403,8 @@ def _check(
     known, memory = {id(x) for x in (*tensors, tangent)}, {_torch.storage_id(x) for x in tensors}
     for noted in operations:
         read = [x for x in _torch.tree_leaves((noted.args, noted.kwargs)) if isinstance(x, torch.Tensor)]
-        if noted.changed in memory or noted.function.namespace != "aten" or noted.marks.called:
+        changed = any(storage in memory for _, storage in noted.changed)
+        if changed or noted.function.namespace != "aten" or noted.marks.called:
             raise BlocksDiffer(str(noted.function))
         # Arguments of calls are tensors of the block. So a call or its gradient makes each constant.
         if any(id(x) not in known and not is_constant(x) for x in read):

@@ -401,7 +401,7 @@ class _GraphBuilder:
         if isinstance(call, NotedBlock):
             self._add_block(call)
             return
-        function, args, kwargs, target, made, storages = *call[:5], call.storages
+        function, args, kwargs, target, made = call[:5]
         fresh, self._fresh = self._fresh, None
         if function is aten.detach.default and fresh == id(args[0]):
             # torch detaches each newly created tensor, but a trace does not record this.
@@ -421,7 +421,7 @@ class _GraphBuilder:
             self._change(args[0], node, call.marks)
         elif isinstance(made, torch.Tensor):
             views = self._views(call, target, arguments, named)
-            self._made(node, made, *storages, call.marks, views)
+            self._made(node, made, call.storages[0], call.marks, views)
             if not nodes or function.overloadpacket.__name__.endswith("_like"):
                 self._fresh = id(made)
         else:
