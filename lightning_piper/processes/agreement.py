@@ -73,6 +73,7 @@ def agree_on_batch(
 
     Raises:
         PiperError: The processes of one replica have different batches, Python state or `key`.
+        BatchError: Some replicas have batches that can be cut by samples, and other replicas have not.
     """
     if world.size == 1:
         return lacking, False
@@ -82,9 +83,9 @@ def agree_on_batch(
     # value, which shows the smallest value.
     sums = [NOTHING] * 8 * world.count
     sums[8 * world.replica : 8 * world.replica + 8] = [end for x in own for end in (x, -x)]
-    message = torch.tensor([int(lacking), *sums])
+    message = torch.tensor([int(lacking), *_cut(batch_spec), *sums])
     dist.all_reduce(message, op=dist.ReduceOp.MAX, group=world.host_group)
-    anybody, *found = message.tolist()
+    anybody, some_cut, some_whole, *found = message.tolist()
     for replica in range(world.count):
         ends = found[8 * replica : 8 * replica + 8]
         rest_differs, shapes_differ, data_differs, state_differs = (
@@ -102,7 +103,23 @@ def agree_on_batch(
                 f"the Python values that evaluation step {step} reads differ between {who}, but all processes of "
                 "a replica must read the same values. Set them independently of the rank and the time [PIPER-L006]"
             )
+    if some_cut and some_whole:
+        raise _mixed(f"evaluation step {step}")
     return bool(anybody), len(set(found[2::8])) > 1
+
+
+def _cut(batch_spec: BatchSpec) -> tuple[int, int]:
+    """Return 1 and 0 if the batch can be cut by samples, and 0 and 1 if it cannot."""
+    return int(batch_spec.undivided is None), int(batch_spec.undivided is not None)
+
+
+def _mixed(where: str) -> BatchError:
+    """Return the error for replicas of which only some have a batch that can be cut by samples. Their programs differ."""
+    return BatchError(
+        f"the replicas drew batches that do not fit together in {where}: only in some of these batches, all tensors "
+        "have the same first dimension. If a tensor does not belong to the samples, register it as a buffer, or make "
+        "it in the step [PIPER-L004]"
+    )
 
 
 def _fix(what: str, found: Difference | None, whole: bool) -> str:
@@ -278,8 +295,7 @@ class BatchCheck:
         sums[6 * self._world.replica : 6 * self._world.replica + 6] = [end for x in own for end in (x, -x)]
         run = [NOTHING, NOTHING] if plans is None else [plans, -plans]
         same = [end for x in (_sum(self._compared(settings)), *self._sums[1:]) for end in (x, -x)]
-        undivided = int(batch_spec.undivided is not None)
-        message = torch.tensor([int(not at_once), int(plans is None), undivided, *run, *same, *sums])
+        message = torch.tensor([int(not at_once), int(plans is None), *_cut(batch_spec), *run, *same, *sums])
         work = dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._world.host_group, async_op=True)
         assert work is not None
         self._running = (work, message, settings)
@@ -310,7 +326,7 @@ class BatchCheck:
                 f"{self._steps - 1} of this fit failed: {error}. Look for the first error in the logs of the other "
                 "processes [PIPER-L001]"
             ) from error
-        going_on, lacking, whole, *found = message.tolist()
+        going_on, lacking, some_cut, whole, *found = message.tolist()
         plans, alike, form, rest, even, *sums = (
             high == -low for high, low in zip(found[::2], found[1::2], strict=True)
         )
@@ -323,6 +339,10 @@ class BatchCheck:
         # for each replica, whether its processes have the same values, shapes and Python state
         data, shapes, states = sums[::3], sums[1::3], sums[2::3]
         self._check_batches(form or bool(whole), rest or bool(whole), data, shapes, bool(going_on))
+        if some_cut and whole:
+            error = _mixed(f"training batch {self._steps - 1} of this fit")
+            error.late = bool(going_on)
+            raise error
         of_replicas = found[10::2]  # for each replica: the checksums of its values, its shapes and its state
         apart = len(set(of_replicas[1::3])) > 1
         self._shapes |= apart

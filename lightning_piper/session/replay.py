@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lightning_piper.capture import BatchSpec
+from lightning_piper.capture.proxies.numbers import NumberProxy
 from lightning_piper.common.limits import kind_of
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
@@ -105,7 +106,8 @@ class Replay:
         slices = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
         dtypes = _dtypes(compiled.dag)
         self.dtype = dtypes.get(LOSS)
-        logs, alike = compiled.dag.code.logs, _alike(compiled.dag, lambda log: log.kwargs.get("batch_size"))
+        logs = compiled.dag.code.logs
+        alike = _alike(compiled.dag, lambda log: _current(log.kwargs.get("batch_size")))
         # An uncaptured step has no logs here, because it makes its log calls itself.
         with compiled.step.context() if logs else contextlib.nullcontext():
             # Lightning keeps values in this dtype if they are logged in neither float32 nor float64.
@@ -121,8 +123,9 @@ class Replay:
             name: tuple(first + rank for first in firsts or (0,) for rank in ranks)
             for name, ranks in owners_of(compiled.dag).items()
         }
-        # For each log call: its name, a function that returns its value, and the keywords for `self.log`.
-        self._calls: list[tuple[str, Callable[[StepResult], Any], dict[str, Any]]] = []
+        # For each log call: its name, a function that returns its value, the keywords for `self.log`, and a factor of
+        # the keyword `batch_size`.
+        self._calls: list[tuple[str, Callable[[StepResult], Any], dict[str, Any], int]] = []
         self._context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         if compiled.dag.code.metrics.events:
             self._context = compiled.step.context
@@ -132,13 +135,12 @@ class Replay:
             # sizes of their tensors.
             apart = compiled.dag.code.undivided is not None and compiled.dag.replicas > 1
             kwargs.setdefault("batch_size", compiled.dag.replicas if apart else compiled.dag.size)
-            if log.name in alike:
-                kwargs["batch_size"] *= compiled.dag.replicas
             kwargs["reduce_fx"] = log.reduce
             if firsts is not None:
                 kwargs["sync_dist"] = _sync_dist(log.kwargs, compiled.step.name)
             parts = [slices[names.index(name, first_log(compiled.dag.code))] for name in log.outputs]
-            self._calls.append((log.name, _value(log, parts, kept, wide), kwargs))
+            factor = compiled.dag.replicas if log.name in alike else 1
+            self._calls.append((log.name, _value(log, parts, kept, wide), kwargs, factor))
             if log.constant is not None:
                 self._context = compiled.step.context
 
@@ -155,10 +157,11 @@ class Replay:
         events = list(self._step.at(given.batch_spec.size).metrics.events)
         self._objects.claim(module, self._owners)
         with self._context():  # Numbers become tensors of the precision's default dtype.
-            for i, (name, value, kwargs) in enumerate(self._calls):
+            for i, (name, value, kwargs, factor) in enumerate(self._calls):
                 while events and events[0].after <= i:
                     self._repeat(module, events.pop(0), result, given)
-                log(name, value(result), **kwargs)
+                now = {key: _current(x) for key, x in kwargs.items()}
+                log(name, value(result), **now | {"batch_size": now["batch_size"] * factor})
             for event in events:
                 self._repeat(module, event, result, given)
 
@@ -169,7 +172,7 @@ class Replay:
             found = self._objects.call(module, event, tensors, given, len(given.values) in self._wanted)
             given.keep(event, found)
             return
-        kwargs = dict(event.kwargs)
+        kwargs = {key: _current(x) for key, x in event.kwargs.items()}
         if isinstance(event.value, Later):
             value = given(event.value)
             kwargs.setdefault("batch_size", self._size)
@@ -209,6 +212,11 @@ def added(dag: TrainingDAG) -> set[str]:
         for log in code.logs
         if (log.name not in alike if log.constant is not None else sums.issuperset(log.outputs))
     }
+
+
+def _current(value: Any) -> Any:
+    """Return the current value of a number of the capture, such as the batch index. Return any other value unchanged."""
+    return value.get() if type(value) is NumberProxy else value
 
 
 def _constant(log: Logged) -> float | None:

@@ -8,16 +8,20 @@ import contextlib
 import csv
 import functools
 import gzip
+import hashlib
 import io
+import itertools
 import logging
 import mmap
 import os
 import queue
+import re
 import socket
 import sqlite3
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from os import remove
@@ -417,6 +421,8 @@ OUTSIDE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "threads": (lambda: ThreadPoolExecutor(1), lambda pool: pool.submit(int)),
     "connection": (lambda: socket.socketpair()[0], lambda end: end.fileno()),
     "mapped file": (lambda: mmap.mmap(-1, 8), lambda file: file.write(b"x")),
+    "bits": (lambda: np.random.PCG64(1), lambda bits: bits.random_raw()),
+    "hash": (hashlib.sha256, lambda found: found.update(b"x")),
 }
 
 
@@ -434,6 +440,51 @@ def test_a_step_that_uses_what_cannot_be_undone_is_refused(name: str) -> None:
         capture(module, torch.ones(4, 4)).at(4)
     module.report = lambda module: None
     assert capture(module, torch.ones(4, 4)).at(4).regions
+
+
+class Shared:
+    """An iterator of the user's own class, whose position is an attribute."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __next__(self) -> int:
+        return self.position
+
+
+ITERATORS: dict[str, Callable[[], Any]] = {
+    "cycle": lambda: itertools.cycle([0, 1]),
+    "generator": lambda: (x for x in range(2)),
+    "matches": lambda: re.finditer(r"\d", "01"),
+    "rows": lambda: csv.reader(["0", "1"]),
+    "deque": lambda: iter(deque([0, 1])),
+    "pairs": lambda: itertools.pairwise([0, 1, 2]),
+    "array": lambda: np.arange(2).flat,
+    "loader": lambda: iter(torch.utils.data.DataLoader([0, 1])),  # type: ignore[arg-type]
+    "method": lambda: itertools.count().__next__,
+}
+
+
+@pytest.mark.parametrize("name", ITERATORS)
+def test_a_step_that_reads_an_iterator_is_refused_before_it_takes_a_value(name: str) -> None:
+    def taken(found: Any) -> Any:
+        return found() if name == "method" else next(found)
+
+    module, first = Reporter(io.StringIO(), lambda module: taken(module.table)), taken(ITERATORS[name]())
+    module.table = ITERATORS[name]()
+    with (
+        pytest.raises(CaptureError, match=r"takes the next value of the iterator self\.table") as caught,
+        rollback_on_failure(module),
+    ):
+        capture(module, torch.ones(4, 4)).at(4)
+    assert not caught.value.late and str(taken(module.table)) == str(first)
+
+
+def test_a_step_may_read_an_iterator_of_the_users_own_class() -> None:
+    module = Reporter(io.StringIO(), lambda module: next(module.table))
+    module.table = Shared()
+    with rollback_on_failure(module):
+        assert capture(module, torch.ones(4, 4)).at(4).regions
 
 
 def test_a_file_that_a_step_was_refused_for_has_no_bytes_of_it() -> None:

@@ -332,6 +332,14 @@ def test_hooks_of_saved_tensors() -> None:
     assert "enters saved_tensors_hooks" in said and "test_errors.py" in said
 
 
+def test_hooks_of_saved_tensors_around_the_step() -> None:
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: 2.0 * x):
+        said = message(lambda self, x, h, loss, batch_idx: loss)
+    assert said.startswith("training_step runs inside of saved_tensors_hooks")
+    with torch.autograd.graph.save_on_cpu():
+        capture(Probe(lambda self, x, h, loss, batch_idx: loss), regression(8)).at(8)
+
+
 def offloaded(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Tensor:
     self.first.requires_grad_(False)
     hook = self.second.weight.register_hook(torch.neg)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import mmap
 import os
@@ -79,12 +78,6 @@ CASES = {
         lambda self: float(self.element.get("k", "")),
         {"element": ElementTree.Element("a", k="2")},
         lambda module: module.element.set("k", "3"),
-    ),
-    "an iterator": Unwatched(
-        IN_C,
-        lambda self: float(repr(self.count)[6:-1]),
-        {"count": itertools.count(2)},
-        lambda module: next(module.count),
     ),
     "a lock": Unwatched(
         IN_C,

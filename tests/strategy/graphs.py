@@ -115,6 +115,46 @@ def train(rank: int) -> Outcome:
     return found | {"names": [x["name"].name for x in predicted], "predicted": [x["loss"] for x in predicted]}
 
 
+class Table(L.LightningModule):
+    """A batch has a table of three rows. So it can be cut by samples only if it has three samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 1, dtype=torch.float64)
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return (self.last(batch["x"]) * batch["table"].mean()).square().mean()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val", self.loss(batch), sync_dist=True, batch_size=1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+SAMPLES = [[4, 3, 2, 5], [3, 5, 3, 3]]  # of the batches of two replicas
+
+
+def tables(rank: int) -> list[dict[str, Tensor]]:
+    draw = torch.Generator().manual_seed(rank)
+    shapes = [{"x": (samples, 4), "table": (3,)} for samples in SAMPLES[rank]]
+    return [
+        {name: torch.randn(shape, generator=draw, dtype=torch.float64) for name, shape in each.items()}
+        for each in shapes
+    ]
+
+
+def train_tables(rank: int) -> Outcome:
+    module = make(Table)
+    fit, record = trainer(piper.PiperStrategy(REPLICAS, timeout=60), devices=2, max_steps=4)
+    before = fit.validate(module, Counted(tables(rank)), verbose=False)
+    fit.fit(module, Batches(tables(rank)))
+    return {"values": values(module), "losses": record.losses, "val": before[0]["val"]}
+
+
 class Encoding(UserDict[str, Any]):
     """The result of a tokenizer."""
 

@@ -15,7 +15,18 @@ from lightning_piper.capture import flatten
 from lightning_piper.compiler import compile
 from tests.distributed.processes import launch_trainings
 from tests.strategy.fitting import Batches, distance, local, trainer, values
-from tests.strategy.graphs import SEEDS, STAGES, Encoding, Messages, make, named, train
+from tests.strategy.graphs import (
+    SEEDS,
+    STAGES,
+    Encoding,
+    Messages,
+    Table,
+    make,
+    named,
+    tables,
+    train,
+    train_tables,
+)
 from tests.strategy.models import MLP
 
 ONE = [piper.Place(filter={}, devices=[0])]
@@ -154,3 +165,20 @@ def test_replicas_draw_graphs_of_their_own(tmp_path: Path) -> None:
         assert found["names"] == [f"graph{seed}" for seed in SEEDS[rank][:2]]
         torch.testing.assert_close(found["predicted"], alone[rank], rtol=1e-12, atol=0)
     assert float((alone[0][0] - alone[1][0]).abs()) > 1e-3
+
+
+def test_replicas_of_which_only_one_can_cut_its_batch(tmp_path: Path) -> None:
+    """They run uncaptured, as under DDP, because their programs would differ."""
+    ranks = launch_trainings(2, train_tables, tmp_path)
+    module: Any = make(Table)
+    pairs = list(zip(tables(0), tables(1), strict=True))
+    val = torch.stack([module.loss(batch) for pair in pairs for batch in pair]).mean()
+    optimizer = module.configure_optimizers()
+    for pair in pairs:
+        optimizer.zero_grad()
+        (sum(map(module.loss, pair)) / 2).backward()
+        optimizer.step()
+    for found in ranks:
+        assert distance(values(module), found["values"]) < 1e-14
+        assert found["val"] == pytest.approx(float(val.detach()), rel=1e-6)
+    assert distance(values(make(Table)), ranks[0]["values"]) > 1e-3

@@ -81,3 +81,50 @@ def test_another_value_is_read(name: str) -> None:
     read = OTHER[name]
     assert all(torch.allclose(x, y, rtol=0, atol=1e-12) for x, y in zip(
         trained(read, "auto").values(), trained(read, local()).values(), strict=True))  # fmt: skip
+
+
+class Weighted(Reading):
+    """The weight of a step in the mean of an epoch is made of the batch index and of a counter."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.count = 1
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.last(torch.tanh(self.first(batch))).square().mean()
+        for name, weight in (
+            ("index", 1 + batch_idx),
+            ("count", self.count),
+            ("rows", len(batch) * (1 + batch_idx)),
+        ):
+            self.log(name, loss, on_step=False, on_epoch=True, batch_size=weight)
+        return loss
+
+    def on_train_batch_end(self, *given: Any) -> None:
+        self.count += 2
+
+
+def test_the_weight_of_a_logged_value_may_change_in_each_step():
+    def logged(strategy: Any, weights: bool = True) -> dict[str, float]:
+        module = Weighted()
+        if not weights:
+            module.log = lambda name, value, batch_size, **kwargs: L.LightningModule.log(
+                module, name, value, **kwargs
+            )  # type: ignore[method-assign,misc]
+        fit, _ = trainer(strategy, max_steps=4)
+        fit.fit(
+            module,
+            Batches(
+                torch.randn(8, 4, dtype=torch.float64, generator=draw) for draw in [torch.Generator()] * 4
+            ),
+        )
+        return {name: float(fit.callback_metrics[name]) for name in ("index", "count", "rows")}
+
+    replicas = [piper.Place(devices=[0, 1]), piper.Replicate(devices=[0, 1])]
+    plain = logged("auto")
+    assert (
+        logged(local(replicas))
+        == pytest.approx(plain, rel=1e-12)
+        == logged(local([piper.Place(devices=[0])]))
+    )
+    assert logged("auto", weights=False) != pytest.approx(plain, rel=1e-3)

@@ -21,6 +21,7 @@ import torch
 
 from lightning_piper.capture.proxies.deferred_numbers import Namespace
 from lightning_piper.capture.torch_private._torch import CHECKS_FILE
+from lightning_piper.capture.torch_private._torch_calls import hooks_of_saved_tensors
 from lightning_piper.capture.user_code.replaced_attribute import checked_calls
 from lightning_piper.common.user_lines import is_installed, user_line
 from lightning_piper.errors import CaptureError
@@ -97,6 +98,7 @@ def refusing_effects(step: str, namespaces: Iterable[Namespace] = ()) -> Iterato
         step: the name of the step that is traced.
         namespaces: globals dicts, each with names that the step calls (`from os import remove`).
     """
+    _check_hooks_around(step)
     checked: dict[int, Any] = {}  # id of a function -> the function that checks its calls
     saving = torch.autograd.graph.saved_tensors_hooks
     with contextlib.ExitStack() as stack:
@@ -120,16 +122,29 @@ def refusing_effects(step: str, namespaces: Iterable[Namespace] = ()) -> Iterato
         yield
 
 
+def _check_hooks_around(step: str) -> None:
+    """Raise a `CaptureError` if hooks of the user for saved tensors are active around the step, such as around `fit`."""
+    hooks = hooks_of_saved_tensors()
+    if hooks is not None and not _are_of_torch(hooks):
+        raise CaptureError(
+            f"{step} runs inside of saved_tensors_hooks, but the backward pass of a captured step does not call such "
+            "hooks. To save memory, use the directive Recompute or Offload [PIPER-C003]"
+        )
+
+
 def _check_saved_tensors_hooks(step: str, entered: torch.autograd.graph.saved_tensors_hooks) -> None:
-    """Raise a `CaptureError` if the step enters `saved_tensors_hooks`, because a trace ignores these hooks. The hooks
-    of torch, such as in `checkpoint` and `save_on_cpu`, do not change values."""
-    hooks = (entered.pack_hook, entered.unpack_hook)
-    if all(str(getattr(x, "__module__", "")).partition(".")[0] == "torch" for x in hooks):
-        return
-    raise CaptureError(
-        f"{user_line()}: {step} enters saved_tensors_hooks, but the backward pass of a captured step does not call such "
-        "hooks. To save memory, use the directive Recompute or Offload [PIPER-C003]"
-    )
+    """Raise a `CaptureError` if the step enters `saved_tensors_hooks`, because a trace ignores these hooks."""
+    if not _are_of_torch((entered.pack_hook, entered.unpack_hook)):
+        raise CaptureError(
+            f"{user_line()}: {step} enters saved_tensors_hooks, but the backward pass of a captured step does not call "
+            "such hooks. To save memory, use the directive Recompute or Offload [PIPER-C003]"
+        )
+
+
+def _are_of_torch(hooks: tuple[Any, Any]) -> bool:
+    """Return whether hooks for saved tensors are torch's own, such as in `checkpoint` and `save_on_cpu`. These do not
+    change values."""
+    return all(str(getattr(x, "__module__", "")).partition(".")[0] == "torch" for x in hooks)
 
 
 def _check(step: str, effect: _Effect, name: str, *args: Any, **kwargs: Any) -> None:

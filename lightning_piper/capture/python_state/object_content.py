@@ -66,19 +66,23 @@ _READERS: dict[type | tuple[type, ...], Callable[[Any], Any]] = {
     SynchronizedBase: lambda shared: zlib.crc32(shared.get_obj()),
     SharedEvent: lambda event: event.is_set(),
 }
-# Classes (module, name) through which a step reaches other threads, other processes or a database. Piper cannot see
-# what a step does with such an object, and cannot undo it.
+# Classes (module, name) through which a step reaches other threads, other processes or a database, or which keep their
+# state in C. Piper cannot see what a step does with such an object, and cannot undo it.
 _OUTSIDE = frozenset({
     ("sqlite3", "Connection"), ("sqlite3", "Cursor"), ("sqlite3", "Blob"), ("subprocess", "Popen"),
     ("socket", "socket"), ("queue", "Queue"), ("_queue", "SimpleQueue"), ("concurrent.futures._base", "Executor"),
     ("multiprocessing.pool", "Pool"), ("multiprocessing.queues", "Queue"), ("multiprocessing.queues", "SimpleQueue"),
     ("multiprocessing.connection", "_ConnectionBase"), ("multiprocessing.managers", "BaseProxy"),
+    ("numpy.random.bit_generator", "BitGenerator"), ("numpy.random.bit_generator", "SeedSequence"),
+    ("_sre", "SRE_Scanner"), ("_hashlib", "HASH"), ("torch.quasirandom", "SobolEngine"),
 })  # fmt: skip
 _UNSET = object()
 _LARGE = 2**24  # in bytes; larger buffers are not saved
 # `files_behind` visits at most this many objects, and enters objects of these classes of Python.
 _MANY_BEHIND = 200
-_ENTERED = (dict, list, tuple)
+_ENTERED = (dict, list, tuple, collections.deque)
+# Packages whose classes keep their state where guards do not see it. Classes of Python's library also do.
+_LIBRARIES = frozenset({"torch", "numpy", "lightning", "pytorch_lightning"})
 # Packages of Python's library whose objects have no file of their own, or write into it in other threads.
 _WITHOUT_FILES = frozenset({
     "asyncio", "builtins", "collections", "concurrent", "contextvars", "enum", "logging",
@@ -146,7 +150,7 @@ def reaches_outside(value: Any) -> bool:
     """Return whether a step that uses the object may change something that Piper can neither see nor undo.
 
     The object is of a class of `_OUTSIDE`, or a mapped file. Or it is an open file that cannot be shortened, such as a
-    pipe or a compressed file.
+    pipe or a compressed file. Or it is an iterator of `is_opaque_iterator`.
     """
     if isinstance(value, mmap.mmap):
         try:
@@ -159,7 +163,25 @@ def reaches_outside(value: Any) -> bool:
             and not isinstance(value, _TEXT_OR_BYTES)
             and not _can_be_shortened(value)
         )
+    return is_opaque_iterator(value) or _is_outside(value)
+
+
+def _is_outside(value: Any) -> bool:
     return any((each.__module__, each.__qualname__) in _OUTSIDE for each in type(value).__mro__)
+
+
+def is_opaque_iterator(value: Any) -> bool:
+    """Return whether the value is an iterator of a class that the user did not write, such as a generator, a DataLoader's
+    iterator or a reader of the module `csv`. Guards do not see its position."""
+    take = getattr(type(value), "__next__", None)
+    if take is None or isinstance(value, (io.IOBase, *weakref.ProxyTypes)) or _is_outside(value):
+        return False
+    package = type(value).__module__.partition(".")[0]
+    return not (
+        isinstance(take, types.FunctionType)
+        and package not in _LIBRARIES
+        and package not in sys.stdlib_module_names
+    )
 
 
 def _is_open_to_write(file: Any) -> bool:
@@ -208,7 +230,7 @@ def files_behind(value: Any) -> list[Any]:
 def _may_hold_file(value: Any) -> bool:
     """Return whether the value is a method, or an object of a class of Python's library that may write into a
     file when its methods are called."""
-    if isinstance(value, types.BuiltinMethodType | types.MethodType):
+    if isinstance(value, types.BuiltinMethodType | types.MethodType | types.MethodWrapperType):
         return not isinstance(value.__self__, types.ModuleType | type | None)
     package = type(value).__module__.partition(".")[0]
     return package in sys.stdlib_module_names and package not in _WITHOUT_FILES

@@ -30,6 +30,7 @@ from lightning_piper.capture.python_state.object_content import (
     MEMOISED,
     files_behind,
     held_by,
+    is_opaque_iterator,
     reaches_outside,
     restoring,
 )
@@ -39,6 +40,7 @@ from lightning_piper.capture.python_state.state_locations import (
     Guards,
     StateLocation,
     referent,
+    taking_from,
 )
 from lightning_piper.capture.python_state.state_recorder import StateRecorder
 from lightning_piper.errors import CaptureError
@@ -116,11 +118,7 @@ def _taken(iterator: str, stuck: list[str]) -> CaptureError:
         iterator: the expression that a user would write for the iterator.
         stuck: the expressions of the iterators that cannot be reset.
     """
-    changed = CaptureError(
-        f"the step takes the next value of the iterator {iterator}. A captured step would reuse the value "
-        "from its capture in every step. Take the value in a hook, such as on_train_batch_start, and keep it in an "
-        "attribute or a buffer [PIPER-C004]"
-    )
+    changed = taking_from(iterator)
     if stuck:
         changed.late = True
         changed.add_note(
@@ -167,7 +165,9 @@ class _SavedState:
             value = referent(value)
         if isinstance(value, types.BuiltinMethodType):  # such as the method `write` of a file
             value = value.__self__
-        if isinstance(value, _PLAIN) or id(value) in self._seen or reaches_outside(value):
+        if isinstance(value, _PLAIN) or id(value) in self._seen:
+            return
+        if reaches_outside(value) and not is_opaque_iterator(value):
             return
         self._seen[id(value)] = value
         if not isinstance(value, dict | list | tuple):  # their items are visited themselves

@@ -25,6 +25,7 @@ from lightning_piper.capture.python_state.object_content import (
     ENVIRONMENT,
     content_of,
     files_behind,
+    is_opaque_iterator,
     is_written_file,
     reaches_outside,
 )
@@ -317,6 +318,19 @@ class _ObjectIdentity:
         return f"a {self._kind.__name__}"
 
 
+def taking_from(iterator: str) -> CaptureError:
+    """Return the error for a step that takes the next value of an iterator.
+
+    Args:
+        iterator: the expression that a user would write for the iterator.
+    """
+    return CaptureError(
+        f"the step takes the next value of the iterator {iterator}. A captured step would reuse the value "
+        "from its capture in every step. Take the value in a hook, such as on_train_batch_start, and keep it in an "
+        "attribute or a buffer [PIPER-C004]"
+    )
+
+
 def _is_fixed(value: Any) -> bool:
     """Return whether the value is an immutable value of `VALUES`, such as a number, or a tuple of such
     values, such as `normalized_shape` of a layer norm."""
@@ -491,6 +505,8 @@ class Guards:
     def _note_files(self, guard: Guard) -> None:
         where, found = guard.place.where, files_behind(guard.value)
         if outside := next(filter(reaches_outside, (guard.value, *found)), None):
+            if is_opaque_iterator(outside):
+                raise taking_from(where)
             kind = f"{type(outside).__module__}.{type(outside).__qualname__}"
             raise CaptureError(
                 f"the step uses {where}, which is or has an object of {kind}. A captured step would use it only while "

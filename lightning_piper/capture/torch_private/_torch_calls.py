@@ -12,6 +12,8 @@ Each entry states the behavior that the package relies on.
 - `torch._C._dispatch_has_kernel_for_dispatch_key`, `autograd_would_have_decomposed`: whether an operation is
   composed of other operations (`CompositeImplicitAutograd`), and whether it runs decomposed.
 - `_disable_saved_tensors_hooks_during_tracing`: a forward pass saves its values without hooks, as in a trace.
+- `torch._C._autograd._top_saved_tensors_default_hooks(True)`: the functions of the `saved_tensors_hooks` that were
+  entered last, or None.
 - `enable_python_dispatcher`: composite operations are decomposed as in a trace.
 - `FakeTensor(mode, tensor, device)`: a fake tensor with the spec of a tensor of the meta device, without dispatch.
 - `_get_current_dispatch_mode_stack`, `_get_current_function_mode_stack`: the active modes.
@@ -78,6 +80,12 @@ def as_traced() -> Iterator[None]:
     """Within this context, operations run as they do in a trace."""
     with enable_python_dispatcher(), _disable_saved_tensors_hooks_during_tracing():
         yield
+
+
+def hooks_of_saved_tensors() -> tuple[Any, Any] | None:
+    """Return the functions of the `saved_tensors_hooks` that were entered last; None outside of such a context."""
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    return hooks
 
 
 def only_asks(function: Any) -> bool:
