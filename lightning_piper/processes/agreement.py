@@ -340,9 +340,9 @@ class BatchCheck:
         data, shapes, states = sums[::3], sums[1::3], sums[2::3]
         self._check_batches(form or bool(whole), rest or bool(whole), data, shapes, bool(going_on))
         if some_cut and whole:
-            error = _mixed(f"training batch {self._steps - 1} of this fit")
-            error.late = bool(going_on)
-            raise error
+            mixed = _mixed(f"training batch {self._steps - 1} of this fit")
+            mixed.late = bool(going_on)
+            raise mixed
         of_replicas = found[10::2]  # for each replica: the checksums of its values, its shapes and its state
         apart = len(set(of_replicas[1::3])) > 1
         self._shapes |= apart

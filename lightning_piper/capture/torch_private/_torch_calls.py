@@ -84,7 +84,7 @@ def as_traced() -> Iterator[None]:
 
 def hooks_of_saved_tensors() -> tuple[Any, Any] | None:
     """Return the functions of the `saved_tensors_hooks` that were entered last; None outside of such a context."""
-    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
 
 
