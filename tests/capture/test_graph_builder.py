@@ -189,6 +189,12 @@ def changed_chunks(net: Net, x: Tensor) -> Tensor:
     return torch.cat([b, a], -1)
 
 
+def changed_shape(net: Net, x: Tensor) -> Tensor:
+    y = x.detach()[:2]
+    y.unsqueeze_(0)
+    return x + y.sum()
+
+
 CHANGING: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "what has a view is changed": changed_below_a_view,
     "a buffer is changed": changed_buffer,
@@ -206,6 +212,7 @@ OTHERS: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "a view with a gradient is changed": changed_view,
     "a view of a view is changed": changed_data,
     "what is cut into several views was changed": changed_chunks,
+    "the shape of a view is changed": changed_shape,
 }
 
 

@@ -20,8 +20,8 @@ def functional_variant(
     function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, torch.Tensor] | None:
     """Return the functional variant of an operation that has changed its first argument (`aten.add.Tensor` for
-    `aten.add_.Tensor`), and the variant's result. Return None if there is no such variant, or if the argument is not a
-    view and the result has another layout."""
+    `aten.add_.Tensor`), and the variant's result. Return None if there is no such variant, if the operation has changed
+    the layout of its argument (`unsqueeze_`), or if the argument is not a view and the result has another layout."""
     name = function.overloadpacket.__name__
     writes = [x.alias_info is not None and x.alias_info.is_write for x in function._schema.arguments]
     packet = (
@@ -30,7 +30,9 @@ def functional_variant(
         else None
     )
     target = _OTHER_NAMES.get(function, getattr(packet, function._overloadname, None))
-    if target is None or target._schema.is_mutable or writes != [True] + [False] * (len(writes) - 1):
+    if target is None or target._schema.is_mutable or torch.Tag.inplace_view in function.tags:
+        return None
+    if writes != [True] + [False] * (len(writes) - 1):
         return None
     made = target(*args, **kwargs)
     if not isinstance(made, torch.Tensor) or not (args[0]._is_view() or _layout(made) == _layout(args[0])):
