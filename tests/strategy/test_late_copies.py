@@ -22,14 +22,12 @@ import lightning_piper as piper
 from lightning_piper.checkpoint import late_copies
 from lightning_piper.checkpoint.late_copies import HostRoom, LateCopies
 from lightning_piper.directives import Offload
-from lightning_piper.session.eager.partial_capture import InPart
 from lightning_piper.strategy import PiperStrategy
 from tests.distributed.processes import PATIENCE as LIMIT
 from tests.distributed.processes import launch_trainings
-from tests.strategy import partial_capture, sharded
+from tests.strategy import sharded
 from tests.strategy.fitting import PROGRAM, Batches, sharing_captures, trainer
 from tests.strategy.models import make
-from tests.strategy.partial_capture import Branch, program
 from tests.strategy.scenarios import equal
 from tests.strategy.test_saves import KINDS, PATIENCE, SaveAt, content
 
@@ -217,41 +215,6 @@ def test_averaged_weights_that_are_swapped_in_wait_for_the_copy(tmp_path: Path) 
                 [WeightAveraging()],
             )
     assert equal(*(content(tmp_path / str(now) / "1.ckpt", "consolidated") for now in (True, False)))
-
-
-class Halving(Branch):
-    """Its step is captured in part, and changes a parameter in the uncaptured part."""
-
-    def loss(self, out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        self.temperature.data.mul_(0.5)
-        return super().loss(out, target)
-
-
-@pytest.mark.filterwarnings("ignore:training_step is captured in part")
-def test_a_step_that_is_captured_in_part_waits_before_it_begins(tmp_path: Path) -> None:
-    """Otherwise, its code changes a parameter that is not copied yet."""
-
-    def saved(name: str, io: Any) -> Any:
-        torch.manual_seed(0)
-        strategy = piper.PiperStrategy(program("Branch"), transport="local", checkpoint_io=io)
-        partial_capture.fit(
-            Halving().double(), strategy, callbacks=[SaveAt(1)], default_root_dir=tmp_path / name
-        )
-        return content(tmp_path / name / "1.ckpt", "consolidated")
-
-    expected = saved("now", None)
-    with latest():
-        assert equal(saved("late", AsyncCheckpointIO()), expected)
-        with mock.patch.object(InPart, "_joining", without_before(InPart._joining)):
-            assert not equal(saved("torn", AsyncCheckpointIO()), expected)
-
-
-def without_before(joining: Any) -> Any:
-    def run(self: InPart, step: Any) -> Any:
-        self.before = lambda: None
-        return joining(self, step)
-
-    return run
 
 
 def in_processes(rank: int, folder: Path, names: Sequence[str], size: int) -> dict[str, Any]:
