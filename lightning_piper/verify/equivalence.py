@@ -318,13 +318,13 @@ def check_comparable(single: Outcome) -> None:
                 found = "the loss" if name == LOSS else what.format(name)
                 raise VerificationError(
                     f"verify: on one device, {found} of this batch {'is' if x.ndim == 0 else 'has a'} NaN, so no "
-                    "program can be compared with it. The batch, a parameter or the code of the step makes the NaN. "
-                    "Correct it so that a plain Trainer computes numbers [PIPER-V005]"
+                    "program can be compared with it. "
+                    "Give a batch and parameters with which a plain Trainer computes numbers [PIPER-V005]"
                 )
 
 
 def compare(expected: Outcome, found: Outcome, rounding: Mapping[str, float]) -> Comparison:
-    """Compare two outcomes. They differ if only one of them has some result. A NaN equals a NaN at the same place.
+    """Compare two outcomes. They differ if only one of them has some result.
 
     A result may differ by `ALLOWANCE` times its entry in `rounding`, or by `ALLOWANCE` eps of its dtype if
     that is more. A gradient may also differ by the error bounds that approximate operations state for it
@@ -349,7 +349,7 @@ def compare(expected: Outcome, found: Outcome, rounding: Mapping[str, float]) ->
         return Comparison("differs", float("inf"), f"only one of the two runs has {missing[0]}", 0.0)
     worst = Comparison("bitwise equal")
     for name, a, b in _pairs(expected, found):
-        if a.shape == b.shape and bool(_alike(a, b).all()):
+        if torch.equal(a, b):
             continue
         distance, allowed = _distance(a, b), ALLOWANCE * max(rounding.get(name, 0.0), _eps(name, a, expected))
         verdict: Agreement = "equal within rounding"
@@ -399,17 +399,12 @@ def _pairs(a: Outcome, b: Outcome) -> list[tuple[str, torch.Tensor, torch.Tensor
     ]
 
 
-def _alike(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return which elements are equal, or NaN in both tensors."""
-    return (a == b) | (a.isnan() & b.isnan())
-
-
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
     if a.numel() == 0:
         return 0.0
     a, b = a.double(), b.double()
-    scale = float(a.masked_fill(~a.isfinite(), 0).abs().max())
-    difference = float((a - b).abs().masked_fill(_alike(a, b), 0).max())  # NaN if only one of them is NaN
+    scale = float(a.abs().max())
+    difference = float((a - b).abs().max())
     return difference / scale if scale else (0.0 if difference == 0 else float("inf"))
 
 

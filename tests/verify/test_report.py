@@ -5,7 +5,6 @@ result in words.
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 import sys
 from typing import Any, ClassVar
@@ -383,12 +382,7 @@ def test_the_first_that_is_out_of_bounds_is_named() -> None:
 
 def test_nan_and_nothing_for_something_differ() -> None:
     nan = outcome(a=torch.tensor([1.0, float("nan"), 4.0]))
-    assert compare(outcome(), nan, {}).verdict == compare(nan, outcome(), {}).verdict == "differs"
-    assert compare(nan, outcome(a=nan.grads["a"].clone()), {}).verdict == "bitwise equal"
-    moved = torch.tensor([1.0 + EPS, float("nan"), 4.0])
-    assert compare(nan, outcome(a=moved), {}).verdict == "equal within rounding"
-    for other in (torch.tensor([float("nan"), -2.0, 4.0]), torch.tensor([2.0, float("nan"), 4.0])):
-        assert compare(nan, outcome(a=other), {}).verdict == "differs"
+    assert compare(outcome(), nan, {}).verdict == "differs"
     zeros = outcome(a=torch.zeros(3))
     assert compare(zeros, outcome(a=torch.tensor([0.0, 1e-30, 0.0])), {}).verdict == "differs"
     assert compare(zeros, outcome(a=torch.zeros(3)), {}).verdict == "bitwise equal"
@@ -461,24 +455,6 @@ def test_the_models_have_what_they_are_there_for() -> None:
     assert kinds == {"activation", "saved", "cotangent", "grad", "buffer", "loss", "log"}
 
 
-class _Deviation(L.LightningModule):
-    """The loss of a microbatch of one sample is NaN."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = torch.nn.Linear(2, 2)
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        return self.fc(batch).square().sum(1).std()
-
-
-@pytest.mark.parametrize("microbatches", [2, 4])
-def test_a_microbatch_of_nan_is_compared_with_one_device_on_the_same_microbatch(microbatches: int) -> None:
-    found = verify(_Deviation(), torch.randn(4, 2), [split(microbatches)])
-    assert found.verdict == "verified except" and found.rows[-1].single.verdict == "bitwise equal"
-    assert math.isnan(found.whole.distance) == (microbatches == 4)
-
-
 class _Logarithm(L.LightningModule):
     """The loss is NaN for a negative input. With `gradient`, only the gradient of the weight is NaN."""
 
@@ -497,5 +473,5 @@ def test_a_result_of_one_device_that_is_nan(gradient: bool, found: str) -> None:
         VerificationError, match=f"on one device, {found} of this batch (has a NaN|is NaN)"
     ) as caught:
         verify(_Logarithm(gradient), -torch.ones(4, 2), [split(2)])
-    assert "The batch, a parameter or the code of the step makes the NaN" in str(caught.value)
+    assert "Give a batch and parameters" in str(caught.value)
     assert verify(_Logarithm(), torch.ones(4, 2), [split(2)]).ok
