@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_piper.capture import BatchSpec
 from lightning_piper.capture.proxies.numbers import NumberProxy
+from lightning_piper.capture.tracing.captured_module import library_method
 from lightning_piper.common.limits import kind_of
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
@@ -145,13 +146,13 @@ class Replay:
                 self._context = compiled.step.context
 
     def __call__(self, module: nn.Module, result: StepResult, given: Given) -> None:
-        """Call the module's `log` and its metric objects.
+        """Call Lightning's `log` and the metric objects of the module.
 
         Args:
             result: The result of the step.
             given: The values for this process's batch; receives the results of the metric objects.
         """
-        log: Any = module.log
+        log = library_method(type(module), "log")
         # The events at this process's batch size, because constant arguments (`weight=len(y)`) may depend on
         # the size.
         events = list(self._step.at(given.batch_spec.size).metrics.events)
@@ -161,7 +162,7 @@ class Replay:
                 while events and events[0].after <= i:
                     self._repeat(module, events.pop(0), result, given)
                 now = {key: _current(x) for key, x in kwargs.items()}
-                log(name, value(result), **now | {"batch_size": now["batch_size"] * factor})
+                log(module, name, value(result), **now | {"batch_size": now["batch_size"] * factor})
             for event in events:
                 self._repeat(module, event, result, given)
 
@@ -179,9 +180,9 @@ class Replay:
         else:
             value = module.get_submodule(event.value)
         if event.name is None:
-            module.log_dict(value, **kwargs)
+            library_method(type(module), "log_dict")(module, value, **kwargs)
         else:
-            module.log(event.name, value, **kwargs)
+            library_method(type(module), "log")(module, event.name, value, **kwargs)
 
     def _argument(self, name: str, result: StepResult, given: Given) -> torch.Tensor | None:
         """Return a tensor argument of a metric object; None on a process that does not have the argument."""

@@ -18,7 +18,8 @@ import lightning_piper as piper
 from lightning_piper import schedules
 from lightning_piper.capture import PartlyCaptured
 from lightning_piper.capture.cutting import graph_cut
-from lightning_piper.capture.eager.eager_remainder import EagerRemainder
+from lightning_piper.capture.eager.eager_remainder import EagerRemainder, RemainderLog
+from lightning_piper.session.eager.partial_capture import _logged
 from tests.distributed.processes import launch_trainings
 from tests.groups import marked
 from tests.strategy.fitting import QUIET
@@ -189,6 +190,16 @@ def test_what_a_step_returns_beside_the_loss_is_joined():
         and float(inside["loss"]) == inside["number"]
     )
     assert [x.shape for x in inside["array"]] == [(2, 4)] * 4
+
+
+def test_a_logged_value_counts_by_its_batch_size():
+    def log(value, samples, **kwargs):
+        return RemainderLog("x", torch.tensor(value), kwargs, samples)
+
+    ((_, value, kwargs),) = _logged([log(1.0, 4, batch_size=3), log(5.0, 4, batch_size=1)])
+    assert value == 2.0 and kwargs == {"batch_size": 4}
+    ((_, value, kwargs),) = _logged([log(1.0, 6), log(5.0, 2)])
+    assert value == 2.0 and kwargs == {"batch_size": 8}
 
 
 @pytest.mark.filterwarnings("ignore:training_step is captured in part")

@@ -426,7 +426,7 @@ class EagerRemainder:
 
     @contextlib.contextmanager
     def _logging(self, samples: int) -> Iterator[None]:
-        """Within this context, `self.log` and `self.log_dict` add to `logs`. Unless every process runs the
+        """Within this context, `self.log` adds to `logs`. Unless every process runs the
         code, `self.all_gather` and the collective methods of the strategy raise an error.
 
         Args:
@@ -456,16 +456,12 @@ class EagerRemainder:
             value = value.detach().reshape(()).clone()
             self.logs.append(RemainderLog(name, value, kwargs, samples))
 
-        def log_dict(values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-            for name, value in values.items():
-                log(name, value, *args, **kwargs)
-
         def refuse(*args: Any, **kwargs: Any) -> None:
             raise _communicates()
 
         strategy = getattr(getattr(self._module, "_trainer", None), "strategy", None)
         together = dict.fromkeys(("all_gather", "barrier", "broadcast", "reduce"), refuse)
-        stand_ins: list[tuple[Any, dict[str, Any]]] = [(self._module, {"log": log, "log_dict": log_dict})]
+        stand_ins: list[tuple[Any, dict[str, Any]]] = [(self._module, {"log": log})]
         if not self.everywhere:
             stand_ins += [
                 (self._module, {"all_gather": refuse}),

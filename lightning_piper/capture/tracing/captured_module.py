@@ -26,40 +26,41 @@ _OWN_CLASS = vars(object)["__class__"].__set__  # sets the class of an object wh
 
 @contextlib.contextmanager
 def as_captured(module: nn.Module, step: TracedStep) -> Iterator[None]:
-    """Within this context, a subclass replaces the class of the module. The subclass passes calls of `log` and
-    `log_dict` to `step`. If the step records its reads, the subclass also watches reads of `trainer`. Calls of
-    metric objects go to `step.metrics`.
+    """Within this context, a subclass replaces the class of the module. Calls of Lightning's `log` and `log_dict` go
+    to `step`. A `log` that the user's class defines runs as a part of the step. If the step records its reads, the
+    subclass also watches reads of `trainer`. Calls of metric objects go to `step.metrics`.
 
     Raises:
         CaptureError: the step has set a new attribute of the module's class. Raised at the end.
     """
     cls = type(module)
-    original = getattr(cls, "log", None)
-    signature = inspect.signature(original) if original is not None else None
+
+    def bound(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+        """Return (name, value) of each argument of a call of Lightning's method."""
+        given = inspect.signature(library_method(cls, name)).bind(module, *args, **kwargs).arguments
+        return [*given.items()][1:]
 
     def log(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        assert signature is not None
-        call = dict(signature.bind(self, *args, **kwargs).arguments)
-        call.pop("self")
-        step.log(call.pop("name"), call.pop("value"), call)
+        (_, name), (_, value), *call = bound("log", args, kwargs)
+        step.log(name, value, dict(call))
 
-    def log_dict(self: nn.Module, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+    def log_dict(self: Any, *args: Any, **kwargs: Any) -> None:
         """Record the result of a metric collection as one value, or each entry of any other dict."""
-        if (known := step.metrics.known(dictionary)) is not None:
-            call = dict(inspect.signature(cls.log_dict).bind(self, dictionary, *args, **kwargs).arguments)  # type: ignore[attr-defined]
-            step.metrics.log(
-                None,
-                known,
-                {k: x for k, x in call.items() if k not in ("self", "dictionary")},
-                len(step.logs),
-            )
+        (_, values), *call = bound("log_dict", args, kwargs)
+        if (known := step.metrics.known(values)) is not None:
+            step.metrics.log(None, known, dict(call), len(step.logs))
             return
-        for name, value in dictionary.items():
-            log(self, name, value, *args, **kwargs)
+        for name, value in values.items():
+            self.log(name=name, value=value, **dict(call))
 
+    bases: tuple[type, ...] = (cls,)
+    if hasattr(cls, "log"):
+        # In the order of bases, the recorder comes after the user's classes and before Lightning's.
+        owner = _library_class(cls, "log")
+        methods = {"log": log, "log_dict": log_dict, "__module__": cls.__module__}
+        recorder = type(owner)(cls.__name__, (owner,), methods)
+        bases = (recorder,) if owner is cls else (cls, recorder)
     members: dict[str, Any] = {}
-    if original is not None:
-        members |= {"log": log, "log_dict": log_dict}
     attached, reads = getattr(cls, "trainer", None), step.reads
     if reads is not None and isinstance(attached, property) and attached.fget is not None:
         get = attached.fget
@@ -75,7 +76,7 @@ def as_captured(module: nn.Module, step: TracedStep) -> Iterator[None]:
         "__class__": property(lambda self: cls, _OWN_CLASS),
         STANDS_FOR: cls,
     }
-    stand_in = type(cls.__name__, (cls,), members)
+    stand_in = type(cls)(cls.__name__, bases, members)
     before = set(vars(stand_in))
     module.__class__ = stand_in
     try:
@@ -87,6 +88,16 @@ def as_captured(module: nn.Module, step: TracedStep) -> Iterator[None]:
         module.__class__ = cls
     if written := set(vars(stand_in)) - before:
         raise changes(step.name, f"{cls.__name__}.{min(written)}")
+
+
+def library_method(cls: type, name: str) -> Any:
+    """Return Lightning's method, even if the user's class overrides it."""
+    return vars(_library_class(cls, name))[name]
+
+
+def _library_class(cls: type, name: str) -> type:
+    """Return the last of a class and its bases that defines `name`."""
+    return [base for base in cls.__mro__ if name in vars(base)][-1]
 
 
 def _loggers_of_trainer(cls: type) -> dict[str, Any]:

@@ -191,8 +191,10 @@ def _logged(logs: Sequence[RemainderLog]) -> Iterator[tuple[str, Any, Mapping[st
                 f"self.log({name!r}): values reduced by reduce_fx={shown_function(function)} "
                 "cannot be merged over microbatches. Give one of 'mean', 'sum', 'max' and 'min' [PIPER-C007]"
             )
-        samples = torch.tensor([float(log.samples) for log in found], dtype=torch.float64)
-        kwargs.setdefault("batch_size", int(samples.sum()))
+        # As in Lightning, a value counts by its batch size, which may differ from part to part.
+        sizes = [log.kwargs.get("batch_size") or log.samples for log in found]
+        kwargs["batch_size"] = sum(sizes)
+        samples = torch.tensor(sizes, dtype=torch.float64)
         weights = samples / samples.sum() if how == "mean" else torch.ones_like(samples)
         values = [log.value.to("cpu", torch.float64) for log in found]
         value = merged("sum" if how == "mean" else how, values, weights)

@@ -1,0 +1,79 @@
+"""A module may define `log` and `log_dict` itself, and call Lightning's with other names and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lightning_piper as piper
+from tests.strategy.fitting import Batches, local, trainer
+
+
+class Plain(L.LightningModule):
+    mixed = False  # whether the end of the step runs uncaptured
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = (nn.Linear(4, 4, dtype=torch.float64) for _ in range(2))
+        piper.annotate_modules(self, "PP", [["first"], ["last"]])
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.last(torch.tanh(self.first(batch))).square().mean()
+        if self.mixed and loss.item() > 1e9:
+            loss = 2 * loss
+        self.log("loss", loss, prog_bar=True)
+        self.log_dict({"twice": 2 * loss, "number": 3.0}, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class AnyArguments(Plain):
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        super().log(f"train/{name}", value, *args, **kwargs)
+
+
+class OfBase(AnyArguments):
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        super().log(f"own {name}", value, *args, **kwargs)
+
+
+class TwoValues(Plain):
+    def log(self, name: str, value: Any, **kwargs: Any) -> None:
+        super().log(name, value, **kwargs)
+        super().log(f"{name} in percent", 100 * value, **kwargs)
+
+
+class Dicts(Plain):
+    def log_dict(self, values: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        super().log_dict({f"all/{name}": value for name, value in values.items()}, **kwargs)
+
+
+def logged(strategy: Any, cls: type[Plain], mixed: bool = False) -> dict[str, float]:
+    module = cls()
+    module.mixed = mixed
+    batches = [torch.randn(8, 4, generator=torch.Generator().manual_seed(i)).double() for i in range(3)]
+    fit, _ = trainer(strategy, max_steps=3)
+    fit.fit(module, Batches(batches))
+    return {name: float(value) for name, value in fit.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("cls", [AnyArguments, OfBase, TwoValues, Dicts])
+def test_its_names_and_values_are_those_of_one_device(cls: type[Plain]) -> None:
+    expected = logged("auto", cls)
+    assert expected.keys() != logged("auto", Plain).keys()
+    for program in ([piper.Place(filter={}, devices=[0])], piper.schedules.one_f_one_b(2, 2)):
+        assert logged(local(program, capture="always"), cls) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("cls", [AnyArguments, Dicts])
+@pytest.mark.filterwarnings("ignore:.*captured in part")
+def test_uncaptured_code_calls_it(cls: type[Plain]) -> None:
+    program = piper.schedules.one_f_one_b(2, 2)
+    assert logged(local(program), cls, True) == pytest.approx(logged("auto", cls), rel=1e-6)
