@@ -58,7 +58,7 @@ def as_captured(module: nn.Module, step: TracedStep) -> Iterator[None]:
         # In the order of bases, the recorder comes after the user's classes and before Lightning's.
         owner = _library_class(cls, "log")
         methods = {"log": log, "log_dict": log_dict, "__module__": cls.__module__}
-        recorder = type(owner)(cls.__name__, (owner,), methods)
+        recorder = type(cls.__name__, (owner,), methods)
         bases = (recorder,) if owner is cls else (cls, recorder)
     members: dict[str, Any] = {}
     attached, reads = getattr(cls, "trainer", None), step.reads
@@ -76,7 +76,7 @@ def as_captured(module: nn.Module, step: TracedStep) -> Iterator[None]:
         "__class__": property(lambda self: cls, _OWN_CLASS),
         STANDS_FOR: cls,
     }
-    stand_in = type(cls)(cls.__name__, bases, members)
+    stand_in = type(cls.__name__, bases, members)
     before = set(vars(stand_in))
     module.__class__ = stand_in
     try:
