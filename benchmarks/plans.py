@@ -1,15 +1,21 @@
 """Measures one process's time from a captured step to its checked plan, by the number of devices.
 
-The program has 16 stages, 64 microbatches and ZeRO-3. With `--llama`, it also measures the time from nothing
-to a checked plan for Llama-3-405B on 16 stages of 8 replicas. Times are CPU seconds of one core.
+The program has 16 stages, 64 microbatches and ZeRO-3. Times are CPU seconds of one core. Further cases:
 
-    python benchmarks/plans.py [--replicas 8 64 1024] [--llama] [--layers 126]
+- `--nodes`: the same program with 1,560 microbatches, which has a million nodes
+- `--llama`: from nothing to a checked plan for Llama-3-405B on 16 stages of 8 replicas
+- `--tensor`: the same on 16 stages of 128 replicas, each of 8 devices that shard the weights
+- `--deepseek`: the same for DeepSeek-V3 on 16 stages of 64 replicas, which divide the experts
+
+    python benchmarks/plans.py [--replicas 8 64 1024] [--nodes] [--llama] [--tensor] [--deepseek] [--layers 126]
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import resource
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,9 +24,11 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from _chain import Chain
+from _deepseek import DeepSeek
 from torch import Tensor, nn
 
 import lightning_piper as piper
+from lightning_piper.cache import CACHE
 from lightning_piper.capture import capture
 from lightning_piper.common.garbage_collection import uncollected
 from lightning_piper.directives import Directive, parse
@@ -32,6 +40,8 @@ HEAD = (
     "| devices | nodes | instructions | capture s | program s | static check s | plan s | plan check s | "
     "sum s | MB |"
 )
+
+MANY = 1560  # microbatches of `--nodes`
 
 
 class Layer(nn.Module):
@@ -85,6 +95,25 @@ def zero3(stages: int, replicas: int, microbatches: int, bucket: float = 25.0) -
     return tuple(parse([*program[:stages], replicate, *program[stages:]]))
 
 
+def experts(stages: int, replicas: int, microbatches: int) -> tuple[Directive, ...]:
+    """Return a 1F1B pipeline whose stages are replicated with ZeRO-1, and whose replicas divide the experts."""
+    groups = [list(range(stage * replicas, (stage + 1) * replicas)) for stage in range(stages)]
+    program = piper.schedules.one_f_one_b(stages, microbatches, groups)
+    shard = piper.ShardExperts(filter={"EP": "*"}, devices=groups)
+    return tuple(parse([*program, piper.Replicate(devices=groups, zero=1), shard]))
+
+
+def tensor_parallel(program: tuple[Directive, ...], devices: int, degree: int) -> tuple[Directive, ...]:
+    """Return the program of `zero3` for `devices` devices, with the weights of a `Llama` sharded over `degree` of
+    them."""
+    lines = [list(range(i, i + degree)) for i in range(0, devices, degree)]
+    rows = dict.fromkeys(
+        ("embed.weight", "head.weight", *(f"layers.*.{x}.weight" for x in ("q", "k", "v", "gate", "up"))), 0
+    )
+    params = rows | dict.fromkeys((f"layers.*.{x}.weight" for x in ("out", "down")), 1)
+    return tuple(parse([*program, piper.ShardWeights(params=params, devices=lines)]))
+
+
 def row(make: Callable[[], Any], program: tuple[Directive, ...]) -> str:
     """Return a row of the table: the sizes of DAG and plans, and the CPU seconds of each part of `compile`,
     in the process of the device in the middle. `make` makes the captured step.
@@ -114,29 +143,49 @@ def row(make: Callable[[], Any], program: tuple[Directive, ...]) -> str:
     return f"| {len(plans)} | {len(dag.nodes)} | {count} | {shown} | {peak:.0f} |"
 
 
+def without_data(make: Callable[[], nn.Module], samples: int, length: int) -> Callable[[], Any]:
+    """Return a function that captures a module on the meta device, in bfloat16."""
+
+    def captured() -> Any:
+        with torch.device("meta"):
+            module, tokens = make().bfloat16(), torch.zeros(samples, length + 1, dtype=torch.long)
+        return capture(module, tokens)
+
+    return captured
+
+
+def chain(replicas: int, microbatches: int) -> Callable[[], Any]:
+    return lambda: capture(Chain(16, 4), torch.empty(replicas * microbatches, 4))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--replicas", type=int, nargs="*", default=[8, 64, 1024])
-    parser.add_argument("--llama", action="store_true")
-    parser.add_argument("--layers", type=int, default=126)
+    for name in ("nodes", "llama", "tensor", "deepseek"):
+        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--layers", type=int)
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(HEAD)
     print("|---" * 10 + "|")
-    for replicas in args.replicas:
-        batch = torch.randn(replicas * 64, 4)
-        print(row(lambda batch=batch: capture(Chain(16, 4), batch), zero3(16, replicas, 64)), flush=True)
+    cases = [(chain(replicas, 64), zero3(16, replicas, 64)) for replicas in args.replicas]
+    if args.nodes:
+        cases.append((chain(8, MANY), zero3(16, 8, MANY)))
+    layers = args.layers or 126
     if args.llama:
-
-        def make() -> Any:
-            with torch.device("meta"):
-                module = Llama(16, args.layers).bfloat16()
-                tokens = torch.zeros(8 * 16, 8193, dtype=torch.long)
-            return capture(module, tokens)
-
-        print(row(make, zero3(16, 8, 16)), flush=True)
+        cases.append((without_data(lambda: Llama(16, layers), 8 * 16, 8192), zero3(16, 8, 16)))
+    if args.tensor:
+        program = tensor_parallel(zero3(16, 1024, 16), 16 * 1024, 8)
+        cases.append((without_data(lambda: Llama(16, layers), 128 * 16, 8192), program))
+    if args.deepseek:
+        made = without_data(lambda: DeepSeek(16, args.layers or 61, 4096), 64 * 16, 4096)
+        cases.append((made, experts(16, 64, 16)))
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[CACHE] = folder  # no graph is known from an earlier run
+        for make, program in cases:
+            print(row(make, program), flush=True)
 
 
 if __name__ == "__main__":
